@@ -8,7 +8,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 TYPED := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: train test check thorough real clusters lint types bench-step bench-collectives bench-checkpoint bench-strategies bench-checks bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report house docs gpu gpu-table clean
+.PHONY: train test check thorough real clusters lint types bench-step bench-collectives bench-checkpoint bench-strategies bench-checks bench-compile bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report house docs gpu gpu-table clean
 
 train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -49,6 +49,9 @@ bench-strategies: $(VENV)/.installed
 
 bench-checks: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_checks.py --out benchmarks/results/checks.json
+
+bench-compile: $(VENV)/.installed
+	$(BIN)/python benchmarks/bench_compile.py --out benchmarks/results/compile.json
 
 bench-start: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_start.py

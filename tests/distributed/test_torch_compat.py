@@ -58,6 +58,46 @@ def test_a_function_that_is_never_compiled_is_called_as_it_is():
     assert torch_compat.never_compiled(lambda x, *, y: x + y)(1, y=2) == 3
 
 
+def graphs_of(function: Any, *, whole: bool = False) -> list[int]:
+    """How many operations each compiled graph of a function of a tensor has."""
+    sizes: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, example: Any) -> Any:
+        sizes.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+        return graph.forward
+
+    compiled = torch.compile(function, backend=backend, fullgraph=whole)
+    assert torch.equal(compiled(torch.ones(2)), function(torch.ones(2)))
+    return sizes
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def around(x: torch.Tensor) -> torch.Tensor:
+    return doubled(x + 1)
+
+
+def a_hook(x: torch.Tensor) -> torch.Tensor:
+    return doubled(x + 1)
+
+
+def test_a_function_that_runs_as_it_is_is_compiled_inside_of_others_only():
+    marked = torch_compat.run_as_it_is(around)
+    assert marked is around
+    assert graphs_of(marked) == [1]  # `doubled` alone
+    assert graphs_of(lambda x: marked(x) + 1, whole=True) == [3]
+    assert torch_compat.compiler_is_loaded()
+
+
+def test_a_hook_outside_of_compiled_code_ends_the_graph():
+    hook = torch_compat.outside_compiled_code(a_hook)
+    assert graphs_of(hook) == []
+    assert graphs_of(lambda x: hook(x + 1) + 1) == [1, 1]
+    assert hook.__name__ == "a_hook"
+
+
 def test_an_fsdp_model_has_a_root_and_lets_go_of_its_groups(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

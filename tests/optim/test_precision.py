@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
+import warnings
 from dataclasses import dataclass
+from types import MethodType
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +90,121 @@ def test_autocast_is_left_when_the_forward_pass_raises():
     with pytest.raises(RuntimeError, match="broken"):
         net(torch.ones(1))
     assert not torch.is_autocast_enabled("cpu")
+
+
+class Records(nn.Module):
+    """One layer; it remembers the dtype that it computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.computed_in: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        y = self.layer(x)
+        self.computed_in.append(y.dtype)
+        return y * scale
+
+
+def lowered(module: nn.Module) -> tuple[nn.Module, Precision]:
+    """The module in bf16."""
+    precision = Precision("bf16", CPU)
+    precision.attach(module)
+    return module, precision
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "averaged"])
+def test_copies_compute_in_the_precision_with_parameters_of_their_own(way):
+    model, _ = lowered(Records())
+    if way == "deepcopy":
+        made = copy.deepcopy(model)
+    elif way == "pickle":
+        made = pickle.loads(pickle.dumps(model))
+    else:
+        made = torch.optim.swa_utils.AveragedModel(model).module
+    assert torch.equal(made(torch.ones(2, 4)), model(torch.ones(2, 4)))
+    assert made.computed_in == [torch.bfloat16]
+    with torch.no_grad():
+        made.layer.weight.zero_()
+        made.layer.bias.zero_()
+    assert not made(torch.ones(2, 4)).any()
+    assert model(torch.ones(2, 4)).any()
+    assert [*made.state_dict()] == [*Records().state_dict()]
+
+
+def computes_twice(model: Any, x: Tensor) -> Tensor:
+    model.computed_in.append((x @ x.T).dtype)
+    return model.layer(x) * 2
+
+
+@pytest.mark.parametrize("set_first", [True, False])
+def test_a_forward_that_is_set_on_the_model_is_autocast(set_first):
+    model = Records()
+    if set_first:
+        model.forward = MethodType(computes_twice, model)
+    _, precision = lowered(model)
+    if not set_first:
+        model.forward = MethodType(computes_twice, model)
+        precision.follow_forwards()
+    assert model(torch.ones(2, 4)).dtype == torch.float32
+    made = copy.deepcopy(model)
+    assert torch.equal(made(torch.ones(2, 4)), model(torch.ones(2, 4)))
+    assert set(model.computed_in) == set(made.computed_in) == {torch.bfloat16}
+
+
+def test_a_forward_that_the_class_gets_later_is_autocast(monkeypatch):
+    model, _ = lowered(Records())
+    monkeypatch.setattr(Records, "forward", computes_twice)
+    model(torch.ones(2, 4))
+    assert model.computed_in == [torch.bfloat16]
+
+
+def test_hooks_of_the_model_see_what_it_is_given_and_returns():
+    seen = []
+    model = Records()
+    model.register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, out.dtype)))
+    lowered(model)
+    model.register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, out.dtype)))
+    model.register_forward_pre_hook(lambda module, args: (args[0] * 0,))
+    assert torch.equal(model(torch.ones(1, 4))[0], model.layer.bias.bfloat16().float())
+    assert seen == [(torch.float32, torch.float32)] * 2
+
+
+def test_the_forward_keeps_its_signature():
+    model, _ = lowered(Records())
+    assert [*inspect.signature(model.forward).parameters] == ["x", "scale"]
+    assert model.forward.__code__ is Records.forward.__code__
+
+
+def test_a_hook_that_raises_before_the_forward_pass_leaves_no_autocast():
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise RuntimeError("refused")
+
+    model, _ = lowered(Records())
+    model.register_forward_pre_hook(refuse, prepend=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing else may go wrong then
+        with pytest.raises(RuntimeError, match="refused"):
+            model(torch.ones(1, 4))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_scripted_model_is_autocast():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 3)))
+    model, _ = lowered(scripted)
+    output = model(torch.randn(2, 4))
+    assert output.dtype == torch.float32
+    assert torch.equal(output, output.bfloat16().float())
+
+
+def test_the_inputs_of_a_model_in_float64_can_be_pickled_with_it():
+    precision = Precision("fp64", CPU)
+    model = nn.Linear(2, 1)
+    precision.attach(model)
+    made = pickle.loads(pickle.dumps(model))
+    assert torch.equal(made(torch.ones(1, 2)), model(torch.ones(1, 2)))
 
 
 def test_fp16_leaves_out_a_step_with_infinite_gradients():

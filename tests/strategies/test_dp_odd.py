@@ -9,6 +9,7 @@ import gc
 import pickle
 import re
 import threading
+import types
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -437,32 +438,41 @@ def test_replicas_in_threads_see_the_context_of_the_caller():
     assert threading.active_count() == 1
 
 
-def test_autocast_is_left_by_whoever_entered_it(monkeypatch):
-    """One replica leaves its forward pass while another's is just being entered."""
-    contexts: list[Any] = []
+def test_replicas_in_threads_compute_under_autocast_each():
+    seen = []
+
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        seen.append(((x @ x.T).dtype, threading.get_ident()))
+        if len(x) == 1:
+            raise ValueError("one sample")
+        return x
+
+    layers = nn.Sequential(nn.BatchNorm1d(FEATURES), made(forward))
+    Precision("bf16", torch.device("cpu")).attach(layers)
+    wrapped = DataParallel(layers, replicas=2)
+    assert wrapped(data(8).float()).dtype == torch.float32
+    assert {dtype for dtype, _ in seen} == {torch.bfloat16}
+    assert len({thread for _, thread in seen}) == 2
+    with pytest.raises(ValueError, match="one sample"):
+        wrapped(data(2).float())
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_function_set_as_forward_is_found_under_autocast_too():
     module = nn.Identity()
-
-    class Context:
-        def __init__(self, *args: Any) -> None:
-            self.entered = False
-            contexts.append(self)
-
-        def __enter__(self) -> None:
-            if len(contexts) == 2:
-                leave(module, (), None)
-            self.entered = True
-
-        def __exit__(self, *args: Any) -> None:
-            assert self.entered
-            self.entered = False
-
-    monkeypatch.setattr(torch, "autocast", Context)
+    module.forward = lambda x: x
     Precision("bf16", torch.device("cpu")).attach(module)
-    [enter], [leave] = module._forward_pre_hooks.values(), module._forward_hooks.values()
-    enter(module, ())
-    enter(module, ())
-    leave(module, (), None)
-    assert not any(context.entered for context in contexts)
+    with pytest.raises(UsageError, match="a forward set on the object"):
+        DataParallel(module, replicas=2)(data(4))
+
+
+def test_a_method_set_as_forward_is_bound_to_each_replica_under_autocast():
+    module = Scales()
+    module.forward = types.MethodType(lambda own, x: x * own.scale, module)
+    Precision("bf16", torch.device("cpu")).attach(module)
+    new = replicas._copy(module, {id(module.scale): module.scale.detach() + 1})
+    close(new(data(2)), data(2) * 2)
+    close(module(data(2)), data(2))
 
 
 def test_a_second_derivative_through_copies_on_other_devices(monkeypatch):

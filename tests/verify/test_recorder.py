@@ -36,6 +36,47 @@ for x, y in loader:
     optimizer.step()
 """
 
+COMPILED = """
+import torch, lockstep
+import torch.nn.functional as F
+from torch import nn
+
+WAY = {way!r}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.block(x))
+
+
+with lockstep.init(seed=1, precision="bf16") as world:
+    model = Net()
+    if WAY == "before":
+        model = torch.compile(model)
+    if WAY == "in place before":
+        model.compile()
+    if WAY == "block by block":
+        model.block.compile()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = world.prepare(model, optimizer)
+    call = model
+    if WAY == "after":
+        call = torch.compile(model)
+    if WAY == "in place after":
+        model.compile()
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(2))
+    data = torch.utils.data.TensorDataset(x, x.argmax(1) % 4)
+    for images, labels in world.loader(data, 6, shuffle=True):
+        world.backward(F.cross_entropy(call(images), labels))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
 
 def samples(verdict: Verdict) -> list[int]:
     """Of each update of the reference and of the other, all of which are equal."""
@@ -65,6 +106,17 @@ def test_what_is_compiled_is_compared_uncompiled(tmp_path: Path) -> None:
     verdict = warm.verify(script, batch_times=2)
     assert samples(verdict) == [12, 12, 12]
     assert "torch.compile" in verdict.reference.notes
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "way", ["before", "after", "in place before", "in place after", "block by block"]
+)
+def test_each_way_of_compiling_a_prepared_model_is_compared(tmp_path: Path, way: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(COMPILED.format(way=way))
+    verdict = warm.verify(script)
+    assert verdict.word == "EQUAL", verdict.lines()
 
 
 def test_as_many_steps_are_compared_as_time_allows(tmp_path: Path) -> None:

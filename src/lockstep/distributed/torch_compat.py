@@ -20,6 +20,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
@@ -81,6 +82,48 @@ def never_compiled(function: Callable[P, T], *, recursive: bool = False) -> Call
     disable: Any = getattr(torch, "_disable_dynamo")  # noqa: B009 - not exported
     made: Callable[P, T] = disable(function, recursive=recursive)
     return made
+
+
+def run_as_it_is(function: Callable[P, T]) -> Callable[P, T]:
+    """Torch's compiler runs this function as it is and compiles each function that it calls.
+
+    In a function that is compiled as a whole it is traced with the rest, where `never_compiled`
+    would end the graph. Torch marks its own functions so (`torch._dynamo.eval_frame.skip_code`);
+    the mark is set without loading the compiler.
+    """
+    from torch._C._dynamo import eval_frame
+
+    frame: Any = eval_frame
+    mark = frame._FrameExecStrategy(frame._FrameAction.SKIP, frame._FrameAction.DEFAULT)
+    frame.set_code_exec_strategy(function.__code__, mark)
+    return function
+
+
+def compiler_is_loaded() -> bool:
+    """Whether anything can have been compiled in this process."""
+    return "torch._dynamo" in sys.modules
+
+
+def outside_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that torch's compiler does not trace, nor what it calls: a hook of a module.
+
+    `torch.compile(model)` and `model.compile()` call hooks as they are and compile the forward pass
+    between them. A hook would be compiled apart from it: graph breaks where it looks at what a
+    graph does not have (`grad_fn`), and another compilation whenever a number that it has read
+    changes. Torch leaves the hooks of `fully_shard` out in the same way.
+
+    Where the compiler is not loaded, the function does not load it.
+    """
+    uncompiled = never_compiled(function, recursive=True)
+
+    @run_as_it_is
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if compiler_is_loaded():
+            return uncompiled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 # DDP

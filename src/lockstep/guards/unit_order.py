@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import outside_compiled_code
 from lockstep.errors import RanksDifferError, some, warn_of
 from lockstep.guards.base import Guard
 from lockstep.optim.precision import Precision
@@ -66,9 +67,14 @@ class _Use:
         self._under_way: tuple[dist.Work, Tensor] | None = None
         for number, unit in enumerate(wrapped.units.values()):
             unit.register_forward_hook(partial(self._passed, number))
-        root.register_forward_pre_hook(lambda *_: self.finish(), prepend=True)
+        root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_load_state_dict_pre_hook(self._count_load)  # type: ignore[no-untyped-call]
 
+    @outside_compiled_code
+    def _before_forward(self, *_: Any) -> None:
+        self.finish()
+
+    @outside_compiled_code  # else a change of a counter would compile it again
     def _passed(self, unit: int, *_: Any) -> None:
         self._passes[unit] += 1
         self._order = hash((self._order, unit)) & _LARGEST

@@ -4,13 +4,22 @@ Parameters, gradients and the optimizer stay in fp32. The model's forward pass r
 and its floating-point outputs come back in fp32, so that losses are computed in fp32. Under fp64
 all of the model is in float64, and what it is called with is brought to that.
 
+Autocast is entered and left in one function, which takes the place of the model's `forward`
+(`AutocastForward`). `torch.compile` can then trace it, or compile what it calls under the autocast
+that is on. Two forward hooks, one that enters and one that leaves, would not do: the compiler
+traces each hook apart from the forward pass between them.
+
 The scaler is brought up to date once for each backward pass that was stepped on, at the beginning
 of the next one: however many optimizers share a backward pass, they see one scale.
 """
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,7 +27,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.data.pytree import map_tensors
+from lockstep.distributed.torch_compat import (
+    compiler_is_loaded,
+    never_compiled,
+    outside_compiled_code,
+    pytree,
+    run_as_it_is,
+    without_compile,
+)
 from lockstep.errors import SettingError
+from lockstep.step import BatchEvent, Callback
 
 _DTYPES: dict[str, torch.dtype | None] = {
     "fp32": None,
@@ -62,6 +80,8 @@ class Precision:
         self.device = device
         self.dtype = _DTYPES[name]
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+        self._autocasting: list[weakref.ref[nn.Module]] = []
+        """The modules whose forward pass runs under autocast."""
         self._unscaled: set[int] = set()
         self._used = False
 
@@ -71,23 +91,24 @@ class Precision:
             return
         if self.dtype == torch.float64:
             module.double()
-            module.register_forward_pre_hook(lambda _, *given: in_double(given), with_kwargs=True)
+            module.register_forward_pre_hook(_inputs_in_double, with_kwargs=True)
             return
-        running: list[torch.autocast] = []
+        module = without_compile(module)
+        self._autocast(module, self.dtype)
+        self._autocasting.append(weakref.ref(module))
 
-        def enter(module: nn.Module, args: Any) -> None:
-            context = torch.autocast(self.device.type, self.dtype)
-            context.__enter__()  # type: ignore[no-untyped-call]
-            running.append(context)  # entered: another replica's thread may be the one to leave it
+    def follow_forwards(self) -> None:
+        """Also autocasts a `forward` that the user has set on a prepared model since then."""
+        for reference in self._autocasting:
+            module = reference()
+            if module is None or self.dtype is None:
+                continue
+            if not isinstance(vars(module).get("forward"), AutocastForward):
+                self._autocast(module, self.dtype)
 
-        def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            running.pop().__exit__(None, None, None)
-            return map_tensors(
-                output, lambda t: t.float() if t.dtype == self.dtype else t, opaque=None
-            )
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
+    def _autocast(self, module: nn.Module, dtype: torch.dtype) -> None:
+        # Around `Module.__setattr__`, which a user's class may have replaced.
+        vars(module)["forward"] = AutocastForward(module, self.device.type, dtype)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """The backward pass of the (scaled) loss."""
@@ -144,6 +165,106 @@ class Precision:
         self.update_scale()
         if self.scaler is not None and state is not None:
             self.scaler.load_state_dict(state)
+
+
+class AutocastForward:
+    """The forward pass of a module under autocast; its floating-point outputs come back in fp32.
+
+    It takes the place of `module.forward`. The hooks of the module are called outside of it: they
+    see the inputs as they were given, and outputs in fp32.
+
+    Args:
+        module: whose `forward` is called, that of its class or one that was set on the object.
+        device_type: of the tensors that are computed with.
+        dtype: of the operations that autocast knows to be safe in it.
+    """
+
+    def __init__(self, module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+        self.module = module
+        self.own: Callable[..., Any] | None = vars(module).get("forward")
+        """The forward that was set on the object; None: there is none, and the class has one."""
+        of_class = inspect.getattr_static(type(module), "forward")
+        if self.own is None and not isinstance(of_class, FunctionType):
+            self.own = module.forward  # of a scripted module, for example
+        self.device_type = device_type
+        self.dtype = dtype
+        self.is_torchs = self.own is None and of_class.__module__.startswith("torch.")
+        """The forward is one of torch's, of `nn.Sequential` for example."""
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What is called under autocast; `inspect.signature` looks here."""
+        if self.own is not None:
+            return self.own
+        return MethodType(type(self.module).forward, self.module)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a method has: `__code__`, `__name__`."""
+        if "own" not in vars(self):  # it is being copied, and has nothing yet
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
+    @run_as_it_is
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward pass."""
+        with torch.autocast(self.device_type, self.dtype):
+            if self.own is not None:
+                output = self.own(*args, **kwargs)
+            elif self.is_torchs:
+                output = _called(type(self.module).forward, self.module, *args, **kwargs)
+            else:
+                output = type(self.module).forward(self.module, *args, **kwargs)
+        if isinstance(output, Tensor):
+            return output.float() if output.dtype == self.dtype else output
+        if torch.compiler.is_compiling():
+            return pytree.tree_map(partial(_traced_in_fp32, dtype=self.dtype), output)
+        # The compiler, where it is loaded, would compile each function that takes part.
+        convert = _in_fp32_uncompiled if compiler_is_loaded() else _in_fp32
+        return convert(output, self.dtype)
+
+
+def _called(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a forward of torch's, which torch's compiler compiles only inside another function."""
+    return forward(*args, **kwargs)
+
+
+class ForwardsSetLater(Callback):
+    """Lets a `forward` that is set on a model after `world.prepare` run in the precision, too."""
+
+    def __init__(self, precision: Precision) -> None:
+        self._precision = precision
+
+    def delivered(self, event: BatchEvent) -> None:
+        """Before the forward passes of a micro-batch."""
+        self._precision.follow_forwards()
+
+    def backward(self, loss: Tensor) -> None:
+        """After them, where no prepared loader delivers the batches."""
+        self._precision.follow_forwards()
+
+
+def _in_fp32(output: Any, dtype: torch.dtype) -> Any:
+    """The same nest with its tensors of a lower precision in fp32."""
+    return map_tensors(output, lambda t: t.float() if t.dtype == dtype else t, opaque=None)
+
+
+def _traced_in_fp32(leaf: Any, dtype: torch.dtype) -> Any:
+    """The same of one leaf of torch's own pytree, in a way that the compiler can trace."""
+    if isinstance(leaf, Tensor):
+        return leaf.float() if leaf.dtype == dtype else leaf
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return leaf
+    # A container that torch's pytree does not know, such as a dataclass; the graph ends here.
+    return _in_fp32_uncompiled(leaf, dtype)
+
+
+_in_fp32_uncompiled = never_compiled(_in_fp32, recursive=True)
+
+
+@outside_compiled_code
+def _inputs_in_double(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A hook before the forward pass of a module in float64."""
+    return in_double((args, kwargs))
 
 
 def in_double(nest: Any) -> Any:

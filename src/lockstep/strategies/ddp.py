@@ -27,7 +27,12 @@ from lockstep.communication.link import all_reduce_bytes, traffic
 from lockstep.communication.shared_memory import SharedMemory
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import await_another_backward, enclosing_ddp, never_compiled
+from lockstep.distributed.torch_compat import (
+    await_another_backward,
+    enclosing_ddp,
+    never_compiled,
+    outside_compiled_code,
+)
 from lockstep.errors import SettingError, UsageError, not_among, some
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, check_whole_number, sized
@@ -256,6 +261,7 @@ class _AroundWrapper:
         """Copies of the module may be called; nor is the process group part of them."""
         return _AroundWrapper, ()
 
+    @outside_compiled_code
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if self.allowed or module is not self._module():
             return
@@ -316,6 +322,26 @@ class ExactDDP(base.Around, DistributedDataParallel):
         """The module's forward pass; without gradients it involves no other rank."""
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
+        allowed_before = self._begin_forward()
+        try:
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            self._note_where(error)
+            raise
+        finally:
+            self._around.allowed = allowed_before
+
+    @outside_compiled_code
+    def _begin_forward(self) -> bool:
+        """Sets torch to what the micro-batch needs, and allows the pass through the wrapped module.
+
+        Returns:
+            Whether such a pass was allowed before; the caller restores that.
+
+        Raises:
+            UsageError: the run is closed, or the gradients would be averaged twice.
+            SettingError: `static_graph` with micro-batches.
+        """
         if self.reducer is None:
             raise UsageError(
                 "a training forward pass after world.close()",
@@ -342,15 +368,24 @@ class ExactDDP(base.Around, DistributedDataParallel):
         if self.require_backward_grad_sync is not present.last:
             self.require_backward_grad_sync = present.last
         self._around.forwards += 1
-        before, self._around.allowed = self._around.allowed, True
-        try:
-            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        except Exception as error:
-            add_memory_advice(error, present.local)
-            base.note_empty_part(error, present)
-            raise
-        finally:
-            self._around.allowed = before
+        allowed_before = self._around.allowed
+        self._around.allowed = True
+        return allowed_before
+
+    @outside_compiled_code
+    def _note_where(self, error: Exception) -> None:
+        """Adds to an error of the forward pass what is known of this rank's part of the batch."""
+        present = self.run.step.current
+        add_memory_advice(error, present.local)
+        base.note_empty_part(error, present)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the user's module in place, with the arguments of `torch.compile`.
+
+        Torch would compile the call of this wrapper, which only breaks the graph: what the wrapper
+        does around the module's forward pass is not for a graph.
+        """
+        self.module.compile(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """What the user's module has, as on one process, where it is what `prepare` returns."""
@@ -382,7 +417,6 @@ class ExactDDP(base.Around, DistributedDataParallel):
         used = self.options.find_unused_parameters and not self.options.static_graph
         await_another_backward(self, [loss] if used else [])
 
-    @partial(never_compiled, recursive=True)  # called in a forward pass, see there
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Torch's; the user's own takes the place of shared memory."""
         if self.compressed is not None and state is not self.compressed:

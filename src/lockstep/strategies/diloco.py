@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from lockstep.communication.compression import Method
 from lockstep.data.batch_plan import replicas_of
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import never_compiled
+from lockstep.distributed.torch_compat import outside_compiled_code
 from lockstep.errors import CheckpointError, SettingError, UsageError, counted, not_among, warn
 from lockstep.settings import Choice, check_whole_number, sized
 from lockstep.strategies.base import (
@@ -226,7 +226,7 @@ class _Hook:
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()
 
-    @never_compiled
+    @outside_compiled_code
     def __call__(self, *given: Any) -> None:
         if self._call is not None:
             self._call(*given)

@@ -242,6 +242,7 @@ class Sharded:
             if name in now and not isinstance(now[name], DTensor):
                 shard.requires_grad_(now[name].requires_grad)
 
+    @torch_compat.outside_compiled_code
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if self._released:
             raise UsageError(
@@ -259,6 +260,7 @@ class Sharded:
                 self._freeze_shards()
         self._running = True
 
+    @torch_compat.outside_compiled_code
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         present = self.run.step.current
         error = sys.exception() if output is None else None  # torch calls this after one, too
@@ -368,6 +370,7 @@ class Outputs:
         ]
         self._second = second
 
+    @torch_compat.outside_compiled_code
     def before(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """The output beside all other tensors that backward passes may begin with.
 
@@ -385,6 +388,7 @@ class Outputs:
                 tensor.register_hook(self._look)  # type: ignore[no-untyped-call]
         return torch_compat.pytree.tree_unflatten(leaves, structure), loose
 
+    @torch_compat.outside_compiled_code
     def after(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """The output alone."""
         return output[0] if torch.is_grad_enabled() else output

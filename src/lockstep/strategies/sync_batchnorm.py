@@ -29,7 +29,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.communication import routing
 from lockstep.distributed.process_group import blocked, carrier_device
-from lockstep.distributed.torch_compat import BatchNorm
+from lockstep.distributed.torch_compat import BatchNorm, outside_compiled_code
 from lockstep.errors import DataError, UsageError
 from lockstep.settings import Choice
 
@@ -103,6 +103,10 @@ class SyncBatchNorm(BatchNorm):
                 f"its BatchNorm would wait for all ranks, but {reason}",
                 "call model.eval() first; for update_bn give the loader drop_last=True",
             )
+        return self._forward_over_ranks(x, size)
+
+    @outside_compiled_code  # it communicates
+    def _forward_over_ranks(self, x: Tensor, size: int) -> Tensor:
         self._check_input_dim(x)
         moments = _global_moments(x, self.process_group)
         # Only where this rank holds at most one value can the total be that small: elsewhere the

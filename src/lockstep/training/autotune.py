@@ -38,7 +38,7 @@ from lockstep.distributed.collectives import exchange_on_all_ranks
 from lockstep.distributed.device import is_out_of_memory
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import preserve_rng_state
-from lockstep.distributed.torch_compat import BatchNorm, own_part
+from lockstep.distributed.torch_compat import BatchNorm, outside_compiled_code, own_part
 from lockstep.errors import LockstepError, SettingError, UsageError, some
 from lockstep.report.console import print_line
 from lockstep.settings import is_auto
@@ -72,6 +72,7 @@ def seen_calls(modules: Iterable[nn.Module]) -> Iterator[list[ForwardCall]]:
     """The forward passes with gradients that are made of some modules meanwhile."""
     seen: list[ForwardCall] = []
 
+    @outside_compiled_code
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
             seen.append(ForwardCall(module, args, kwargs))

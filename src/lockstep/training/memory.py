@@ -31,7 +31,13 @@ from torch.optim import Optimizer
 from lockstep.communication import routing
 from lockstep.data.loader import Loader
 from lockstep.data.pytree import tensors
-from lockstep.distributed.torch_compat import TorchDispatchMode, is_sharded, own_part, pytree
+from lockstep.distributed.torch_compat import (
+    TorchDispatchMode,
+    is_sharded,
+    outside_compiled_code,
+    own_part,
+    pytree,
+)
 from lockstep.errors import UsageError
 from lockstep.strategies.data_parallel.module import DataParallel
 from lockstep.training.autotune import gpus_of, now, restored
@@ -435,6 +441,7 @@ class TrainingSteps:
         """Adds the parameters that each layer computes with, where they are not its own."""
         spread = any(map(is_sharded, self.model.parameters()))
 
+        @outside_compiled_code
         def look(module: nn.Module, args: Any) -> None:
             used.update(storages(module.parameters(recurse=False)))
 
@@ -610,11 +617,13 @@ def _around_calls(
     module = model.module if isinstance(model, DataParallel) else model
     entered = threading.local()
 
+    @outside_compiled_code
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         context = make((args, kwargs))
         context.__enter__()
         entered.contexts = [*getattr(entered, "contexts", ()), context]
 
+    @outside_compiled_code
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         entered.contexts.pop().__exit__(None, None, None)
 

@@ -36,7 +36,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import CheckpointError, RanksDifferError, UsageError, some, warn
 from lockstep.guards import Guards
-from lockstep.optim.precision import Precision
+from lockstep.optim.precision import ForwardsSetLater, Precision
 from lockstep.settings import Choice
 from lockstep.step import Step
 from lockstep.strategies import sync_batchnorm
@@ -61,6 +61,8 @@ class Preparer:
         self.loaders: list[Loader] = run.loaders
         self._numbers = itertools.count()
         self.precision = Precision(run.settings.precision, run.device)
+        if self.precision.dtype in (torch.bfloat16, torch.float16):
+            run.step.callbacks.append(ForwardsSetLater(self.precision))
         self._plan = plan
         self._wrapped: dict[nn.Module, Wrapped] = {}
         """By the prepared modules."""

@@ -34,6 +34,7 @@ from lockstep.distributed.torch_compat import (
     shallow_copy,
 )
 from lockstep.errors import UsageError
+from lockstep.optim.precision import AutocastForward
 from lockstep.strategies import sync_batchnorm
 from lockstep.strategies.base import may_set
 
@@ -90,6 +91,8 @@ def _copy(module: nn.Module, held: dict[int, Tensor]) -> nn.Module:
 
 def _check(name: str, part: nn.Module) -> None:
     forward = vars(part).get("forward")
+    if isinstance(forward, AutocastForward):
+        forward = forward.own
     compiled = is_compiled(part)
     scripted = isinstance(part, torch.jit.ScriptModule)
     # A function hides what it needs.
@@ -115,11 +118,13 @@ def _forward_of(value: Any, part: nn.Module, new: nn.Module) -> Callable[..., An
 def _rebound(value: Any, part: nn.Module, new: nn.Module | None) -> Any:
     """A method, or an object that calls one, of the copy instead of the original.
 
-    Such an object is what activation checkpointing puts in the place of `forward`.
+    Such an object is what activation checkpointing or autocast puts in the place of `forward`.
     """
     if isinstance(value, MethodType):
         return MethodType(value.__func__, new) if value.__self__ is part else value
     made = copy.copy(value)
+    if isinstance(value, AutocastForward) and value.own is not None:
+        made.own = _rebound(value.own, part, new)
     for name, inner in vars(value).items():
         if inner is part:
             setattr(made, name, new)

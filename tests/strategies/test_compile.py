@@ -1,0 +1,353 @@
+"""`torch.compile` before and after `world.prepare`, in place and block by block.
+
+The matrix of strategies, precisions and ways, with inductor, is measured by
+`benchmarks/bench_compile.py` and takes minutes; here one of its cells runs with a backend that
+compiles nothing. The rest is thorough.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from problems import difference, tensors
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import benchmarks.bench_compile as bench_compile
+import lockstep
+from benchmarks.bench_compile import TOLERANCE, WAYS, Counts, compiled_after, compiled_before
+from lockstep.errors import UsageError
+from lockstep.strategies import DP, HSDP
+
+
+def check(rows: list[dict[str, Any]]) -> None:
+    """What must hold of each way of compiling, on one rank."""
+    for row in rows:
+        assert row["difference"] <= TOLERANCE[row["precision"]], row
+        assert row["late"] == 0, row
+        if row["plain"] is not None:
+            assert row["breaks"] <= row["plain"]["breaks"], row
+
+
+def measured(strategy: str, precision: str, ways: tuple[str, ...], backend: str) -> Any:
+    return bench_compile.compare(strategy, precision, ways, backend)
+
+
+def one_cell() -> dict[str, Any]:
+    warnings.simplefilter("ignore")  # torch's, of its compiler
+    return bench_compile.with_lockstep("fsdp", "bf16", "in place before", "eager")
+
+
+def test_a_compiled_model_trains_in_bf16_without_recompilation_or_graph_breaks():
+    for found in run_ranks(one_cell, 2):
+        assert (found["breaks"], found["late"]) == (0, 0), found["reasons"]
+        assert found["graphs"] > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("precision", bench_compile.PRECISIONS)
+@pytest.mark.parametrize("strategy", bench_compile.STRATEGIES)
+def test_the_whole_matrix_with_inductor(strategy: str, precision: str) -> None:
+    size = 1 if strategy in ("single", "dp") else 2
+    for rows in run_ranks(measured, size, strategy, precision, WAYS, "inductor"):
+        check(rows)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_three_ranks_are_as_two(strategy: str) -> None:
+    for rows in run_ranks(measured, 3, strategy, "bf16", WAYS, "aot_eager"):
+        check(rows)
+
+
+@dataclasses.dataclass
+class Output:
+    """A model's output that torch's pytree does not know."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class Returns(nn.Module):
+    """Two layers, and the output in a container of some kind."""
+
+    def __init__(self, kind: str = "tensor") -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(6, 16)
+        self.second = nn.Linear(16, 4)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.first(x).tanh()
+        logits = self.second(hidden)
+        if self.kind == "dict":
+            return {"logits": logits, "hidden": [hidden], "count": 2, "nothing": None}
+        if self.kind == "dataclass":
+            return Output(logits, hidden)
+        return logits
+
+
+def outputs_of_one_graph() -> list[Any]:
+    """For each kind of output and way: graphs, graph breaks, the largest difference, dtypes."""
+    x, _ = tensors(8, torch.float32).tensors
+    found = []
+    with lockstep.init("single", precision="bf16", seed=0) as world:
+        for kind in ("tensor", "dict", "dataclass", "sequential"):
+            for way in ("after", "in place after", "in a compiled function"):
+                counts = Counts()
+                plain = nn.Sequential(nn.Linear(6, 4)) if kind == "sequential" else Returns(kind)
+                model = world.prepare(plain)
+                want = _tensors_in(model(x))
+                options: dict[str, Any] = {"backend": "eager", "fullgraph": True}
+                call: Any = model
+                if way == "after":
+                    call = torch.compile(model, **options)
+                elif way == "in place after":
+                    model.compile(**options)
+                else:
+                    whole = kind != "dataclass"  # where torch's pytree ends, the graph does
+                    call = torch.compile(
+                        lambda t, model=model: model(t), backend="eager", fullgraph=whole
+                    )
+                got = _tensors_in(call(x))
+                done = counts.close()
+                same = all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+                dtypes = {tensor.dtype for tensor in got}
+                found.append((kind, way, done["graphs"], done["breaks"], same, dtypes))
+    return found
+
+
+def _tensors_in(output: Any) -> list[Tensor]:
+    if isinstance(output, Output):
+        return [output.logits, output.hidden]
+    return [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, Tensor)]
+
+
+@pytest.mark.thorough
+def test_the_forward_pass_is_one_graph_whatever_it_returns():
+    [found] = run_ranks(outputs_of_one_graph, 1)
+    for kind, way, graphs, breaks, same, dtypes in found:
+        case = kind, way
+        # Torch itself compiles nothing of a layer of its own that is compiled in place.
+        assert graphs == 1 or case == ("sequential", "in place after"), case
+        assert breaks == (case == ("dataclass", "in a compiled function")), case
+        assert same, case
+        assert dtypes == {torch.float32}, case
+
+
+def odd_options(backend: str) -> list[Any]:
+    """Differences from the model that is not compiled, and graphs that were compiled."""
+    found = []
+    x, _ = tensors(12, torch.float32).tensors
+    with lockstep.init("single", precision="bf16", seed=0) as world:
+        for options in ({"dynamic": True}, {"mode": "reduce-overhead"}, {"mode": "max-autotune"}):
+            if backend != "inductor" and "mode" in options:
+                continue
+            counts = Counts()
+            model = world.prepare(Returns())
+            call = torch.compile(model, backend=backend, fullgraph=True, **options)
+            worst = 0.0
+            for size in (12, 5, 7):
+                got = call(x[:size])
+                worst = max(worst, (got - model(x[:size])).abs().max().item())
+            found.append((worst, counts.close()["graphs"]))
+    return found
+
+
+@pytest.mark.thorough
+def test_the_options_of_torch_compile_hold():
+    [found] = run_ranks(odd_options, 1, "inductor")
+    assert all(worst < 0.02 for worst, _ in found)
+    assert found[0][1] == 1  # dynamic: one graph for all sizes
+
+
+def trained(
+    world: Any, way: str, *, accumulate: bool = False, checkpointed: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights of a training, with passes that train nothing in between."""
+    counts = Counts()
+    torch.manual_seed(3)
+    model = compiled_before(bench_compile.Net(), way, "aot_eager")
+    if checkpointed:
+        lockstep.checkpoint_activations(model, bench_compile.Block)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = world.prepare(model, optimizer)
+    call = compiled_after(model, way, "aot_eager")
+    data = torch.utils.data.TensorDataset(*bench_compile.samples())
+    micro_batch_size = 4 if accumulate else None
+    loader = world.loader(data, bench_compile.BATCH, micro_batch_size=micro_batch_size)
+    for number, (x, y) in enumerate(loader, 1):
+        with torch.inference_mode():
+            call(x)
+        world.backward(F.cross_entropy(call(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.after_step(number)
+    return bench_compile.whole_weights(model), counts.close()
+
+
+def neighbours(strategy: str) -> list[Any]:
+    found = []
+    for precision in ("bf16", "fp16"):
+        with lockstep.init(strategy, precision=precision, seed=0) as world:
+            for options in ({"accumulate": True}, {"checkpointed": True}):
+                want, _ = trained(world, bench_compile.NOT_COMPILED, **options)
+                for way in WAYS:
+                    got, counts = trained(world, way, **options)
+                    apart = bench_compile.difference(want, got)
+                    found.append((precision, *options, way, apart, counts["late"]))
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_micro_batches_inference_and_checkpointed_activations(strategy: str) -> None:
+    for rows in run_ranks(neighbours, 1 if strategy == "single" else 2, strategy):
+        for row in rows:
+            precision, *_, apart, late = row
+            assert apart <= TOLERANCE[precision], row
+            assert late == 0, row
+
+
+def sharded_in_groups() -> Any:
+    strategy = HSDP(shard_size=1)
+    with lockstep.init(strategy, precision="bf16", seed=0) as world:
+        want, _ = trained(world, bench_compile.NOT_COMPILED)
+        return [bench_compile.difference(want, trained(world, way)[0]) for way in WAYS]
+
+
+@pytest.mark.thorough
+def test_hsdp():
+    for found in run_ranks(sharded_in_groups, 2):
+        assert max(found) <= TOLERANCE["bf16"]
+
+
+class Normalised(nn.Module):
+    """A BatchNorm layer between two others; it has the names of the benchmark's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Returns()])
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks[0](x[:, :6])).relu())
+
+
+def normalised(strategy: str) -> list[Any]:
+    warnings.simplefilter("ignore")  # torch's, of its compiler
+    plain, bench_compile.Net = bench_compile.Net, Normalised  # type: ignore[assignment, misc]
+    try:
+        ways = ("before", "after", "in place before")
+        return bench_compile.without_plain_torch(strategy, "bf16", ways, "aot_eager")
+    finally:
+        bench_compile.Net = plain  # type: ignore[misc]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_batchnorm_over_the_ranks_is_left_out_of_the_graphs(strategy: str) -> None:
+    for rows in run_ranks(normalised, 2, strategy):
+        check(rows)
+        for row in rows:
+            reasons = [reason for reason in row["reasons"] if "_forward_over_ranks" in reason]
+            assert len(reasons) == 1, row
+            assert row["graphs"] > 0, row
+
+
+def replicas_that_are_compiled() -> list[str]:
+    said = []
+    with lockstep.init(DP(replicas=2), precision="bf16", seed=0) as world:
+        x, _ = tensors(8, torch.float32).tensors
+        for way in ("before", "in place before"):
+            model = Returns()
+            model = torch.compile(model, backend="eager") if way == "before" else model
+            if way == "in place before":
+                model.compile(backend="eager")
+            with pytest.raises(UsageError, match="compiled, which is bound to one object") as error:
+                world.prepare(model)(x)
+            said.append(str(error.value))
+    return said
+
+
+@pytest.mark.thorough
+def test_replicas_cannot_be_compiled_before_they_are_made():
+    assert len(run_ranks(replicas_that_are_compiled, 1)[0]) == 2
+
+
+def two_prepared() -> tuple[Any, ...]:
+    """A prepared model that calls another one, compiled from outside."""
+    counts = Counts()
+    with lockstep.init("single", precision="bf16", seed=0) as world:
+        inner = world.prepare(Returns())
+
+        class Outer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.head = nn.Linear(4, 2)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.head(inner(x))
+
+        outer = world.prepare(Outer())
+        x, _ = tensors(8, torch.float32).tensors
+        got = torch.compile(outer, backend="eager", fullgraph=True)(x)
+        same = torch.equal(got, outer(x))
+    return same, got.dtype, counts.close()["graphs"]
+
+
+def test_a_prepared_model_in_a_compiled_one_is_traced_with_it():
+    assert run_ranks(two_prepared, 1) == [(True, torch.float32, 1)]
+
+
+def saved_and_resumed(folder: str, strategy: str, way: str) -> Any:
+    """The weights of an uninterrupted training, of one that was resumed, and a weights file."""
+    paths = [Path(folder) / name for name in ("whole", "parted")]
+    found = []
+    for path, interruptions in ((paths[0], [6]), (paths[1], [3, 6])):
+        for until in interruptions:
+            with lockstep.init(strategy, precision="bf16", seed=0) as world:
+                torch._dynamo.reset()
+                torch.manual_seed(3)
+                model = compiled_before(bench_compile.Net(), way, "aot_eager")
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+                model, optimizer = world.prepare(model, optimizer)
+                call = compiled_after(model, way, "aot_eager")
+                data = torch.utils.data.TensorDataset(*bench_compile.samples())
+                loader = world.loader(data, bench_compile.BATCH)
+                state = {"model": model, "optimizer": optimizer, "loader": loader}
+                checkpoint = world.checkpoint(str(path), **state)
+                checkpoint.resume()
+                for x, y in loader:
+                    world.backward(F.cross_entropy(call(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if world.step == until:
+                        checkpoint.save()  # in the middle of the epoch, or at its end
+                        break
+                checkpoint.wait()
+                last = bench_compile.whole_weights(model)
+                lockstep.save_weights(call, str(path) + ".safetensors")
+        fresh = bench_compile.Net()
+        lockstep.load_weights(fresh, str(path) + ".safetensors")
+        found.append((last, bench_compile.whole_weights(fresh)))
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_checkpoints_and_weights_have_plain_names(tmp_path: Path, strategy: str, way: str) -> None:
+    size = 1 if strategy == "single" else 2
+    [whole, resumed] = run_ranks(saved_and_resumed, size, str(tmp_path), strategy, way)[0]
+    assert difference(whole[0], resumed[0]) == 0
+    assert difference(whole[0], whole[1]) == 0
