@@ -288,9 +288,9 @@ MESSAGES: dict[str, str] = {
         "  more:  [LS407: lockstep explain LS407]"
     ),
     "test loader not prepared": (
-        "world.sum of what every rank counted over an unprepared DataLoader\n"
-        "  found: every rank went through the same 33 samples; this rank counted 10, and the sum 20 counts each sample 2 times\n"
-        "  do:    prepare the loader (test = world.prepare(test)), so that each rank gets its part; or leave world.sum out where every rank counts them all\n"
+        "world.sum of what every rank computed over an unprepared DataLoader\n"
+        "  found: every rank went through the same 33 samples; this rank brought 10, and the sum 20 counts each sample 2 times\n"
+        "  do:    prepare the loader (test = world.prepare(test)), so that each rank gets its part; or leave world.sum out where every rank evaluates them all\n"
         "  more:  [LS501: lockstep explain LS501]"
     ),
     "prepared loader on one rank": (

@@ -161,6 +161,11 @@ def evaluation_loader_not_prepared_and_counts_by_class(world: lockstep.World) ->
     world.sum(counts * 2)
 
 
+def evaluation_loader_not_prepared_and_a_loss(world: lockstep.World) -> None:
+    model = trained(world)
+    world.sum(losses(model, plain_test()) / TEST_SAMPLES)
+
+
 def rank_0_over_a_prepared_loader(world: lockstep.World) -> None:
     model, test = trained(world), world.prepare(plain_test())
     if world.is_main:
@@ -223,6 +228,9 @@ MISTAKES: dict[Use, str] = {
         'LS501 world.sum({"hits": int(found), "loss": 0.25})'
     ),
     evaluation_loader_not_prepared_and_counts_by_class: "LS501 world.sum(counts * 2)",
+    evaluation_loader_not_prepared_and_a_loss: (
+        "LS501 world.sum(losses(model, plain_test()) / TEST_SAMPLES)"
+    ),
     rank_0_over_a_prepared_loader: f"LS501 {_HITS}",
     rank_1_over_a_prepared_loader_at_the_end: f"LS501 {_HITS}",
     rank_0_over_a_prepared_loader_with_gradients: "LS501 for _ in test:",
@@ -430,6 +438,9 @@ def every_rank_evaluates_all(world: lockstep.World) -> None:
     world.sum(hits(model, plain_test()))
     world.sum(TEST_SAMPLES)  # a quotient of two sums
     world.sum(torch.tensor([float(hits(model, plain_test())), float(TEST_SAMPLES)]))
+    world.sum(losses(model, plain_test())) / world.size
+    total = world.sum(hits(model, plain_test()))
+    assert int(total) // world.size <= TEST_SAMPLES
     hits(model, plain_test())
     assert world.sum(int(False)) == 0  # whether any rank wants to stop
     assert world.sum(True) == world.size

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import linecache
 import math
+import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +38,12 @@ MAX_NUMBERS_IN_TENSOR = 64
 """Of a larger tensor that is summed over the ranks, only its own sum is looked at."""
 
 
+NUMBER_OF_RANKS = re.compile(r"\.size\b(?!\s*\()|world_size")
+"""`world.size` in a script, but not `x.size(0)`."""
+LINES_AFTER_SUM = 6
+"""How far the script is read from a sum on, to see if it divides that by the number of ranks."""
+
+
 class LoaderPasses(NamedTuple):
     """What one rank has done with a prepared loader since the run began."""
 
@@ -51,9 +58,9 @@ class DoubtfulSum(NamedTuple):
     """A sum over the ranks that seems to count every sample once per rank."""
 
     samples: int
-    brought: int
+    brought: float
     """By this rank."""
-    total: int
+    total: float
     place: Place | None
 
 
@@ -195,11 +202,11 @@ class EvaluationGuard(Guard):
         self._said_sum = True
         size = self.run.collectives.data_parallel.size
         warn(
-            "world.sum of what every rank counted over an unprepared DataLoader",
-            f"every rank went through the same {doubtful.samples} samples; this rank counted "
-            f"{doubtful.brought}, and the sum {doubtful.total} counts each sample {size} times",
+            "world.sum of what every rank computed over an unprepared DataLoader",
+            f"every rank went through the same {doubtful.samples} samples; this rank brought "
+            f"{doubtful.brought:g}, and the sum {doubtful.total:g} counts each sample {size} times",
             "prepare the loader (test = world.prepare(test)), so that each rank gets its part; or "
-            "leave world.sum out where every rank counts them all",
+            "leave world.sum out where every rank evaluates them all",
             code="LS501",
             at=doubtful.place,
         )
@@ -226,10 +233,9 @@ class EvaluationGuard(Guard):
                 self._doubtful = None
             if self._counts_samples_too or self._doubtful is not None:
                 continue
-            is_count = mine == int(mine) and mine > 1
-            if is_count and (total == size * mine or total > read.samples):
-                place = user_place()
-                self._doubtful = DoubtfulSum(read.samples, int(mine), int(total), place)
+            place = user_place()
+            if counts_repeatedly(mine, total, size, read.samples) and not _sees_size(place):
+                self._doubtful = DoubtfulSum(read.samples, mine, total, place)
 
     # Means of batches
 
@@ -289,6 +295,34 @@ class EvaluationGuard(Guard):
             "world.prepare(model, optimizer, train)",
             code="LS110",
         )
+
+
+def counts_repeatedly(brought: float, total: float, size: int, samples: int) -> bool:
+    """Whether a sum over ranks that have read the same samples seems to repeat each rank's result.
+
+    Args:
+        brought: by this rank; 0 and 1 may be a vote.
+        total: over the ranks.
+        size: the number of ranks.
+        samples: that every rank has read.
+    """
+    if brought in (0, 1):
+        return False
+    if math.isclose(total, size * brought, rel_tol=1e-6):
+        return True
+    is_count = brought == int(brought) and brought > 1
+    return is_count and total > samples
+
+
+def _sees_size(place: Place | None) -> bool:
+    """Whether a line of the script, or one near it, seems to divide by the number of ranks."""
+    if place is None:
+        return True  # it is not known
+    file, line = place
+    return any(
+        NUMBER_OF_RANKS.search(linecache.getline(file, number))
+        for number in range(line, line + LINES_AFTER_SUM)
+    )
 
 
 def _numbers(leaves: Sequence[Any]) -> list[float]:
