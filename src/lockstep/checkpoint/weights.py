@@ -104,7 +104,7 @@ def save_weights(
     run, state = run_of(model), plain_state_dict(model)
     spread = run is not None and any(is_sharded(v) or is_meta(v) for v in state.values())
     if run is not None and spread:
-        _gather(state, run.collectives)
+        gather_on_main(state, run.collectives)
 
     def write() -> None:
         if run is None or run.topology.is_main:
@@ -116,14 +116,20 @@ def save_weights(
         run_on_all_ranks(run.collectives, f"saving weights to {path}", write)
 
 
-def _gather(state: dict[str, Any], collectives: Collectives) -> None:
+def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
     """Makes the state of a model that is spread over the ranks whole on rank 0; of the others none.
 
     A tensor comes from its shards, or from the first rank that does not have it on the meta device.
+    Tied shards are gathered once, and remain one tensor.
     """
     mine = [name for name, value in state.items() if not is_meta(value)]
     held = [set(names) for names in collectives.exchange(mine)]
+    gathered: dict[object, Any] = {}
     for name, value in state.items():
+        tie = view_of(value) if is_sharded(value) else None
+        if tie is not None and tie in gathered:
+            state[name] = gathered[tie]
+            continue
         if is_sharded(value):  # also one that is kept on the CPU beside GPUs
             value = value.to(collectives.device).full_tensor()
         source = next((rank for rank, names in enumerate(held) if name in names), 0)
@@ -132,6 +138,8 @@ def _gather(state: dict[str, Any], collectives: Collectives) -> None:
         if not collectives.topology.is_main:
             value = None
         state[name] = value.cpu() if isinstance(value, Tensor) else value
+        if tie is not None:
+            gathered[tie] = state[name]
 
 
 def _storable(state: Mapping[str, Any], path: Path) -> dict[str, LazyTensor]:

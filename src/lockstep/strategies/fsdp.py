@@ -31,19 +31,23 @@ the head) is the unit of the model itself.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 from torch.utils import swap_tensors
 
+from lockstep.checkpoint.modules import plain_state_dict
+from lockstep.checkpoint.weights import gather_on_main
+from lockstep.distributed.collectives import run_on_all_ranks
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import share_meshes_with_copies
 from lockstep.errors import RanksDifferError, SettingError, UsageError
@@ -144,6 +148,10 @@ class FSDP(Strategy):
             accumulate_shards=self.accumulate_shards,
             find_unused_parameters=self.find_unused_parameters,
         )
+        if isinstance(module, AveragedModel):
+            average_shards_apart(module)
+        if callable(getattr(module, "save_pretrained", None)):
+            save_pretrained_whole(module, run)
         after = dict(module.named_parameters())
         return Wrapped(
             module=module,
@@ -295,6 +303,57 @@ def check_dtypes(units: Sequence[nn.Module]) -> None:
                 "convert them to one dtype, freeze them (requires_grad_(False)), or choose blocks=",
             )
         seen |= {id(p) for p in own.values()}
+
+
+def save_pretrained_whole(module: Any, run: Run) -> None:
+    """Lets `save_pretrained`, as models of Hugging Face have it, write whole weights, not shards.
+
+    All ranks call it together: rank 0 gathers the weights on the CPU, and writes.
+    """
+    original = module.save_pretrained
+
+    def save_pretrained(save_directory: Any, *args: Any, **options: Any) -> Any:
+        if options.get("state_dict") is not None:
+            return original(save_directory, *args, **options)
+        state = plain_state_dict(module)
+        gather_on_main(state, run.collectives)
+
+        def write() -> Any:
+            if not run.topology.is_main:
+                return None
+            # Libraries differ in what save_pretrained takes; all ask the model for its state.
+            vars(module)["state_dict"] = lambda *_, **__: OrderedDict(state)
+            try:
+                return original(save_directory, *args, **options)
+            finally:
+                del vars(module)["state_dict"]
+
+        return run_on_all_ranks(run.collectives, f"saving weights to {save_directory}", write)
+
+    module.save_pretrained = save_pretrained
+
+
+def average_shards_apart(module: AveragedModel) -> None:
+    """Lets `AveragedModel(use_buffers=True)` average parameters that are shards.
+
+    It gives parameters and buffers to one call of `multi_avg_fn`, and torch cannot compute with
+    shards and plain tensors in one list.
+    """
+    average = module.multi_avg_fn
+    if average is None:
+        # Called for each tensor; torch's default would take lists of them on GPUs.
+        module.avg_fn = module.avg_fn or get_swa_avg_fn()  # type: ignore[no-untyped-call]
+        return
+
+    def average_apart(
+        averaged: Sequence[Tensor], current: Sequence[Tensor], num_averaged: Tensor | int
+    ) -> None:
+        for sharded in (True, False):
+            places = [i for i, t in enumerate(averaged) if isinstance(t, DTensor) is sharded]
+            if places:
+                average([averaged[i] for i in places], [current[i] for i in places], num_averaged)
+
+    module.multi_avg_fn = average_apart
 
 
 def _take_from_first(tensors: Sequence[Tensor], device: torch.device) -> None:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.checkpoint.optimizer_state import load_saved_state
 from lockstep.distributed.collectives import Collectives, check_same_metric
+from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import UsageError, warn
 from lockstep.optim.precision import Precision
 from lockstep.step import Step, Turn
@@ -38,6 +39,10 @@ _SAME_BITS_FOREACH = (
 # one before has pushed out of the cache, and lists as long as the model are held in between.
 _FOREACH_TENSORS = 8
 _FOREACH_MEAN_SIZE = 2**14
+
+
+# Every error of torch about operations on shards has one of these words.
+_TORCH_ON_SHARDS = ("DTensor", "Sharding propagation")
 
 
 class _Around:
@@ -89,6 +94,7 @@ class PreparedOptimizer(_Around, Optimizer):
         """How many each group has over all ranks, where `places` are set."""
         self.scheduled = False
         """A scheduler that drives it is prepared, or it was warned of one that is not."""
+        self._error_of_closure: Exception | None = None
         self._plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
         self._dropped: Turn | None = None
         """The global batch in which a clearing was last put off."""
@@ -134,6 +140,10 @@ class PreparedOptimizer(_Around, Optimizer):
         self.stepping = True
         try:
             result, self.skipped = self._precision.step(self.inner, evaluate)
+        except Exception as error:
+            if (refused := self._refused_by_shards(error)) is not None:
+                raise refused from error
+            raise
         finally:
             self.stepping = False
         self._taken = batch
@@ -142,6 +152,23 @@ class PreparedOptimizer(_Around, Optimizer):
         self._after()
         self._step.enter_phase("other")
         return result
+
+    def _refused_by_shards(self, error: Exception) -> UsageError | None:
+        """What an error of the step means where torch cannot compute it with shards; else None."""
+        of_torch = any(words in str(error) for words in _TORCH_ON_SHARDS)
+        if not of_torch or error is self._error_of_closure:
+            return None
+        if not any(map(is_sharded, parameters_of(self.inner))):
+            return None
+        kind = type(self.inner).__name__
+        first_sentence = str(error).strip().splitlines()[0].split(". ")[0]
+        return UsageError(
+            f"{kind}.step() on the shards of a model",
+            "torch cannot compute it with parameters that are spread over the ranks "
+            f"({first_sentence[:200]})",
+            f"use strategy='ddp' with {kind}, or an optimizer that updates every element by itself "
+            "and without masks, such as SGD, Adam, AdamW, RMSprop or Adagrad",
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, but for those that a global batch has begun to accumulate.
@@ -283,9 +310,13 @@ class PreparedOptimizer(_Around, Optimizer):
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """What a closure gives; how it calls backward is looked at before anything is updated."""
         self._step.running.loss = 0.0  # it may be called more than once
-        loss = closure()
-        self._check_backward()
-        self._before()
+        try:
+            loss = closure()
+            self._check_backward()
+            self._before()
+        except Exception as error:
+            self._error_of_closure = error
+            raise
         return self._whole(loss)
 
     def _check_backward(self) -> None:

@@ -11,6 +11,7 @@ import itertools
 import json
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lockstep.checkpoint.sharding import in_memory
+from lockstep.checkpoint.sharding import in_memory, map_leaves, resharded
 from lockstep.communication.compression import CompressedMeans
 from lockstep.data.consistency import DRAW_BEFORE_PREPARE, check_samples
 from lockstep.data.iterable_loader import make_loader
@@ -446,14 +447,21 @@ class Preparer:
         numbers = itertools.count()
         for group in optimizer.param_groups:
             replaced = [(p, self._replaced.get(p, p), next(numbers)) for p in group["params"]]
-            if any(new is not old and optimizer.state.get(old) for old, new, _ in replaced):
-                raise UsageError(
-                    f"world.prepare of {type(optimizer).__name__} after it has stepped",
-                    f"strategy {self.strategy.name!r} spreads the parameters over the ranks, and "
-                    "the state of the optimizer belongs to whole ones",
-                    "prepare the model first, then an optimizer of its new parameters; "
-                    "world.checkpoint takes up a training",
-                )
+            for old, new, _ in replaced:
+                state = optimizer.state.get(old)
+                if new is old or not state:
+                    continue
+                if not _before_first_step(state):
+                    raise UsageError(
+                        f"world.prepare of {type(optimizer).__name__} after it has stepped",
+                        f"strategy {self.strategy.name!r} spreads the parameters over the ranks, "
+                        "and the state of the optimizer belongs to whole ones",
+                        "prepare the model first, then an optimizer of its new parameters; "
+                        "world.checkpoint takes up a training",
+                    )
+                del optimizer.state[old]
+                if new is not None:
+                    optimizer.state[new] = map_leaves(partial(resharded, own=new), state)
             here = [(new, number) for _, new, number in replaced if new is not None]
             places.append([number for _, number in here])
             group["params"][:] = [new for new, _ in here]  # LBFGS holds this very list
@@ -579,6 +587,11 @@ class ReplicaStates:
 
     def _modules(self) -> list[ApartState]:
         return [w.apart for w in self._wrapped.values() if w.apart is not None]
+
+
+def _before_first_step(state: Any) -> bool:
+    """Whether the state was made with the optimizer, as Adagrad does, and not used since."""
+    return isinstance(state, dict) and "step" in state and float(state["step"]) == 0
 
 
 def _not_prepared(found: str) -> UsageError:
