@@ -277,7 +277,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             found = [r for r in rows if (r["strategy"], r["way"]) == (strategy, way)]
             if not found:
                 continue
-            apart = {row["precision"]: f"{row['difference']:.0e}" for row in found}
+            apart = {
+                r["precision"]: f"{r['difference']:.0e}" if r["difference"] else "0" for r in found
+            }
             cells = [
                 f"`{strategy}`",
                 way,
