@@ -147,6 +147,7 @@ import json, os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from lockstep.watchdog import probe
+from lockstep.watchdog.evidence import Evidence
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -161,7 +162,7 @@ def us(call, n=20000):
     return min(best)
 found = {"step": us(optimizer.step), "collective": us(lambda: dist.all_reduce(tensor), 5000)}
 if sys.argv[2] == "on":
-    probe.install(Path(sys.argv[1]))
+    probe.install(Evidence.in_folder(Path(sys.argv[1])))
     found["step"] = us(optimizer.step)
 print(json.dumps(found))
 os._exit(0)

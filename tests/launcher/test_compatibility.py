@@ -72,6 +72,7 @@ ONLY_HERE = {
     "GLOO_SOCKET_IFNAME": "the interface of the run",
     "NCCL_SOCKET_IFNAME": "likewise",
     "LOCKSTEP_MEMORY": "files in memory, where ranks may be started again",
+    "LOCKSTEP_EVIDENCE": "what its launcher reads of it, in memory",
     "LOCKSTEP_LAUNCHER": "who started it",
     "LOCKSTEP_RANK_FOLDER": "its logs and evidence",
     "TORCH_FR_BUFFER_SIZE": "Flight Recorder, for hang verdicts",

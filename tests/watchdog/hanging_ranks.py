@@ -16,6 +16,7 @@ from ranks import HANG_S, context, rank_environment
 
 from lockstep.launcher.process import Process
 from lockstep.watchdog import probe
+from lockstep.watchdog.evidence import Evidence
 from lockstep.watchdog.hang import find
 from lockstep.watchdog.messages import Verdict
 from lockstep.watchdog.probe import read_heartbeat
@@ -99,11 +100,11 @@ def _rank(
     folder.mkdir(parents=True)
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 2)
-    probe.install(folder)
+    probe.install(Evidence.in_folder(folder))
     fn(rank, size)
     sys.stderr.flush()
     os._exit(0)
 
 
 def heartbeat_of(ranks: Ranks, rank: int) -> probe.Heartbeat | None:
-    return read_heartbeat(ranks.folder / f"rank_{rank}")
+    return read_heartbeat(Evidence.in_folder(ranks.folder / f"rank_{rank}").heartbeat)

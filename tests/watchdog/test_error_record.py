@@ -15,6 +15,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.errors import SettingError
+from lockstep.watchdog.evidence import Evidence
 from lockstep.watchdog.exit_status import (
     ErrorRecord,
     Reserve,
@@ -27,13 +28,14 @@ from lockstep.watchdog.exit_status import (
 RANK = """
 import sys
 from pathlib import Path
+from lockstep.watchdog.evidence import Evidence
 from lockstep.watchdog.exit_status import record
 
 path = sys.argv[1]
 try:
     exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__"})
 except BaseException as error:
-    record(error, Path(path).parent)
+    record(error, Evidence.in_folder(Path(path).parent))
 """
 
 
@@ -46,7 +48,7 @@ def run(tmp_path: Path, code: str, **variables: str) -> ErrorRecord:
         env={"PATH": "", "RANK": "1", **variables},
         stderr=subprocess.PIPE,
     )
-    found = read_record(tmp_path)
+    found = read_record(Evidence.in_folder(tmp_path))
     assert found is not None
     return found
 
@@ -187,6 +189,7 @@ def test_of_a_very_long_message_both_ends_are_kept() -> None:
 OUT_OF_EVERYTHING = """
 import resource, sys
 from pathlib import Path
+from lockstep.watchdog.evidence import Evidence
 from lockstep.watchdog.exit_status import Reserve, record
 
 folder = Path(sys.argv[1])
@@ -196,7 +199,7 @@ try:
     exec(compile((folder / "train.py").read_text(), folder / "train.py", "exec"))
 except BaseException as error:
     reserve.release()
-    record(error, folder)
+    record(error, Evidence.in_folder(folder))
 """
 
 
@@ -225,7 +228,7 @@ def test_who_is_out_of_descriptors_or_memory_can_still_say_so(
     (tmp_path / "train.py").write_text(code)
     arguments = [sys.executable, "-c", OUT_OF_EVERYTHING, str(tmp_path)]
     subprocess.run(arguments, check=True, stderr=subprocess.PIPE)
-    found = read_record(tmp_path)
+    found = read_record(Evidence.in_folder(tmp_path))
     assert found is not None
     assert found.headline.startswith(headline)
     assert found.line == line
@@ -315,32 +318,32 @@ def test_exit_codes(error: BaseException, code: int) -> None:
 def test_torch_elastic_finds_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elastic = tmp_path / "elastic.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(elastic))
-    record(ValueError("loss is NaN"), tmp_path)
+    record(ValueError("loss is NaN"), Evidence.in_folder(tmp_path))
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(elastic))
     message: Any = failure.message
     assert message["message"] == "ValueError: loss is NaN"
     assert failure.timestamp > 0
     written = elastic.read_text()
-    record(ValueError("another"), tmp_path)
+    record(ValueError("another"), Evidence.in_folder(tmp_path))
     assert elastic.read_text() == written  # torch's own `record` was there first
     elastic.unlink()
-    record(SystemExit(3), tmp_path)
+    record(SystemExit(3), Evidence.in_folder(tmp_path))
     assert not elastic.exists()
 
 
 def test_recording_never_raises(tmp_path: Path) -> None:
-    record(ValueError("x"), tmp_path / "missing")
-    assert read_record(tmp_path) is None
+    record(ValueError("x"), Evidence.in_folder(tmp_path / "missing"))
+    assert read_record(Evidence.in_folder(tmp_path)) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"type": "x"}'])
 def test_a_file_that_is_no_record(tmp_path: Path, text: str) -> None:
     (tmp_path / "error.json").write_text(text)
-    assert read_record(tmp_path) is None
+    assert read_record(Evidence.in_folder(tmp_path)) is None
 
 
 def test_the_file_is_json_and_nothing_else_is_left(tmp_path: Path) -> None:
-    record(ValueError("x"), tmp_path)
+    record(ValueError("x"), Evidence.in_folder(tmp_path))
     values = json.loads((tmp_path / "error.json").read_text())
     assert (values["type"], values["message"]) == ("ValueError", "x")
     assert list(tmp_path.iterdir()) == [tmp_path / "error.json"]

@@ -595,12 +595,15 @@ def test_all_ranks_blocked_outside_collectives() -> None:
 
 
 def test_nothing_can_be_seen_of_any_rank() -> None:
-    """As on a full disk: they are asked and cannot write their answers."""
+    """As where they have executed other programs: they are asked, and nobody answers."""
     blind = {"answered": False, "calls": None}
     verdict = found(state(0, None, **blind), state(1, None, **blind))
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("unknown", False, (0, 1))
-    assert "disk" in verdict.advice[0]
-    other = {"answered": None, "calls": None}  # a program that is not Python is not asked
+    assert "os.execv" in verdict.advice[0]
+    gone = {"answered": None, "calls": None}  # they could not even be asked
+    assert found(state(0, None, **gone), state(1, None, **blind)).kind == "unknown"
+    # A program that is not Python has never told of its steps.
+    other = {"answered": None, "calls": None, "steps": None}
     assert find(*looks(state(0, None, **other), state(1, None, **other)), 8.0) is None
 
 

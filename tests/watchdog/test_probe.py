@@ -26,6 +26,7 @@ from ranks import HANG_S, in_clean_process, run_ranks
 
 from lockstep.distributed import torch_compat
 from lockstep.watchdog import probe
+from lockstep.watchdog.evidence import Evidence
 from lockstep.watchdog.probe import SLEEPERS_SIGNAL, STACK_SIGNAL, read_heartbeat
 from lockstep.watchdog.snapshot import RankState, with_answer
 from lockstep.watchdog.stacks import parse_stack
@@ -33,7 +34,7 @@ from lockstep.watchdog.stacks import parse_stack
 
 @contextlib.contextmanager
 def installed(folder: Path) -> Iterator[probe.Probe]:
-    made = probe.install(folder)
+    made = probe.install(Evidence.in_folder(folder))
     try:
         yield made
     finally:
@@ -75,7 +76,7 @@ def ask(folder: Path, request: str) -> Any:
     number = int(request.split()[0])
 
     def answer() -> Any:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # not there, or not all of it
             text = (folder / "flight.json").read_text()
             return text if json.loads(text)["request"] == number else None
 
@@ -100,17 +101,17 @@ def wait_for_child(pid: int) -> int:
 
 @in_clean_process
 def test_the_heartbeat_counts_the_steps_of_every_optimizer(tmp_path: Path) -> None:
-    assert read_heartbeat(tmp_path) is None
+    assert read_heartbeat(Evidence.in_folder(tmp_path).heartbeat) is None
     with installed(tmp_path):
-        begun = read_heartbeat(tmp_path)
+        begun = read_heartbeat(Evidence.in_folder(tmp_path).heartbeat)
         assert begun == (os.getpid(), threading.main_thread().ident, 0, 0.0, 0.0)
         optimizer().step()
-        first = read_heartbeat(tmp_path)
+        first = read_heartbeat(Evidence.in_folder(tmp_path).heartbeat)
         assert first is not None
         assert (first.steps, first.took_s) == (1, 0.0)
         assert 0 <= time.monotonic() - first.last_step < HANG_S
         optimizer().step()
-        second = read_heartbeat(tmp_path)
+        second = read_heartbeat(Evidence.in_folder(tmp_path).heartbeat)
         assert second is not None
         assert second.steps == 2
         assert second.took_s == pytest.approx(second.last_step - first.last_step)
@@ -130,7 +131,7 @@ def test_a_forked_child_is_not_the_rank(tmp_path: Path) -> None:
                 os._exit(2)
             assert wait_for_child(child) == 0
             assert "records" in json.loads(ask(tmp_path, "1"))
-        heartbeat = read_heartbeat(tmp_path)
+        heartbeat = read_heartbeat(Evidence.in_folder(tmp_path).heartbeat)
         assert heartbeat is not None
         assert (heartbeat.pid, heartbeat.steps) == (os.getpid(), 1)
 
@@ -200,7 +201,7 @@ def test_a_crash_leaves_its_stack(tmp_path: Path) -> None:
 
 
 def _crash(folder: Path) -> None:
-    probe.install(folder)
+    probe.install(Evidence.in_folder(folder))
     faulthandler._sigsegv()
 
 
@@ -337,7 +338,7 @@ def in_the_pipe(path: Path) -> int:
 @pytest.mark.parametrize("content", [b"", b"short", b"x" * 100])
 def test_what_is_no_heartbeat(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "heartbeat").write_bytes(content)
-    assert read_heartbeat(tmp_path) is None
+    assert read_heartbeat(Evidence.in_folder(tmp_path).heartbeat) is None
 
 
 def test_torchs_private_parts_are_as_they_were() -> None:

@@ -23,6 +23,7 @@ from ranks import HANG_S, context
 
 from lockstep.launcher.process import Process
 from lockstep.watchdog import probe
+from lockstep.watchdog.evidence import Evidence
 from lockstep.watchdog.messages import Verdict
 from lockstep.watchdog.probe import read_heartbeat
 from lockstep.watchdog.snapshot import (
@@ -43,7 +44,10 @@ def rank(fn: Callable[[], None], folder: Path) -> Iterator[Any]:
     process.start()
     try:
         limit = time.monotonic() + HANG_S
-        while read_heartbeat(folder) is None or not (folder / "ready").exists():
+        while (
+            read_heartbeat(Evidence.in_folder(folder).heartbeat) is None
+            or not (folder / "ready").exists()
+        ):
             assert time.monotonic() < limit
             assert process.is_alive()
             time.sleep(0.02)
@@ -54,7 +58,7 @@ def rank(fn: Callable[[], None], folder: Path) -> Iterator[Any]:
 
 
 def _rank(fn: Callable[[], None], folder: Path) -> None:
-    probe.install(folder)
+    probe.install(Evidence.in_folder(folder))
     (folder / "ready").touch()
     fn()
 

@@ -47,7 +47,7 @@ def command(
         click.echo((follow if live else write)(record, tracker))
         return
     from lockstep.report.page import render
-    from lockstep.watchdog.probe import write_whole
+    from lockstep.watchdog.evidence import write_whole
 
     others = [Record(folder) for folder in baselines]
     if live:

@@ -39,6 +39,7 @@ from lockstep.launcher.rendezvous import Rendezvous, open_rendezvous
 from lockstep.launcher.worker import FOLDER
 from lockstep.launcher.zygote import Event, Zygote
 from lockstep.watchdog import exit_status
+from lockstep.watchdog.evidence import launchers_memory
 from lockstep.watchdog.exit_status import ERROR_FILE, ExitReport, Interruption
 from lockstep.watchdog.first_failure import FirstFailure, first_failure, lost_node, render
 from lockstep.watchdog.probe import FLIGHT_RECORDER
@@ -66,7 +67,7 @@ _REPORT = "exit report"
 LAUNCHER = "LOCKSTEP_LAUNCHER"
 """Variable of a rank: who gave it its rank, in words; `lockstep.init` prints it."""
 _SCARCE = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-_PIPES, _PIPES_PER_RANK = 6, 3
+_PIPES, _PIPES_PER_RANK = 6, 6
 """As many as use the descriptors that a run on one machine needs."""
 
 
@@ -251,6 +252,7 @@ class Agent(api.SimpleElasticAgent):
         rank, local_rank = worker.global_rank, worker.local_rank
         process = Process(rank, local_rank, attempt.folder / f"rank_{rank}")
         process.folder.mkdir(parents=True)
+        process.memory = launchers_memory(process.folder)
         alone = attempt.world_size == 1
         # Its process stays in the terminal's session where it is alone: pdb and input() work.
         if alone and self._plan.keyboard and job.in_foreground():
@@ -265,11 +267,20 @@ class Agent(api.SimpleElasticAgent):
             **({} if self._plan.own_processes else place),
             FOLDER: str(process.folder),
             ERROR_FILE: str(process.folder / _ERROR_FILE_NAME),
+            **({} if process.memory is None else process.memory.variables),
             **self._memory.variables(local_rank),
             **command.environment,
             **self._variables,
         }
-        streams = self._console.open(rank, local_rank, process.folder, alone=alone)
+        streams = self._console.open(
+            rank,
+            local_rank,
+            process.folder,
+            alone=alone,
+            error=process.evidence.error,
+            recent=process.errors,
+        )
+        attempt.logs += process.folder.glob("*.log")
         with self._uninterrupted():
             try:
                 self._zygote.start(
@@ -407,8 +418,34 @@ class Agent(api.SimpleElasticAgent):
             job.take_keys(self._alone.pid)
         attempt.over = True
         self._console.drain()
+        self._check_logs(attempt)
         attempt.failure = self._first_failure(attempt)
+        self._keep_evidence(attempt)
         self._journal.end(attempt.failure)
+
+    def _check_logs(self, attempt: Attempt) -> None:
+        """Says once that somebody has deleted the ranks' logs."""
+        if attempt.logs_deleted or all(log.exists() for log in attempt.logs):
+            return
+        attempt.logs_deleted = True
+        kept = "" if attempt.over else "; failures and hangs are still reported"
+        self._announce(
+            f"the logs in {attempt.folder} have been deleted, perhaps by a cleaner of temporary "
+            f"folders: what the ranks print is not kept any more{kept}. --log-dir names another "
+            "folder"
+        )
+
+    def _keep_evidence(self, attempt: Attempt) -> None:
+        """Writes what the ranks have told into their folders, and frees the memory it was in."""
+        for process in attempt.processes:
+            if process.memory is None:
+                continue
+            try:
+                process.memory.keep()
+            except OSError as error:
+                self._announce(f"rank {process.rank}: {process.folder}: {error.strerror}")
+            process.memory.close()
+            process.memory = None
 
     def _send(self, attempt: Attempt, number: int) -> None:
         for process in attempt.running:
@@ -506,8 +543,9 @@ class Agent(api.SimpleElasticAgent):
                 process.peak_bytes = peak or process.peak_bytes
             if attempt.world_size == 1 and attempt.running:
                 self._watch_own(attempt)
+            self._check_logs(attempt)
             # A rank that has raised and does not end, while others may wait for it.
-            records = [exit_status.read_record(process.folder) for process in attempt.running]
+            records = [exit_status.read_record(process.evidence) for process in attempt.running]
             if any(r and time.time() - r.time > _STUCK_AT_EXIT_S for r in records):
                 return True
         self._exchange.answer()
@@ -581,7 +619,7 @@ class Agent(api.SimpleElasticAgent):
                 for node, report in gone
                 if report is None or not ended & set(report.ranks)
             ],
-            folder=str(attempt.folder),
+            folder=f"{attempt.folder}{' (its logs were deleted)' * attempt.logs_deleted}",
         )
         if failure is not None and failure.kind == "interrupted" and own.interrupted is None:
             host = signals[0].host

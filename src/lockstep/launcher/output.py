@@ -35,7 +35,7 @@ from string import Template
 from typing import IO
 
 from lockstep.errors import SettingError, name_ranks
-from lockstep.watchdog.exit_status import RECORD
+from lockstep.watchdog.evidence import Evidence
 
 STREAMS = ("stdout", "stderr")
 COLUMNS = "LOCKSTEP_TERMINAL_COLUMNS"
@@ -130,8 +130,27 @@ def tail(folder: Path, count: int, stream: str = "stderr") -> list[str]:
             data = file.read()
     except OSError:
         return []
+    return _lines_shown(data)[-count:]
+
+
+class RecentOutput:
+    """The end of a stream, in memory: a log may be deleted, or its disk be full."""
+
+    def __init__(self) -> None:
+        self._data = b""
+
+    def add(self, data: bytes) -> None:
+        """Takes what the stream brings."""
+        self._data = (self._data + data)[-_TAIL_BYTES:]
+
+    def lines(self) -> list[str]:
+        """The last lines that are not blank, as a terminal would have shown them."""
+        return _lines_shown(self._data)
+
+
+def _lines_shown(data: bytes) -> list[str]:
     lines = (_COLOUR.sub(b"", last_state(line)) for line in data.split(b"\n"))
-    return [line.decode(errors="replace") for line in lines if line.strip()][-count:]
+    return [line.decode(errors="replace") for line in lines if line.strip()]
 
 
 def last_state(line: bytes) -> bytes:
@@ -225,7 +244,14 @@ class Console:
         return {COLUMNS: str(sink.columns - len(prefix))} if sink.terminal else {}
 
     def open(
-        self, rank: int, local_rank: int, folder: Path, *, alone: bool = False
+        self,
+        rank: int,
+        local_rank: int,
+        folder: Path,
+        *,
+        alone: bool = False,
+        error: Path | None = None,
+        recent: RecentOutput | None = None,
     ) -> tuple[int, int, int]:
         """Makes a rank's standard output and error, and a copy of our standard input.
 
@@ -235,6 +261,9 @@ class Console:
             folder: of the rank; it exists.
             alone: the only rank of the run. It has the terminal itself where there is one and the
                 stream is shown; elsewhere all it writes is passed on as it is, without a prefix.
+            error: the file in which it writes down the exception that ends it; None: that of its
+                folder.
+            recent: gets the end of its standard error.
 
         Returns:
             Descriptors for the rank: input, output, error. The caller closes them once the rank
@@ -259,6 +288,8 @@ class Console:
                     sink if name in shown else None,
                     folder / f"{name}.log",
                     [text.encode() for text in self._filters.get(name, ())],
+                    error or Evidence.in_folder(folder).error,
+                    recent if name == "stderr" else None,
                 )
             )
         self._wake_up()
@@ -324,6 +355,8 @@ class Console:
             self._end(stream)
             return
         lines = stream.lines_of(data)
+        if stream.recent is not None:
+            stream.recent.add(data)
         try:
             stream.keep(data, lines)
         except OSError as error:
@@ -553,6 +586,10 @@ class _Stream:
     """The file that gets all of it."""
     filters: list[bytes]
     """Lines that are shown and hold one of them go to a file beside the rank's folder."""
+    error: Path
+    """The file in which the rank writes down the exception that ends it."""
+    recent: RecentOutput | None
+    """Gets the end of the stream, if somebody wants that."""
     unfinished: bytes = b""
     """The last line so far; of one that is drawn again and again not much more than its state."""
     last_words: list[bytes] = field(default_factory=list)
@@ -586,12 +623,19 @@ class _Stream:
     def held_back(self, lines: list[bytes]) -> list[bytes]:
         """Puts those of the lines that tell of the rank's end into `last_words`; the others."""
         self.last_read = time.monotonic()
-        if not lines or self.log.stem != "stderr" or not (self.log.parent / RECORD).exists():
+        if not lines or self.log.stem != "stderr" or not self._has_raised():
             return lines
         heading = (n for n, line in enumerate(lines) if _HEADING in line)
         begin = 0 if self.last_words else next(heading, 0)
         self.last_words += lines[begin:]
         return lines[:begin]
+
+    def _has_raised(self) -> bool:
+        """Whether the rank has written down an exception that ends it."""
+        try:
+            return self.error.stat().st_size > 0
+        except OSError:
+            return False
 
     def keep(self, data: bytes, lines: list[bytes]) -> None:
         """Writes the files.

@@ -24,9 +24,10 @@ from pathlib import Path
 
 from lockstep.errors import source_line
 from lockstep.launcher.machine import OomCounts, kernel_log_on, oom_between, read_oom_counts
-from lockstep.launcher.output import tail
+from lockstep.launcher.output import RecentOutput, tail
 from lockstep.launcher.worker import Script
 from lockstep.launcher.zygote import give_terminal
+from lockstep.watchdog.evidence import Evidence, LaunchersMemory
 from lockstep.watchdog.exit_status import ExitStatus, read_record
 from lockstep.watchdog.first_failure import FirstFailure, render
 from lockstep.watchdog.printed_error import printed_error
@@ -55,6 +56,15 @@ class Process:
     """A signal or a debugger had stopped it when the launcher sent them."""
     peak_bytes: int | None = None
     """Its highest resident memory, where that is known."""
+    memory: LaunchersMemory | None = None
+    """Holds its evidence; None: that is in its folder."""
+    errors: RecentOutput = field(default_factory=RecentOutput)
+    """The end of its standard error."""
+
+    @property
+    def evidence(self) -> Evidence:
+        """The files that it writes for its launcher."""
+        return Evidence.in_folder(self.folder) if self.memory is None else self.memory.evidence
 
 
 @dataclass(eq=False)
@@ -67,6 +77,10 @@ class Attempt:
     """Rank of this machine among the `nodes` of the run."""
     nodes: int
     folder: Path
+    logs: list[Path] = field(default_factory=list)
+    """What the ranks print goes to these files."""
+    logs_deleted: bool = False
+    """One of them is gone, and the user has been told."""
     told: bool = False
     """The other machines know that the ranks of this one have ended."""
     over: bool = False
@@ -143,7 +157,8 @@ def started_by(process: Process) -> list[Process]:
     """
     for folder in sorted(process.folder.glob("own_*"))[-1:]:
         places = [folder / f"rank_{i}" for i in range(int(folder.name.rpartition("_")[2]))]
-        beats = [beat for place in places if (beat := read_heartbeat(place))]
+        evidence = [Evidence.in_folder(place) for place in places]
+        beats = [beat for files in evidence if (beat := read_heartbeat(files.heartbeat))]
         codes = [0 if (place / RETURNED).exists() else None for place in places]
         if None in codes and len(beats) == len(places) and not (folder / UNLIKE).exists():
             made = zip(places, beats, codes, strict=True)
@@ -194,10 +209,10 @@ def _signal(number: int) -> str:
     return f"{name} ({words})" if words else name
 
 
-def crash_line(folder: Path) -> str | None:
-    """The user's own line at a fatal signal, from the rank's `crash.txt` (faulthandler)."""
+def crash_line(crash: Path) -> str | None:
+    """The user's own line at a fatal signal, from what faulthandler has written then."""
     try:
-        text = (folder / "crash.txt").read_text(errors="replace")
+        text = crash.read_text(errors="replace")
     except OSError:
         return None
     # Of several dumps the last, and of its threads the one that failed; where that was one of C++
@@ -224,13 +239,14 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
     """
     if process.code is None or process.ended_at is None:
         raise ValueError(f"rank {process.rank} still runs")
-    code, folder = process.code, process.folder
+    code = process.code
+    evidence = process.evidence
     oom = oom_between(before, read_oom_counts(root)) if code else None
     log = kernel_log_on(process.pid, root) if oom and process.pid else None
-    heartbeat = read_heartbeat(folder)
+    heartbeat = read_heartbeat(evidence.heartbeat)
     ends = [at for number, at in process.sent.items() if number in _THAT_END]
-    error = read_record(folder) if code else None
-    errors = tail(folder, _TAIL_LINES) if code else []
+    error = read_record(evidence) if code else None
+    errors = (process.errors.lines() or tail(process.folder, _TAIL_LINES)) if code else []
     return ExitStatus(
         rank=process.rank,
         host=socket.gethostname(),
@@ -240,7 +256,7 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
         error=error,
         oom="certain" if log else oom,
         oom_detail=log or "",
-        crash_line=crash_line(folder) if code < 0 else None,
+        crash_line=crash_line(evidence.crash) if code < 0 else None,
         last_lines=tuple(errors[-_LAST_LINES:]),
         printed=printed_error(errors) if error is None and code > 0 else None,
         step=heartbeat.steps if heartbeat and heartbeat.steps else None,

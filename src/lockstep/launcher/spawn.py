@@ -235,12 +235,13 @@ def _values(agent: Agent, was_set: str, timeout: float | None) -> list[Any]:
 
 
 def _failed(first: FirstFailure, attempt: Attempt, was_set: str) -> Exception:
+    from lockstep.watchdog.evidence import Evidence
     from lockstep.watchdog.exit_status import read_record
     from lockstep.watchdog.first_failure import render
 
     folders = {process.rank: process.folder for process in attempt.processes}
     ended = first.ranks if first.kind != "deadlock" else ()  # these were ended by the launcher
-    records = {rank: read_record(folders[rank]) for rank in ended}
+    records = {rank: read_record(Evidence.in_folder(folders[rank])) for rank in ended}
     if any(record and record.type == NoMainGuard.__name__ for record in records.values()):
         return UsageError(
             was_set,
@@ -339,6 +340,7 @@ def _run_call(call: FunctionCall, folder: Path) -> None:
     world = sys.modules.get("lockstep.world")
     if world is not None:
         world.close_current()
+    folder.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary folders may have been here
     with open(folder / RESULT, "wb") as file:  # it is read where we end with exit code 0
         # By value: multiprocessing's own pickler would leave tensors in memory that dies with us.
         pickle.dump(value, file)

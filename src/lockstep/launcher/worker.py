@@ -165,10 +165,12 @@ def run_recorded(
     """
     folder = Path(os.environ[FOLDER])
     from lockstep.watchdog import exit_status, probe
+    from lockstep.watchdog.evidence import Evidence
 
+    evidence = Evidence.of_this_process(os.environ, folder)
     reserve = exit_status.Reserve()
     try:
-        installed = probe.install(folder)
+        installed = probe.install(evidence)
         body(folder)
         installed.warn_if_alone()
     except BaseException as error:
@@ -179,7 +181,7 @@ def run_recorded(
             sys.last_type, sys.last_value = type(error), error
             sys.last_traceback = error.__traceback__
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            exit_status.record(error, folder)
+            exit_status.record(error, evidence)
         try:
             report(error)
         except SystemExit as end:  # by the program's own sys.excepthook

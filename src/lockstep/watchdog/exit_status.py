@@ -2,8 +2,8 @@
 
 All times are wall-clock seconds of the rank's own host.
 
-What a rank raised it writes into `error.json` in its folder, for the launcher; and into the file of
-torch's `record` decorator, for those who read that (torch/distributed/elastic/multiprocessing/
+What a rank raised it writes into one of its files, for the launcher; and into the file of torch's
+`record` decorator, for those who read that (torch/distributed/elastic/multiprocessing/
 errors/error_handler.py).
 """
 
@@ -22,9 +22,9 @@ from types import TracebackType
 from typing import Any, Literal
 
 from lockstep.errors import LockstepError, source_line
+from lockstep.watchdog.evidence import Evidence, write
 from lockstep.watchdog.messages import Verdict
 from lockstep.watchdog.printed_error import PrintedError
-from lockstep.watchdog.probe import write_whole
 from lockstep.watchdog.snapshot import from_values
 from lockstep.watchdog.stacks import Frame, Stack, own_line, parse_frames
 
@@ -138,8 +138,6 @@ class ExitReport:
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable: where torch's `record` decorator writes what a script raised."""
-RECORD = "error.json"
-"""In a rank's folder: what it raised."""
 _CHAIN = 5
 _RESERVED_BYTES = 4 << 20
 _MAX_HALF = 50_000
@@ -171,31 +169,31 @@ class Reserve:
                 os.close(self._descriptor)
 
 
-def record(error: BaseException, folder: Path) -> None:
-    """Writes `error.json` for an exception that ends this rank. Never raises.
+def record(error: BaseException, evidence: Evidence) -> None:
+    """Writes down an exception that ends this rank. Never raises.
 
     Args:
         error: what was caught, with its traceback.
-        folder: of this rank.
+        evidence: the files of this rank.
     """
     with contextlib.suppress(Exception):  # the exception itself must still be seen
         try:
             made = describe(error)
         except Exception:
             made = _describe_briefly(error)
-        write_whole(folder / RECORD, json.dumps(asdict(made)))
+        write(evidence.error, json.dumps(asdict(made)))
         elastic = os.environ.get(ERROR_FILE)
         # `record` writes it first where the script uses it, and leaves SystemExit out.
         if elastic and made.type != "SystemExit" and not os.path.exists(elastic):
             extra = {"py_callstack": made.traceback, "timestamp": str(int(made.time))}
             message = {"message": f"{made.type}: {made.message}", "extraInfo": extra}
-            write_whole(Path(elastic), json.dumps({"message": message}))
+            write(Path(elastic), json.dumps({"message": message}))
 
 
-def read_record(folder: Path) -> ErrorRecord | None:
-    """What `record` wrote in a rank's folder; None: nothing."""
+def read_record(evidence: Evidence) -> ErrorRecord | None:
+    """What `record` wrote in a rank's files; None: nothing."""
     try:
-        return from_values(ErrorRecord, json.loads((folder / RECORD).read_text()))
+        return from_values(ErrorRecord, json.loads(evidence.error.read_text()))
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 

@@ -153,7 +153,11 @@ class Case:
 def _nothing_seen(case: Case) -> Verdict | None:
     """All of several ranks have been asked, and none has given an answer or a stack."""
     alive = case.alive
-    unseen = all(a.kind is Kind.UNKNOWN and a.state.answered is False for a in alive.values())
+    # Of a program that is not Python nothing can be expected: it has never told of its steps.
+    unseen = all(
+        a.kind is Kind.UNKNOWN and not a.state.answered and a.state.steps is not None
+        for a in alive.values()
+    )
     if case.waiting or len(alive) < 2 or not unseen:
         return None
     headline = (
@@ -375,9 +379,9 @@ _ADVICE: dict[VerdictKind, str] = {
     "loading": "look at its DataLoader: slow storage, a worker that is stuck",
     "gil": "wait if the call in its line may take that long; a library that holds the lock can "
     "often be told to use a process of its own",
-    "unknown": "look whether the run's folder is there and its disk has room for what a rank "
-    "writes; one that sleeps in C while a thread holds Python's lock is not asked, as its call "
-    "could be cut short: `py-spy dump` shows both",
+    "unknown": "`py-spy dump` shows its stack. A rank that has executed another program in its "
+    "place (`os.execv`) cannot be asked for it; one that sleeps in C while a thread holds Python's "
+    "lock is not asked, as its call could be cut short",
     "transport": "look at the network between the machines (interface, firewall, cable) or at the "
     "GPUs; for broadcast, reduce, gather and scatter, look whether all ranks name the same rank",
 }

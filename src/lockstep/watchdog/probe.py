@@ -1,14 +1,9 @@
 """What makes a rank visible from outside: stacks on a signal, a heartbeat, its collectives.
 
 Everything here works for any script, costs about a microsecond a step, and is read by
-`lockstep.watchdog.snapshot` in the launcher. The files in a rank's folder:
-
-* `crash.txt`: the stacks at a fatal signal (faulthandler);
-* `stacks.txt`: the main thread's stack after each `STACK_SIGNAL`, those of all threads after each
-  `SLEEPERS_SIGNAL`; written by handlers in C, which need no interpreter's lock;
-* `heartbeat`: optimizer steps and times (`Heartbeat`), in shared memory;
-* `ask`: a pipe that takes requests `NUMBER [lines]`, one a line;
-* `flight.json`: the answer to the last one: torch's Flight Recorder and the stacks of all threads.
+`lockstep.watchdog.snapshot` in the launcher, from the files of `lockstep.watchdog.evidence`. Stacks
+are the main thread's after each `STACK_SIGNAL`, those of all threads after each `SLEEPERS_SIGNAL`,
+written by handlers in C, which need no interpreter's lock.
 """
 
 from __future__ import annotations
@@ -36,6 +31,7 @@ from typing import Any, NamedTuple
 
 from lockstep.distributed import torch_compat
 from lockstep.errors import counted, warn
+from lockstep.watchdog.evidence import Evidence, write
 
 STACK_SIGNAL = int(signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGURG)
 """Asks for the main thread's stack. Users and schedulers have SIGUSR1 and SIGUSR2; where there are
@@ -75,26 +71,14 @@ class Heartbeat(NamedTuple):
     """From the end of the last but one to the end of the last; 0: fewer than two."""
 
 
-def read_heartbeat(folder: Path) -> Heartbeat | None:
+def read_heartbeat(path: Path) -> Heartbeat | None:
     """A rank's heartbeat; None where there is none so far. Costs a few microseconds."""
     try:
-        data = (folder / "heartbeat").read_bytes()
+        data = path.read_bytes()
         magic, *values = _HEARTBEAT.unpack(data[: _HEARTBEAT.size])
     except (OSError, struct.error):
         return None
     return Heartbeat(*values) if magic == _MAGIC else None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is never seen half written.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    temporary = path.with_name(f"{path.name}.new")
-    # Names of files may hold bytes that are no text in UTF-8.
-    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-    temporary.replace(path)
 
 
 _kept_groups: list[object] = []
@@ -110,9 +94,10 @@ after the group was opened keep it in their default arguments. Here they were im
 class Probe:
     """What `install` sets up in this process."""
 
-    def __init__(self, folder: Path, own: int | None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._own = folder, own
+    def __init__(self, evidence: Evidence, own: int | None) -> None:
+        evidence.heartbeat.parent.mkdir(parents=True, exist_ok=True)
+        self._evidence = evidence
+        self._own = own
         self._map: mmap.mmap | None = None
         self._steps, self._last_step = 0, 0.0
         self._ask: int | None = None
@@ -159,13 +144,13 @@ class Probe:
             self._ask = None
 
     def _show_stacks(self) -> None:
-        faulthandler.enable(self._open("crash.txt"))
+        faulthandler.enable(_open_to_append(self._evidence.crash))
         # What faulthandler leaves behind at the interpreter's end: a late request kills nobody.
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         # Of this thread alone: walking the frames of a thread that runs meanwhile ends in a
         # segmentation fault sooner or later (Python 3.11: once in some hundred times).
         # Without a chain it is SA_RESTART: see `snapshot.harmless_signal`.
-        stacks = self._open("stacks.txt")
+        stacks = _open_to_append(self._evidence.stacks)
         faulthandler.register(STACK_SIGNAL, stacks, all_threads=False, chain=False)
         if sys.platform == "linux":  # elsewhere nobody can tell whether they sleep
             signal.signal(SLEEPERS_SIGNAL, signal.SIG_IGN)
@@ -173,19 +158,14 @@ class Probe:
             # Threads inherit it: not one whose sleep in C it would cut short.
             signal.pthread_sigmask(signal.SIG_BLOCK, [SLEEPERS_SIGNAL])
 
-    def _open(self, name: str) -> int:
-        """A descriptor to append to a file by, until this process ends."""
-        return os.open(self._folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-
     def _start_heartbeat(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         main = threading.main_thread().ident or 0
-        temporary = self._folder / "heartbeat.new"
-        temporary.write_bytes(_HEARTBEAT.pack(_MAGIC, os.getpid(), main, 0, 0.0, 0.0))
-        with open(temporary, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _HEARTBEAT.size)
-        temporary.replace(self._folder / "heartbeat")
+        descriptor = os.open(self._evidence.heartbeat, os.O_RDWR | os.O_CREAT, 0o666)
+        os.pwrite(descriptor, _HEARTBEAT.pack(_MAGIC, os.getpid(), main, 0, 0.0, 0.0), 0)
+        self._map = mmap.mmap(descriptor, _HEARTBEAT.size)
+        os.close(descriptor)
         register_optimizer_step_post_hook(self._count)
 
     def _count(self, *_: object) -> None:
@@ -202,7 +182,7 @@ class Probe:
         A rank that waits for the others to come is then asked without a signal, which would make
         TCPStore count its timeout from the beginning.
         """
-        path = self._folder / "ask"
+        path = self._evidence.ask
         try:
             if not path.exists():
                 os.mkfifo(path, 0o600)
@@ -246,7 +226,12 @@ class Probe:
             # Whatever torch says here must not end the thread: the next request may be answered.
             text = json.dumps({"request": int(number), "error": repr(error)})
         with contextlib.suppress(OSError):
-            write_whole(self._folder / "flight.json", text)
+            write(self._evidence.answer, text)
+
+
+def _open_to_append(path: Path) -> int:
+    """A descriptor to append to a file by, until this process ends."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
 
 def _stacks() -> dict[int, list[tuple[str, int, str]]]:
@@ -266,18 +251,18 @@ _visible: set[int] = set()
 """Processes that have a probe: this one, and those that it is a fork of."""
 
 
-def install(folder: Path, own: int | None = None) -> Probe:
-    """Makes this process visible, until it ends, in the files of `folder`; torch has been imported.
+def install(evidence: Evidence, own: int | None = None) -> Probe:
+    """Makes this process visible, until it ends, in some files; torch has been imported.
 
     Args:
-        folder: where.
+        evidence: the files.
         own: its index among those that a script has started itself; None: the launcher has.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: they cannot be written.
     """
     _visible.add(os.getpid())
-    return Probe(folder, own)
+    return Probe(evidence, own)
 
 
 def install_in_own_processes(folder: Path) -> None:
@@ -330,7 +315,7 @@ def _run_watched(
         if (group.rank(), group.size()) != (index, size):
             (folder / UNLIKE).touch()
 
-    install(folder / f"rank_{index}", own=index)
+    install(Evidence.in_folder(folder / f"rank_{index}"), own=index)
     torch_compat.on_default_group(check)
     program(index, *args)
     (folder / f"rank_{index}" / RETURNED).touch()
@@ -349,7 +334,7 @@ def _run_watched_in_group(together: Path, run: Callable[[], object]) -> None:
             (folder / UNLIKE).touch()
             return
         places.append(place)
-        install(place, own=group.rank())
+        install(Evidence.in_folder(place), own=group.rank())
 
     torch_compat.on_default_group(opened)
     run()

@@ -94,14 +94,15 @@ class RankState:
     main_thread: int | None = None
     """Its identifier, as in `CollectiveCall.thread`."""
     answered: bool | None = None
-    """Whether its thread that answers did; None: it has none, or its recorder cannot be read."""
+    """Whether its thread that answers did; None: it could not be asked, or its recorder cannot be
+    read."""
     calls: tuple[CollectiveCall, ...] | None = None
     """Its latest collectives, oldest first."""
     completed: Mapping[str, int] | None = None
     """The last completed collective by `backend:group`. Gloo's can lag behind by a few."""
     groups: tuple[Group, ...] | None = None
     steps: int | None = None
-    """Optimizer steps so far."""
+    """Optimizer steps so far; None: it has not told of any, as a program that is not Python."""
 
     @property
     def stopped(self) -> bool | None:

@@ -21,8 +21,9 @@ from lockstep.launcher.plan import HangRules
 from lockstep.launcher.process import Process
 from lockstep.launcher.rendezvous import Rendezvous
 from lockstep.watchdog import hang
+from lockstep.watchdog.evidence import write_whole
 from lockstep.watchdog.messages import Verdict, render, render_state
-from lockstep.watchdog.probe import read_heartbeat, write_whole
+from lockstep.watchdog.probe import read_heartbeat
 from lockstep.watchdog.snapshot import (
     STOPPED,
     RankState,
@@ -84,7 +85,8 @@ class _Request:
         self._process, self._number = process, number
         code = process.code
         status = read_process(process.pid or 0) if code is None else None
-        heartbeat = read_heartbeat(process.folder)
+        self._evidence = process.evidence
+        heartbeat = read_heartbeat(self._evidence.heartbeat)
         if heartbeat is not None and heartbeat.pid != process.pid:
             heartbeat = None  # of the rank's earlier life, or of another
         self._main_thread = 0 if heartbeat is None else heartbeat.main_thread
@@ -114,24 +116,23 @@ class _Request:
         return not self._shows_stacks or self.state.stack is not None
 
     def ask(self, lines: bool) -> None:
-        """Asks the thread that answers in the rank, if there is one."""
-        if self._frozen:
+        """Asks the thread that answers in the rank, if the rank has ever had one."""
+        if self._frozen or self.state.steps is None:
             return
         try:
-            pipe = os.open(self._process.folder / "ask", os.O_WRONLY | os.O_NONBLOCK)
-            try:
-                os.write(pipe, f"{self._number}{' lines' if lines else ''}\n".encode())
-            finally:
-                os.close(pipe)
-        except OSError:  # nobody reads; or it is full: nobody has read for long
+            pipe = os.open(self._evidence.ask, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # it is gone, or nobody reads
             return
         self.state = replace(self.state, answered=False)
+        with contextlib.suppress(BlockingIOError):  # it is full: nobody has read for long
+            os.write(pipe, f"{self._number}{' lines' if lines else ''}\n".encode())
+        os.close(pipe)
 
     def signal(self) -> None:
         """For a rank that cannot answer, where that harms nothing."""
         if self._shows_stacks and self._stacks_from is None:
             with contextlib.suppress(OSError):
-                size = (self._process.folder / "stacks.txt").stat().st_size
+                size = self._evidence.stacks.stat().st_size
                 answers = self.state.answered is not None
                 number = harmless_signal(self.state.pid, self._main_switches, answers=answers)
                 if number is not None:
@@ -140,9 +141,9 @@ class _Request:
 
     def collect(self) -> None:
         """Reads what has come so far."""
-        folder, state = self._process.folder, self.state
+        state = self.state
         if self._stacks_from is not None and state.stack is None:
-            with contextlib.suppress(OSError), open(folder / "stacks.txt", "rb") as file:
+            with contextlib.suppress(OSError), open(self._evidence.stacks, "rb") as file:
                 file.seek(self._stacks_from)
                 text = file.read().decode(errors="replace")
                 if len(text) == self._written:  # the handler writes piece by piece
@@ -150,7 +151,7 @@ class _Request:
                 self._written = len(text)
         if state.answered is False:
             head = f'{{"request": {self._number},'
-            with contextlib.suppress(OSError), open(folder / "flight.json") as file:
+            with contextlib.suppress(OSError), open(self._evidence.answer) as file:
                 if file.read(len(head)) == head:  # an answer can be megabytes: none is read twice
                     state = with_answer(state, head + file.read(), self._main_thread)
         self.state = state
@@ -231,7 +232,7 @@ class Supervisor:
         """Seconds for which the quietest rank has made no step, less what its steps take."""
         longest = 0.0
         for process in self._processes:
-            heartbeat = read_heartbeat(process.folder)
+            heartbeat = read_heartbeat(process.evidence.heartbeat)
             last_step, took = (heartbeat.last_step, heartbeat.took_s) if heartbeat else (0.0, 0.0)
             self._moved_at = max(self._moved_at, last_step)
             patience = max(0.0, _SLOW_STEPS * took - self._rules.after)

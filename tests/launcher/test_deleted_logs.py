@@ -1,0 +1,69 @@
+"""A run whose logs are deleted while it goes on: its failures are told as of any other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from launched import launch
+
+DELETE = """
+import os, shutil
+from pathlib import Path
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.all_reduce(torch.ones(1))
+if rank == 0:
+    shutil.rmtree(Path(os.environ["LOCKSTEP_RANK_FOLDER"]).parents[1])
+dist.all_reduce(torch.ones(1))
+"""
+RAISE = """
+if rank == 1:
+    raise ValueError("after the logs had gone")
+dist.barrier()
+"""
+PRINT = """
+if rank == 1:
+    print("giving up", file=__import__("sys").stderr)
+    os._exit(5)
+dist.barrier()
+"""
+HANG = """
+dist.barrier() if rank == 1 else dist.all_reduce(torch.ones(2))
+"""
+
+
+def run(folder: Path, script: str) -> tuple[int, str]:
+    (folder / "script.py").write_text(DELETE + script)
+    done = launch(["run", "--nproc", "2", "--log-dir", "logs", "script.py"], cwd=folder)
+    assert done.stderr.count("have been deleted") == 1
+    assert re.search(r"logs: \S+/attempt_0 \(its logs were deleted\)", done.stderr)
+    return done.returncode, done.stderr
+
+
+def test_an_exception_and_its_line_are_told(tmp_path: Path) -> None:
+    code, said = run(tmp_path, RAISE)
+    assert code == 1
+    assert "FIRST FAILURE: rank 1" in said
+    assert "  ValueError: after the logs had gone\n  script.py:13: raise ValueError" in said
+    assert "no exception was recorded" not in said
+    [kept] = tmp_path.glob("logs/*/attempt_0/rank_1/error.json")
+    assert "after the logs had gone" in kept.read_text()
+
+
+@pytest.mark.thorough
+def test_the_end_of_its_output_is_told(tmp_path: Path) -> None:
+    code, said = run(tmp_path, PRINT)
+    assert code == 5
+    assert "exit code 5; no exception was recorded\n  its last lines:\n    giving up" in said
+
+
+@pytest.mark.thorough
+def test_a_hang_is_told(tmp_path: Path) -> None:
+    code, said = run(tmp_path, HANG)
+    assert code == 70
+    assert "deadlock: ranks 0-1 wait in collectives that do not match" in said
+    assert "script.py:12: dist.barrier() if rank == 1" in said
+    assert list(tmp_path.glob("logs/*/attempt_0/hang.txt"))
