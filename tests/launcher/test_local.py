@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -139,6 +140,62 @@ def test_nothing_outlives_a_launcher_that_was_killed(tmp_path: Path, own_session
         assert psutil.wait_procs([*zygote, *processes], timeout=LEAVE_S)[1] == []
 
 
+LEAVES = """
+import os, signal, subprocess, sys, time
+
+if os.fork() == 0:  # a daemon, as programs make them
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.write(1, b"%d\\n" % os.getpid())
+    time.sleep(300)
+    os._exit(0)
+os.wait()
+sleeps = [sys.executable, "-c", "import time; time.sleep(300)"]
+helper = subprocess.Popen(sleeps, start_new_session=True)
+os.write(1, b"%d\\n" % helper.pid)
+"""
+
+
+def test_helpers_in_sessions_of_their_own_end_with_a_run_that_fails_or_starts_again(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "script.py").write_text(LEAVES + "raise ValueError('once more')\n")
+    done = launch(["run", "--nproc", "1", "--max-restarts", "1", "script.py"], tmp_path)
+    pids = [int(line) for line in done.stdout.split()]
+    assert len(pids) == 4
+    assert done.returncode == 1
+    before, after = done.stderr.split("starting all ranks again")
+    assert "once more" in before
+    assert "once more" in after
+    assert [pid for pid in pids if psutil.pid_exists(pid)] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_helpers_in_sessions_of_their_own_end_with_a_run_that_is_interrupted(
+    tmp_path: Path, number: int
+) -> None:
+    (tmp_path / "script.py").write_text(LEAVES + "time.sleep(300)\n")
+    with Launched(["run", "--nproc", "2", "script.py"], cwd=tmp_path) as launcher:
+        lines = [launcher.stdout.readline() for _ in range(4)]
+        launcher.send_signal(number)
+        assert launcher.finish().returncode == 128 + number
+    pids = [int(line.split("] ")[1]) for line in lines]
+    assert [pid for pid in pids if psutil.pid_exists(pid)] == []
+
+
+def test_a_helper_that_a_run_leaves_which_ends_well_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LEAVES)
+    done = launch(["run", "--nproc", "1", "script.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    processes = [psutil.Process(int(line)) for line in done.stdout.split()]
+    assert len(processes) == 2
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes, timeout=LEAVE_S)
+
+
 @pytest.mark.parametrize("files", [10, 12, 14, 16, 18])
 def test_too_few_files_are_told_as_that(tmp_path: Path, files: int) -> None:
     (tmp_path / "script.py").write_text(PLAIN)
@@ -162,6 +219,11 @@ def test_no_restart_without_the_process_that_starts_the_ranks(tmp_path: Path) ->
     done = launch(["run", "--nproc", "2", "--max-restarts", "1", "script.py"], tmp_path)
     assert done.returncode == 1, done.stderr
     assert "FIRST FAILURE: ranks 0-1" in done.stderr
+    assert re.search(
+        r"  the fork server \(process \d+, which starts the ranks\) ended first: killed by "
+        r"SIGKILL; the kernel then kills its ranks\n",
+        done.stderr,
+    )
     assert "found: the process that starts the ranks is gone" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -281,6 +281,19 @@ def test_what_a_rank_that_has_ended_leaves_in_a_session_of_its_own_goes_on() -> 
     assert gone(pid)
 
 
+def test_what_ranks_have_left_is_ended_on_request_and_ranks_are_not() -> None:
+    with started("leave", "wait") as (zygote, pids, reader):
+        words = read(reader, 3)
+        left = next(int(word) for word in words if word.isdigit())
+        assert ends(zygote, 1) == {0: 0}
+        zygote.end_left_behind()
+        assert gone(left)
+        zygote.signal([1], signal.SIGTERM)
+        assert ends(zygote, 1) == {1: -signal.SIGTERM}
+        zygote.end_left_behind()  # nothing is left
+    assert gone(pids[1])
+
+
 FRESH = """
 import os, sys
 sys.path.insert(0, sys.argv[1])

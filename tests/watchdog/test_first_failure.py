@@ -280,6 +280,14 @@ CASES = {
             "fewer DataLoader workers",
         ),
     ),
+    "the fork server was killed, perhaps for memory": Case(
+        [killed(1, 9, "", 10.0, how="the server ended", with_fork_server=True, oom="likely")],
+        "signal",
+        (1,),
+        code=71,
+        says=("  the server ended\nwhat to do: the kernel's out-of-memory killer has ended a",),
+        silent=("probably killed",),
+    ),
     "out of memory, perhaps": Case(
         [killed(1, 9, "SIGKILL", 10.0, oom="likely")],
         "oom",

@@ -15,6 +15,7 @@ import errno
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 import time
@@ -67,8 +68,10 @@ _REPORT = "exit report"
 LAUNCHER = "LOCKSTEP_LAUNCHER"
 """Variable of a rank: who gave it its rank, in words; `lockstep.init` prints it."""
 _SCARCE = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-_PIPES, _PIPES_PER_RANK = 6, 6
+_PIPES, _PIPES_PER_RANK = 6, 3
 """As many as use the descriptors that a run on one machine needs."""
+_ROOMY, _ROOMY_PER_RANK = 64, 16
+"""Descriptors with which evidence can be kept in memory as well, and many are left."""
 
 
 def launch_agent(
@@ -252,7 +255,9 @@ class Agent(api.SimpleElasticAgent):
         rank, local_rank = worker.global_rank, worker.local_rank
         process = Process(rank, local_rank, attempt.folder / f"rank_{rank}")
         process.folder.mkdir(parents=True)
-        process.memory = launchers_memory(process.folder)
+        roomy = _ROOMY + _ROOMY_PER_RANK * self._plan.nproc
+        if resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= roomy:
+            process.memory = launchers_memory(process.folder)
         alone = attempt.world_size == 1
         # Its process stays in the terminal's session where it is alone: pdb and input() work.
         if alone and self._plan.keyboard and job.in_foreground():
@@ -371,7 +376,7 @@ class Agent(api.SimpleElasticAgent):
             self._rdzv.ask()
             # What they would save at SIGTERM is there already.
             number = signal.SIGKILL if any(self._memory.marks()) else number
-        self._end(number)
+        self._end(number, again=True)
         # Before the other machines are waited for, which may take minutes.
         if lost:
             self._announce(f"{lost}; starting the ranks of the other machines again")
@@ -395,8 +400,13 @@ class Agent(api.SimpleElasticAgent):
         if not self._rdzv.can_publish:
             super()._exit_barrier()  # type: ignore[no-untyped-call]
 
-    def _end(self, number: int) -> None:
-        """Asks the ranks to end, waits, and kills those that have not; finds out what failed."""
+    def _end(self, number: int, *, again: bool = False) -> None:
+        """Asks the ranks to end, waits, and kills those that have not; finds out what failed.
+
+        Args:
+            number: of the signal that asks them.
+            again: the ranks are then started again.
+        """
         if not self.attempts or self.attempts[-1].over:
             return
         attempt = self.attempts[-1]
@@ -414,6 +424,10 @@ class Agent(api.SimpleElasticAgent):
         self._send(attempt, signal.SIGKILL)
         while attempt.running:
             self._read_events(timeout=1.0)
+        ended_well = all(process.code == 0 for process in attempt.processes)
+        if again or self.interrupted is not None or not ended_well:
+            with self._uninterrupted():
+                self._zygote.end_left_behind()
         if self._alone and self._alone.pid:
             job.take_keys(self._alone.pid)
         attempt.over = True
@@ -516,6 +530,12 @@ class Agent(api.SimpleElasticAgent):
                 # Somebody has killed it, and the kernel the ranks with it.
                 killed = processes.items()
                 events = [Event(rank, p.pid or 0, -signal.SIGKILL) for rank, p in killed]
+                code = self._zygote.wait()
+                for process in self.attempts[-1].running:
+                    process.fork_server = (
+                        f"the fork server (process {self._zygote.pid}, which starts the ranks) "
+                        f"ended first: {job.in_words(code)}; the kernel then kills its ranks"
+                    )
             for event in events:
                 process = processes[event.rank]
                 if event.pid is None:

@@ -56,6 +56,8 @@ class Process:
     """A signal or a debugger had stopped it when the launcher sent them."""
     peak_bytes: int | None = None
     """Its highest resident memory, where that is known."""
+    fork_server: str = ""
+    """How the process that started it ended, where that has ended it as well."""
     memory: LaunchersMemory | None = None
     """Holds its evidence; None: that is in its folder."""
     errors: RecentOutput = field(default_factory=RecentOutput)
@@ -252,7 +254,8 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
         host=socket.gethostname(),
         time=process.ended_at,
         code=code,
-        how=in_words(code),
+        how=process.fork_server or in_words(code),
+        with_fork_server=bool(process.fork_server),
         error=error,
         oom="certain" if log else oom,
         oom_detail=log or "",

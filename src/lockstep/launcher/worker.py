@@ -119,14 +119,37 @@ def main() -> NoReturn:
 
 def _run(script: Script) -> int:
     def program(folder: Path) -> None:
+        from lockstep.launcher.exec_hook import watch_executed
         from lockstep.watchdog import probe
+        from lockstep.watchdog.evidence import Evidence
 
+        watch_executed(Evidence.of_this_process(os.environ, folder))
         if os.environ.get("WORLD_SIZE", "1") == "1":
             _let_own_processes_meet()
             probe.install_in_own_processes(folder)
         run_as_main(script)
 
     return run_recorded(program, _report)
+
+
+def install_after_exec() -> None:
+    """Makes this process visible, in which a rank has executed another program in its own place."""
+    from lockstep.launcher.exec_hook import watch_executed
+    from lockstep.watchdog import exit_status, probe
+    from lockstep.watchdog.evidence import Evidence
+
+    evidence = Evidence.of_this_process(os.environ, Path(os.environ[FOLDER]))
+    probe.install(evidence)
+    watch_executed(evidence)
+    show = sys.excepthook
+
+    def record(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> object:
+        exit_status.record(error.with_traceback(trace), evidence)
+        return show(kind, error, trace)
+
+    sys.excepthook = record
 
 
 _held: list[socket.socket] = []

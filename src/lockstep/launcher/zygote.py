@@ -8,8 +8,9 @@ process meanwhile is never hit.
 
 When the launcher goes, however it goes, the zygote reads the end of its socket and ends every
 rank, and all that has come of them: what is left without its parent becomes the zygote's child
-(PR_SET_CHILD_SUBREAPER, see prctl(2)), also where it has a session of its own. What ranks that have
-ended by themselves leave there is left alone. When the zygote goes, the kernel kills the ranks
+(PR_SET_CHILD_SUBREAPER, see prctl(2)), also where it has a session of its own. The launcher asks
+for the same after a failure, after Ctrl-C and before it starts the ranks again. What ranks leave
+that have all ended well is left alone. When the zygote goes, the kernel kills the ranks
 (PR_SET_PDEATHSIG).
 
 Forking a process that has imported torch takes 10 ms or more, one rank after the other; so the
@@ -59,6 +60,9 @@ class Zygote:
     Raises:
         OSError: no process could be made.
     """
+
+    _code: int | None = None
+    """How it ended, once that has been asked."""
 
     def __init__(self, work: Work, ahead: int = 0) -> None:
         ours, theirs = control_sockets()
@@ -117,6 +121,18 @@ class Zygote:
         with contextlib.suppress(OSError):  # it has gone, and the ranks with it
             self._socket.send(json.dumps({"signal": number, "ranks": list(ranks)}).encode())
 
+    def end_left_behind(self) -> None:
+        """Ends the processes that ranks which have ended have left behind, and waits for that.
+
+        To be called when no rank runs.
+        """
+        with contextlib.suppress(OSError, ChildProcessError):  # the zygote has gone
+            self._socket.send(json.dumps({"left_behind": True}).encode())
+            limit = time.monotonic() + _LEFT_BEHIND_WITHIN_S
+            while time.monotonic() < limit:
+                if any(event.rank == _LEFT_BEHIND for event in self.events(timeout=0.1)):
+                    return
+
     def events(self, timeout: float = 0.0) -> list[Event]:
         """What has happened since the last call; waits up to `timeout` seconds for the first.
 
@@ -138,10 +154,13 @@ class Zygote:
         """Ends the zygote, and with it every rank that still runs; waits for it."""
         if self._socket.fileno() >= 0:
             self._socket.close()
-            self._wait()
+            self.wait()
 
-    def _wait(self) -> None:
-        os.waitpid(self.pid, 0)
+    def wait(self) -> int:
+        """Waits until the zygote has ended: its exit code, or minus the signal that ended it."""
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
 
 
 class FreshZygote(Zygote):
@@ -172,14 +191,21 @@ class FreshZygote(Zygote):
         self.pid = self._process.pid
         self._socket = ours
 
-    def _wait(self) -> None:
-        self._process.wait()
+    def wait(self) -> int:
+        """As that of a zygote that was forked."""
+        return self._process.wait()
 
 
 _GONE = "the process that starts the ranks is gone"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LEFT_BEHIND = -1
+"""In the place of a rank's number: what ranks have left behind has ended."""
+_TERMINATED_WITHIN_S = 1.0
+"""What ranks have left behind has so long to end at SIGTERM before it is killed."""
+_LEFT_BEHIND_WITHIN_S = 10.0
 _GRACE_S, _KILLED_WITHIN_S = 2.0, 2.0
 """Between SIGTERM and SIGKILL when the launcher is gone; all must be over within 5 s."""
+_LOOK_AGAIN_S = 0.1
 _MESSAGE_BYTES = 1 << 17
 HANDED_DOWN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
@@ -257,7 +283,11 @@ class Server:
                 os.close(file)
         elif data:
             request = json.loads(data)
-            self._signal(request["signal"], set(request["ranks"]))
+            if "left_behind" in request:
+                self._end_left_behind(_TERMINATED_WITHIN_S)
+                self._report(Event(_LEFT_BEHIND, None))
+            else:
+                self._signal(request["signal"], set(request["ranks"]))
         return bool(data)
 
     def _start(self, files: list[int]) -> None:
@@ -382,8 +412,42 @@ class Server:
         for pid in (*self.running, *self.spares):
             with contextlib.suppress(ChildProcessError):  # it had ended before it was needed
                 os.waitpid(pid, 0)
+        self.running.clear()
+        self.spares.clear()
         if interrupted:
-            _kill_descendants()
+            self._end_left_behind(0.0)
+
+    def _end_left_behind(self, grace_s: float) -> None:
+        """Ends what ranks have left, by SIGTERM and after some seconds by SIGKILL.
+
+        Most of it is in sessions of its own. One that starts others meanwhile does not escape.
+        """
+        import psutil
+
+        # Ranks, and processes that wait to become one, are not left behind.
+        needed = {*self.running, *self.spares}
+        terminated_until = time.monotonic() + grace_s
+        limit = terminated_until + _KILLED_WITHIN_S
+        asked = set[psutil.Process]()
+        while time.monotonic() < limit:
+            children = [each for each in psutil.Process().children() if each.pid not in needed]
+            left = list(children)
+            for child in children:
+                with contextlib.suppress(psutil.Error):
+                    left += child.children(recursive=True)
+            if not left:
+                return
+            is_patient = time.monotonic() < terminated_until
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    if not is_patient:
+                        process.kill()
+                    elif process not in asked:
+                        process.terminate()
+                        process.resume()  # a stopped process takes no other signal
+            asked.update(left)
+            # Our own children alone: the others become that, or are gone, when their parents are.
+            psutil.wait_procs(children, timeout=_LOOK_AGAIN_S)
 
     def _report(self, event: Event) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone; the loop is about to see it
@@ -413,19 +477,6 @@ def give_terminal(terminal: int, group: int) -> None:
     with contextlib.suppress(OSError):
         os.tcsetpgrp(terminal, group)
     signal.signal(signal.SIGTTOU, before)
-
-
-def _kill_descendants() -> None:
-    """Kills what the ranks have left; a process that starts others meanwhile does not escape."""
-    import psutil
-
-    own, limit = psutil.Process(), time.monotonic() + _KILLED_WITHIN_S
-    while (left := own.children(recursive=True)) and time.monotonic() < limit:
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        # Its own children alone: the others become that, or are gone, when their parents are.
-        psutil.wait_procs(own.children(), timeout=max(0.0, limit - time.monotonic()))
 
 
 def _prctl(option: int, value: int) -> None:

@@ -62,6 +62,8 @@ class ExitStatus:
     """Its exit code, or minus the number of the signal that ended it."""
     how: str
     """The code in words: `exit code 3`, `killed by SIGKILL`."""
+    with_fork_server: bool = False
+    """The kernel has killed it because the process that had started it ended."""
     error: ErrorRecord | None = None
     oom: Literal["certain", "likely"] | None = None
     """Whether the kernel's out-of-memory killer has ended a process of the run meanwhile."""

@@ -170,7 +170,8 @@ def _of_exit(end: ExitStatus, *, alone: bool = False) -> FirstFailure:
     code = end.code if end.code >= 0 else EXIT_LOST_RANK
     if raised and end.code < 0:  # what a program that ends so, alone, ends with in a shell
         code = error.exit_code if error and error.exit_code > 0 else 128 - end.code
-    if kind == "signal" and end.code == -signal.SIGKILL and end.oom:
+    killed = kind == "signal" and end.code == -signal.SIGKILL
+    if killed and end.oom and not end.with_fork_server:
         kind, headline, details = "oom", _oom_headline(end), ()
     if end.code == 0:
         kind, code, details = "left", EXIT_LOST_RANK, ()
@@ -493,6 +494,8 @@ def _advice(kind: FailureKind, end: ExitStatus, alone: bool) -> tuple[str, ...]:
     joined = "\n".join([*texts, *semaphores])
     if kind == "exception" and end.oom and re.search(r"DataLoader worker|signal: Killed", joined):
         return (f"the kernel's out-of-memory killer ended a worker: {_MEMORY}",)
+    if end.with_fork_server and end.oom:
+        return (f"the kernel's out-of-memory killer has ended a process meanwhile: {_MEMORY}",)
     if kind in _BY_KIND:
         return (_BY_KIND[kind],)
     for pattern, what_to_do in _BY_TEXT.items():
