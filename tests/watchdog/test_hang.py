@@ -30,7 +30,7 @@ from fake_snapshots import (
 
 from lockstep.watchdog.hang import find
 from lockstep.watchdog.messages import Verdict
-from lockstep.watchdog.snapshot import CollectiveCall, Group, RankState, Snapshot
+from lockstep.watchdog.snapshot import CollectiveCall, Group, NewGroup, RankState, Snapshot
 from lockstep.watchdog.stacks import Frame, Stack
 
 PAIR = (Group("0", "default_pg", (0, 1)),)
@@ -227,6 +227,106 @@ def test_an_asynchronous_call_that_is_contradicted() -> None:
     # `work.wait()` leaves no frame: the rank is blocked in a line of its own.
     verdict = found(state(0, at(30), *alike(5), call("all_reduce", 6, 5)), at_barrier(1))
     assert (verdict.kind, verdict.fatal) == ("deadlock", True)
+
+
+IN_NEW_GROUP = (
+    Frame(C10D, 2169, "_new_process_group_helper"),
+    Frame(C10D, 6056, "_new_group_with_tag"),
+    Frame(C10D, 5863, "new_group"),
+    own(9),
+)
+
+
+def making(
+    rank: int, name: str, *ranks: int, backend: str = "gloo", members_only: bool = True
+) -> RankState:
+    group = NewGroup(name, ranks, backend, members_only)
+    return state(rank, IN_NEW_GROUP, *alike(2), making=group)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        (  # in another order
+            [making(0, "1", 0, 1), making(1, "2", 0, 1)],
+            ["for ranks 0-1 (group '1', over gloo)", "for ranks 0-1 (group '2', over gloo)"],
+        ),
+        (  # with other members, where all ranks of the run wait for each other
+            [
+                making(0, "1", 0, 1, members_only=False),
+                making(1, "1", 0, 1, members_only=False),
+                making(2, "1", 0, 2, members_only=False),
+            ],
+            ["for ranks 0-1 (group '1', over gloo)"] * 2
+            + ["for ranks 0, 2 (group '1', over gloo)"],
+        ),
+        (  # over other backends
+            [making(0, "1", 0, 1), making(1, "1", 0, 1, backend="nccl")],
+            ["for ranks 0-1 (group '1', over gloo)", "for ranks 0-1 (group '1', over nccl)"],
+        ),
+        (  # pairs of neighbours in a ring, each rank with the next one first
+            [
+                making(0, "ab", 0, 1),
+                making(1, "bc", 1, 2),
+                making(2, "ca", 0, 2),
+            ],
+            [
+                "for ranks 0-1 (over gloo)",
+                "for ranks 1-2 (over gloo)",
+                "for ranks 0, 2 (over gloo)",
+            ],
+        ),
+    ],
+)
+def test_new_groups_are_compared_by_their_members(ranks: list[RankState], says: list[str]) -> None:
+    verdict = found(*ranks)
+    assert (verdict.kind, verdict.fatal) == ("deadlock", True)
+    assert "wait in new_group, for process groups that differ" in verdict.headline
+    assert [row.does for row in verdict.rows] == [
+        f"waits in new_group {words} (step 5)" for words in says
+    ]
+    assert "the same ranks and backend" in verdict.advice[0]
+
+
+def test_the_same_new_group_is_no_deadlock() -> None:
+    """The network may be slow; what torch takes for its default may be this very backend."""
+    verdict = found(making(0, "1", 0, 1), making(1, "1", 0, 1, backend="undefined"))
+    assert (verdict.kind, verdict.fatal) == ("transport", False)
+
+
+def test_members_of_a_new_group_wait_for_one_that_has_not_come() -> None:
+    both = [making(rank, "1", 0, 1, 2) for rank in range(2)]
+    verdict = found(*both, state(2, at(4)), working=[2])
+    assert (verdict.kind, verdict.ranks) == ("working", (2,))
+
+
+def test_groups_of_one_name_and_other_members_are_different_groups() -> None:
+    """As NCCL lets ranks make them, which connects at the first collective."""
+    one = [
+        state(
+            rank,
+            in_op("all_reduce", 7),
+            *alike(1),
+            call("all_reduce", 1, 3, group="1", time_s=TIME - 9),
+            groups=(Group("0", "default_pg", (0, 1, 2)), Group("1", "undefined", ranks)),
+        )
+        for rank, ranks in enumerate([(0, 1), (0, 1, 2), (1, 2)])
+    ]
+    verdict = found(*one)
+    assert (verdict.kind, verdict.fatal) == ("deadlock", True)
+    assert "of group '1 of ranks 0-1'" in verdict.rows[0].does
+    assert "of group '1 of ranks 0-2'" in verdict.rows[1].does
+    # Pairs that have one name, and each its own collectives, are none.
+    pairs = [
+        state(
+            rank,
+            in_op("all_reduce", 7),
+            call("all_reduce", 1, 3 + rank // 2, group="1"),
+            groups=(Group("1", "undefined", (rank - rank % 2, rank - rank % 2 + 1)),),
+        )
+        for rank in range(4)
+    ]
+    assert found(*pairs).kind == "transport"
 
 
 def test_new_group_on_some_ranks() -> None:

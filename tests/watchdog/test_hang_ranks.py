@@ -144,6 +144,38 @@ def test_deadlock(tmp_path: Path, fn: object, size: int, ranks: tuple[int, ...],
         assert (row.line.file, row.line.function) in {(__file__, fn.__name__), (__file__, "step")}  # type: ignore[attr-defined]
 
 
+def new_groups_in_another_order(rank: int, size: int) -> None:
+    join()
+    for ranks in ([0, 1], [1]) if rank == 0 else ([1], [0, 1]):
+        dist.new_group(ranks)
+    dist.barrier()
+
+
+def new_groups_around_a_ring(rank: int, size: int) -> None:
+    join()
+    for first in (rank, rank - 1):
+        pair = sorted([first % size, (first + 1) % size])
+        dist.new_group(pair, use_local_synchronization=True)
+
+
+@pytest.mark.parametrize(
+    ("fn", "size"),
+    [
+        (new_groups_in_another_order, 2),
+        pytest.param(new_groups_around_a_ring, 3, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_deadlock_of_new_groups(tmp_path: Path, fn: object, size: int) -> None:
+    with running(fn, size, tmp_path) as run:  # type: ignore[arg-type]
+        verdict = run.verdict_of_kind("deadlock")
+    assert verdict.fatal
+    assert "new_group, for process groups that differ" in verdict.headline
+    for row in verdict.rows:
+        assert "waits in new_group for rank" in row.does
+        assert row.line is not None
+        assert row.line.function == fn.__name__  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("fn", "line", "advice"),
     [

@@ -28,7 +28,7 @@ from lockstep.distributed import torch_compat
 from lockstep.watchdog import probe
 from lockstep.watchdog.evidence import Evidence
 from lockstep.watchdog.probe import SLEEPERS_SIGNAL, STACK_SIGNAL, read_heartbeat
-from lockstep.watchdog.snapshot import RankState, with_answer
+from lockstep.watchdog.snapshot import NewGroup, RankState, with_answer
 from lockstep.watchdog.stacks import parse_stack
 
 
@@ -390,6 +390,40 @@ def _private_parts() -> None:
         status = record["pg_status"][str(calls[0]["pg_id"])]
         assert int(status["last_completed_collective"]) == 1
         del pair
+
+
+@in_clean_process
+def test_the_group_that_is_being_made_is_read_from_its_frame() -> None:
+    c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    original = c10d._new_process_group_helper
+    seen = []
+
+    def look(*args: Any, **named: Any) -> Any:
+        seen.append(torch_compat.group_being_made(sys._getframe()))
+        return original(*args, **named)
+
+    with group_of_one():
+        c10d._new_process_group_helper = look
+        try:
+            dist.new_group([0], backend="gloo")
+            dist.new_group([0], use_local_synchronization=True)
+            os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+            dist.new_group([0])
+        finally:
+            os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
+            c10d._new_process_group_helper = original
+    one, other, third = seen
+    assert one == {"name": one["name"], "ranks": [0], "backend": "gloo", "members_only": True}
+    assert one["name"].isdigit()
+    assert not other["name"].isdigit()
+    assert [group["members_only"] for group in seen] == [True, True, False]
+    assert third["name"] == str(int(one["name"]) + 1)
+    assert torch_compat.group_being_made(sys._getframe()) is None
+    state = RankState(rank=0, host="", pid=0, alive=True)
+    answer = {"stacks": {}, "groups": [], "records": [], "making": one}
+    assert with_answer(state, json.dumps(answer), 0).making == NewGroup(
+        one["name"], (0,), "gloo", True
+    )
 
 
 def _one_group_after_another() -> None:

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 from lockstep.errors import SettingError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from torch import Tensor, nn
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
     from torch.distributed.device_mesh import DeviceMesh
@@ -446,6 +448,34 @@ def process_groups() -> list[dict[str, Any]]:
         }
         for group, name in list(c10d._world.pg_names.items())
     ]
+
+
+def group_being_made(frame: FrameType | None) -> dict[str, Any] | None:
+    """The process group that a thread waits to make in `new_group`, with what calls that.
+
+    Args:
+        frame: the thread's innermost one.
+
+    Returns:
+        Its name, ranks and backend, and whether only these ranks wait for each other, as they do
+        without TORCH_DIST_INIT_BARRIER=1; None where the thread makes none, or has just begun.
+    """
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    while frame is not None:
+        if frame.f_code.co_name == "_new_group_with_tag":
+            values = frame.f_locals
+            if "group_name" not in values:
+                return None
+            assert c10d is not None  # the frame is one of its functions
+            waits_for_all = c10d._is_barrier_after_init() == 1
+            return {
+                "name": str(values["group_name"]),
+                "ranks": [int(rank) for rank in values["ranks"]],
+                "backend": str(values["backend"]),
+                "members_only": values["use_local_synchronization"] or not waits_for_all,
+            }
+        frame = frame.f_back
+    return None
 
 
 def on_default_group(opened: Callable[[object], object]) -> None:

@@ -37,10 +37,9 @@ from lockstep.launcher.peers import Node
 from lockstep.launcher.plan import LaunchPlan, rendezvous_parameters, shutdown_timeout
 from lockstep.launcher.process import Attempt, Journal, Process, exit_status_of, started_by
 from lockstep.launcher.rendezvous import Rendezvous, open_rendezvous
-from lockstep.launcher.worker import FOLDER
 from lockstep.launcher.zygote import Event, Zygote
 from lockstep.watchdog import exit_status
-from lockstep.watchdog.evidence import launchers_memory
+from lockstep.watchdog.evidence import FOLDER, launchers_memory
 from lockstep.watchdog.exit_status import ERROR_FILE, ExitReport, Interruption
 from lockstep.watchdog.first_failure import FirstFailure, first_failure, lost_node, render
 from lockstep.watchdog.probe import FLIGHT_RECORDER

@@ -17,8 +17,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from lockstep.launcher.worker import FOLDER
-from lockstep.watchdog.evidence import EVIDENCE, Evidence
+from lockstep.watchdog.evidence import EVIDENCE, FOLDER, Evidence
 
 EXECUTED = "LOCKSTEP_EXECUTED"
 """Variable of a program that a rank has executed in its place: the rank's process id and the folder

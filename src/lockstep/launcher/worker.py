@@ -29,8 +29,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
-FOLDER = "LOCKSTEP_RANK_FOLDER"
-"""Variable: where this rank's logs and evidence lie."""
+from lockstep.launcher.exec_hook import watch_executed
+from lockstep.watchdog.evidence import FOLDER, Evidence
+
 _PACKAGES = str(Path(__file__).parents[2])
 """The folder that holds this package."""
 MACRO = "${local_rank}"
@@ -119,9 +120,7 @@ def main() -> NoReturn:
 
 def _run(script: Script) -> int:
     def program(folder: Path) -> None:
-        from lockstep.launcher.exec_hook import watch_executed
         from lockstep.watchdog import probe
-        from lockstep.watchdog.evidence import Evidence
 
         watch_executed(Evidence.of_this_process(os.environ, folder))
         if os.environ.get("WORLD_SIZE", "1") == "1":
@@ -134,9 +133,7 @@ def _run(script: Script) -> int:
 
 def install_after_exec() -> None:
     """Makes this process visible, in which a rank has executed another program in its own place."""
-    from lockstep.launcher.exec_hook import watch_executed
     from lockstep.watchdog import exit_status, probe
-    from lockstep.watchdog.evidence import Evidence
 
     evidence = Evidence.of_this_process(os.environ, Path(os.environ[FOLDER]))
     probe.install(evidence)
@@ -188,7 +185,6 @@ def run_recorded(
     """
     folder = Path(os.environ[FOLDER])
     from lockstep.watchdog import exit_status, probe
-    from lockstep.watchdog.evidence import Evidence
 
     evidence = Evidence.of_this_process(os.environ, folder)
     reserve = exit_status.Reserve()

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+FOLDER = "LOCKSTEP_RANK_FOLDER"
+"""Variable of a rank: where its logs and evidence lie."""
 EVIDENCE = "LOCKSTEP_EVIDENCE"
 """Variable of a rank: the paths of its files in memory, in the order of `Evidence`'s fields."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.errors import grouped, name_ranks
 from lockstep.watchdog.messages import Row, Verdict, VerdictKind, describe, verb
-from lockstep.watchdog.snapshot import CollectiveCall, Snapshot
+from lockstep.watchdog.snapshot import CollectiveCall, Snapshot, with_groups_apart
 from lockstep.watchdog.stacks import IN_BUFFERS, IN_PIPELINE, is_leaving, own_line
 from lockstep.watchdog.wait_graph import (
     Activity,
@@ -46,6 +46,9 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
         None where something moves, or nobody waits.
     """
     seconds = later.time - earlier.time
+    # All of what is compared below is compared by the names of groups.
+    earlier = with_groups_apart(earlier)
+    later = with_groups_apart(later)
     before = {state.rank: state for state in earlier.ranks}
     both = [(before[state.rank], state) for state in later.ranks if state.rank in before]
     activities = {state.rank: classify(first, state, seconds) for first, state in both}
@@ -131,6 +134,8 @@ class Case:
             does = f"waits in {_named(call, activity.op)}"
             if call is not None and (name := self.table.name(call.key)).startswith("group"):
                 does += f" of {name}"
+            if activity.making is not None:
+                does += f" for {activity.making.describe()}"
             if activity.wait.where:
                 does += f", {activity.wait.where}"
         if state.steps:
@@ -224,7 +229,8 @@ def _deadlock(case: Case) -> Verdict | None:
     waiting = {rank: case.activities[rank] for rank in sorted(case.graph.deadlocked)}
     mismatch = _with_lines(find_mismatch(case.table, case.graph.deadlocked), waiting)
     pairs = any(a.p2p for a in waiting.values())
-    differ = mismatch is not None or len({a.op for a in waiting.values()}) > 1
+    differ = mismatch is not None or _make_different_groups(waiting)
+    differ = differ or len({a.op for a in waiting.values()}) > 1
     # Of a send or receive it is not known what it waits for, and a transfer may be under way.
     seen = case.still or case.graph.contradicting & waiting.keys() if pairs else differ
     if not waiting or not seen:
@@ -267,12 +273,21 @@ def _is_open(call: CollectiveCall, activity: Activity) -> bool:
 def _how(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> str:
     if any(activity.p2p for activity in waiting.values()):
         return f"{_ops(waiting)}, for each other"
+    if _make_different_groups(waiting):
+        return f"{_ops(waiting)}, for process groups that differ"
     ops = {call.op for call in _calls(mismatch)}
     if _sizes_differ(mismatch):
         return f"{next(iter(ops))} with different sizes or types"
     if len({activity.op for activity in waiting.values()}) > 1 or len(ops) > 1:
         return "collectives that do not match"
     return "collectives that the others never come to"
+
+
+def _make_different_groups(waiting: Mapping[int, Activity]) -> bool:
+    """All wait to make a process group, and not the same one."""
+    groups = [activity.making for activity in waiting.values()]
+    known = [group for group in groups if group is not None]
+    return len(known) == len(groups) > 0 and not all(map(known[0].is_same, known))
 
 
 def _sizes_differ(mismatch: Mismatch | None) -> bool:
@@ -419,9 +434,12 @@ def _for_deadlock(waiting: Mapping[int, Activity], mismatch: Mismatch | None) ->
     if 0 < places.count(IN_BUFFERS) < len(waiting):
         new_line = _from_a_new_line([a for a in waiting.values() if a.wait.where == IN_BUFFERS])
         return {True: (_EVALUATION,), False: (_STEPS,), None: (_EVALUATION, _STEPS)}[new_line]
-    if any(activity.op == "new_group" for activity in waiting.values()):
-        return ("`new_group` must be called by all ranks of the run, in the same order, also by "
-                "those outside the group",)  # fmt: skip
+    if any(a.making is not None or a.op == "new_group" for a in waiting.values()):
+        return (
+            "`new_group`, and what calls it, such as `init_device_mesh`, must be called by all "
+            "ranks of the run, also by those outside the group, in the same order and with the "
+            "same ranks and backend; with use_local_synchronization by all ranks of the group",
+        )
     if "while DDP is constructed" in places:
         return ("construct DistributedDataParallel on all ranks, at the same point",)
     if 0 < places.count("in backward") < len(waiting):
@@ -488,6 +506,7 @@ def find_straggler(snapshot: Snapshot) -> Verdict | None:
     """
     if not snapshot.one_host or len(snapshot.ranks) < 2:
         return None
+    snapshot = with_groups_apart(snapshot)
     table = CallTable(snapshot)
     for group in table.calls:
         matched = _matched(table, group)

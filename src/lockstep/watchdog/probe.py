@@ -212,6 +212,8 @@ class Probe:
         try:
             torch_compat.take_gpu(self._own)
             stacks, groups = json.dumps(_stacks()), torch_compat.process_groups()
+            main = sys._current_frames().get(threading.main_thread().ident or 0)
+            making = json.dumps(torch_compat.group_being_made(main))
             records = torch_compat.flight_record(lines=lines)
             routing = sys.modules.get("lockstep.communication.routing")
             if routing is not None and (shared := routing.shared_memory()) is not None:
@@ -220,7 +222,7 @@ class Probe:
                 records = f"{records[:-1]}, {json.dumps(record)}]"
             text = (
                 f'{{"request": {number}, "stacks": {stacks}, "groups": {json.dumps(groups)}, '
-                f'"records": {records}}}'
+                f'"making": {making}, "records": {records}}}'
             )
         except Exception as error:
             # Whatever torch says here must not end the thread: the next request may be answered.

@@ -11,16 +11,20 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from lockstep.errors import grouped, name_ranks
 from lockstep.watchdog.probe import SLEEPERS_SIGNAL, STACK_SIGNAL
 from lockstep.watchdog.stacks import Frame, Stack
 
 _T = TypeVar("_T")
+
+DEFAULT_BACKEND = "undefined"
+"""What torch calls the backends that it chooses itself by the device."""
 
 STOPPED = "Tt"
 """States of a process that is stopped: by a signal, by a debugger."""
@@ -71,6 +75,33 @@ class Group:
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class NewGroup:
+    """A process group that a rank waits to make, in `new_group` or what calls it."""
+
+    name: str
+    """A number that each rank counts by itself; with `use_local_synchronization` a hash."""
+    ranks: tuple[int, ...]
+    backend: str
+    members_only: bool
+    """The ranks in it wait for each other, and not for the others of the run."""
+
+    def describe(self) -> str:
+        """`ranks 0-1 (group '1', over gloo)`."""
+        words = []
+        if self.name.isdigit():  # else it is a hash of the ranks
+            words.append(f"group {self.name!r}")
+        if self.backend != DEFAULT_BACKEND:
+            words.append(f"over {self.backend}")
+        return name_ranks(self.ranks) + (f" ({', '.join(words)})" if words else "")
+
+    def is_same(self, other: NewGroup) -> bool:
+        """Whether two ranks make one group, as far as that is known."""
+        default = DEFAULT_BACKEND in (self.backend, other.backend)
+        same = (self.name, self.ranks) == (other.name, other.ranks)
+        return same and (default or self.backend == other.backend)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankState:
     """One rank."""
@@ -101,6 +132,8 @@ class RankState:
     completed: Mapping[str, int] | None = None
     """The last completed collective by `backend:group`. Gloo's can lag behind by a few."""
     groups: tuple[Group, ...] | None = None
+    making: NewGroup | None = None
+    """The group that its main thread waits to make."""
     steps: int | None = None
     """Optimizer steps so far; None: it has not told of any, as a program that is not Python."""
 
@@ -133,6 +166,42 @@ def merge(parts: Sequence[Snapshot]) -> Snapshot:
     """One snapshot of the ranks of several machines, taken at about the same time."""
     ranks = sorted((state for part in parts for state in part.ranks), key=lambda s: s.rank)
     return Snapshot(max(part.time for part in parts), tuple(ranks))
+
+
+def with_groups_apart(snapshot: Snapshot) -> Snapshot:
+    """The same, with names of their own for groups that have one name and not the same ranks.
+
+    Each rank counts the groups that it makes, and names them by their numbers. Where ranks make
+    others, or in another order, one name stands for several groups.
+    """
+    groups = {group for state in snapshot.ranks for group in state.groups or ()}
+    by_name = grouped((group.name, group.ranks) for group in groups)
+    ambiguous = {name for name, found in by_name.items() if len(set(found)) > 1}
+    if not ambiguous:
+        return snapshot
+    return replace(snapshot, ranks=tuple(_renamed(state, ambiguous) for state in snapshot.ranks))
+
+
+def _renamed(state: RankState, ambiguous: Collection[str]) -> RankState:
+    """A rank's state in which the ranks of some groups are part of their names."""
+    names: dict[str, str] = {}
+    groups: list[Group] = []
+    for group in state.groups or ():
+        if group.name in ambiguous:
+            names[group.name] = f"{group.name} of {name_ranks(group.ranks)}"
+            group = replace(group, name=names[group.name], description="")
+        groups.append(group)
+    calls = [replace(c, group=names.get(c.group, c.group)) for c in state.calls or ()]
+    completed = {}
+    for key, seq in (state.completed or {}).items():
+        backend, _, name = key.partition(":")
+        completed[f"{backend}:{names.get(name, name)}"] = seq
+    return replace(
+        state,
+        groups=None if state.groups is None else tuple(groups),
+        calls=None if state.calls is None else tuple(calls),
+        completed=None if state.completed is None else completed,
+    )
 
 
 def to_json(snapshot: Snapshot) -> str:
@@ -261,6 +330,7 @@ def with_answer(state: RankState, text: str, main_thread: int) -> RankState:
             calls=tuple(sorted(calls, key=lambda call: call.time_s)),
             completed=completed,
             groups=from_values(tuple[Group, ...], data["groups"]),
+            making=from_values(cast(type[NewGroup], NewGroup | None), data.get("making")),
             stack=stacks.pop(main_thread, state.stack),
             threads=tuple(stacks.values()),
             main_thread=main_thread or None,

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 
 from lockstep.watchdog import stacks
-from lockstep.watchdog.snapshot import CollectiveCall, RankState, Snapshot
+from lockstep.watchdog.snapshot import CollectiveCall, NewGroup, RankState, Snapshot
 
 _IDLE = 0.1
 """Share of the time between two snapshots below which a thread counts as not computing. Answering
@@ -72,6 +72,11 @@ class Activity:
     def op(self) -> str:
         """The function of torch.distributed that it waits in, as the user knows it."""
         return self.wait.op or ("" if self.call is None else self.call.op)
+
+    @property
+    def making(self) -> NewGroup | None:
+        """The process group that it waits to make, where that is known."""
+        return self.state.making if self.kind is Kind.WAITING and self.call is None else None
 
     @property
     def p2p(self) -> bool:
@@ -353,7 +358,8 @@ class WaitGraph:
             calls = _open_calls(activity)
             if not calls:
                 self.guessed.add(rank)
-            what = tuple((c.key, c.seq) for c in calls) or activity.p2p or activity.op
+            numbers = tuple((call.key, call.seq) for call in calls)
+            what = numbers or activity.p2p or activity.making or activity.op
             if what not in known:
                 found = frozenset(_awaited(activity, activities, table))
                 known[what] = known.setdefault(found, found)  # equal sets are one
@@ -421,7 +427,18 @@ def _awaited(activity: Activity, activities: Mapping[int, Activity], table: Call
     """Whom a waiting rank waits for; where its calls do not tell, all that do something else."""
     if calls := _open_calls(activity):
         return set[int]().union(*map(table.absent, calls))
-    return {r for r, a in activities.items() if activity.p2p or a.op != activity.op}
+    if activity.p2p:
+        return set(activities)
+    group = activity.making
+    found = {rank for rank, other in activities.items() if not _come_together(activity, other)}
+    return found & set(group.ranks) if group is not None and group.members_only else found
+
+
+def _come_together(one: Activity, other: Activity) -> bool:
+    """Whether two ranks are in the same function, and if they make a group there, in the same."""
+    if one.making is None or other.making is None:
+        return one.op == other.op
+    return one.making.is_same(other.making)
 
 
 def _others(ranks: Collection[int], rank: int) -> int:
