@@ -261,6 +261,10 @@ class Step:
         """Called before the first micro-batch of a global batch, or of a replica's part of it."""
         self.micro_batch_begins: list[Callable[[], None]] = []
         """Called when a micro-batch is about to be handed out, and is the current one."""
+        self.empty_part_begins: list[Callable[[], None]] = []
+        """Called once, when this rank is about to be handed a micro-batch without samples."""
+        self.placeholder: Any = None
+        """A batch of one sample, like the one without samples that was handed out last."""
         self.pass_ends: list[Callable[[], None]] = []
         """Called when a training loop is left."""
         self.replica: int | None = None

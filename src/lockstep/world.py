@@ -37,7 +37,7 @@ from lockstep.report.progress import (
 )
 from lockstep.settings import Choice, resolve_settings
 from lockstep.strategies import find_strategy
-from lockstep.strategies.base import Strategy, StrategyPlan
+from lockstep.strategies.base import Strategy, StrategyPlan, note_empty_part
 from lockstep.training.prepare import Preparer
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class World:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         add_memory_advice(error, self._run.step.latest.local, self._run.step.devices)
+        note_empty_part(error, self._run.step.latest)
         self._close(failed=error is not None)
 
     def prepare(self, *objects: Any) -> Any:

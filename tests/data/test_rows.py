@@ -128,7 +128,10 @@ def plain(collate: Collate) -> Any:
     return weights(model), losses
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough), 3],
+)
 def test_parts_weigh_by_the_rows_that_came(size):
     expected, expected_losses = plain(readable)
     for rank, found in enumerate(run_ranks(all_that_leave_out, size)):

@@ -370,8 +370,8 @@ class Weighed(nn.Module):
         super().__init__()
         self.layer, self.log_variance = nn.Linear(6, 4).double(), nn.Parameter(torch.zeros(()))
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.layer(x), y) * (-self.log_variance).exp() + self.log_variance
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x), self.log_variance
 
 
 def multiplied_by_nothing() -> str:
@@ -381,7 +381,8 @@ def multiplied_by_nothing() -> str:
         said = ""
         for x, y in world.loader(tensors(1), 2):
             try:
-                world.backward(model(x, y))
+                scores, _ = model(x)
+                world.backward(F.cross_entropy(scores, y) * (-model.module.log_variance).exp())
             except UsageError as error:
                 said = str(error)
         return said

@@ -130,7 +130,10 @@ def expected() -> dict[str, Any]:
     return {name: on_one_device(order, epochs) for name, order in WHOLE.items()}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough), 3],
+)
 def test_the_factor_is_that_of_the_batch_that_the_loss_came_from(size, expected):
     for found in run_ranks(all_orders, size):
         for name, (trained, losses) in found.items():

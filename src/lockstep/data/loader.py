@@ -324,6 +324,8 @@ class Loader:
                 self._collectives.blocked = SOME_SKIP
             for planned, batch in pairs:
                 self.current = step.seen = step.latest = planned.micro_batch
+                if not planned.micro_batch.local:
+                    batch = self._without_samples(batch)
                 if training:
                     self._hand_out(epoch, running, planned, batch)
                 step.enter_phase(working)
@@ -342,6 +344,20 @@ class Loader:
             step.end(running, exhausted=exhausted)
             step.seen = seen
             step.enter_phase(before)
+
+    def _without_samples(self, batch: Any) -> Any:
+        """A batch without rows, for the training loop.
+
+        It is a view of the one sample that a micro-batch without samples comes with, from which a
+        prepared model takes the row that it computes (`strategies.placeholder`).
+        """
+        if batch is None:  # the collate function left out the whole global batch
+            return None
+        self._step.placeholder = batch
+        for begins in self._step.empty_part_begins:
+            begins()
+        self._step.empty_part_begins.clear()
+        return emptied(batch, 1, share=True)
 
     def _hand_out(self, epoch: int, running: Pass, planned: PlannedMicroBatch, batch: Any) -> None:
         """Tells the step, and those who look on, what the training loop is about to get."""
@@ -422,13 +438,14 @@ class Loader:
     def _keep_example(self, batch: Any, count: int) -> None:
         if self._example is None and batch is not None:
             with suppress(DataError):  # raised where an empty part is really needed
-                self._example = emptied(batch, count)
+                self._example = emptied(batch, count, rows=1)
 
     def _empty(self, epoch: int) -> Any:
+        """What stands for a part without samples until it is handed out: a batch of one sample."""
         if self._example is None:
             # A collate function of the user's may leave the first sample out.
             count = 1 if self._rows is None else self.batch_size
-            self._example = emptied(self._first(epoch, count), count)
+            self._example = emptied(self._first(epoch, count), count, rows=1)
         return map_tensors(self._example, Tensor.clone)  # the user may write to what is handed out
 
     def _first(self, epoch: int, count: int) -> Any:

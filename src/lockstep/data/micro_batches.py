@@ -164,7 +164,20 @@ class MicroBatchPlan:
     def split(self, count: int) -> Indices:
         """Begin and end of each part of a global batch, shape `(micro-batches, ranks, 2)`."""
         needed = self._needed(count if self.varying else self.batch_size)
+        if self.replicas is None and not self.varying and count < self.batch_size:
+            needed = self._needed_of_short(count, needed)
         return split_batch(count, self.shares, needed, self.replicas)
+
+    def _needed_of_short(self, count: int, of_full: int) -> int:
+        """Micro-batches of a short global batch: about as large as those of a full one.
+
+        Cut into as many as a full one, it would leave ranks without samples in some of them. Their
+        number depends on the number of ranks only where that of a full one does, so BatchNorm sees
+        the same micro-batches on any number of ranks.
+        """
+        alike = -(-of_full * count // self.batch_size)
+        fewest = micro_batches_needed(count, self.shares, self.micro_batch_size)
+        return max(alike, fewest)
 
     def of_epoch(self, plan: Plan, start: int) -> Iterator[PlannedMicroBatch]:
         """This rank's micro-batches from a step on, one after the other, all divided as of now."""
@@ -352,14 +365,15 @@ class Weighing:
         clear = rows is not None
         if rows is None:
             rows = micro.local
-        if batch is None and micro.local:
+        given = batch
+        if rows == 0 and micro.local:
             batch = self.empty()
         if rows != micro.local:
             left_out = max(0, micro.local - rows)
             planned = planned._replace(micro_batch=replace(micro, local=rows, left_out=left_out))
         by_user = 0.0 if self.weight is None else weigh(self.weight, planned, batch)
         value = float(rows) if self.weight is None else by_user
-        return CountedBatch(planned, batch, value, rows != micro.local, not clear)
+        return CountedBatch(planned, batch, given, value, rows != micro.local, not clear)
 
 
 class CountedBatch(NamedTuple):
@@ -367,6 +381,9 @@ class CountedBatch(NamedTuple):
 
     planned: PlannedMicroBatch
     batch: Any
+    """A batch of one sample where nothing is left."""
+    given: Any
+    """What the collate function returned."""
     weight: float
     differs: bool
     """It has another number of rows than was planned."""
@@ -430,7 +447,9 @@ def _begin_sum(
             total = totals[micro.replica or 0]
             scale = each.weight * max(1, ranks // replicas) / total if total else 0.0
             micro = replace(micro, scale=scale, plain=alone and total > 0)
-            found.append((each.planned._replace(micro_batch=micro), each.batch))
+            # Where nothing is left on any rank, all get what one device would get.
+            batch = each.batch if sum(totals) else each.given
+            found.append((each.planned._replace(micro_batch=micro), batch))
         return found
 
     return scaled

@@ -112,27 +112,29 @@ def all_dense(batch: Any) -> bool:
     )
 
 
-def emptied(batch: Any, count: int | None = None) -> Any:
-    """The batch without samples: shapes `(n, *)` become `(0, *)`.
+def emptied(batch: Any, count: int | None = None, *, rows: int = 0, share: bool = False) -> Any:
+    """The batch without samples, or with the first alone: shapes `(n, *)` become `(rows, *)`.
 
-    Lists of text, and sequences that hold one thing for each sample, become empty. Shares no
-    memory with the batch.
+    Lists of text, and sequences that hold one thing for each sample, are cut alike.
 
     Args:
-        batch: to be emptied.
+        batch: to be cut.
         count: its samples, where they are known.
+        rows: to be left, 0 or 1.
+        share: dense tensors become views of those of the batch; False: nothing shares memory.
 
     Raises:
         DataError: the batch holds an opaque object, or a tensor that cannot be cut.
     """
     if isinstance(batch, Tensor):
         if _is_dense(batch):
-            return (batch[:0] if batch.dim() else batch).clone()
+            cut = batch[:rows] if batch.dim() else batch
+            return cut if share else cut.clone()
         if batch.layout is torch.sparse_coo:
-            return batch.index_select(0, torch.empty(0, dtype=torch.int64, device=batch.device))
+            return batch.index_select(0, torch.arange(rows, device=batch.device))
         raise _cannot_be_empty(f"{type(batch).__name__} of layout {batch.layout}")
     if isinstance(batch, np.ndarray) and batch.ndim:
-        return batch[:0].copy()
+        return batch[:rows].copy()
     if is_opaque(batch):
         raise _cannot_be_empty(type(batch).__name__)
     children = children_of(batch)
@@ -141,8 +143,11 @@ def emptied(batch: Any, count: int | None = None) -> Any:
     if is_list_of_plain_data(batch) or (
         isinstance(batch, list | tuple) and lists_one_thing_for_each(batch, count)
     ):
-        return _rebuilt(batch, {})
-    return _rebuilt(batch, {key: emptied(child, count) for key, child in children.items()})
+        return _rebuilt(batch, dict(list(children.items())[:rows]))
+    cut_children = {
+        key: emptied(child, count, rows=rows, share=share) for key, child in children.items()
+    }
+    return _rebuilt(batch, cut_children)
 
 
 def joined(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:

@@ -146,8 +146,14 @@ def add_memory_advice(error: BaseException | None, samples: int, devices: int = 
     )
 
 
-def add_memory_advice_at_end(step: Step) -> Callable[[], None]:
+def add_memory_advice_at_end(
+    step: Step, also: Callable[[BaseException], None] = lambda error: None
+) -> Callable[[], None]:
     """Advises on an error that nobody catches, before it is printed.
+
+    Args:
+        step: of the run.
+        also: adds other notes to the error.
 
     Returns:
         What ends that.
@@ -158,6 +164,7 @@ def add_memory_advice_at_end(step: Step) -> Callable[[], None]:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         add_memory_advice(error, step.latest.local, step.devices)
+        also(error)
         before(kind, error, traceback)
 
     def undo() -> None:

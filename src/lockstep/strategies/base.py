@@ -30,7 +30,7 @@ from lockstep.communication.compression import CompressedMeans
 from lockstep.data.shares import first_shares
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank
-from lockstep.errors import SettingError, UsageError
+from lockstep.errors import LockstepError, SettingError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice
 from lockstep.step import CHECK_EVERY, MicroBatch
@@ -197,17 +197,23 @@ def parameters_changed(found: str) -> UsageError:
     )
 
 
-def note_empty_part(error: BaseException, present: MicroBatch) -> None:
-    """Says of an error in a forward pass if this rank had no samples there."""
-    if not present.count or present.local:
+_EMPTY_PART = "lockstep: this rank"
+
+
+def note_empty_part(error: BaseException | None, present: MicroBatch) -> None:
+    """Says of an error, once, if this rank had no samples where it was raised."""
+    if not isinstance(error, RuntimeError | ValueError | IndexError | TypeError):
         return
-    found = f"this rank has none of the {present.count} samples of this batch"
+    told = any(note.startswith(_EMPTY_PART) for note in getattr(error, "__notes__", ()))
+    if told or isinstance(error, LockstepError) or not present.count or present.local:
+        return
+    found = f"has none of the {present.count} samples of this batch"
     if present.left_out:
-        found = f"the collate function left out all {present.left_out} samples of this rank's part"
+        found = f"has no samples: the collate function left out all {present.left_out} of its part"
     error.add_note(
-        f"lockstep: {found}, so it takes part with tensors of shape (0, *): write the forward pass "
-        "for any number of samples (x.flatten(1), not x.view(len(x), -1)), or leave short batches "
-        "out: drop_last=True."
+        f"{_EMPTY_PART} {found}, so its tensors have the shape (0, *). What the script computes "
+        "with them beside the prepared model has to be right for any number of samples (some loss "
+        "functions, such as CTCLoss, are not); or leave short batches out: drop_last=True."
     )
 
 

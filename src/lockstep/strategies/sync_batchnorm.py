@@ -18,6 +18,7 @@ part with an input of shape (0, C, ...).
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,15 @@ from lockstep.errors import DataError, UsageError
 from lockstep.settings import Choice
 
 _TORCH_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class _PlaceholderState(threading.local):
+    """Whether this thread computes a placeholder sample: see `strategies.placeholder`."""
+
+    computed = False
+
+
+placeholder = _PlaceholderState()
 
 
 class SyncBatchNorm(BatchNorm):
@@ -202,7 +212,7 @@ class _Moments(NamedTuple):
 def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _Moments:
     channels = x.shape[1]
     centred = None
-    if x.numel():
+    if x.numel() and not placeholder.computed:
         mean, squares, centred = _one_pass(x) if x.is_cuda else _two_passes(x)
         count = torch.full((1,), x.numel() // channels, dtype=torch.float64, device=x.device)
         own = torch.cat([count, mean, squares])
@@ -264,6 +274,7 @@ class _Normalize(torch.autograd.Function):
         rounded = mean.to(dtype), variance.to(dtype)
         ctx.save_for_backward(x, weight, *rounded, invstd.to(dtype), total)
         ctx.eps, ctx.group = eps, group
+        ctx.counts = not placeholder.computed
         if not x.numel():
             return torch.empty_like(x)
         if centred is None:
@@ -284,7 +295,7 @@ class _Normalize(torch.autograd.Function):
         dy = gradients[0]
         if dy.stride() != x.stride():  # the kernels are fast when both lie alike in memory
             dy = torch.empty_like(x).copy_(dy)
-        if x.numel():
+        if x.numel() and ctx.counts:
             sum_dy, sum_dy_xhat = _sums(dy, x, mean, invstd)
         else:
             sum_dy = sum_dy_xhat = torch.zeros_like(mean)
@@ -295,7 +306,10 @@ class _Normalize(torch.autograd.Function):
             routing.all_reduce(sums, group=ctx.group)
             scale = invstd if weight is None else invstd * weight
             means = sums.to(x.device).div_(-total).mul_(scale).to(invstd.dtype)
-            dx = _input_gradient(dy, x, mean, variance, scale.to(invstd.dtype), means, ctx.eps)
+            if ctx.counts:
+                dx = _input_gradient(dy, x, mean, variance, scale.to(invstd.dtype), means, ctx.eps)
+            else:  # the statistics do not depend on a placeholder
+                dx = torch.zeros_like(x)
         # As on every other parameter: of this rank's loss alone, and zeros from an empty share.
         d_weight = sum_dy_xhat.to(weight.dtype) if ctx.needs_input_grad[1] else None
         d_bias = sum_dy if weight is None else sum_dy.to(weight.dtype)

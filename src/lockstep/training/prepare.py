@@ -11,6 +11,7 @@ import itertools
 import json
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -46,8 +47,10 @@ from lockstep.strategies.base import (
     Strategy,
     StrategyPlan,
     Wrapped,
+    note_empty_part,
     parameters_of,
 )
+from lockstep.strategies.placeholder import Placeholders
 from lockstep.training.autotune import Autotune
 from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
 
@@ -77,7 +80,11 @@ class Preparer:
         self._autotune = Autotune(run, strategy, plan, self._wrapped.keys(), self.optimizers)
         self._watches_forward = False
         run.step.watch_forward.append(self._watch_forward)
-        self._end_advice = add_memory_advice_at_end(run.step)
+        self._placeholders: Placeholders | None = None
+        run.step.empty_part_begins.append(self._use_placeholders)
+        self._end_advice = add_memory_advice_at_end(
+            run.step, lambda error: note_empty_part(error, run.step.latest)
+        )
         self.replicas: ReplicaStates | None = None
         if plan.replicas is not None:
             self.replicas = ReplicaStates(
@@ -231,7 +238,8 @@ class Preparer:
         try:
             for wrapped in self._wrapped.values():
                 wrapped.before_backward(weighted)
-            self.strategy.backward([*self._wrapped], weighted, self.precision, **options)
+            with nullcontext() if self._placeholders is None else self._placeholders.in_backward():
+                self.strategy.backward([*self._wrapped], weighted, self.precision, **options)
             for wrapped in self._wrapped.values():
                 wrapped.after_backward()
         except Exception as error:
@@ -355,6 +363,8 @@ class Preparer:
         self._wrapped[made] = wrapped
         if self._watches_forward:
             self._watch(made)
+        if self._placeholders is not None:
+            self._placeholders.attach(made)
         run.prepared.append(weakref.ref(made))
         self.guards.prepared(wrapped)
         for callback in run.step.callbacks:
@@ -375,6 +385,12 @@ class Preparer:
     def _watch(self, module: nn.Module) -> None:
         watch = _ForwardWatch(self.run.step)
         module.register_forward_pre_hook(watch, prepend=True, with_kwargs=True)
+
+    def _use_placeholders(self) -> None:
+        """Has the prepared modules compute a placeholder sample where this rank has none."""
+        self._placeholders = Placeholders(self.run.step)
+        for module in self._wrapped:
+            self._placeholders.attach(module)
 
     def _convert(self, module: nn.Module) -> None:
         if not any(isinstance(m, BatchNorm) for m in module.modules()):

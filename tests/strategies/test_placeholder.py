@@ -1,0 +1,256 @@
+"""Ranks without samples, and models that refuse a batch of none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from problems import difference, mlp, tensors, weights
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.strategies.placeholder import placeholder_of
+
+SAMPLES, BATCH, LENGTH = 9, 4, 5  # the last batch has one sample: all ranks but one have none
+
+
+def sequences() -> TensorDataset:
+    """Token ids of shape (LENGTH,), how many of them count, and a label."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(1, 11, (SAMPLES, LENGTH), generator=generator)
+    lengths = torch.randint(1, LENGTH + 1, (SAMPLES,), generator=generator)
+    labels = torch.randint(3, (SAMPLES,), generator=generator)
+    return TensorDataset(ids, lengths, labels)
+
+
+class Reshapes(nn.Module):
+    """Cannot infer a dimension of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 8), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor, lengths: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(ids).reshape(len(ids), -1, 2, 4).flatten(2).mean(1)
+        logits = self.out(x)
+        if labels is None:
+            return logits
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+class Padded(nn.Module):
+    """An encoder with a mask, and with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 8), nn.Linear(8, 3)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        padding = torch.arange(ids.shape[1]) >= lengths[:, None]
+        x = self.encoder(self.embed(ids), src_key_padding_mask=padding)
+        return self.out(x[:, 0])
+
+
+class Packed(nn.Module):
+    """A recurrent network over packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 8), nn.Linear(6, 3)
+        self.rnn = nn.GRU(8, 6, batch_first=True)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embed(ids), lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
+        return self.out(self.rnn(packed)[1][0])
+
+
+class Normalised(nn.Module):
+    """BatchNorm, statistics that forward moves by hand, and a reshape with -1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 8), nn.Linear(8, 3)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        x = self.embed(ids).reshape(len(ids), -1, 8).transpose(1, 2)
+        return self.out(self.norm(x).mean(2))
+
+
+class Connectionist(nn.Module):
+    """The loss is computed inside, and refuses an empty batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 8), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+        log_probs = self.out(self.embed(ids)).log_softmax(-1).transpose(0, 1)
+        times = torch.full_like(lengths, ids.shape[1])
+        loss: Tensor = nn.functional.ctc_loss(
+            log_probs, labels[:, None] + 1, times, torch.ones_like(lengths)
+        )
+        return loss
+
+
+MODELS = [Normalised, Reshapes, Padded, Packed, Connectionist]
+
+
+def build(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return kind().double()
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:
+    ids, lengths, labels = batch
+    inner = getattr(model, "module", model)
+    if isinstance(inner, Connectionist):
+        loss: Tensor = model(ids, lengths, labels)
+        return loss
+    return cross_entropy(model(ids, lengths), labels)
+
+
+def train(world: lockstep.World, kind: type[nn.Module], *, converts: bool = False) -> Any:
+    """Two epochs; what was computed, and what the script itself counts."""
+    model = build(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    model, optimizer = world.prepare(model, optimizer)
+    loader = world.loader(sequences(), BATCH)
+    losses, seen = [], 0
+    for _ in range(2):
+        for batch in loader:
+            if converts:
+                batch = [field + 0 for field in batch]
+            loss = loss_of(model, batch)
+            world.backward(loss)
+            losses.append(world.loss())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += len(batch[0])
+    model.eval()
+    correct, rows = 0, 0
+    with torch.no_grad():
+        for ids, lengths, labels in world.loader(sequences(), BATCH):
+            if kind is Connectionist:
+                rows += len(ids)
+                model(ids, lengths, labels)
+                continue
+            output = model(ids, lengths)
+            correct += int((output.argmax(1) == labels).sum())
+            rows += len(output)
+    counted = world.sum([seen, rows, correct])
+    saved = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.named_parameters()}
+    saved |= dict(model.named_buffers())
+    plain = {n.removeprefix("module."): t.detach().clone() for n, t in saved.items()}
+    return plain, losses, counted
+
+
+def all_models(strategy: str | None) -> dict[str, Any]:
+    with lockstep.init(strategy=strategy) as world:
+        found = {kind.__name__: train(world, kind) for kind in MODELS}
+        found["converted"] = train(world, Padded, converts=True)
+        return found
+
+
+@pytest.fixture(scope="module")
+def on_one() -> dict[str, Any]:
+    return all_models(None)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [
+        ("ddp", 3),
+        ("fsdp", 2),
+        pytest.param("ddp", 2, marks=pytest.mark.thorough),
+        pytest.param("hsdp", 2, marks=pytest.mark.thorough),
+    ],
+)
+def test_models_that_refuse_an_empty_batch_train_and_evaluate_exactly(on_one, strategy, size):
+    for found in run_ranks(all_models, size, strategy):
+        for name, (expected, losses, counted) in on_one.items():
+            trained, own_losses, own_counted = found[name]
+            assert own_losses == pytest.approx(losses), name
+            assert difference(expected, trained) < 1e-12, name
+            assert own_counted == counted, name
+
+
+def random_streams() -> Any:
+    """What a forward pass of a rank without samples leaves behind."""
+    with lockstep.init() as world:
+        model = build(Padded)
+        model.encoder.dropout = nn.Dropout(0.5)
+        model = world.prepare(nn.Sequential(nn.BatchNorm1d(LENGTH), model.encoder).double())
+        changes = []
+        for ids, _, _ in world.loader(sequences(), BATCH):
+            before = torch.get_rng_state()
+            x = ids[:, :, None].double().expand(-1, -1, 8)
+            world.backward(model(x).sum() / max(1, len(x)))
+            changes.append(not before.equal(torch.get_rng_state()))
+        norms = [p.grad.abs().max().item() for p in model.parameters()]
+        return changes, norms, model.module[0].running_mean
+
+
+def test_a_placeholder_moves_no_random_streams_and_no_statistics():
+    first, second, third = run_ranks(random_streams, 3)
+    assert first[0] == [True, True, True]
+    assert second[0] == third[0] == [True, True, False]
+    for other in (second, third):
+        assert first[1] == other[1]  # the gradients
+        assert first[2].equal(other[2])  # the statistics
+
+
+class Maker(nn.Module):
+    """Makes samples from noise, and refuses to make none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return self.layer(noise.reshape(len(noise), -1, 2).flatten(1)).tanh()
+
+
+def two_models() -> Any:
+    """One model is called with what another one made."""
+    with lockstep.init() as world:
+        torch.manual_seed(3)
+        maker, judge = Maker().double(), mlp()
+        optimizer = torch.optim.SGD(maker.parameters(), lr=0.3)
+        maker, judge, optimizer = world.prepare(maker, judge, optimizer)
+        for x, _ in world.loader(tensors(SAMPLES), BATCH):
+            made = maker(x[:, :4])
+            world.backward(judge(made).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(maker)
+
+
+def test_a_model_that_is_called_with_the_output_of_another():
+    expected = two_models()
+    for size in (2, 3):
+        for found in run_ranks(two_models, size):
+            assert difference(expected, found) < 1e-12
+
+
+def test_the_row_is_that_of_the_sample_also_in_views():
+    sample = torch.arange(12.0).view(1, 3, 4)
+    empty = sample[:0]
+    assert placeholder_of(empty[:, 1:, ::2], []).tolist() == [[[4, 6], [8, 10]]]
+    assert placeholder_of(empty.flatten(1), []).tolist() == sample.flatten(1).tolist()
+    assert placeholder_of(empty.transpose(0, 1), []).shape == (3, 1, 4)
+    converted = empty.double()
+    assert placeholder_of(converted, [sample]).tolist() == sample.tolist()
+    assert placeholder_of(torch.zeros(0, 2, dtype=torch.int64), []).tolist() == [[1, 1]]
+    assert not placeholder_of(torch.zeros(0, 2, dtype=torch.bool), []).any()
+    assert placeholder_of(torch.zeros(0, 3), []).std() > 0
