@@ -77,6 +77,8 @@ class Settings:
     """One whole number for each part of the global batch, `"auto"`, or None: equal ones."""
     micro_batch_size: int | str | None = None
     """Samples, `"auto"`, or None: the whole part."""
+    num_micro_batches: int | None = None
+    """Micro-batches of a global batch, on any number of ranks; None: as few as the size needs."""
     join_timeout_s: float = 30.0
     """Seconds that ranks wait for each other in `init`."""
     collective_timeout_s: float | None = None
@@ -103,6 +105,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("shares", "ledger", "report"), str),
     "seed": int,
     "micro_batch_size": _whole_number_or_auto,
+    "num_micro_batches": int,
     "join_timeout": float,
 }
 """What may be set outside of the script, and how it is read."""
@@ -144,7 +147,22 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
     if not is_whole_number(seed, least=0) or seed >= 2**64:  # as torch takes them
         found = "a seed is a whole number from 0 to 2**64 - 1"
         raise SettingError(f"seed={seed!r}", found, "give such a one")
+    check_micro_batches(values.get("num_micro_batches"), values.get("micro_batch_size"))
     return Settings(**values)
+
+
+def check_micro_batches(number: Any, size: Any) -> None:
+    """Raises SettingError where a number of micro-batches is none, or their size is set too."""
+    if number is None:
+        return
+    check_whole_number(f"num_micro_batches={number!r}", number)
+    if size is not None:
+        raise SettingError(
+            f"num_micro_batches={number} and micro_batch_size={size!r}",
+            "either says how a global batch is cut",
+            "set num_micro_batches, which gives the same micro-batches on any number of ranks, or "
+            "micro_batch_size, which bounds what one rank computes at a time",
+        )
 
 
 def _written(value: Any) -> str:

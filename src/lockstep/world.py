@@ -144,7 +144,7 @@ class World:
         self._announce()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    def loader(
+    def loader(  # noqa: PLR0913 - one place for all options of a loader
         self,
         data: Dataset[Any] | Iterable[Any] | DataLoader[Any],
         batch_size: int | None = None,
@@ -153,6 +153,7 @@ class World:
         shuffle: bool = False,
         drop_last: bool = False,
         micro_batch_size: int | str | None = None,
+        num_micro_batches: int | None = None,
         shares: Any = None,
         weight: Weight | None = None,
         sample_rng: bool = True,
@@ -172,6 +173,8 @@ class World:
             shuffle: a new order every epoch, the same on any number of devices.
             drop_last: leave a last batch that is not full out.
             micro_batch_size: the most samples a rank computes at a time, or `"auto"`.
+            num_micro_batches: into how many micro-batches a global batch is cut instead, on any
+                number of ranks; BatchNorm then has the same statistics everywhere.
             shares: how the batch is divided, `"1:2"` or `"auto"`; None: as `init` was told.
             weight: gives a batch's weight in the mean, such as its number of tokens; the loss is
                 then the mean over that. Called on the CPU batch.
@@ -204,6 +207,7 @@ class World:
         return self._preparer.add_loader(
             source,
             micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
             shares=shares,
             weight=weight,
             sample_rng=sample_rng,
@@ -429,6 +433,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     world_size: int | None = None,
     shares: Any = None,
     micro_batch_size: int | str | None = None,
+    num_micro_batches: int | None = None,
     device: str | None = None,
     sync_batchnorm: bool = True,
     ledger: str | Path | None = None,
@@ -455,6 +460,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             are, which is measured in the first batch; left out, equally.
         micro_batch_size: the most samples a rank computes at a time; `"auto"`: as many as fit into
             its memory; left out, its whole part.
+        num_micro_batches: into how many micro-batches a global batch is cut instead, on any number
+            of ranks; BatchNorm then has the same statistics everywhere.
         device: `cpu`, `cuda` or `cuda:0`; left out, a GPU where there is one.
         sync_batchnorm: False leaves BatchNorm layers with statistics of their own on each rank.
         ledger: folder in which every rank writes down which samples it trains in which step; left
@@ -481,6 +488,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         init_method=init_method,
         shares=shares,
         micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
         device=device,
         sync_batchnorm=sync_batchnorm,
         ledger=ledger if ledger is None else str(ledger),

@@ -191,6 +191,11 @@ def known_strategy(ctx: click.Context, param: click.Parameter, value: str | None
 @click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or fp64.")
 @click.option("--shares", metavar="A:B:...|auto", help="How a batch is divided over the ranks.")
 @click.option(
+    "--num-micro-batches",
+    type=click.IntRange(min=1),
+    help="Micro-batches of a global batch, the same on any number of ranks.",
+)
+@click.option(
     "--micro-batch-size",
     callback=samples_or_auto,
     metavar="SAMPLES|auto",

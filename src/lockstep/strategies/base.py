@@ -94,7 +94,7 @@ def plan_for(run: Run, rank: DataParallelRank) -> StrategyPlan:
         shares=first_shares(run.settings.shares, rank.size),
         devices=rank.size,
         own_devices=(rank.rank,),
-        num_micro_batches=run.settings.min_micro_batches,
+        num_micro_batches=max(run.settings.min_micro_batches, run.settings.num_micro_batches or 1),
     )
 
 

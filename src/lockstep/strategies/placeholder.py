@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.data.pytree import map_tensors, tensors
+from lockstep.data.pytree import map_tensors, storages, tensors
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import NormBase, never_compiled
 from lockstep.step import Step
@@ -57,6 +57,11 @@ class Placeholders:
         finally:
             sync_batchnorm.placeholder.computed = False
 
+    def saw_forward(self, inputs: Any) -> None:
+        """Tells the step what a module is called with, before that is replaced."""
+        if torch.is_grad_enabled():
+            self._step.saw_forward(storages(inputs))
+
     @property
     def may_be_due(self) -> bool:
         """Whether this rank has no samples of a micro-batch that is trained or evaluated."""
@@ -89,11 +94,14 @@ class _Placeholder:
     @never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Replaces inputs of no rows."""
-        if self._of_run is None or not self._of_run.may_be_due:
+        if self._of_run is None:
             return None
         inputs = tensors((args, kwargs))
         empty = [tensor for tensor in inputs if tensor.dim() and not tensor.numel()]
         if not empty:
+            return None
+        self._of_run.saw_forward((args, kwargs))
+        if not self._of_run.may_be_due:
             return None
         self._dimensions = {tensor.shape.index(0) for tensor in empty}
         self._lengths = {1}

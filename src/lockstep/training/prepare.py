@@ -39,7 +39,7 @@ from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import CheckpointError, RanksDifferError, UsageError, some, warn
 from lockstep.guards import Guards
 from lockstep.optim.precision import ForwardsSetLater, Precision
-from lockstep.settings import Choice
+from lockstep.settings import Choice, check_micro_batches, is_auto
 from lockstep.step import Step
 from lockstep.strategies import sync_batchnorm
 from lockstep.strategies.base import (
@@ -63,6 +63,8 @@ class Preparer:
         self.strategy = strategy
         self.choices: list[Choice] = []
         self.loaders: list[Loader] = run.loaders
+        self._new_loaders: list[Loader] = []
+        """Those of the present call of `prepare`."""
         self._numbers = itertools.count()
         self.precision = Precision(run.settings.precision, run.device)
         if self.precision.dtype in (torch.bfloat16, torch.float16):
@@ -78,6 +80,11 @@ class Preparer:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self._autotune = Autotune(run, strategy, plan, self._wrapped.keys(), self.optimizers)
+        self._normalised = False
+        """Whether a prepared module has BatchNorm layers."""
+        self._cut_by_size: tuple[int | str, int] | None = None
+        """A micro_batch_size that cuts a global batch, and into how many micro-batches."""
+        self._warned_of_batchnorm = False
         self._watches_forward = False
         run.step.watch_forward.append(self._watch_forward)
         self._placeholders: Placeholders | None = None
@@ -106,6 +113,7 @@ class Preparer:
             if isinstance(thing, DataLoader):
                 prepared[id(thing)] = self._make_loader(make_source(thing))
         loaders = [thing for thing in prepared.values() if isinstance(thing, Loader)]
+        self._new_loaders = loaders
         self.run.examples[:] = [loader.example for loader in loaders]
         self._agree("world.prepare", list(prepared.values()))
         steps: tuple[tuple[type, Callable[[Any], Any]], ...] = (
@@ -118,6 +126,7 @@ class Preparer:
                 if isinstance(thing, kind) and thing is prepared[id(thing)]:
                     prepared[id(thing)] = prepare(thing)
         self.loaders += loaders
+        self._new_loaders = []
         return [prepared[id(thing)] for thing in objects]
 
     def add_loader(self, source: Source, **options: Any) -> Loader:
@@ -132,11 +141,23 @@ class Preparer:
         return loader
 
     def _make_loader(
-        self, source: Source, shares: Any = None, micro_batch_size: Any = None, **options: Any
+        self,
+        source: Source,
+        shares: Any = None,
+        micro_batch_size: Any = None,
+        num_micro_batches: int | None = None,
+        **options: Any,
     ) -> Loader:
-        plan, settings = self._plan, self.run.settings
-        if micro_batch_size is None:
+        plan = self._plan
+        settings = self.run.settings
+        check_micro_batches(num_micro_batches, micro_batch_size)
+        fewest = plan.num_micro_batches
+        if num_micro_batches is not None:
+            fewest = max(num_micro_batches, settings.min_micro_batches)
+        elif micro_batch_size is None:
             micro_batch_size = settings.micro_batch_size
+        elif settings.num_micro_batches is not None:  # which is for the other loaders
+            fewest = settings.min_micro_batches
         division = MicroBatchPlan(
             request=self._autotune.request(shares, micro_batch_size),
             batch_size=source.batch_size,
@@ -144,7 +165,7 @@ class Preparer:
             data_parallel=self.run.collectives.data_parallel,
             first_shares=plan.shares if shares is None else first_shares(shares, len(plan.shares)),
             first_micro_batch_size=parse_micro_batch(plan.micro_batch_size(micro_batch_size)),
-            min_micro_batches=plan.num_micro_batches,
+            min_micro_batches=fewest,
             replicas=plan.replicas,
         )
         made = make_loader(
@@ -156,8 +177,48 @@ class Preparer:
             evaluates_together=plan.evaluates_together,
             **options,
         )
-        self.choices.append(made.choice(next(self._numbers)))
+        number = next(self._numbers)
+        self.choices.append(made.choice(number))
+        if made.micro_batches > 1 or is_auto(micro_batch_size):
+            self._note_cut(number, made.micro_batches, micro_batch_size)
         return made
+
+    def _note_cut(self, number: int, micro_batches: int, size: int | str | None) -> None:
+        """Notes that a loader cuts its global batches, which BatchNorm depends on.
+
+        Args:
+            number: of the loader.
+            micro_batches: of its global batches.
+            size: the micro_batch_size that asks for them; None: their number is set.
+        """
+        if size is not None and self._cut_by_size is None:
+            self._cut_by_size = (size, micro_batches)
+        if self._normalised and self.run.settings.sync_batchnorm:
+            how = f"of each micro-batch of loader {number}, over all ranks; not of the global batch"
+            self._choose("batchnorm", "statistics", how)
+        self._warn_of_batchnorm()
+
+    def _warn_of_batchnorm(self) -> None:
+        """Says once that statistics of micro-batches depend on the number of ranks."""
+        if not self._normalised or self._cut_by_size is None or self._warned_of_batchnorm:
+            return
+        one_part = self._plan.rank.size == 1 and not self.run.collectives.alone  # a pipeline
+        if one_part or not self.run.settings.sync_batchnorm:
+            return
+        self._warned_of_batchnorm = True
+        size, number = self._cut_by_size
+        now = f" (now {number})"
+        instead = f"num_micro_batches={number} instead gives these numbers everywhere"
+        if is_auto(size):
+            now = ""
+            instead = "num_micro_batches=... holds on any number of ranks"
+        warn(
+            f"micro_batch_size={size!r} and a model with BatchNorm",
+            "BatchNorm takes its statistics from one micro-batch over all ranks. micro_batch_size= "
+            f"is what one rank computes at a time, so the number of micro-batches{now} depends on "
+            "the number of ranks, and with it the result",
+            f"say into how many micro-batches a global batch is cut: {instead}",
+        )
 
     def _agree(self, what: str, things: list[Any]) -> None:
         """Raises RanksDifferError on all ranks unless all have brought the same, in this order."""
@@ -341,6 +402,9 @@ class Preparer:
 
     def _module(self, module: nn.Module) -> nn.Module:
         run = self.run
+        if any(isinstance(m, BatchNorm) for m in module.modules()):
+            self._normalised = True
+            self._warn_of_batchnorm()
         if run.collectives.data_parallel.size > 1:
             self._convert(module)
         self.precision.attach(module)
@@ -398,11 +462,23 @@ class Preparer:
         if self.run.settings.sync_batchnorm:
             names = sync_batchnorm.convert(module, self.run.groups.get(self._plan.statistics_group))
             of = "the global batch, as on one device"
-            of = of if self._plan.replicas is None else "the replica's part of the global batch"
+            if self._plan.replicas is not None:
+                of = "the replica's part of the global batch"
+            elif self._may_be_cut:
+                of = "each micro-batch over all ranks, not of the global batch"
             self.choices += names.choices(each="rank", of=of)
         else:
             reason = "sync_batchnorm=False; differs from one device (LS306)"
             self._choose("batchnorm", "per rank", reason)
+
+    @property
+    def _may_be_cut(self) -> bool:
+        """Whether global batches are computed in micro-batches, as far as is known."""
+        several = [loader.micro_batches > 1 for loader in (*self.loaders, *self._new_loaders)]
+        if several:
+            return any(several) or is_auto(self.run.settings.micro_batch_size)
+        settings = self.run.settings
+        return settings.micro_batch_size is not None or self._plan.num_micro_batches > 1
 
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         modules = self._modules_of(optimizer)

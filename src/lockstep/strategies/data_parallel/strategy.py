@@ -68,7 +68,9 @@ class DP(Strategy):
             device_shares=None
             if is_auto(run.settings.shares) and example.count > 1
             else tuple(example.shares),
-            num_micro_batches=run.settings.min_micro_batches,
+            num_micro_batches=max(
+                run.settings.min_micro_batches, run.settings.num_micro_batches or 1
+            ),
             autotunes=True,
         )
 

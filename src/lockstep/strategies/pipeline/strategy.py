@@ -210,8 +210,15 @@ class Pipeline(Strategy):
         return norm_over_ranks(own, norm_type, device, copies=ranks // (self.stages or ranks))
 
     def _micro_batches(self, run: Run) -> int:
-        if self.num_micro_batches is not None:
-            return self.num_micro_batches
+        own, of_run = self.num_micro_batches, run.settings.num_micro_batches
+        if own is not None and of_run is not None and own != of_run:
+            raise SettingError(
+                f"Pipeline(num_micro_batches={own}) and num_micro_batches={of_run}",
+                "they contradict each other",
+                "set it in one place",
+            )
+        if own is not None or of_run is not None:
+            return own or of_run or 1
         stages = self._positions(run.topology)
         wanted = 1 if stages == 1 or run.settings.micro_batch_size else _MICRO_BATCHES * stages
         return max(wanted, run.settings.min_micro_batches)
@@ -253,7 +260,9 @@ class Pipeline(Strategy):
         if is_compiled(module):
             raise _compiled_around_cuts(type(without_compile(module)).__name__)
         normalised = any(isinstance(m, BatchNorm) for m in module.modules())
-        if normalised and self.num_micro_batches is None and run.settings.micro_batch_size is None:
+        settings = run.settings
+        chosen = (self.num_micro_batches, settings.num_micro_batches, settings.micro_batch_size)
+        if normalised and not any(chosen):
             raise SettingError(
                 "strategy='pipeline' for a model with BatchNorm",
                 f"a global batch is cut into {self._micro_batches(run)} micro-batches by default, "
