@@ -117,6 +117,10 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 .venv-real/.installed: pyproject.toml constraints.txt
 	test -x .venv-real/bin/python || $(PYTHON) -m venv .venv-real
 	.venv-real/bin/python -m pip install --quiet -c constraints.txt -e '.[real]'
+	# Its metadata ask for numpy<2.2 and transformers<5, which the others here do not; it runs with later ones.
+	.venv-real/bin/python -m pip install --quiet --no-deps mosaicml-streaming==0.13.0
+	# litdata brings torchvision, whose wheels do not load beside a CPU build of torch; transformers would import it.
+	.venv-real/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
 clean:

@@ -12,6 +12,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -293,3 +294,29 @@ def test_options_of_reading_are_kept():
     assert len(kept) == len(options) - 1
     assert plain(num_workers=0, prefetch_factor=None).options["prefetch_factor"] is None
     plain(num_workers=1000)  # torch's warning comes when the workers are started, not here
+
+
+class StreamingDataset(IterableDataset[int]):
+    """Stands for MosaicML's, which is not installed here; `make real` tries the real one."""
+
+    __module__ = "streaming.base.dataset"
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(range(SIZE))
+
+
+class Around(IterableDataset[int]):
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self.inner)
+
+
+@pytest.mark.parametrize("data", [StreamingDataset(), Around(StreamingDataset())])
+def test_several_workers_are_refused_for_a_stream_whose_workers_wait_for_each_other(data):
+    with pytest.raises(DataError, match="read it by index"):
+        make_source(data, 4, options={"num_workers": 2})
+    for workers in (0, 1):
+        assert make_source(data, 4, options={"num_workers": workers}).batch_size == 4
+    assert make_source(Around([1, 2]), 4, options={"num_workers": 2}).batch_size == 4

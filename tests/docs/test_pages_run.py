@@ -16,8 +16,9 @@ from ranks import HANG_S
 from lockstep.cli.main import main
 
 CHECKPOINTS = pages.ROOT / "docs" / "checkpoints.md"
-MAY_NOT_RUN = {"running_it.md": 1}
-"""Blocks that need several machines, by page."""
+MAY_NOT_RUN = {"running_it.md": 1, "streaming_libraries.md": 4}
+"""Blocks that need several machines, or libraries which only `make real` installs, by page."""
+PROGRAMS = pages.ROOT / "tests" / "real" / "programs" / "streams"
 
 
 def count(page: Path, info: str) -> int:
@@ -45,6 +46,13 @@ def test_its_python_runs(page: Path, ran: Path) -> None:
 def test_few_blocks_do_not_run() -> None:
     skipped = {page.name: count(page, "python no-run") for page in pages.PAGES}
     assert {name: number for name, number in skipped.items() if number} == MAY_NOT_RUN
+
+
+def test_the_listings_with_other_libraries_are_the_programs_that_make_real_runs() -> None:
+    page = pages.ROOT / "docs" / "streaming_libraries.md"
+    shown = [block.text for block in pages.blocks(page) if block.info == "python no-run"]
+    for name in ("webdataset", "litdata", "mosaic"):
+        assert (PROGRAMS / f"{name}_data.py").read_text() in shown
 
 
 def test_a_failure_in_a_page_is_a_failure_here(tmp_path: Path) -> None:

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("transformers", "peft", "accelerate", "datasets", "lightning")
+PACKAGES = (
+    *("transformers", "peft", "accelerate", "datasets", "lightning"),
+    *("webdataset", "litdata", "streaming"),
+)
 _MISSING = [name for name in PACKAGES if not find_spec(name)]
 
 

@@ -295,6 +295,7 @@ def make_source(
         "options": {name: getattr(loader, name) for name in _OPTIONS},
     }
     if iterable:
+        _check_workers_may_read_whole(dataset, loader.num_workers)
         return IterableSource(transform=transform, shard=shard, **given)
     return Source(**given | _order(loader, shuffle))
 
@@ -391,6 +392,34 @@ def _check_iterable(dataset: object, *, shuffle: bool, shard: object) -> None:
             "it can be read once, and every epoch reads from the beginning",
             "pass an object whose __iter__ starts again, such as an IterableDataset",
         )
+
+
+def _check_workers_may_read_whole(dataset: Any, num_workers: int) -> None:
+    """Refuses several loader workers for a stream whose readers wait for each other.
+
+    MosaicML's StreamingDataset counts the loader workers of all ranks, gives each its own part and
+    lets them meet at a barrier in shared memory. Here every worker reads the whole of what its rank
+    reads: each takes itself for the only one, and the barrier is met too early or never.
+    """
+    if num_workers < 2 or not _has_mosaic_stream(dataset):
+        return
+    raise DataError(
+        f"a stream over MosaicML's StreamingDataset with num_workers={num_workers}",
+        "its loader workers divide the samples among themselves and wait for each other, while "
+        "Lockstep lets every worker read the whole stream; they can hang or fail",
+        "read it by index, which works with any number of ranks and workers: a Dataset whose "
+        "__len__ returns data.num_samples and whose __getitem__ returns data[index], with "
+        "shuffle=True in the DataLoader; or use num_workers=1",
+    )
+
+
+def _has_mosaic_stream(dataset: Any) -> bool:
+    """Whether it is MosaicML's StreamingDataset, or has one as an attribute."""
+    for each in (dataset, *getattr(dataset, "__dict__", {}).values()):
+        for kind in type(each).__mro__:
+            if kind.__name__ == "StreamingDataset" and kind.__module__.startswith("streaming."):
+                return True
+    return False
 
 
 def _can_be_read_once(dataset: Any) -> bool:
