@@ -399,7 +399,7 @@ def adapters_and_functions(world: lockstep.World) -> None:
 
 
 def compiled(world: lockstep.World) -> None:
-    model = torch.compile(mlp(), backend="eager")
+    model = mlp()
     model, optimizer = world.prepare(model, sgd(model))
     train(world, torch.compile(model, backend="eager"), optimizer)
 
