@@ -329,6 +329,23 @@ def test_groups_of_one_name_and_other_members_are_different_groups() -> None:
     assert found(*pairs).kind == "transport"
 
 
+@pytest.mark.parametrize("field", ["children_cpu_s", "cpu_s"])
+def test_a_rank_whose_children_or_threads_compute_is_at_work(field: str) -> None:
+    """As where it waits for the processes of torch's compiler, or for a pool of threads."""
+    waits = state(0, in_op("barrier", 3), *alike(2), call("barrier", 3))
+    blocked = state(1, at(7), children_cpu_s=1.0)
+    earlier, later = looks(waits, blocked)
+    verdict = find(earlier, later, 8.0)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("blocked", (1,))
+    assert "without computing" in verdict.headline
+    before = replace(blocked, **{field: getattr(blocked, field) - 0.8})
+    verdict = find(replace(earlier, ranks=(waits, before)), later, 8.0)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("working", (1,))
+    assert "is blocked while threads or processes that it has started compute" in verdict.headline
+
+
 def test_new_group_on_some_ranks() -> None:
     stack = (Frame(C10D, 2169, "_new_process_group_helper"), Frame(C10D, 5863, "new_group"), own(9))
     verdict = found(state(0, stack, *alike(5)), at_barrier(1))

@@ -110,6 +110,19 @@ def test_a_deadlock_stops_the_run_and_is_kept(world: World) -> None:
     assert world.said == []  # it is told at the end, as what failed first
 
 
+def test_a_rank_that_works_and_is_blocked_by_turns_is_told_once(world: World) -> None:
+    supervisor = world.supervisor()
+    for _ in range(10):
+        for kind in ("working", "blocked"):
+            world.found = replace(DEADLOCK, kind=kind, fatal=False, headline=kind)
+            world.pass_time(supervisor, 2.0)
+    assert len(world.said) == 2  # and once more when it has lasted four times as long
+    # Another rank that is waited for, and what ends in another way, is told at once.
+    world.found = replace(DEADLOCK, kind="stopped", fatal=False, headline="stopped")
+    world.pass_time(supervisor, 4.0)
+    assert world.said[2:] == ["stopped"]
+
+
 def test_a_deadlock_may_be_only_reported(world: World) -> None:
     world.found = DEADLOCK
     supervisor = world.supervisor(on_hang="report", after=2.0)

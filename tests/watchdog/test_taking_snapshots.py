@@ -30,6 +30,7 @@ from lockstep.watchdog.snapshot import (
     ProcessStatus,
     RankState,
     Snapshot,
+    cpu_of_children,
     from_json,
     harmless_signal,
     read_process,
@@ -343,3 +344,19 @@ def test_a_script_whose_name_is_no_text(tmp_path: Path) -> None:
     state = RankState(rank=0, host="a", pid=5, alive=True, stack=stack)
     write_report(tmp_path, Snapshot(1.0, (state,)), Verdict("left", True, (0,), "so it is"))
     assert r"tr\udce4in.py:3 in main" in (tmp_path / "hang.txt").read_text()
+
+
+def test_the_processor_time_of_children(tmp_path: Path) -> None:
+    """Of a rank 10, its child 11 and grandchild 12; 13 is nobody's. Names hold brackets."""
+
+    def put(pid: int, parent: int, own: int, waited: int) -> None:
+        fields = ["S", str(parent), *["0"] * 9, str(own), "0", str(waited), "0"]
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) {' '.join(fields)}")
+
+    put(10, 1, 1000, 200)
+    put(11, 10, 300, 0)
+    put(12, 11, 400, 100)
+    put(13, 1, 9000, 0)
+    ticks = os.sysconf("SC_CLK_TCK")
+    assert cpu_of_children([10, 12, 77], tmp_path) == {10: 1000 / ticks, 12: 100 / ticks}

@@ -319,6 +319,7 @@ def _patience(case: Case) -> Verdict | None:
         Kind.BLOCKED: "blocked",
         Kind.PERHAPS_WAITING: "blocked",
         Kind.WORKING: "working",
+        Kind.CHILDREN: "working",
         Kind.MAY_COME: "working",
         Kind.LIMITED: "blocked",
         Kind.UNKNOWN: "unknown",

@@ -118,6 +118,8 @@ class RankState:
     """Processor time of all its threads since its start."""
     main_cpu_s: float | None = None
     """Processor time of its main thread."""
+    children_cpu_s: float | None = None
+    """Processor time of the processes that it has started, and of those that they have."""
     stack: Stack | None = None
     """Of the main thread."""
     threads: tuple[Stack, ...] | None = None
@@ -398,6 +400,34 @@ def read_process(pid: int, root: Path = Path("/proc")) -> ProcessStatus | None:
     shows = all(caught >> (number - 1) & 1 for number in (STACK_SIGNAL, SLEEPERS_SIGNAL))
     shows = shows and not blocked >> (STACK_SIGNAL - 1) & 1
     return ProcessStatus(state, cpu_s, main, switches, shows)
+
+
+def cpu_of_children(pids: Collection[int], root: Path = Path("/proc")) -> dict[int, float]:
+    """Processor time of the descendants of processes, in s; of those that have ended as well.
+
+    From `/proc/PID/stat`, see proc(5). A process that is gone, or all where there is no `/proc`, is
+    left out.
+    """
+    children: dict[int, list[int]] = {}
+    own_ticks: dict[int, int] = {}
+    waited_ticks: dict[int, int] = {}
+    for path in root.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = path.read_text().rpartition(")")[2].split()
+            pid = int(path.parent.name)
+            children.setdefault(int(fields[1]), []).append(pid)
+            own_ticks[pid] = int(fields[11]) + int(fields[12])
+            waited_ticks[pid] = int(fields[13]) + int(fields[14])
+    found: dict[int, float] = {}
+    for pid in own_ticks.keys() & set(pids):
+        ticks = waited_ticks[pid]
+        left = list(children.get(pid, ()))
+        while left:
+            child = left.pop()
+            ticks += own_ticks[child] + waited_ticks[child]
+            left += children.get(child, ())
+        found[pid] = ticks / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def harmless_signal(

@@ -28,6 +28,7 @@ from lockstep.watchdog.snapshot import (
     STOPPED,
     RankState,
     Snapshot,
+    cpu_of_children,
     from_json,
     harmless_signal,
     merge,
@@ -75,7 +76,9 @@ def take_snapshot(
             for request in late:
                 request.signal()
         time.sleep(_POLL_S)
-    return Snapshot(time.time(), tuple(request.state for request in requests))
+    used = cpu_of_children([request.state.pid for request in requests])
+    states = [replace(r.state, children_cpu_s=used.get(r.state.pid)) for r in requests]
+    return Snapshot(time.time(), tuple(states))
 
 
 class _Request:
@@ -167,6 +170,8 @@ _PATIENCE_S = 1.0
 """Waiting that is no deadlock is reported when it has lasted so much longer."""
 _REPORTED_AGAIN = 4.0
 """The same waiting is reported again when it is so many times as long as at the last report."""
+_AWAITED = ("working", "blocked", "loading", "gil", "unknown")
+"""Kinds of verdicts by which the others wait for a rank that may yet come."""
 _SLOW_STEPS = 4.0
 """No snapshots are taken before a rank is quiet for so many of its own steps."""
 _FIRST_STRAGGLER_S = 6.0
@@ -282,10 +287,14 @@ class Supervisor:
     def _is_due(self, verdict: Verdict, lasted: float) -> bool:
         """Whether to report what does not stop the run: seldom, as a rank may work alone often."""
         key = (verdict.kind, verdict.ranks, tuple(row.line for row in verdict.rows))
-        reported = self._reported.get(key, 0.0)
+        # A rank that works and is blocked by turns, while nothing moves, is in one state.
+        kind = "awaited" if verdict.kind in _AWAITED else verdict.kind
+        state = (kind, verdict.ranks, self._moved_at)
+        reported = max(self._reported.get(key, 0.0), self._reported.get(state, 0.0))
         if lasted < _REPORTED_AGAIN * reported:
             return False
         self._reported[key] = max(lasted, reported)
+        self._reported[state] = self._reported[key]
         return True
 
     def _check_for_stragglers(self, now: float) -> None:

@@ -40,11 +40,12 @@ class Kind(Enum):
     STOPPED = "is stopped by a signal or a debugger"
     MOVING = "moves on"
     WAITING = "waits for other ranks"
-    PERHAPS_WAITING = "is blocked without computing, after it called a collective"
+    PERHAPS_WAITING = "is blocked in its main thread, after it called a collective"
     LOADING = "waits for data"
     WORKING = "works on"
     LIMITED = "waits for other ranks, until the timeout of a group that has one of its own"
     MAY_COME = "may yet come in another thread"
+    CHILDREN = "is blocked while threads or processes that it has started compute"
     BLOCKED = "is blocked outside any collective, without computing"
     SILENT = "is in C code that holds Python's lock"
     UNKNOWN = "cannot be seen"
@@ -182,7 +183,21 @@ def _by_stack(
         return Kind.WORKING, None
     if stacks.is_loading(later.stack):
         return Kind.LOADING, None
-    return (Kind.PERHAPS_WAITING if calls else Kind.BLOCKED), None
+    if calls:
+        return Kind.PERHAPS_WAITING, None
+    return (Kind.CHILDREN if _children_compute(earlier, later, seconds) else Kind.BLOCKED), None
+
+
+def _children_compute(earlier: RankState, later: RankState, seconds: float) -> bool:
+    """Whether its other threads or processes that it has started compute, as far as is known."""
+    for before, after in (
+        (earlier.cpu_s, later.cpu_s),
+        (earlier.children_cpu_s, later.children_cpu_s),
+    ):
+        known = before is not None and after is not None
+        if known and not _is_little(before, after, seconds):
+            return True
+    return False
 
 
 def _place(state: RankState) -> tuple[stacks.Frame, ...]:
