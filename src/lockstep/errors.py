@@ -191,6 +191,12 @@ class RankFailedError(LockstepError, RuntimeError):
         return f"{text}\n\n{self.remote_traceback}" if self.remote_traceback else text
 
 
+class RecordingFailedError(LockstepError):
+    """`lockstep verify` itself has failed; of the script nothing is known."""
+
+    exit_code = 5
+
+
 class LockstepWarning(UserWarning):
     """Numbers that are right here and may be wrong elsewhere; `warn` gives it."""
 

@@ -268,9 +268,34 @@ class World:
         """The smallest over all ranks; NaN where any rank has NaN."""
         return self._run.collectives.min(value)
 
-    def gather(self, value: Any) -> Any:
-        """All ranks' values: tensors joined along the first dimension, numbers as lists."""
-        return self._run.collectives.gather(value)
+    def gather(self, value: Any, *, gradient: bool = False) -> Any:
+        """All ranks' values: tensors joined along the first dimension, numbers as lists.
+
+        With `gradient=True` the result carries gradients back to the tensors of all ranks, as a
+        contrastive loss over the whole batch needs; with `world.backward` they are exact for parts
+        of any sizes. Without it the result carries none, which is enough for metrics.
+
+        Raises:
+            UsageError: gradients are asked for where a batch is not on all ranks at once: with
+                micro-batches, under `pipeline` and `diloco`.
+        """
+        if gradient:
+            self._check_gathers_whole_batch()
+        return self._run.collectives.gather(value, gradient=gradient)
+
+    def _check_gathers_whole_batch(self) -> None:
+        micro_batches = self._run.step.current.num_micro_batches
+        found = ""
+        if self.strategy in ("pipeline", "diloco"):
+            found = f"under {self.strategy} the ranks do not compute one batch side by side"
+        elif micro_batches > 1:
+            found = f"it would gather one of {micro_batches} micro-batches, not the global batch"
+        if found:
+            raise UsageError(
+                "world.gather(..., gradient=True)",
+                found,
+                "compute such a loss without micro-batches, under single, ddp or fsdp",
+            )
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Rank `source`'s value on every rank; the others may pass None."""

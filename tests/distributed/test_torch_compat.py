@@ -333,6 +333,49 @@ def test_a_backward_pass_is_seen():
     assert not torch_compat.in_backward_pass()
 
 
+def test_a_function_that_is_transformed_is_seen():
+    assert not torch_compat.in_function_transform()
+    seen = []
+    torch.func.grad(lambda x: (seen.append(torch_compat.in_function_transform()), x)[1])(
+        torch.ones(())
+    )
+    assert seen == [True]
+
+
+def test_the_indices_of_batches_are_seen_as_they_are_drawn(monkeypatch):
+    from torch.utils.data import dataloader
+
+    for name in ("_next_index", "_reset"):
+        plain = getattr(dataloader._BaseDataLoaderIter, name)
+        monkeypatch.setattr(dataloader._BaseDataLoaderIter, name, plain)
+    seen, begun = [], []
+
+    def drawn(running, draw):
+        seen.append(draw())
+        return seen[-1]
+
+    torch_compat.watch_indices(drawn, begun.append)
+    batches = [[4, 1], [0], [2, 3]]
+    loader = torch.utils.data.DataLoader(range(5), batch_sampler=batches)
+    running = iter(loader)
+    assert [batch.tolist() for batch in running] == batches == seen
+    assert begun == []
+    running._reset(loader)  # as workers that persist begin another pass
+    assert begun == [running]
+
+
+def test_iterations_that_a_rank_that_has_joined_shadows_are_counted(monkeypatch):
+    from torch.distributed.algorithms.join import Join
+
+    left = iter([2, 1, 0])
+    monkeypatch.setattr(Join, "_get_num_nonjoined_procs", lambda self: next(left))
+    seen = []
+    torch_compat.on_shadowed_iteration(lambda: seen.append("an iteration"))
+    assert [Join._get_num_nonjoined_procs(None) for _ in range(3)] == [2, 1, 0]
+    assert len(seen) == 2
+    assert "self._get_num_nonjoined_procs()" in inspect.getsource(Join.__exit__)
+
+
 def test_every_function_has_a_test():
     functions = [
         name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -10,7 +11,14 @@ from types import ModuleType
 import pytest
 import warm
 
-from lockstep.verify.branches import Branches, other_ways, ways_of_ranks, writes_to
+from lockstep.verify.branches import (
+    _NAME,
+    Branches,
+    _Tests,
+    other_ways,
+    ways_of_ranks,
+    writes_to,
+)
 from lockstep.verify.catalogue import Cause
 from lockstep.verify.compare import FLOAT64, Divergence, RankUpdate, Update
 
@@ -54,6 +62,26 @@ def test_tests_are_told_and_change_nothing(tmp_path: Path, monkeypatch: pytest.M
     }
     assert (module.sign(0), module.compiled(0)) == ("none", 0)
     assert branches.since() == {(str(path), n, m): 2 for n, m in ((3, 4), (5, 6), (7, 7))}
+
+
+REPORTS = """
+if rank == 0:
+    print(f"loss {loss.item():.3f}")
+if step % 10 == 0 and rank == 0:
+    logger.info("step %d", step)
+    history.append(float(loss))
+else:
+    pass
+if rank == 0:
+    print("once")
+    model.eval()
+"""
+
+
+def test_tests_that_only_decide_what_is_printed_are_not_told() -> None:
+    told = ast.unparse(_Tests("train.py").visit(ast.parse(REPORTS)))
+    assert told.count(_NAME) == 1
+    assert f"if {_NAME}(('train.py', 9, 11), rank == 0)" in told
 
 
 PLACE = ("/u/train.py", 7, 9)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 CODES = [
     *(f"LS1{n:02}" for n in range(1, 13)),
     *(f"LS2{n:02}" for n in range(1, 14)),
-    *(f"LS3{n:02}" for n in range(1, 14)),
+    *(f"LS3{n:02}" for n in range(1, 16)),
     *(f"LS4{n:02}" for n in range(1, 8)),
     "LS501",
 ]

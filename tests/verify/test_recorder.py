@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import warm
 from torch import Tensor
 
+from lockstep.errors import RecordingFailedError
+from lockstep.launcher.worker import Script
+from lockstep.verify.compare import Forward
 from lockstep.verify.patches import DeterminismPatches
+from lockstep.verify.rank import _merged
+from lockstep.verify.record import UpdateWriter, Way, record
+from lockstep.verify.recorder import Recorder, RecordingFailed, _Pass
 from lockstep.verify.verdict import Verdict
 
 RIGHT = Path(__file__).with_name("gallery") / "right"
@@ -428,3 +435,118 @@ def test_the_lowest_precision_that_anything_with_a_gradient_has_had(double: bool
         torch.ones(3, dtype=torch.float16) * 2  # of no gradient
         (Rounded.apply(x) * 2).sum()
     assert patches.lowest is (torch.float32 if double else torch.bfloat16)
+
+
+OWN_BATCHES = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
+
+
+class Batches(Sampler):
+    def __init__(self, order, size):
+        self.order, self.size = order, size
+
+    def set_epoch(self, epoch):
+        self.order.set_epoch(epoch)
+
+    def __iter__(self):
+        indices = list(self.order)
+        yield from (indices[n : n + self.size] for n in range(0, len(indices), self.size))
+
+    def __len__(self):
+        return -(-len(self.order) // self.size)
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(4)
+x = torch.randn(48, 6)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+if "stream" in sys.argv:
+    data = [tuple(t.clone() for t in data[n : n + 6]) for n in range(0, 48, 6)]
+    loader = DataLoader(data, batch_size=None, sampler=DistributedSampler(data))
+else:
+    loader = DataLoader(data, batch_sampler=Batches(DistributedSampler(data), 6))
+model = DistributedDataParallel(torch.nn.Linear(6, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    if "stream" not in sys.argv:
+        loader.batch_sampler.set_epoch(epoch)
+        assert len(loader) == 4
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.thorough
+def test_batches_of_a_sampler_of_the_users_own_are_enlarged(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OWN_BATCHES)
+    assert samples(warm.verify(script, batch_times=2, steps=6)) == [12] * 6
+    script.write_text(OWN_BATCHES.replace("assert len(loader) == 4", "pass"))
+    finding = warm.verify(script).as_json()["findings"][0]
+    assert (finding["code"], finding["step"]) == ("LS110", 1)
+
+
+@pytest.mark.thorough
+def test_a_loader_that_cannot_be_enlarged_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OWN_BATCHES)
+    verdict = warm.verify(script, "stream", batch_times=2)
+    assert verdict.lines()[-1] == (
+        "  note    --batch-per-process: it could not enlarge a DataLoader that has no batch size: "
+        "train.py:31: loader = DataLoader(data, batch_size=None, sampler=DistributedSampler(data))"
+    )
+
+
+def test_a_list_of_batches_is_joined_once() -> None:
+    merged = _merged([[0, 1], [2], [3, 4]], 2)
+    assert [*merged] == [[0, 1, 2], [3, 4]]
+    assert _merged(merged, 2) is merged
+
+
+def test_an_error_of_the_recorders_own_is_told_as_that(
+    tmp_path: Path,
+) -> None:
+    recorder = Recorder.__new__(Recorder)
+    with pytest.raises(RecordingFailed) as caught:
+        recorder.lost(torch.ones(()))  # it has no attributes
+    assert caught.value.code == 5
+    assert "AttributeError" in recorder.internal
+    folder = tmp_path / "run"
+    way = Way(name="1 process", nproc=1, script=Script(path="train.py"))
+
+    def start(folder: Path, way: Way) -> str:
+        UpdateWriter(folder, 0).end(caught.value, internal=recorder.internal)
+        return ""
+
+    with pytest.raises(RecordingFailedError, match="this says nothing about the script") as told:
+        record(way, folder, start)
+    assert told.value.exit_code == 5
+
+
+def test_an_error_of_a_connection_is_not_the_recorders() -> None:
+    class Broken(Recorder):
+        def __init__(self) -> None:
+            pass
+
+        @property
+        def _weighted(self) -> bool:
+            raise RuntimeError("Connection closed by peer")
+
+    broken = Broken()
+    with pytest.raises(RuntimeError, match="by peer"):
+        broken.lost(torch.ones(()))
+    assert broken.internal == ""
+
+
+def test_an_output_that_no_loss_came_back_to_has_no_slope() -> None:
+    rows = np.ones((2, 2))
+    seen = _Pass(Forward(model="Net", shape="", inputs=rows, beside=rows))
+    Recorder.__new__(Recorder)._see_slope(seen, 0, None)  # as DDP's sink has it
+    assert not len(seen.seen.slopes)

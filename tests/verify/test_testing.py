@@ -138,7 +138,8 @@ def test_the_verdict_is_the_text_of_the_assertion() -> None:
     text = str(caught.value)
     assert text.startswith("DIFFERENT  2 processes, first in gradients")
     assert "\n  cause   LS202" in text
-    assert "\n  do      lockstep explain LS202" in text
+    assert '\n  do      With plain DDP: `reduction="mean"`' in text
+    assert "\n  more    lockstep explain LS202" in text
 
 
 def end(how: str) -> None:

@@ -22,18 +22,23 @@ from lockstep.verify.verdict import Verdict, judge
 
 def verify(
     script: Path,
-    *,
+    *arguments: str,
     nproc: int = 2,
     steps: int = 3,
     batch_times: int = 1,
     seconds: float | None = None,
+    same_samples: bool = False,
 ) -> Verdict:
     """Compares a script on one process with the script on `nproc`, in float64."""
-    several = Way(
-        name=f"{nproc} processes", nproc=nproc, script=Script(path=str(script)), steps=steps
-    )
+    program = Script(path=str(script), arguments=arguments)
+    several = Way(name=f"{nproc} processes", nproc=nproc, script=program, steps=steps)
     with tempfile.TemporaryDirectory() as folder:
         alone = replace(several.alone(batch_times), seconds=seconds)
+        if same_samples:
+            kept = Path(folder) / "batches"
+            other = record(replace(several, batches=kept), Path(folder) / "other", start)
+            alone = replace(alone, batches=kept, steps=other.steps)
+            return judge(record(alone, Path(folder) / "reference", start), other)
         reference = record(alone, Path(folder) / "reference", start)
         if reference.until:
             several = replace(several, steps=reference.steps)

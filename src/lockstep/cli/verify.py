@@ -25,14 +25,17 @@ _EVERY_S = 30.0
 """Seconds between two lines on how far it is, where there is no terminal."""
 _STEPS, _SECONDS = 50, 5.0
 """How many are compared by default, unless that takes longer on one process."""
-_CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
+_FED_STEPS = 10
+"""The same with --same-samples, where the run on several processes comes first."""
+_CODES = {"EQUAL": 0, "NOT KNOWN": 2, "FAILED": 2, "DIFFERENT": 1}
 """Exit code of each verdict; the worst comes last."""
 
 
 @click.command(
     short_help="Compares what several processes compute with one.",
     context_settings={"allow_interspersed_args": False},
-    epilog="Exit codes: 0 EQUAL, 1 DIFFERENT, 2 FAILED, or nothing could be compared.",
+    epilog="Exit codes: 0 EQUAL, 1 DIFFERENT, 2 FAILED, NOT KNOWN, or nothing could be compared, "
+    "5 an error of verify itself.",
 )
 @click.option(
     "--nproc", type=click.IntRange(2), default=2, metavar="N", help="Processes to compare with one."
@@ -63,6 +66,12 @@ _CODES = {"EQUAL": 0, "FAILED": 2, "DIFFERENT": 1}
     help="The script's batch size is that of one process: on one process its DataLoaders get N "
     "times as much.",
 )
+@click.option(
+    "--same-samples",
+    is_flag=True,
+    help="One process trains on the batches that torch's DataLoaders give all ranks: for scripts "
+    "whose order, batches or augmentation differ, to compare what lies behind.",
+)
 @click.option("--json", "as_json", metavar="FILE", help="Write the verdict there; - is stdout.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
@@ -78,6 +87,7 @@ def command(
     first difference is named with its likely cause.
     """
     alone, *others = _ways(script, args, options)
+    same = options["same_samples"]
     count = 1 + len(others) + sum(way.apart for way in others)
     names = "; ".join(way.name for way in (alone, *others))
     click.echo(f"{count} runs of {script}: {names}", err=True)  # what follows imports torch
@@ -90,6 +100,14 @@ def command(
     verdicts = []
     prefix = "lockstep-verify-"
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+        first = None
+        if same:
+            kept = Path(folder) / "batches"
+            # Ranks must end in one step, so it cannot be the time that ends them.
+            way = replace(others[0], batches=kept, steps=options["steps"] or _FED_STEPS)
+            first = record(way, Path(folder) / "0", start)
+            steps = first.steps if first.until else alone.steps
+            alone = replace(alone, batches=kept, seconds=None, steps=steps)
         reference = record(alone, Path(folder) / "reference", start)
         words = ["lockstep", "run", *["-m"] * options["module"], script, *args]
         asked = [f"--{name}" for name in ("accumulate", "shares", "strategy") if options[name]]
@@ -97,14 +115,17 @@ def command(
         if reference.error.startswith("sys.exit(2)") and (hint := misplaced(ctx, script, args)):
             raise UsageError(f"lockstep verify {script}", hint, "move it there")
         check_reference(reference, *told)
-        if reference.until:  # else the script has come to its end, and others may make more
+        if (
+            reference.until and not same
+        ):  # else the script has come to its end, and others may make more
             others = [replace(way, steps=reference.steps) for way in others]
         for number, way in enumerate(others):
             against = reference
             if way.apart:
                 against = record(way.alone(), Path(folder) / f"reference {number}", start)
                 check_reference(against, *told)
-            verdict = judge(against, record(way, Path(folder) / str(number), start))
+            found = first or record(way, Path(folder) / str(number), start)
+            verdict = judge(against, found)
             verdicts.append(verdict)
             show(verdict.lines(), as_json)
             off = verdict.other.notes
@@ -162,6 +183,8 @@ class _Runs:
         if self._whole is not None:
             rest = max(0.0, self._whole - seconds) + (self._count - self._number) * self._whole
             left = f"{clock(rest)} left of about {clock(now - self._start + rest)}"
+            if rest < 1.0:  # longer than expected: nothing is known of the rest
+                left = "about to end"
         most = f"at most {way.steps}" if way.seconds else way.steps
         line = f"run {self._number} of {self._count}, {way.name}: step {steps} of {most}"
         line = f"{line}, {left}"
@@ -175,6 +198,8 @@ def _ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[W
     from lockstep.verify.record import OWN_PROCESSES, Way
 
     nproc = options["nproc"]
+    if options["same_samples"]:
+        _check_alone(options)
     program = Script(path=script, arguments=args, module=options["module"])
     check_script(program, "lockstep verify")
     reading = read_script(program)
@@ -203,6 +228,18 @@ def _ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[W
         instead = {"strategy": strategy}
         ways.append(replace(way, name=f"strategy {strategy}", nproc=processes, instead=instead))
     return ways
+
+
+def _check_alone(options: dict[str, Any]) -> None:
+    """Raises SettingError where --same-samples is given with what it cannot be combined with."""
+    names = ("batch_per_process", "accumulate", "shares", "strategy")
+    others = [f"--{name.replace('_', '-')}" for name in names if options[name]]
+    if others:
+        raise SettingError(
+            f"lockstep verify --same-samples {' '.join(others)}",
+            "with the same samples on one process nothing of that is left to do",
+            "leave one of them out",
+        )
 
 
 def show(lines: Sequence[str], as_json: str | None) -> None:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lockstep.communication import routing
 from lockstep.distributed.topology import DataParallelRank, Topology
@@ -132,11 +133,17 @@ class Collectives:
         count = self.data_parallel.size
         return pytree.tree_map(lambda x: divided(x, count), total)
 
-    def gather(self, value: Any) -> Any:
+    def gather(self, value: Any, *, gradient: bool = False) -> Any:
         """The leaves of every rank that counts, on all ranks.
 
         Tensors of shape `(n_r, *)` are joined to `(sum of n_r, *)` in the order of the ranks,
         0-dimensional ones stacked to `(size,)`; numbers and texts become lists.
+
+        Args:
+            value: a tensor, a number, a text, or a nest of them.
+            gradient: the result carries gradients back to the tensors of every rank. The gradient
+                of a rank's rows is the sum of what the losses of all ranks have by these rows (one
+                all-reduce in the backward pass, in which all ranks must take part).
         """
         leaves, spec = pytree.tree_flatten(value)
         call = call_on("gather", leaves, spec)
@@ -145,7 +152,11 @@ class Collectives:
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 lengths = [row[place].shape[:1] for row in described]
-                gathered.append(self._gather_tensor(leaf, lengths))
+                if gradient and not self.alone and leaf.requires_grad and torch.is_grad_enabled():
+                    joined: Any = _GatherWithGradient.apply(leaf, self, lengths)  # type: ignore[no-untyped-call]
+                    gathered.append(joined)
+                else:
+                    gathered.append(self._gather_tensor(leaf, lengths))
             else:
                 gathered.append(self._exchange(leaf)[: self.data_parallel.size])
         return pytree.tree_unflatten(gathered, spec)
@@ -313,6 +324,10 @@ class Collectives:
         joined = torch.cat(self._all_gather_padded(to_bytes(rows), [n * width for n in counts]))
         return from_bytes(joined, rows.dtype, (sum(counts), *rows.shape[1:]))
 
+    def first_row(self, lengths: Sequence[tuple[int, ...]]) -> int:
+        """Where the rows of this rank begin in what is gathered from tensors of these lengths."""
+        return sum(length[0] if length else 1 for length in lengths[: self.topology.rank])
+
     def _broadcast_tensor(self, own: Tensor | None, leaf: Leaf, source: int) -> Tensor:
         dtype, shape = getattr(torch, leaf.dtype), torch.Size(leaf.shape)
         # The source may hold it on the CPU while the others, who hold nothing, use their device.
@@ -328,6 +343,31 @@ class Collectives:
 
 def _no_history(*_: Any) -> None:
     """There is no history to tell or to compare."""
+
+
+class _GatherWithGradient(torch.autograd.Function):
+    """An all-gather and its adjoint.
+
+    What is minimised is the mean over ranks of their losses, each times its weight, and DDP or FSDP
+    takes that mean. The rows of a rank are part of the loss of every rank, so their gradient is the
+    sum over ranks; then the mean is exact for parts of any sizes, whether each rank computes the
+    loss of the whole batch or of its own rows against all.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, collectives: Collectives, lengths: list[tuple[int, ...]]
+    ) -> Tensor:
+        ctx.shape = tensor.shape
+        ctx.first = collectives.first_row(lengths)
+        return collectives._gather_tensor(tensor, lengths)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        total = all_reduced(gradient, dist.ReduceOp.SUM)
+        count = ctx.shape[0] if ctx.shape else 1
+        return total[ctx.first : ctx.first + count].reshape(ctx.shape), None, None
 
 
 T = TypeVar("T")

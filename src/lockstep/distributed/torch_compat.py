@@ -20,7 +20,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
@@ -256,6 +256,60 @@ def storage_reference(tensor: Tensor) -> Any:
     from torch.multiprocessing.reductions import StorageWeakRef
 
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def in_function_transform() -> bool:
+    """Whether this is inside of `torch.func.vmap`, `grad` or the like, where tensors stand for
+    others.
+    """
+    import torch
+
+    stack: Any = torch._C._functorch
+    return stack.peek_interpreter_stack() is not None
+
+
+def watch_indices(
+    drawn: Callable[[Any, Callable[[], Any]], Any], begins: Callable[[Any], object]
+) -> None:
+    """Lets a function draw the indices of every batch of every DataLoader, from any sampler.
+
+    Args:
+        drawn: is given the loader's iterator and what draws; returns what that returns.
+        begins: is given the iterator when its workers, which persist, begin another pass.
+    """
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    plain: Any = _BaseDataLoaderIter._next_index
+    reset: Any = _BaseDataLoaderIter._reset
+
+    def next_index(self: _BaseDataLoaderIter) -> Any:
+        return drawn(self, partial(plain, self))
+
+    def begin_pass(self: _BaseDataLoaderIter, *args: Any, **kwargs: Any) -> None:
+        begins(self)
+        reset(self, *args, **kwargs)
+
+    _BaseDataLoaderIter._next_index = next_index  # type: ignore[method-assign]
+    _BaseDataLoaderIter._reset = begin_pass  # type: ignore[method-assign]
+
+
+def on_shadowed_iteration(called: Callable[[], object]) -> None:
+    """Calls a function on a rank that has joined (`Join`), for each iteration of the others.
+
+    Args:
+        called: before this rank takes part in the collectives of the iteration.
+    """
+    from torch.distributed.algorithms.join import Join
+
+    plain: Any = Join._get_num_nonjoined_procs
+
+    def counted(self: Join) -> int:
+        left: int = plain(self)
+        if left:
+            called()
+        return left
+
+    Join._get_num_nonjoined_procs = counted  # type: ignore[method-assign]
 
 
 # State dicts and DTensors

@@ -59,9 +59,30 @@ def shown(things: Sequence[object]) -> str:
     return ", ".join(words) + (f" and {len(things) - 6} more" if things[6:] else "")
 
 
+_WRAPPED = re.compile(r"^((_forward_module|_orig_mod|module|_fsdp_wrapped_module)\.)+")
+"""What wrappers put before the names of what is inside of them."""
+
+
 def plain(names: Iterable[str]) -> list[str]:
-    """Of tensors as the script calls them: without their model."""
-    return [name.partition("/")[2] or name for name in names]
+    """Of tensors as the script calls them: without their model, and what wraps it."""
+    return [_WRAPPED.sub("", name.partition("/")[2] or name) for name in names]
+
+
+def cure_lines(entry: Entry, *, by_lockstep: bool) -> list[str]:
+    """What to write instead, for scripts that use Lockstep, or for others.
+
+    A paragraph that begins with "With Lockstep" or "With plain DDP" is for these, up to the next
+    one of that kind.
+    """
+    wanted, found = True, list[str]()
+    for paragraph in entry.cure.split("\n\n"):
+        if paragraph.startswith("With Lockstep"):
+            wanted = by_lockstep or "With plain DDP" not in entry.cure
+        elif paragraph.startswith("With plain DDP"):
+            wanted = not by_lockstep
+        if wanted:
+            found += [*paragraph.splitlines(), ""]
+    return found[:-1]
 
 
 def of_runs(values: Sequence[object], *, alone: bool = True) -> str:

@@ -17,6 +17,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from lockstep.errors import name_ranks, some
 from lockstep.verify import replicas, samples
 from lockstep.verify.branches import other_ways, writes_to
@@ -24,12 +26,14 @@ from lockstep.verify.catalogue import Cause, of_runs, plain, shown
 from lockstep.verify.compare import (
     Array,
     Divergence,
+    Update,
     constant_ratio,
     flat,
     mean_of,
     near,
     norm,
     proportional,
+    same_samples,
     scale_of,
     weights,
 )
@@ -37,6 +41,8 @@ from lockstep.verify.compare import (
 
 def _of_initial(case: Divergence) -> Cause:
     apart = case.many.ranks_that_differ("initial", case.tolerance)
+    if stale := _stale(case):
+        return stale
     seen = "all ranks began with the same values, which are not those of one process"
     if apart:
         seen = f"before the first step {replicas.ranks_of(apart)} had other values than rank 0"
@@ -49,27 +55,90 @@ def _of_initial(case: Divergence) -> Cause:
     return Cause("LS305", (seen, *told, *writes_to(case, tuple(apart))))
 
 
+def _stale(case: Divergence) -> Cause | None:
+    """LS314: an optimizer holds parameters that no model has, and nothing brings them to a model.
+
+    It goes by an optimizer all of whose parameters are of a model on one process, and by models
+    whose parameters stay as they are. Those of sharded models are not looked at between steps.
+    """
+    loose = [n for n in case.many.merged("initial") if n.startswith("/")]
+    if not loose or any(name.startswith("/") for name in case.one.merged("initial")):
+        return None
+    before, *later = [update.merged("held") for update in case.other]
+    models = [name for name in before if not name.startswith("/")]
+    moved = any(
+        name in held and not np.array_equal(held[name], before[name])
+        for held in later
+        for name in models
+    )
+    if moved:
+        return None
+    kind = case.many[0].kind
+    seen = f"{len(loose)} parameters that {kind} updates belong to no model that was called"
+    before_wrap = "on one process all of its parameters do, so the model has got others since"
+    return Cause("LS314", (seen, before_wrap), tuple(loose))
+
+
 def _of_gradients(case: Divergence) -> Cause:
     """How the model was trained, ranks that differ, a gather, clipping, then the values.
 
     LS207 goes by a loss that was made of what an all-gather brought without its gradient. A loss
-    that is scaled up to make good for that, by a wrong number, would look the same.
+    that is scaled up to make good for that, by a wrong number, would look the same. Of what was
+    detached before it was gathered see `_detached`.
     """
     if cause := _of_modes(case):
         return cause
     apart = case.many.ranks_that_differ("gradients", case.tolerance)
+    if apart and (cause := _of_own_step(case)):
+        return cause
     if apart:
         return replicas.of_own_gradients(case, tuple(apart))
     if cause := replicas.of_shifted(case) or replicas.of_factors(case):
         return cause
-    gathered = case.many.first("gathered")
+    gathered = case.many.first("gathered") or _detached(case)
     if gathered:
         seen = "the loss is made of what an all-gather brought, which carries no gradient"
-        return Cause("LS207", (seen, gathered, *_patterns(case)))
+        return Cause("LS207", (seen, gathered, *patterns(case)))
     expected, found = case.one.merged(case.what), case.many.merged(case.what)
     if case.what == "gradients" and (case.one.clips or case.many.clips):
         return _of_clipping(case)
     return samples.of_inputs(case) or _of_values(case, expected, found)
+
+
+def _of_own_step(case: Divergence) -> Cause | None:
+    """What an optimizer used that exchanges gradients itself, by what it made of the parameters.
+
+    It goes by a first step on one process that is its gradient times one number, as of SGD; then
+    the step of several processes, divided by that number, is the gradient that they used.
+    """
+    if not case.many.in_step or case.update or case.what != "gradients":
+        return None
+    expected = case.one.merged("gradients")
+    moved = []
+    for update in (case.one, case.many):
+        before, after = update.merged("initial"), update.merged("parameters")
+        moved.append({n: before[n] - after[n] for n in expected if n in before and n in after})
+    one, many = moved
+    rate = constant_ratio(expected, one, case.exact) if one.keys() == expected.keys() else None
+    if rate is None or many.keys() != one.keys():
+        return None
+    used = {name: array / rate for name, array in many.items()}
+    ranks = Update(replace(rank, gradients=used, unclipped=used) for rank in case.many)
+    other = [*case.other[: case.update], ranks, *case.other[case.update + 1 :]]
+    cause = _of_values(replace(case, other=other), expected, used)
+    by = f"the optimizer exchanges gradients in its step: {case.many.in_step[0].line}"
+    what = "what it used of them is seen by what it made of the parameters"
+    return replace(cause, seen=(by, what, *cause.seen))
+
+
+def _detached(case: Divergence) -> str:
+    """The line of an all-gather of what was detached, where the loss should follow it.
+
+    On one process the gradient of a sample follows what models returned for others.
+    """
+    if case.one.first("detached") or not any(rank.compares for rank in case.one):
+        return ""
+    return case.many.first("detached")
 
 
 def _of_modes(case: Divergence) -> Cause | None:
@@ -109,7 +178,7 @@ def _of_values(
         if call.name == "clip" and call.acts and call.passes < len(rank.losses)
     ]
     if pieces:
-        return Cause("LS404", (pieces[0], *_patterns(case)))
+        return Cause("LS404", (pieces[0], *patterns(case)))
     return (
         _of_changes(case, found)
         or _of_missing(case)
@@ -155,7 +224,7 @@ def _of_changes(case: Divergence, found: Mapping[str, Array]) -> Cause | None:
         seen = f"{seen} times {right:.6g}"
     if hook := case.many.first("comm_hook"):
         text = "what DDP's communication hook made of it is not its mean"
-        return Cause("LS213", (seen, text, hook, *_patterns(case)))
+        return Cause("LS213", (seen, text, hook, *patterns(case)))
     used = weights(found, ranks, case.exact)
     if used is not None and not _all_equal(used, case.exact):
         text = f"each rank multiplied its own before they were added: {_ratio_text(used)}"
@@ -165,8 +234,8 @@ def _of_changes(case: Divergence, found: Mapping[str, Array]) -> Cause | None:
     changed = [call.line for call in case.many.calls if call.changed][:1]
     if changed:
         text = f"each rank changed its own before they were averaged: {changed[0]}"
-        return Cause("LS406", (seen, text, *_patterns(case)))
-    return Cause("LS210", (f"{seen}; what was made of it afterwards is not", *_patterns(case)))
+        return Cause("LS406", (seen, text, *patterns(case)))
+    return Cause("LS210", (f"{seen}; what was made of it afterwards is not", *patterns(case)))
 
 
 def _of_clipping(case: Divergence) -> Cause:
@@ -182,7 +251,7 @@ def _of_clipping(case: Divergence) -> Cause:
     expected = case.one.merged("unclipped")
     if not case.many.ranks_that_differ("unclipped", case.tolerance):
         seen = "they were equal before they were clipped, and are not after"
-        return Cause("LS403", (seen, *lines, *_patterns(case)))
+        return Cause("LS403", (seen, *lines, *patterns(case)))
     mean = mean_of([rank.unclipped for rank in case.many])
     ratio = constant_ratio(expected, mean, case.exact)
     if ratio is None or not any(call.acts for call in (*clips, *case.one.clips)):
@@ -249,6 +318,9 @@ def _of_weights(
             return None
         text = "the sum of what the ranks' backward passes left is right, but for a factor"
         return _unknown(case, f"{text}; what was made of it afterwards is not")
+    counted = [weight if abs(weight) > least else 0.0 for weight in right]
+    if min(counted) <= 0.0:
+        return _of_parts_left_out(case, counted, used)
     words = (
         "the gradient of one process is a sum of the same parts with other weights",
         f"the backward passes of the ranks weigh {_ratio_text(used)}; "
@@ -265,12 +337,31 @@ def _of_weights(
     if compares := _compares(case):
         return Cause("LS208", (*words, *compares))
     told = samples.statistics_of(case)
-    if min(right) > least and _all_equal(used, case.exact) and near(sum(right), sum(used), 1e-5):
+    if _all_equal(used, case.exact) and near(sum(right), sum(used), 1e-5):
         nothing = "of nothing that was counted in the batches there is as much"
         return Cause("LS205", (*words, *(told or [nothing])))
     if told and not samples.draws_of(case):
         return Cause("LS208", (*words, *told))
     return Cause("LS210", words)
+
+
+def _of_parts_left_out(case: Divergence, right: Sequence[float], used: Sequence[float]) -> Cause:
+    """Parts that one process does not train in this step at all, or with another sign.
+
+    LS110 goes by one process whose gradient is that of some of the parts alone, in equal weights:
+    it was given so many fewer samples.
+    """
+    alone = [number for number, weight in enumerate(right) if weight > 0]
+    same = [right[number] for number in alone]
+    known = True in same_samples(case.one, case.many)
+    mean = alone and _all_equal(same, 1e-5) and _all_equal(used, 1e-5)
+    if known or min(right) < 0 or not mean:
+        seen = "the gradient of one process is a sum of the same parts, but not a mean of them"
+        return Cause("LS210", (seen, *_loss_line(case), *patterns(case)))
+    which = shown([number + 1 for number in alone])
+    text = f"the gradient of one process is that of part {which} of {len(right)} alone"
+    parts = "a part is what one backward pass of one rank left, in the order of ranks"
+    return Cause("LS110", (text, parts, *_loss_line(case)))
 
 
 def _counts(case: Divergence, parts: int) -> dict[str, list[float]]:
@@ -304,16 +395,16 @@ def _of_coupling(case: Divergence) -> Cause:
         return cause
     if line := case.many.first("hook_line"):
         seen = "a hook changed gradients of the ranks while they still differed"
-        return Cause("LS406", (seen, line, *_patterns(case)))
+        return Cause("LS406", (seen, line, *patterns(case)))
     terms, all_told = _of_terms(case)
     if all_told:
-        return Cause("LS211", (*terms, *_loss_line(case), *_patterns(case)))
+        return Cause("LS211", (*terms, *_loss_line(case), *patterns(case)))
     if cause := samples.of_outputs(case):
         return cause
     if compares := _compares(case):
-        told = (*_loss_line(case), *_patterns(case), *samples.draws_of(case))
+        told = (*_loss_line(case), *patterns(case), *samples.draws_of(case))
         return Cause("LS208", (*compares, *told))
-    if cause := samples.of_loss(case) or samples.of_draws(case, *_patterns(case)):
+    if cause := samples.of_loss(case) or samples.of_draws(case, *patterns(case)):
         return replace(cause, seen=(*cause.seen, *_loss_line(case)))
     if cause := samples.of_padding(case):
         return cause
@@ -324,8 +415,13 @@ def _of_coupling(case: Divergence) -> Cause:
 
 
 def _unknown(case: Divergence, *seen: str) -> Cause:
-    """What is seen of the way from batches to gradients, where nothing names a cause."""
-    words = []
+    """What is seen of the way from batches to gradients, where no rule names a cause.
+
+    Models that were given other samples are a cause all the same: LS110 by so many times as many
+    inputs as there are processes, LS101, LS102 and LS111 by inputs that are there too often, or not
+    at all.
+    """
+    words, code = [], "LS210"
     one, many = samples.inputs_of(case.one), samples.inputs_of(case.many)
     if one and many:
         same = (sum(one, Counter()) & sum(many, Counter())).total()
@@ -336,9 +432,23 @@ def _unknown(case: Divergence, *seen: str) -> Cause:
             numbers = [f"{n} of {sort}" for n, sort in zip(numbers, sorts, strict=True)]
         text = "the models were called with {} inputs, on {} processes with {}; {} are the same"
         words.append(text.format(numbers[0], case.size, numbers[1], same))
+        if shapes[0] == shapes[1] and samples.inputs_differ(case):
+            code = _of_other_inputs(one, many, case.size)
     words += samples.what_is_equal(case)
-    told = (*words, *samples.statistics_of(case), *_loss_line(case), *_patterns(case))
-    return Cause("LS210", (*seen, *told))
+    told = (*words, *samples.statistics_of(case), *_loss_line(case), *patterns(case))
+    return Cause(code, (*seen, *told))
+
+
+def _of_other_inputs(one: Sequence[Counter[str]], many: Sequence[Counter[str]], size: int) -> str:
+    """The code of other inputs than one process has."""
+    expected, found = sum(one, Counter[str]()), sum(many, Counter[str]())
+    if found.total() == size * expected.total() and not expected - found:
+        return "LS110"
+    if not expected - found and set(found) == set(expected):
+        return "LS101"
+    if not found - expected:
+        return "LS102"
+    return "LS111"
 
 
 def _of_terms(case: Divergence) -> tuple[list[str], bool]:
@@ -378,7 +488,7 @@ def _compares(case: Divergence) -> list[str]:
     return [seen, "no rank gathered those of the others"]
 
 
-def _patterns(case: Divergence) -> tuple[str, ...]:
+def patterns(case: Divergence) -> tuple[str, ...]:
     """How many gradients are right, and what the others are."""
     expected, found = case.one.merged(case.what), case.many.merged(case.what)
     wrong = [name for name in case.names if name in expected]
@@ -463,7 +573,7 @@ def _of_parameters(case: Divergence) -> Cause:
 
 def _of_optimizers(case: Divergence) -> list[str]:
     """Options of parameter groups, and what the optimizer kept, that are not alike, in words."""
-    ranks = (*case.one, *case.many)
+    ranks = (*case.one, *(rank for rank in case.many if rank.stepped))
     words = []
     if len({len(rank.options) for rank in ranks}) > 1:
         counts = of_runs([len(rank.options) for rank in ranks])
@@ -495,11 +605,13 @@ def _of_kept(case: Divergence) -> Cause:
         seen = f"{before} parameters that nothing trains are other ones"
         kind = "such as those of a teacher, an average or a target network"
         return Cause("LS309", (seen, kind, *writes_to(case, case.names)))
-    seen = f"{before} parameters are other ones than on one process; the last step left the same"
-    how = writes_to(case, case.names) or [
-        "something changes them between the steps, or in a forward pass"
-    ]
-    return Cause("LS210", (seen, *how))
+    seen = f"{before} parameters are other ones than on one process"
+    wrote = writes_to(case, case.names)
+    last = case.other[case.update - 1] if case.update else Update()
+    if not last.merged("parameters"):
+        return Cause("LS210", (seen, *wrote))
+    how = wrote or ["something changes them between the steps, or in a forward pass"]
+    return Cause("LS210", (f"{seen}; the last step left the same", *how))
 
 
 def _of_buffers(case: Divergence) -> Cause:
@@ -511,16 +623,18 @@ def _of_buffers(case: Divergence) -> Cause:
 
 def _of_batchnorm(case: Divergence) -> Cause | None:
     """LS306 and LS307 go by what BatchNorm's forward passes saw, and by how many they were."""
-    patterns = () if case.what == "buffers" else _patterns(case)
+    of_gradients = () if case.what == "buffers" else patterns(case)
     layers = sorted({layer for rank in case.many for layer in rank.statistics})
     if layers and case.size > 1:
         frozen = {f"{name.rpartition('.')[0]}" for name in case.many[0].frozen}
         kind = "BatchNorm layers of a model that is not trained" if {*layers} <= frozen else ""
         of = f"{kind or 'BatchNorm layers'}: {shown(plain(layers))}"
-        return Cause("LS306", (f"each rank's part alone gave the statistics of {of}", *patterns))
+        return Cause(
+            "LS306", (f"each rank's part alone gave the statistics of {of}", *of_gradients)
+        )
     moved = any(name.endswith("running_mean") for name in case.many.merged("buffers"))
     if moved and case.one.backward_passes != case.many.backward_passes:
-        return Cause("LS307", (_passes(case), *patterns))
+        return Cause("LS307", (_passes(case), *of_gradients))
     return None
 
 
@@ -572,7 +686,7 @@ def cause_of(case: Divergence) -> Cause:
     LS405 goes by optimizers of several classes in what should be one step: some ranks step with
     one that the others do not have, and nothing else can be compared from there.
     """
-    kinds = [rank.kind for rank in case.many] if case.what != "length" else []
+    kinds = [rank.kind for rank in case.many if rank.stepped] if case.what != "length" else []
     if len({*kinds}) > 1:
         seen = f"the ranks step with different optimizers: {of_runs(kinds, alone=False)}"
         cause = Cause("LS405", (seen,))

@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+LARGEST, SIZE = 1, 2
+"""Places of the largest absolute value and of the size in what is recorded of `state`."""
 Place = tuple[str, int, int]
 """Of a test: its file, its line, and the last one of what it decides."""
 
@@ -56,6 +58,8 @@ class ScriptCall:
     line: str
     of_graph: bool = False
     """Its input carries a gradient."""
+    of_model: bool = False
+    """Its input is made of what a model returned to be trained, even if detached."""
     gradient_of: str = ""
     """The parameter whose gradient its input is."""
     changed: bool = False
@@ -64,6 +68,10 @@ class ScriptCall:
     """How many backward passes of the update came before it."""
     acts: bool = False
     """It has clipped something."""
+    in_function: bool = False
+    """It was made in the forward pass of a function that has a backward pass of its own."""
+    in_step: bool = False
+    """An optimizer made it while it stepped."""
     value: float | None = None
     """What a scheduler was to follow."""
 
@@ -104,6 +112,9 @@ class RankUpdate:
     """The optimizer's class."""
     step: int = 0
     """Which of its steps, from 0."""
+    stepped: bool = True
+    """False: no optimizer of this rank stepped. It had joined (`Join`), or has no optimizer, and
+    others did it for it; values of the step itself are not known then."""
     dtype: str = "torch.float64"
     """The one of the lowest precision that the loss and gradients have been in so far."""
     rates: Sequence[float] = ()
@@ -140,7 +151,7 @@ class RankUpdate:
     gradient_draw: str = ""
     """The line of random numbers that gradients are made of."""
     state: Mapping[str, Array] = field(default_factory=dict)
-    """Sums over what the optimizer kept before the update."""
+    """Of what the optimizer kept before the update: a sum, the largest value, and the size."""
     attributes: Mapping[str, Array] = field(default_factory=dict)
     """Sums over, and sizes of, tensors of modules that are neither parameters nor buffers."""
     entered: Mapping[str, Array] = field(default_factory=dict)
@@ -151,8 +162,12 @@ class RankUpdate:
     """Of the last backward pass."""
     gathered: str = ""
     """The line of an all-gather whose result the loss was made of, without its gradient."""
+    detached: str = ""
+    """The same of what was detached before; the loss may be meant not to follow it."""
     compares: bool = False
     """The loss compares samples: what one's output should become depends on another's output."""
+    averaged_over: Sequence[int] = ()
+    """The ranks of a DDP's group, where these are not all."""
     bare: Sequence[str] = ()
     """Parameters to train of models that are neither wrapped nor prepared."""
     bare_line: str = ""
@@ -179,6 +194,8 @@ class RankUpdate:
     """Sums over each parameter before the update, of those that are whole on this rank."""
     gradients: Mapping[str, Array] = field(default_factory=dict)
     """As the optimizer found them."""
+    reduced: Mapping[str, Array] = field(default_factory=dict)
+    """Gradients as the optimizer's own collectives left them, which it called while it stepped."""
     unclipped: Mapping[str, Array] = field(default_factory=dict)
     """The same before the script clipped them, once its backward passes were over."""
     local: list[dict[str, Any]] = field(default_factory=list)
@@ -241,6 +258,11 @@ class Update(tuple[RankUpdate, ...]):
         return [call for call in self.calls if call.name == "clip"]
 
     @property
+    def in_step(self) -> list[ScriptCall]:
+        """Collectives that an optimizer called while it stepped."""
+        return [call for call in self.calls if call.in_step]
+
+    @property
     def losses(self) -> list[float]:
         """Of each rank that has any, the sum of its losses."""
         return [sum(rank.losses) for rank in self if rank.counts and rank.losses]
@@ -263,8 +285,15 @@ class Update(tuple[RankUpdate, ...]):
 
     @property
     def samples(self) -> int:
-        """How many it is made of."""
-        return sum(len(taken.ids or taken.contents) for taken in self.batches)
+        """How many it is made of.
+
+        Of batches that no loader gave, a rank may have computed each several times.
+        """
+        return sum(
+            _count_of(rank.taken, of_models=rank.taken == rank.inputs)
+            for rank in self
+            if rank.counts
+        )
 
     def indices(self) -> list[Sample] | None:
         """All samples in the order of ranks; None: some have no known index."""
@@ -296,6 +325,16 @@ class Update(tuple[RankUpdate, ...]):
         Replicas are the same in any precision, so none of their bits is passed over.
         """
         return self.ranks_that_differ("held", FLOAT64)
+
+
+def _count_of(batches: Sequence[Taken], *, of_models: bool) -> int:
+    if of_models and all(batch.contents for batch in batches):
+        counts = [Counter(batch.contents) for batch in batches]
+        most: Counter[str] = Counter()
+        for each in counts:
+            most |= each  # the same samples in another pass are not counted again
+        return most.total()
+    return sum(len(batch.ids or batch.contents) for batch in batches)
 
 
 def scale_of(arrays: Mapping[str, Array]) -> float:
@@ -387,8 +426,8 @@ class Divergence:
 
     @property
     def size(self) -> int:
-        """Processes of the other."""
-        return len(self.other[0])
+        """Processes of the other; 0: none of them made a step together with the others."""
+        return len(self.other[0]) if self.other else 0
 
     @property
     def exact(self) -> float:
@@ -521,6 +560,7 @@ def rates_differ(one: Update, many: Update, tolerance: Tolerance) -> bool:
     return not all(
         len(rank.rates) == len(rates) and np.allclose(rates, rank.rates, rtol=within, atol=0)
         for rank in many
+        if rank.stepped
     )
 
 

@@ -5,6 +5,7 @@ Torch alone: nothing here knows of updates or of other ranks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -45,6 +47,8 @@ class Models:
         """Their parameters count also where no module has them."""
         self.left: dict[str, Array] = {}
         """Parameters as the last steps left them."""
+        self.averaged_over: Sequence[int] = ()
+        """The ranks of a DDP's group, where these are not all."""
         self.comm_hook = ""
         """The line of a communication hook that the script gave DDP."""
 
@@ -64,6 +68,9 @@ class Models:
         self.add(wrapper)
         own = {id(p) for p in wrapper.module.parameters() if p.requires_grad}
         self.averaged[id(wrapper.module)] = own
+        ranks = dist.get_process_group_ranks(wrapper.process_group)
+        if len(ranks) < dist.get_world_size():
+            self.averaged_over = ranks
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each with a name that is the same on every rank; a tied one under its first name."""
@@ -165,13 +172,13 @@ def _distances(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
     """Whether the loss is made of `torch.cdist`, or `pdist`, between outputs."""
     made = {output.grad_fn for output in outputs}
     return any(
-        all(not made.isdisjoint(_nodes(to)) for to, _ in node.next_functions)
-        for node in _nodes(loss.grad_fn)
+        all(not made.isdisjoint(nodes_behind(to)) for to, _ in node.next_functions)
+        for node in nodes_behind(loss.grad_fn)
         if node.name() in _DISTANCES
     )
 
 
-def _nodes(*ends: Any) -> set[Any]:
+def nodes_behind(*ends: Any) -> set[Any]:
     """Of the graph that leads to some, themselves among them."""
     found, left = set(), [*ends]
     while left:
@@ -221,8 +228,48 @@ def _follow(values: Sequence[Tensor], sources: Sequence[Tensor], samples: int) -
 def _last(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs of which none of the others is made: between those models may compare samples."""
     known = [(output, output.grad_fn) for output in outputs if output.grad_fn is not None]
-    behind = _nodes(*(node for _, made in known for node, _ in made.next_functions))
+    behind = nodes_behind(*(node for _, made in known for node, _ in made.next_functions))
     return [output for output, made in known if made not in behind]
+
+
+def are_positions(targets: Tensor) -> bool:
+    """Whether targets number the samples, as those of a contrastive loss: they are no labels.
+
+    They are places in what is compared, which differ where a rank compares less, or gathers.
+    """
+    if targets.is_floating_point() or targets.dtype == torch.bool or targets.dim() != 1:
+        return False
+    count = len(targets)
+    return count > 2 and bool((targets - targets[0]).equal(torch.arange(count).to(targets)))
+
+
+def is_traced() -> bool:
+    """Whether `torch.jit.trace` follows what is computed, which is nothing else's affair then."""
+    jit: Any = torch.jit
+    return bool(jit.is_tracing())
+
+
+def inside_autograd_function() -> bool:
+    """Whether the script is in the forward pass of a function that has a backward pass of its own.
+
+    What is gathered there is given its gradient by that.
+    """
+    forwards = {
+        each.forward.__code__
+        for each in _subclasses(torch.autograd.Function)
+        if hasattr(each.forward, "__code__")
+    }
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in forwards:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _subclasses(kind: type) -> list[Any]:
+    direct: list[Any] = kind.__subclasses__()
+    return [*direct, *(each for one in direct for each in _subclasses(one))]
 
 
 def sums_of(tensor: Tensor) -> Array:

@@ -12,8 +12,9 @@ import hashlib
 import io
 import os
 import shutil
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -30,9 +31,10 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.data.pytree import tensors
 from lockstep.distributed.torch_compat import DropoutNd, own_part, pytree
-from lockstep.errors import user_line, user_stack
+from lockstep.errors import is_users, user_line, user_stack
 from lockstep.optim.precision import in_double
-from lockstep.verify.models import storage_of, sums_of
+from lockstep.verify.files import FilesBefore
+from lockstep.verify.models import is_traced, storage_of, sums_of
 
 _DROPOUTS = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout),
@@ -131,6 +133,8 @@ class DeterminismPatches(TorchFunctionMode):
         self.numbers: dict[str, float] = {}
         """Statistics over samples that became numbers, by the user's line; whoever reads them
         takes them away."""
+        self.on_write: Callable[[int], object] = lambda storage: None
+        """Called where the script has written to something that is watched."""
         self._own = torch.get_default_dtype()
         """What the script computes in where it says nothing else."""
         self._set_default = torch.set_default_dtype
@@ -144,6 +148,8 @@ class DeterminismPatches(TorchFunctionMode):
     ) -> Any:
         """Sees every call of torch's functions."""
         kwargs = kwargs or {}
+        if is_traced():
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if func in _DROPOUTS:
             return self._undropped(func, args, kwargs)
@@ -159,25 +165,45 @@ class DeterminismPatches(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
             self.off["dropout of attention"] += 1
             kwargs["dropout_p"] = 0.0
-        terms = _terms_made(name, *args) if len(args) == 2 else []
-        marks = marks_of((args, kwargs))
-        if func in _LOSSES:
-            self._see_loss(name, *args, **kwargs)
+        terms: list[float] = []
+        marks: dict[str, Any] = {}
+        # What is looked at here is evidence. An odd argument leaves none; the call goes on.
+        with suppress(Exception):
+            marks = marks_of((args, kwargs))
+            if func in _LOSSES:
+                self._see_loss(name, *args, **kwargs)
+            terms = _terms_made(name, *args) if len(args) == 2 else []
         if self.double:
             func, args, kwargs = self._widened(func, name, args, kwargs)
         if name in {"backward", "grad"}:
             with self._backward():
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
+        with suppress(Exception):
+            self._see_result(func, name, result, marks, terms, args, kwargs)
+        return result
+
+    def _see_result(
+        self,
+        func: Any,
+        name: str,
+        result: Any,
+        marks: dict[str, Any],
+        terms: list[float],
+        args: Any,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Looks at what a call has made, or has written to."""
         self._see_write(func, name, args, kwargs)
         self._see_number(name, result, marks)
         if isinstance(result, Tensor) and result.requires_grad and not result.dim():
             marks |= _divided(name, *args)
-            result.__dict__ |= {"_line": user_line(), **({"_terms": terms} if terms else {})}
+            result.__dict__["_line"] = _line_of(name, args)
+            if terms:
+                result.__dict__["_terms"] = terms
         _mark_made(result, marks, name, args, kwargs)
         if isinstance(result, Tensor) and result.dtype is not self.lowest and result.requires_grad:
             self.went_through(result)
-        return result
 
     def _see_number(self, name: str, result: Any, marks: Mapping[str, Any]) -> None:
         statistic = name in _TO_NUMBER and any(kind.startswith(STATISTIC) for kind in marks)
@@ -193,10 +219,12 @@ class DeterminismPatches(TorchFunctionMode):
             for tensor in tensors((args[:1], kwargs.get("out"))):
                 self.wrote(tensor)
 
-    def wrote(self, tensor: Tensor) -> None:
-        """Values are written to where those of a tensor lie."""
+    def wrote(self, tensor: Tensor, *, by_hand: bool = True) -> None:
+        """Values are written to where those of a tensor lie; by the script, or by a collective."""
         if self.watched and (storage := storage_of(tensor)) in self.watched:
             self.writes[storage] = user_stack() or self.writes.get(storage, ())
+            if by_hand:
+                self.on_write(storage)
 
     def _see_loss(self, name: str, *args: Any, **kwargs: Any) -> None:
         given = dict(zip(("input", "target"), args, strict=False)) | kwargs
@@ -277,8 +305,13 @@ class DeterminismPatches(TorchFunctionMode):
                 self.off["dropout of attention and recurrent layers"] += 1
         # DDP and its like hold the very tensors; they are given modules that are float64 already.
         tensors = chain(module.parameters(), module.buffers())
-        if self.double and any(t.is_floating_point() and t.dtype != torch.float64 for t in tensors):
-            module.double()
+        if self.double:
+            held = list(tensors)
+            if any(t.is_floating_point() and t.dtype != torch.float64 for t in held):
+                module.double()
+            for tensor in held:
+                if tensor.dtype == torch.complex64:
+                    tensor.data = tensor.data.to(torch.complex128)
 
     def converted(self, values: Any) -> Any:
         """What a loader hands out, or a model is called with."""
@@ -380,6 +413,7 @@ class DeterminismPatches(TorchFunctionMode):
             for name in names:
                 saved.follow(owner, name)
         builtins.open = io.open
+        FilesBefore(folder.parent).watch()
 
         plain_weights = lockstep.save_weights
 
@@ -436,6 +470,32 @@ def _terms_made(name: str, one: Any, other: Any) -> list[float]:
         factor = float(other) if parts[0] and not parts[1] and single else 0.0
         return [term / factor if name == "div" else term * factor for term in parts[0] if factor]
     return parts[0] + [-term if name == "sub" else term for term in parts[1]]
+
+
+def _line_of(name: str, args: Any) -> str | None:
+    """The user's line that made a loss; one that a library only scales is made where it was."""
+    if name in {"mul", "div"} and len(args) == 2 and not _is_called_by_user():
+        made, factor = args if _needs_gradient(args[0]) else args[::-1]
+        if _needs_gradient(made) and not made.dim() and not _needs_gradient(factor):
+            return made.__dict__.get("_line") or user_line()
+    return user_line()
+
+
+def _is_called_by_user() -> bool:
+    """Whether the user's code has called torch here, and no library."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            return True
+        if f"{os.sep}torch{os.sep}" not in file and not file.startswith(_OWN):
+            return False
+        frame = frame.f_back
+    return False
+
+
+_OWN = os.path.dirname(os.path.dirname(__file__))
+"""Where Lockstep's files lie."""
 
 
 def _divided(name: str, *args: Any) -> dict[str, Any]:

@@ -6,15 +6,18 @@ loaders deliver (torch's, and Lockstep's own), losses, forward passes, collectiv
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
+from itertools import count, islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,30 +32,46 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep import step
 from lockstep.data.loader import Loader
+from lockstep.data.pytree import tensors
 from lockstep.distributed.seeding import seed_everything
-from lockstep.distributed.torch_compat import in_backward_pass
+from lockstep.distributed.torch_compat import (
+    in_backward_pass,
+    on_shadowed_iteration,
+    watch_indices,
+)
 from lockstep.errors import is_users, user_line
 from lockstep.launcher.worker import run_as_main
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.verify.batches import random_streams, streams_that_moved
+from lockstep.verify.feed import BatchReader, BatchWriter, Fed
 from lockstep.verify.patches import DeterminismPatches, ParameterGroup
 from lockstep.verify.record import UpdateWriter, Way, read_way, refuse_groups, refuse_own_ranks
 from lockstep.verify.recorder import Recorder
 from lockstep.watchdog.probe import on_start_processes
+from lockstep.world import World
 
 # Some have new names since torch 2.13, beside the old ones.
 _GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object")
 _REDUCES = (
-    "all_reduce", "reduce", "broadcast",
+    "all_reduce", "all_reduce_coalesced", "reduce", "broadcast",
     "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
+)  # fmt: skip
+_MOVES = (
+    "send", "recv", "isend", "irecv", "scatter", "gather", "all_to_all", "all_to_all_single",
 )  # fmt: skip
 
 
-def install(recorder: Recorder, patches: DeterminismPatches, way: Way, folder: Path) -> None:
+def install(
+    recorder: Recorder,
+    patches: DeterminismPatches,
+    way: Way,
+    folder: Path,
+    kept: BatchWriter | BatchReader | None = None,
+) -> None:
     """For the rest of this process.
 
     Args:
@@ -60,6 +79,7 @@ def install(recorder: Recorder, patches: DeterminismPatches, way: Way, folder: P
         patches: changes what would not be comparable.
         way: how the script is run.
         folder: what the script saves goes there.
+        kept: batches are written there, or read from there.
     """
     on_start_processes(refuse_own_ranks)
     _watch_own_processes(recorder, way.nproc)
@@ -71,9 +91,9 @@ def install(recorder: Recorder, patches: DeterminismPatches, way: Way, folder: P
     register_module_forward_hook(recorder.leaves, always_call=True)
     _watch_losses(recorder)
     _watch_functions(recorder, patches)
-    _watch_loaders(recorder, patches)
+    _watch_loaders(recorder, patches, kept)
     if way.batch_times > 1:
-        _enlarge_batches(way.batch_times)
+        _enlarge_batches(recorder, way.batch_times)
     if patches.double:
         patches.keep_double()
     patches.no_compile()
@@ -122,9 +142,15 @@ def _watch_functions(recorder: Recorder, patches: DeterminismPatches) -> None:
             into = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
             recorder.called(name, tensor, into if place else None)
 
-    for name in filter(partial(hasattr, dist), (*_GATHERS, *_REDUCES)):
+    def reduced(name: str, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("async_op"):
+            recorder.reduced(args[0] if args else kwargs.get("tensor"))
+
+    for name in filter(partial(hasattr, dist), (*_GATHERS, *_REDUCES, *_MOVES)):
         # The tensor that goes in comes first, but for the gathers, which put what comes out there.
-        _tell(dist, name, partial(exchanged, name, int(name in _GATHERS)))
+        after = partial(reduced, name) if name == "all_reduce" else _nothing
+        _tell(dist, name, partial(exchanged, name, int(name in _GATHERS)), after)
+    on_shadowed_iteration(recorder.shadows)
     _tell(LRScheduler, "step", lambda *_, **__: recorder.called("schedule", None))
 
     def follows(_: Any, metrics: Any, *__: Any) -> None:
@@ -147,6 +173,7 @@ def _watch_functions(recorder: Recorder, patches: DeterminismPatches) -> None:
     _tell(DistributedSampler, "set_epoch", lambda sampler, *_, **__: recorder.told.add(sampler))
     _tell(PreparedOptimizer, "__init__", lambda _, inner, *__, **___: recorder.known.add(inner))
     _watch_ddp(recorder, patches)
+    _watch_world(recorder)
     _watch_hooks(recorder)
 
 
@@ -162,6 +189,25 @@ def _watch_ddp(recorder: Recorder, patches: DeterminismPatches) -> None:
     _tell(ddp, "register_comm_hook", communicates)
 
 
+def _watch_world(recorder: Recorder) -> None:
+    """Of Lockstep's collectives, whatever way their data takes."""
+    for name in ("sum", "mean", "max", "min", "broadcast", "gather"):
+        _watch_collective(recorder, name, getattr(World, name))
+
+
+def _watch_collective(recorder: Recorder, name: str, plain: Callable[..., Any]) -> None:
+    @wraps(plain)
+    def told(world: World, value: Any, *args: Any, **kwargs: Any) -> Any:
+        calls = [recorder.called(f"world.{name}", tensor) for tensor in tensors(value)]
+        result = plain(world, value, *args, **kwargs)
+        if world.size > 1:
+            loses = name == "gather" and not kwargs.get("gradient")
+            recorder.exchanged(calls, result, loses_gradient=loses)
+        return result
+
+    setattr(World, name, told)
+
+
 def _watch_hooks(recorder: Recorder) -> None:
     hook_of: Any = Tensor.register_hook
 
@@ -170,7 +216,8 @@ def _watch_hooks(recorder: Recorder) -> None:
 
         def told(gradient: Tensor) -> Any:
             changed = hook(gradient)
-            if line and self.is_leaf and changed is not None and not changed.equal(gradient):
+            both = isinstance(changed, Tensor) and isinstance(gradient, Tensor)
+            if line and self.is_leaf and both and not changed.equal(gradient):
                 recorder.changed_by_hook(line)
             return changed
 
@@ -200,44 +247,94 @@ def _tell(owner: Any, name: str, before: _Told = _nothing, after: _Told = _nothi
     setattr(owner, name, told)
 
 
-Queues = dict[int, deque[list[int]]]
-"""The indices of batches that were drawn and not handed out yet, by the id of their sampler."""
+_QUEUE = "_lockstep_indices"
+"""Attribute of a DataLoader's iterator: the indices of batches that were not handed out yet."""
 
 
-def _watch_loaders(recorder: Recorder, patches: DeterminismPatches) -> None:
-    waiting: Queues = {}
-    _keep_indices(waiting, patches)
+def _watch_loaders(
+    recorder: Recorder, patches: DeterminismPatches, kept: BatchWriter | BatchReader | None
+) -> None:
+    _keep_indices(patches)
+    if kept is not None:
+        _number_loaders(kept)
     plain, pieces = DataLoader.__iter__, Loader.__iter__
 
-    def told(
-        loader: DataLoader[Any], running: Iterator[Any], queue: deque[list[int]] | None
-    ) -> Iterator[Any]:
-        while True:
+    def fed(loader: DataLoader[Any], reader: BatchReader) -> Iterator[Any]:
+        for batch, ids in _wanted(recorder, reader.batches(reader.begin(loader))):
+            recorder.took(loader, ids=ids, batch=batch, drawn={})
+            yield batch
+
+    def told(loader: DataLoader[Any], running: Iterator[Any]) -> Iterator[Any]:
+        queue: deque[Any] = vars(running).setdefault(_QUEUE, deque())
+        wanted = _wanted(recorder, running)
+        keeps = isinstance(kept, BatchWriter) and torch.is_grad_enabled()
+        place = kept.begin(loader) if kept is not None and keeps else ""
+        for number in count():
             patches.watch_draws()
             before = random_streams()
             try:
-                batch = patches.converted(next(running))
+                batch = patches.converted(next(wanted))
             except StopIteration:
                 return
-            ids = None if queue is None else queue.popleft()
+            ids = _numbers(queue.popleft()) if queue else None
             if torch.is_grad_enabled():
                 drawn = patches.draws() | streams_that_moved(before)
                 recorder.took(loader, ids=ids, batch=batch, drawn=drawn)
+            if isinstance(kept, BatchWriter) and keeps:
+                kept.keep(place, number, Fed(batch, ids))
             yield batch
 
     def of_torch(self: DataLoader[Any]) -> Iterator[Any]:
         if _is_ours(self.dataset):
             return plain(self)
-        queue: deque[list[int]] | None = None
-        stream = isinstance(self.dataset, IterableDataset)
-        if type(self.batch_sampler) is BatchSampler and not stream:
-            queue = waiting[id(self.batch_sampler)] = deque()
         if torch.is_grad_enabled():
             recorder.begins_pass(self)
-        return told(self, _wanted(recorder, plain(self)), queue)
+            if isinstance(kept, BatchReader):
+                return fed(self, kept)
+        return told(self, plain(self))
 
     DataLoader.__iter__ = of_torch  # type: ignore[method-assign, assignment]
     Loader.__iter__ = lambda self: map(patches.converted, _wanted(recorder, pieces(self)))  # type: ignore[method-assign]
+
+
+def _number_loaders(kept: BatchWriter | BatchReader) -> None:
+    """Numbers DataLoaders as they are built, on one process with the lengths of those of a rank."""
+
+    def built(loader: DataLoader[Any], dataset: Any, *_: Any, **__: Any) -> None:
+        if not _is_ours(dataset):
+            kept.build(loader)
+
+    _tell(DataLoader, "__init__", after=built)
+    plain: Any = DataLoader.__len__
+
+    def length(self: DataLoader[Any]) -> int:
+        known = kept.length(self) if isinstance(kept, BatchReader) else None
+        found: int = plain(self) if known is None else known
+        return found
+
+    if isinstance(kept, BatchReader):
+        DataLoader.__len__ = length  # type: ignore[method-assign]
+
+
+def _keep_indices(patches: DeterminismPatches) -> None:
+    """Iterators of DataLoaders keep the indices that they draw, until the batch is handed out."""
+
+    def drawn(running: Any, draw: Callable[[], Any]) -> Any:
+        with patches.unwatched():  # the order of samples is drawn, not what is in them
+            indices = draw()
+        vars(running).setdefault(_QUEUE, deque()).append(indices)
+        return indices
+
+    watch_indices(drawn, lambda running: vars(running).pop(_QUEUE, None))
+
+
+def _numbers(indices: Any) -> list[int] | None:
+    """The indices of a batch as numbers; None: they are something else, as those of a stream."""
+    if not isinstance(indices, list | tuple) or not indices:
+        return None
+    if not all(isinstance(index, int | np.integer | Tensor) for index in indices):
+        return None
+    return [int(index) for index in indices]
 
 
 def _wanted(recorder: Recorder, running: Iterator[Any]) -> Iterator[Any]:
@@ -255,42 +352,79 @@ class _Enlarged(int):
     """A batch size; a library that builds the loader anew brings it along."""
 
 
-def _enlarge_batches(times: int) -> None:
+_MERGED = "_lockstep_merged"
+"""Attribute of a batch sampler whose batches are joined."""
+
+
+def _enlarge_batches(recorder: Recorder, times: int) -> None:
     """DataLoaders of torch get so many times the batch size, once."""
     build: Any = DataLoader.__init__
+    signature = inspect.signature(build)
 
-    def built(
-        self: DataLoader[Any], dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any
-    ) -> None:
-        whole = _is_ours(dataset) or kwargs.get("batch_sampler")
-        if not (whole or batch_size is None or isinstance(batch_size, _Enlarged)):
-            batch_size = _Enlarged(batch_size * times)
-        build(self, dataset, batch_size, *args, **kwargs)
+    def built(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        if not _is_ours(given["dataset"]):
+            size = given.get("batch_size", 1)
+            if given.get("batch_sampler") is not None:
+                try:
+                    given["batch_sampler"] = _merged(given["batch_sampler"], times)
+                except TypeError:  # as of a generator, whose class cannot be changed
+                    recorder.kept_batches = recorder.kept_batches or user_line() or "somewhere"
+            elif isinstance(size, int) and not isinstance(size, _Enlarged):
+                given["batch_size"] = _Enlarged(size * times)
+            elif size is None:
+                recorder.kept_batches = recorder.kept_batches or user_line() or "somewhere"
+        build(**given)
 
     DataLoader.__init__ = built  # type: ignore[method-assign]
+
+
+def _merged(sampler: Any, times: int) -> Any:
+    """A batch sampler each of whose batches is so many of those that it had, one after the other.
+
+    It stays the same object, of a class that is made from its own, so that it can still be told an
+    epoch; only a list of batches becomes another one.
+    """
+    parts = [sampler, *vars(sampler).values()] if hasattr(sampler, "__dict__") else [sampler]
+    sizes = [getattr(part, "batch_size", None) for part in parts]
+    if any(hasattr(part, _MERGED) for part in parts):
+        return sampler
+    if any(isinstance(size, _Enlarged) for size in sizes):
+        return sampler
+    if isinstance(sampler, list | tuple):
+        return _Batches(_joined(sampler, times))
+
+    own: Any = type(sampler)
+
+    def iterate(self: Any) -> Iterator[list[Any]]:
+        return _joined(own.__iter__(self), times)
+
+    def length(self: Any) -> int:
+        batches: int = own.__len__(self)
+        return -(-batches // times)
+
+    methods: dict[str, Any] = {"__iter__": iterate, _MERGED: True, "__module__": own.__module__}
+    if hasattr(own, "__len__"):
+        methods["__len__"] = length
+    sampler.__class__ = type(own.__name__, (own,), methods)
+    return sampler
+
+
+class _Batches(list[list[Any]]):
+    """Batches that are joined already."""
+
+    _lockstep_merged = True
+
+
+def _joined(batches: Iterable[Any], times: int) -> Iterator[list[Any]]:
+    running = iter(batches)
+    while several := list(islice(running, times)):
+        yield [index for batch in several for index in batch]
 
 
 def _is_ours(dataset: Any) -> bool:
     """The inside of one of Lockstep's loaders, not what a training loop is handed."""
     return type(dataset).__module__.startswith("lockstep.")
-
-
-def _keep_indices(waiting: Queues, patches: DeterminismPatches) -> None:
-    batches = BatchSampler.__iter__
-
-    def of_sampler(self: BatchSampler) -> Iterator[list[int]]:
-        queue = waiting.pop(id(self), None)
-        running = batches(self)
-        while True:
-            with patches.unwatched():  # the order of samples is drawn, not what is in them
-                batch = next(running, None)
-            if batch is None:
-                return
-            if queue is not None:
-                queue.append([int(index) for index in batch])
-            yield batch
-
-    BatchSampler.__iter__ = of_sampler  # type: ignore[method-assign]
 
 
 def main(folder: Path, program: Callable[[], object] | None = None) -> None:
@@ -310,7 +444,10 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
     # A script that seeds nothing draws other numbers on every process, but the same each time.
     seed_everything(rank)
     recorder = Recorder(writer, way, patches)
-    install(recorder, patches, way, folder / "saved")
+    kept: BatchWriter | BatchReader | None = None
+    if way.batches is not None:
+        kept = BatchReader(way.batches) if way.nproc == 1 else BatchWriter(way.batches, rank)
+    install(recorder, patches, way, folder / "saved", kept)
     error: BaseException | None = None
     try:
         run_as_main(way.script) if program is None else program()
@@ -319,9 +456,15 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
         error = None if fine else caught
         raise
     finally:
-        names = ("of_lockstep", "until", "by_choice", "started")
+        names = (
+            *("of_lockstep", "until", "by_choice", "started", "internal"),
+            *("kept_batches", "loaders", "passes_without_step"),
+        )
         known = {name: getattr(recorder, name) for name in names}
         known["ways"] = [*recorder.branches.since().items()]
+        known["final"] = {n: array.tolist() for n, array in recorder.final().items()}
+        if isinstance(kept, BatchWriter):
+            kept.close()
         writer.end(error, patches.notes(), **known)
 
 

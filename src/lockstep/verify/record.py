@@ -21,11 +21,14 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lockstep.distributed.torch_compat import on_default_group
-from lockstep.errors import LockstepError, UsageError, grouped
+from lockstep.errors import LockstepError, RecordingFailedError, UsageError, grouped
 from lockstep.launcher.worker import Script
 from lockstep.settings import INSTEAD
-from lockstep.verify.compare import Place, RankUpdate, Update
+from lockstep.verify.compare import Array, Place, RankUpdate, Update
+from lockstep.verify.files import restore
 from lockstep.verify.names import renamed
 from lockstep.watchdog.exit_status import describe
 
@@ -39,10 +42,27 @@ LEAST_STEPS = 3
 """They are compared however long they take."""
 _APART = "diloco"
 """The strategy with other numbers than those of one model."""
+LOST_PEER = "by peer|Broken pipe"
+"""In what torch says of a connection that has broken, as of a rank that is gone."""
 _LOOK_S = 0.2
 """Seconds between two looks at how far a run is."""
 _TAIL = 15
 """Last lines of what a run printed."""
+
+
+def recording_failed(what: str, traceback: str) -> RecordingFailedError:
+    """An error of `lockstep verify` itself.
+
+    Args:
+        what: was recorded or compared.
+        traceback: of the error.
+    """
+    text = traceback.rstrip().replace("\n", "\n         | ")
+    return RecordingFailedError(
+        f"lockstep verify, {what}",
+        f"verify itself has failed; this says nothing about the script\n         | {text}",
+        "please report it with this text; `lockstep run` runs the script as it is",
+    )
 
 
 def not_recorded(what: str) -> UsageError:
@@ -114,13 +134,14 @@ class UpdateWriter:
         Args:
             error: with which; None: as it should.
             notes: what was switched off.
-            **known: `of_lockstep`, `until`, `by_choice`, `started` and `ways`, as of `Recorded`.
+            **known: `of_lockstep`, `until`, `by_choice`, `started`, `internal` and `ways`, as of
+                `Recorded`, and `internal`, as of `Recorder`.
         """
         told = {
             "error": "" if error is None else _in_words(error),
             "code": (error.code if isinstance(error, LockstepError) else None) or "",
             "exited": isinstance(error, SystemExit),
-            "lost_peer": bool(re.search("by peer|Broken pipe", str(error))),
+            "lost_peer": bool(re.search(LOST_PEER, str(error))),
             "time": time.time(),
             "notes": list(notes),
             **known,
@@ -165,6 +186,9 @@ class Way:
     """What everything is computed in, `fp64` or `fp32`."""
     batch_times: int = 1
     """DataLoaders of torch get so many times the batch size."""
+    batches: Path | None = None
+    """Where the batches of the run on several processes are kept for that on one; None: they are
+    not."""
     instead: Mapping[str, Any] = field(default_factory=dict)
     """What else is set in the place of the script's settings; see `lockstep.settings`."""
 
@@ -217,6 +241,12 @@ class Recorded:
     """What the script has chosen that gives other numbers, and was left out; empty: nothing."""
     started: str = ""
     """The line that started the first process of the script's own; empty: none was started."""
+    kept_batches: str = ""
+    """The line of a DataLoader whose batches could not be made larger; empty: there was none."""
+    loaders: int = 0
+    """How many of torch's DataLoaders were iterated to train."""
+    finals: Sequence[Mapping[str, Array]] = ()
+    """Of each rank, sums over the parameters that its next forward pass would begin with."""
     ways: Sequence[Mapping[Place, int]] = ()
     """Of each rank, the outcomes of tests since its last update."""
 
@@ -233,10 +263,16 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
         way: how.
         folder: for the records; it is made.
         start: brings the processes up that write into the folder; returns what they printed.
+
+    Raises:
+        RecordingFailedError: the recorder itself has failed.
     """
     folder.mkdir(parents=True)
     (folder / _WAY).write_bytes(pickle.dumps(way))
-    output = start(folder, way)
+    try:
+        output = start(folder, way)
+    finally:
+        restore(folder)
     ranks = [folder / f"rank{rank}" for rank in range(way.nproc)]
     ended = {n: rank / _ENDED for n, rank in enumerate(ranks)}
     ends = {n: json.loads(p.read_text(encoding="utf-8")) for n, p in ended.items() if p.exists()}
@@ -245,12 +281,19 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
     failed = [n for n, end in ends.items() if end["error"]]
     failed.sort(key=lambda n: (not ends[n]["code"], ends[n]["lost_peer"], ends[n]["time"]))
     first: dict[str, Any] = ends[failed[0]] if failed else {}
-    if first.get("lost_peer") and (left := _left(failed[0], ends, updates, way.steps)):
+    if first.get("lost_peer") and (idle := _idle(failed[0], ends, updates)):
+        first |= {"error": idle, "code": "LS304"}
+    elif first.get("lost_peer") and (left := _left(failed[0], ends, updates, way.steps)):
         first |= {"error": f"{left}\nrank {failed[0]}: {first['error']}", "code": "LS405"}
+    if first.get("lost_peer") and _has_all(failed[0], ends, updates, way.steps):
+        first = {}
     lost = "the loss of a process" if len(ends) < way.nproc else ""
 
     def first_told(what: str) -> str:
         return next((end[what] for end in ends.values() if end.get(what)), "")
+
+    if internal := first_told("internal"):
+        raise recording_failed(f"{way.name} of {way.script.path}", internal)
 
     return Recorded(
         way,
@@ -263,7 +306,41 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
         until=first_told("until"),
         by_choice=first_told("by_choice"),
         started=first_told("started"),
+        kept_batches=first_told("kept_batches"),
+        loaders=max((end.get("loaders", 0) for end in ends.values()), default=0),
+        finals=[
+            {name: np.array(sums) for name, sums in ends[n].get("final", {}).items()}
+            for n in sorted(ends)
+        ],
         ways=[{(*place,): way for place, way in ends[n].get("ways", ())} for n in sorted(ends)],
+    )
+
+
+def _has_all(
+    rank: int, ends: Mapping[int, dict[str, Any]], updates: Sequence[list[RankUpdate]], wanted: int
+) -> bool:
+    """Whether a rank that lost its peers had made all steps, and they had been stopped for that.
+
+    Ranks that do not step alike, as under `Join` or with one optimizer for all, are not stopped at
+    the same place.
+    """
+    peers = [end for other, end in ends.items() if other != rank and not end["error"]]
+    made = sum(update.optimizer == 0 for update in updates[rank])
+    return made >= wanted and bool(peers) and all(end.get("until") for end in peers)
+
+
+def _idle(
+    rank: int, ends: Mapping[int, dict[str, Any]], updates: Sequence[list[RankUpdate]]
+) -> str:
+    """That a rank has trained without a step while others stepped, in words; empty: it has not."""
+    passes = ends[rank].get("passes_without_step", 0)
+    others = [other for other, each in enumerate(updates) if each and other != rank]
+    if updates[rank] or passes < LEAST_STEPS or not others:
+        return ""
+    made = len(updates[others[0]])
+    return (
+        f"the parameters of rank {rank} have not changed in {passes} backward passes: it makes no "
+        f"step and is sent none; those of rank {others[0]} have changed {made} times"
     )
 
 

@@ -8,14 +8,16 @@ records a digest of each sample and what it may weigh; a model's tensors it name
 from __future__ import annotations
 
 import math
+import re
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -27,8 +29,14 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lockstep.checkpoint.modules import unwrap
 from lockstep.data.pytree import tensors
-from lockstep.distributed.torch_compat import BatchNorm, is_sharded, own_part, pytree
-from lockstep.errors import user_line
+from lockstep.distributed.torch_compat import (
+    BatchNorm,
+    in_function_transform,
+    is_sharded,
+    own_part,
+    pytree,
+)
+from lockstep.errors import LockstepError, RecordingFailedError, user_line
 from lockstep.step import BatchEvent, Callback, MicroBatch
 from lockstep.strategies.base import parameters_of
 from lockstep.verify.batches import Fetched, look_at, random_streams, streams_that_moved
@@ -36,9 +44,13 @@ from lockstep.verify.branches import Branches
 from lockstep.verify.compare import Array, Forward, RankUpdate, ScriptCall, Taken, scale_of
 from lockstep.verify.models import (
     Models,
+    are_positions,
     compares_samples,
     couples_samples,
     holds_tensors,
+    inside_autograd_function,
+    is_traced,
+    nodes_behind,
     parts_of_samples,
     rows_of_tensors,
     storage_of,
@@ -55,12 +67,13 @@ from lockstep.verify.patches import (
     terms_of,
     unmark,
 )
-from lockstep.verify.record import LEAST_STEPS, UpdateWriter, Way
+from lockstep.verify.record import LEAST_STEPS, LOST_PEER, UpdateWriter, Way
 
 _OF_BACKWARD = (
     "taken", "losses", "local", "terms", "loss_line", "inputs", "forwards", "compares",
     "weighed", "loss_options", "couples", "entered", "batch_statistics", "own_passes", "shifted",
-    "draws", "numbers", "streams", "gathered", "bare_line", "past_wrapper", "wrapped_passes",
+    "draws", "numbers", "streams", "gathered", "detached", "bare_line", "past_wrapper",
+    "wrapped_passes",
 )  # fmt: skip
 """What belongs to backward passes, after which several optimizers may step."""
 _MOST_FORWARDS = 256
@@ -71,6 +84,8 @@ _MOST_PIECES = 16
 """Backward passes of an update whose gradients are kept apart."""
 _ONE_NUMBER = 1e-12
 """Of a squared norm, what may be left beside a multiple."""
+SLOW_S = 1.0
+"""Seconds; evidence that takes longer is looked for once."""
 _ROUNDING = 1e-12
 """Of the largest gradient: below it, in float64, there is nothing else."""
 
@@ -79,12 +94,43 @@ class Finished(SystemExit):
     """Enough steps have been recorded; ends the script as `sys.exit(0)` would."""
 
 
+class RecordingFailed(SystemExit):
+    """The recorder has failed; ends the script, which is not to blame for it."""
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def guarded(method: Method) -> Method:
+    """Makes an error of the recorder's own end the script as that, and not as one of the script's.
+
+    A connection that breaks while the ranks put sharded tensors together is no such error: another
+    rank has failed, and says why.
+    """
+
+    @wraps(method)
+    def call(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(recorder, *args, **kwargs)
+        except LockstepError:
+            raise
+        except Exception as error:
+            if re.search(LOST_PEER, str(error)):
+                raise
+            recorder.internal = recorder.internal or traceback.format_exc()
+            raise RecordingFailed(RecordingFailedError.exit_code) from error
+
+    return cast(Method, call)
+
+
 @dataclass
 class _Pass:
     """A training forward pass of a model, until the next backward pass begins."""
 
     seen: Forward
     outputs: list[Tensor] = field(default_factory=list)
+    taken: Taken | None = None
+    """What it was called with, where another pass may turn out to be the first of the loss."""
     inside: Tensor | None = None
     """What the first of the model's parts returned that has a row for each sample."""
 
@@ -92,6 +138,8 @@ class _Pass:
         """The loss by one of its outputs."""
         count = len(self.seen.inputs)
         rows = rows_of_tensors(with_rows([gradient], count), count) * (1 + place)
+        if not len(rows):
+            return
         self.seen.slopes = self.seen.slopes + rows if len(self.seen.slopes) else rows
 
 
@@ -124,6 +172,8 @@ class _Beside:
     """The same of the outermost model that is being called without gradients."""
     looked: bool = False
     """At what the step begins with."""
+    taken: int = 0
+    """Batches that were handed out before the last backward pass was over."""
 
 
 class Recorder(Callback):
@@ -137,6 +187,10 @@ class Recorder(Callback):
 
     started = ""
     """The line that started the first process of the script's own."""
+    kept_batches = ""
+    """The line of a DataLoader whose batches could not be made larger; empty: there was none."""
+    internal = ""
+    """The traceback of an error of the recorder's own; empty: there was none."""
 
     def __init__(self, writer: UpdateWriter, way: Way, patches: DeterminismPatches) -> None:
         self.models = Models()
@@ -149,6 +203,7 @@ class Recorder(Callback):
         self._begun = math.inf
         """When the first step was made."""
         self._patches, self.branches = patches, Branches()
+        patches.on_write = self._is_updated_by_hand
         self._update = RankUpdate()
         """What happened since the last one."""
         self._beside = _Beside()
@@ -162,6 +217,14 @@ class Recorder(Callback):
         """The last one that was complete."""
         self._taken: dict[Optimizer, int] = {}
         """Steps of each optimizer, in the order of their first ones."""
+        self._couples: dict[str, bool] = {}
+        """By model that was tried, whether the output of a sample follows from others."""
+        self._couples_slowly = False
+        """It took long to find that out."""
+        self._joined = False
+        """The last step was made by the others alone (`Join`)."""
+        self._rounds = 0
+        """Times that others changed the parameters of this rank, which has no optimizer."""
         self._stepped: dict[Optimizer, int] = {}
         """Updates up to the last one of each optimizer."""
         self._fetched = Fetched()
@@ -185,14 +248,26 @@ class Recorder(Callback):
         """Whether the script trains by Lockstep."""
         return bool(self.models.prepared)
 
+    @property
+    def loaders(self) -> int:
+        """How many of torch's DataLoaders were iterated to train."""
+        return sum(isinstance(loader, DataLoader) for loader in self._passes)
+
+    @property
+    def passes_without_step(self) -> int:
+        """Backward passes of a rank without an optimizer since its parameters have changed last."""
+        return 0 if self.models.built or self._taken else len(self._update.losses)
+
     # Of Lockstep's steps
 
+    @guarded
     def prepared(self, module: nn.Module) -> None:
         """`World.prepare` has wrapped a module."""
         self.by_choice = self.by_choice or vars(module).get("by_choice", "")
         self.models.prepared.add(id(unwrap(module)))
         self._meet(module)
 
+    @guarded
     def delivered(self, event: BatchEvent) -> None:
         """A loader of Lockstep's hands out a micro-batch."""
         self._update.counts, self._micro_batch = event.counts, event.micro_batch
@@ -202,6 +277,7 @@ class Recorder(Callback):
             taken.contents = ()
         self._take(event.loader, taken, event.position + 1)
 
+    @guarded
     def backward(self, loss: Tensor) -> None:
         """`World.backward` was given a loss, which is weighted here."""
         self._weighted = False
@@ -210,6 +286,7 @@ class Recorder(Callback):
 
     # Of the hooks
 
+    @guarded
     def took(self, loader: DataLoader[Any], batch: Any, **known: Any) -> None:
         """A DataLoader of torch's handed out a batch to train on.
 
@@ -229,15 +306,18 @@ class Recorder(Callback):
         self._take(loader, taken, self._batches[loader, taken.epoch])
         self._fetched.add(batch, taken)
 
+    @guarded
     def begins_anew(self) -> None:
         """What is drawn from here on is drawn for the next step."""
         self._drawn_before = self._patches.count
         self._patches.numbers, self._streams = {}, random_streams()
 
+    @guarded
     def begins_pass(self, loader: Any) -> None:
         """A DataLoader of torch's begins to be iterated, to train."""
         self._passes[loader] = self._passes.get(loader, 0) + 1
 
+    @guarded
     def lost(self, loss: Tensor) -> None:
         """A backward pass begins at a loss."""
         if self._weighted:
@@ -245,9 +325,12 @@ class Recorder(Callback):
         self._patches.went_through(loss)
         self._hook_parameters(*chain(*map(parameters_of, self.models.built)))
         update, passes = self._update, self._beside.forwards
+        if not self._writer.count and len(passes) > 1:
+            passes = self._beside.forwards = self._passes_of(loss)
         update.loss_line = loss.__dict__.get("_line") or user_line() or ""
         marks = marks_of(loss)
         update.gathered = update.gathered or marks.get("gather", "")
+        update.detached = update.detached or marks.get("detached", "")
         self._made_of(marks, self._beside.drawn)
         update.numbers |= self._patches.numbers
         update.streams |= streams_that_moved(self._streams)
@@ -255,12 +338,7 @@ class Recorder(Callback):
         if not dist.is_initialized() or dist.get_world_size() == 1:
             outputs = [output for each in passes for output in each.outputs]
             update.compares = update.compares or compares_samples(loss, outputs, int(samples))
-            coupled = (
-                each.seen.model
-                for each in passes
-                if each.inside is not None and couples_samples(each.outputs, each.inside)
-            )
-            update.couples = update.couples or next(coupled, "")
+            update.couples = update.couples or self._coupling_model(passes)
         value = float(loss.detach())
         seen = (*update.taken[-1:], *update.inputs[-1:])
         empty = any(not taken.weights["samples"] for taken in seen)
@@ -274,6 +352,39 @@ class Recorder(Callback):
         update.forwards = [*update.forwards, *(each.seen for each in passes)][-_MOST_FORWARDS:]
         self._beside.forwards, self._beside.calls, self._beside.unclipped = [], 0, {}
 
+    def _coupling_model(self, passes: Sequence[_Pass]) -> str:
+        """A model whose output for a sample follows from others of the batch; empty: there is none.
+
+        Models are tried in the first steps alone, large ones once: it takes several backward passes
+        through them.
+        """
+        for each in passes:
+            model = each.seen.model
+            first = self._writer.count < LEAST_STEPS and not self._couples_slowly
+            if each.inside is None or not (first or model not in self._couples):
+                continue
+            if not self._couples.get(model):
+                begun = time.monotonic()
+                self._couples[model] = couples_samples(each.outputs, each.inside)
+                self._couples_slowly |= time.monotonic() - begun > SLOW_S
+        for each in passes:
+            model = each.seen.model
+            if self._couples.get(model):
+                return model
+        return ""
+
+    def _passes_of(self, loss: Tensor) -> list[_Pass]:
+        """The forward passes that a loss is made of; others were only tried before training."""
+        passes, update = self._beside.forwards, self._update
+        made = nodes_behind(loss.grad_fn)
+        used = [each for each in passes if any(t.grad_fn in made for t in each.outputs)]
+        if not used or used[0] is passes[0]:
+            return passes
+        if update.inputs and used[0].taken is not None:
+            update.inputs[-1] = used[0].taken
+        return used
+
+    @guarded
     def returns(self) -> None:
         """A backward pass is over."""
         update, left, own = self._update, self._beside.left, []
@@ -285,6 +396,7 @@ class Recorder(Callback):
                 whole = sum(parts, torch.zeros_like(now))
                 own += [now.equal(whole) or now.equal(parts[-1])] if parts else []
         update.own_passes.append(bool(own) and all(own))
+        self._beside.taken = len(update.taken)
 
     def _factor(self) -> float:
         """See `RankUpdate.factor`."""
@@ -313,7 +425,8 @@ class Recorder(Callback):
                     value = torch.as_tensor(value)
                     self._update.loss_options[f"{key} of {call.line}"] = sums_of(value)
         count = len(passes[0].seen.inputs) if passes else 0
-        whole = [call.targets for call in calls if count and call.targets.numel()]
+        known = (c for c in calls if count and c.targets.numel() and not are_positions(c.targets))
+        whole = [call.targets for call in known]
         if whole and all(t.dim() and not len(t) % count for t in whole):
             passes[0].seen.targets = rows_of_tensors(whole, count)
 
@@ -340,10 +453,14 @@ class Recorder(Callback):
         self._update.calls[-1].acts = any(changed)
         return norm
 
+    @guarded
     def _gradients(self) -> dict[str, Array]:
         return _arrays((n, p.grad) for n, p in self.models.parameters() if p.grad is not None)
 
-    def called(self, name: str, tensor: Any, into: Any = None, value: float | None = None) -> None:
+    @guarded
+    def called(
+        self, name: str, tensor: Any, into: Any = None, value: float | None = None
+    ) -> ScriptCall:
         """The script called a function that matters for gradients.
 
         Args:
@@ -361,17 +478,46 @@ class Recorder(Callback):
             name=name,
             line=user_line() or "",
             of_graph=known and tensor.requires_grad and torch.is_grad_enabled(),
+            of_model=known and "trained" in marks_of(tensor),
             gradient_of=owner[0],
             changed=bool(owner[0]) and self._changed(owner[1], tensor),
             passes=len(self._update.losses),
             value=value,
+            in_step=bool(self._stepping),
+            in_function=known and inside_autograd_function(),
         )
         self._update.calls.append(call)
         if isinstance(tensor, Tensor):
             unmark(tensor)
-            self._patches.wrote(tensor)
-        if call.of_graph and into is not None:
-            mark(into, gather=call.line)
+            self._patches.wrote(tensor, by_hand=False)
+        if into is not None and not call.in_function:
+            self._loses_gradient(call, into)
+        return call
+
+    @guarded
+    def exchanged(self, calls: Sequence[ScriptCall], result: Any, *, loses_gradient: bool) -> None:
+        """A collective of Lockstep's has brought a result."""
+        for tensor in tensors(result):
+            unmark(tensor)
+        for call in calls if loses_gradient else ():
+            self._loses_gradient(call, result)
+
+    def _loses_gradient(self, call: ScriptCall, result: Any) -> None:
+        """An all-gather has brought what models returned to be trained, without its gradient."""
+        if call.of_graph:
+            mark(result, gather=call.line)
+        elif call.of_model:
+            mark(result, detached=call.line)
+
+    @guarded
+    def reduced(self, tensor: Any) -> None:
+        """A tensor has been reduced over the ranks: in an optimizer's step perhaps a gradient."""
+        if not self._stepping or not isinstance(tensor, Tensor):
+            return
+        storage = storage_of(tensor)
+        for name, p in self.models.parameters():
+            if storage and p.grad is not None and storage_of(p.grad) == storage:
+                self._update.reduced = {**self._update.reduced, **_arrays([(name, p.grad)])}
 
     def _changed(self, parameter: int, gradient: Tensor) -> bool:
         """Whether a gradient is no longer what the backward passes of this update left."""
@@ -380,24 +526,30 @@ class Recorder(Callback):
             return False
         return not torch.allclose(gradient, torch.stack(left).sum(0), rtol=1e-6, atol=0.0)
 
+    @guarded
     def seeded(self, seed: int) -> None:
         """The script seeds torch."""
         if not self._writer.count and (line := user_line()):
             self._update.seeds[line] = int(seed)
 
+    @guarded
     def changed_by_hook(self, line: str) -> None:
         """A hook of the script's has changed the gradient of a parameter."""
         self._update.hook_line = line
 
+    @guarded
     def wrapped(self, wrapper: DistributedDataParallel) -> None:
         """DDP was put around a module."""
         self.models.wrapped(wrapper)
         self._hook_parameters()
         self._watch_writes()
 
+    @guarded
     def enters(self, module: nn.Module, inputs: Any) -> Any:
         """A module's forward pass begins; the outermost one's inputs may be changed."""
         self._depth += 1
+        if is_traced() or in_function_transform():
+            return None
         marks = marks_of(inputs)
         self._fetched.used(marks.get("batch", 0))
         update, grad = self._update, torch.is_grad_enabled()
@@ -409,17 +561,22 @@ class Recorder(Callback):
             layers |= {id(module)} if type(module).forward is BatchNorm.forward else set()
         if self._depth > 1:
             return None
+        trains = grad and next(module.parameters(), None) is not None
+        if trains and len(update.inputs) == len(update.losses) and self._is_stepped_by_others():
+            self._close_round()
+            update = self._update
         self._beside.present = None
         if id(module) in self.models.averaged and training:
             update.past_wrapper = update.past_wrapper or user_line() or "somewhere"
         update.wrapped_passes += training and isinstance(module, DistributedDataParallel)
         self._meet(module)
-        if grad and next(module.parameters(), None) is not None:
+        if trains:
             if not self.models.is_wrapped(module):
                 update.bare_line = update.bare_line or user_line() or ""
             update.entered = update.entered or self.models.attributes()
             if not update.begun:
                 update.begun, update.rewritten = True, self._rewritten()
+                self._joined = False
             if not update.losses or len(update.inputs) == len(update.losses):
                 self._look_between()
             if len(update.inputs) == len(update.losses):
@@ -432,7 +589,84 @@ class Recorder(Callback):
             }
             self._made_of(marks, self._drawn_before)
             self._beside.present = self._begins(module, inputs)
+            if self._beside.present is not None and not self._writer.count:
+                self._beside.present.taken = look_at(inputs, ids=())
         return self._patches.converted(inputs) if holds_tensors(module) else None
+
+    @guarded
+    def _is_updated_by_hand(self, storage: int) -> None:
+        """The script has written to a tensor; a parameter's gradient is what it used for that."""
+        if self.models.built or self._taken or not self._update.losses:
+            return
+        for name, p in self.models.parameters():
+            if p.grad is not None and name not in self._update.gradients:
+                if storage_of(p) == storage:
+                    found = _arrays([(name, p.grad)])
+                    self._update.gradients = {**self._update.gradients, **found}
+                    self._update.unclipped = self._update.gradients
+
+    def _is_stepped_by_others(self) -> bool:
+        """Whether parameters have changed since the last pass, on a rank without an optimizer."""
+        if self.models.built or self._taken or not self._update.losses:
+            return False
+        began = self._beside.began
+        named = ((n, p) for n, p in self.models.parameters() if n in began)
+        return any(not np.array_equal(sums_of(p), began[n]) for n, p in named)
+
+    def _close_round(self) -> None:
+        """Records what led to a change of the parameters that no optimizer of this rank made."""
+        update, named = self._update, list(self.models.parameters())
+        count = self._beside.taken
+        closed = replace(
+            update,
+            taken=update.taken[:count] or update.inputs,
+            stepped=False,
+            step=self._rounds,
+            dtype=str(self._patches.lowest),
+            held=self._beside.began,
+            frozen=[name for name, parameter in named if not parameter.requires_grad],
+            bare=self.models.bare(),
+            local=self._local_gradients(named),
+            ways=self.branches.since(),
+        )
+        self._writer.write(closed)
+        self._rounds += 1
+        self._begun = min(self._begun, time.monotonic())
+        self._update = RankUpdate(counts=update.counts, taken=update.taken[count:])
+        self._beside = _Beside()
+        self._weighted = False
+        self.end_if_enough()
+
+    @guarded
+    def shadows(self) -> None:
+        """This rank has joined (`Join`) early, and the others make an iteration without it."""
+        last, self._joined = self._last, True
+        for number, optimizer in enumerate(self._taken):
+            missed = RankUpdate(
+                optimizer=number,
+                kind=type(optimizer).__name__,
+                step=self._taken[optimizer],
+                stepped=False,
+                dtype=str(self._patches.lowest),
+                rates=last.rates,
+                options=last.options,
+                counts=False,
+            )
+            self._writer.write(missed)
+            self._taken[optimizer] += 1
+            self._stepped[optimizer] = self._writer.count
+
+    @guarded
+    def final(self) -> dict[str, Array]:
+        """Sums over the parameters that the next forward pass would begin with, or began with.
+
+        Of a rank that has joined nothing: it is given the others' parameters later.
+        """
+        if self._joined:
+            return {}
+        if self._update.begun:
+            return self._beside.began
+        return {n: sums_of(p) for n, p in self.models.parameters() if not is_sharded(p)}
 
     def _look_between(self) -> None:
         """A forward pass before the first backward pass, or the first before another, begins."""
@@ -468,9 +702,12 @@ class Recorder(Callback):
             seen.values = parts[0].detach().double().reshape(count, -1).cpu().clone().numpy()
         return _Pass(seen)
 
+    @guarded
     def leaves(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward pass is over."""
         self._depth -= 1
+        if is_traced() or in_function_transform():
+            return
         if not self._depth and next(module.parameters(), None) is not None:
             norms = {f"{NORM}{layer}": layer for layer in self._beside.untrained}
             mark(output, **norms, **{f"{MADE}{self._writer.count}": user_line() or ""})
@@ -486,13 +723,22 @@ class Recorder(Callback):
             return
         self._beside.present = None
         present.outputs = found
+        mark(found, trained=self._writer.count)
         present.seen.fits |= bool(whole) or any(not count or not len(t) % count for t in found)
         self._beside.forwards = [*self._beside.forwards, present][-_MOST_PIECES:]
         if found and len(whole) == len(found):
             present.seen.outputs = rows_of_tensors(whole, count)
             for place, tensor in enumerate(found):
-                tensor.register_hook(partial(present.slope, place))  # type: ignore[no-untyped-call]
+                hook = partial(self._see_slope, present, place)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
+    @guarded
+    def _see_slope(self, present: _Pass, place: int, gradient: Tensor | None) -> None:
+        """The loss has a gradient by an output; autograd has None where nothing comes back."""
+        if gradient is not None:
+            present.slope(place, gradient)
+
+    @guarded
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer is about to step, perhaps by another one, as that of ZeRO.
 
@@ -524,6 +770,7 @@ class Recorder(Callback):
             return None
         return (itself, *map(told, given)), {key: told(value) for key, value in kwargs.items()}
 
+    @guarded
     def _look_before(self, optimizer: Optimizer) -> None:
         """The gradients are there."""
         if self._beside.looked:
@@ -555,7 +802,7 @@ class Recorder(Callback):
         update.held = {**whole, **self._beside.began}
         update.attributes, update.comm_hook = self.models.attributes(), self.models.comm_hook
         update.state = {
-            f"{name}/{key}": sums_of(value)
+            f"{name}/{key}": np.array([*sums_of(value), value.numel()])
             for name, p in named
             for key, value in optimizer.state.get(p, {}).items()
             if isinstance(value, Tensor) and not is_sharded(value)
@@ -567,12 +814,14 @@ class Recorder(Callback):
         update.rates = [float(group["lr"]) for group in groups]
         update.rate_lines = [getattr(group, "line", "") for group in groups]
         update.not_averaged, update.bare = self.models.not_averaged(), self.models.bare()
+        update.averaged_over = self.models.averaged_over
         seen, self._ahead = self._fetched.only_seen, self._fetched.ahead()
         others = set(map(id, (*seen, *self._ahead)))
         update.taken = [taken for taken in update.taken if id(taken) not in others]
         if not update.taken:  # these may be made from the batch, so they are not compared with it
             update.taken = update.inputs
 
+    @guarded
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
         if self._stepping.pop() is not optimizer or self._stepping:
@@ -581,11 +830,8 @@ class Recorder(Callback):
         update.optimizer = list(self._taken).index(optimizer)
         update.kind = type(optimizer).__name__
         update.step, update.dtype = self._taken[optimizer], str(self._patches.lowest)
-        named, pieces = list(self.models.parameters()), self._beside.left
-        if pieces:
-            kept = pieces if len(pieces) <= _MOST_PIECES else []
-            left = ([(n, part[id(p)]) for n, p in named if id(p) in part] for part in kept)
-            update.local = [_arrays(part) for part in left]
+        named = list(self.models.parameters())
+        update.local = self._local_gradients(named) or update.local
         self._last = replace(update)
         update.parameters = _arrays((n, p) for n, p in named if id(p) in held)
         update.buffers = _arrays(self.models.buffers())
@@ -603,9 +849,18 @@ class Recorder(Callback):
         self.begins_anew()
         self._weighted = False
 
+    def _local_gradients(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Array]]:
+        """What each backward pass of the update has left; empty where they are too many."""
+        pieces = self._beside.left
+        kept = pieces if len(pieces) <= _MOST_PIECES else []
+        left = ([(n, part[id(p)]) for n, p in named if id(p) in part] for part in kept)
+        return [_arrays(part) for part in left]
+
+    @guarded
     def end_if_enough(self) -> None:
         """Ends the script where its steps have been recorded."""
-        done, way, micro = next(iter(self._taken.values()), 0), self._way, self._micro_batch
+        done = next(iter(self._taken.values()), self._rounds)
+        way, micro = self._way, self._micro_batch
         late = way.seconds is not None and time.monotonic() > self._begun + way.seconds
         others = micro.replica is not None and (self._update.taken or not micro.last)
         if not others and (done >= way.steps or (done >= LEAST_STEPS and late)):
@@ -651,8 +906,9 @@ class Recorder(Callback):
                 parameter.register_hook(partial(self._left, id(parameter)))  # type: ignore[no-untyped-call]
                 self._hooked[id(parameter)] = parameter
 
-    def _left(self, parameter: int, gradient: Tensor) -> None:
-        if 0 < len(self._beside.left) <= _MOST_PIECES:
+    @guarded
+    def _left(self, parameter: int, gradient: Tensor | None) -> None:
+        if gradient is not None and 0 < len(self._beside.left) <= _MOST_PIECES:
             mine, last = gradient.detach(), self._beside.left[-1]
             last[parameter] = last[parameter] + mine if parameter in last else mine.clone()
 

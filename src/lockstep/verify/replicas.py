@@ -12,6 +12,7 @@ from lockstep.errors import name_ranks
 from lockstep.verify.branches import writes_to
 from lockstep.verify.catalogue import Cause, plain, shown
 from lockstep.verify.compare import (
+    LARGEST,
     Array,
     Divergence,
     Update,
@@ -56,10 +57,14 @@ def of_own_gradients(case: Divergence, names: tuple[str, ...]) -> Cause:
         return Cause("LS303", (seen, "DDP was built before they were to be trained"), names)
     if hook := case.many.first("comm_hook"):
         return Cause("LS213", (seen, f"DDP was given a communication hook: {hook}"), names)
+    if groups := _of_groups(case):
+        return Cause("LS315", (seen, *groups), names)
     clipping = [n for n, rank in enumerate(case.many) if Update([rank]).clips]
     if clipping and not case.many.ranks_that_differ("unclipped", case.tolerance):
         only = f"they were the same until {name_ranks(clipping)} clipped them"
         return Cause("LS304", (seen, only, case.many.clips[0].line), names)
+    if case.many.in_step:
+        return _of_own_exchange(case, names, seen)
     line = case.many.first("past_wrapper")
     around = [f"around the wrapper: {line}"] if line else []
     own, passes = _passes_of_own(case, names), case.many.backward_passes
@@ -71,6 +76,63 @@ def of_own_gradients(case: Divergence, names: tuple[str, ...]) -> Cause:
     return _of_what_was_left(case, names, around, seen, alone)
 
 
+def _of_groups(case: Divergence) -> list[str]:
+    """That DDP averages over groups of ranks, within which gradients agree; in words."""
+    groups = list(dict.fromkeys(tuple(rank.averaged_over) for rank in case.many))
+    if len(groups) < 2 or not all(groups):
+        return []
+    for group in groups:
+        inside = Update(case.many[rank] for rank in group)
+        if inside.ranks_that_differ("gradients", case.tolerance):
+            return []
+    told = "; ".join(name_ranks(group) for group in groups)
+    return [f"DDP averages them over a part of the ranks, and they agree within each: {told}"]
+
+
+def _of_own_exchange(case: Divergence, names: tuple[str, ...], seen: str) -> Cause:
+    """An optimizer that exchanges gradients itself, while it steps.
+
+    LS201 goes by what its own all-reduce left of the gradients, or by what it keeps of them. What
+    else it used is not seen.
+    """
+    by = f"they differ as the step begins; the optimizer exchanges them in it: {_line_of(case)}"
+    expected, found = case.one.merged("gradients"), case.many.merged("reduced")
+    both = [name for name in names if name in expected and name in found]
+    ratio = None
+    if both:
+        used = {name: found[name] for name in both}
+        ratio = constant_ratio({name: expected[name] for name in both}, used, case.exact)
+    if ratio is not None and not near(ratio, 1):
+        told = f"after that they are {ratio:.6g} times those of one process"
+        code = "LS201" if near(ratio, case.size) else "LS209"
+        return Cause(code, (seen, by, told), names, ratio)
+    if kept := _kept_too_large(case):
+        return Cause("LS201", (seen, by, *kept), names)
+    told = "what it makes of them is not seen; parameters before the next step are other ones"
+    return Cause("LS210", (seen, by, told), names)
+
+
+def _line_of(case: Divergence) -> str:
+    return case.many.in_step[0].line
+
+
+def _kept_too_large(case: Divergence) -> list[str]:
+    """What optimizers keep of gradients that is N times, or N squared, that of one process."""
+    for one, many in zip(case.reference, case.other, strict=False):
+        ratios: dict[str, set[float]] = {}
+        for name, sums in one[0].state.items():
+            largest = [rank.state[name][LARGEST] for rank in many if name in rank.state]
+            if largest and sums[LARGEST]:
+                ratios.setdefault(name.rpartition("/")[2], set()).add(max(largest) / sums[LARGEST])
+        for key, found in ratios.items():
+            for power, factor in (("", case.size), (", squared", case.size**2)):
+                if all(near(ratio, factor) for ratio in found):
+                    text = f"is {factor} times as large as on one process"
+                    of = f"the number of processes{power}"
+                    return [f"what the optimizer keeps as {key!r} {text}: {of}"]
+    return []
+
+
 def _of_what_was_left(
     case: Divergence, names: tuple[str, ...], around: Sequence[str], seen: str, alone: str
 ) -> Cause:
@@ -80,7 +142,8 @@ def _of_what_was_left(
     reduced = [call for update in soon for call in update.calls if call.gradient_of]
     if averaged := _averaged_later(case, names):
         return Cause("LS313", (seen, alone, *averaged), names)
-    if around and not any(rank.wrapped_passes for rank in case.many):
+    bare = set(names) <= {name for rank in case.many for name in rank.bare}
+    if around and not bare and not any(rank.wrapped_passes for rank in case.many):
         return Cause("LS302", (seen, *around), names)
     if any(call.gradient_of in names for call in reduced):
         late = f"gradients were averaged too late, or others than these: {reduced[0].line}"
@@ -90,8 +153,10 @@ def _of_what_was_left(
         *_others(case, names),
     ]:
         return Cause("LS301", (seen, alone, others[0]), names)
-    if set(names) <= {name for rank in case.many for name in rank.bare}:
-        where = case.many.first("bare_line")
+    if bare:
+        # A model may have been called before another one's step.
+        lines = [update.first("bare_line") for update in case.other[: case.update + 1]]
+        where = next(filter(None, reversed(lines)), "")
         held = "neither DDP nor Lockstep holds the model" + (f": {where}" if where else "")
         return Cause("LS311", (seen, alone, held), names)
     total = len(case.many.merged("gradients"))

@@ -466,6 +466,12 @@ def inputs_of(update: Update) -> list[Counter[str]]:
     return [Counter(c for batch in rank.inputs for c in batch.contents) for rank in ranks]
 
 
+def inputs_differ(case: Divergence) -> bool:
+    """Whether models were called with other inputs than on one process; rounding is passed over."""
+    every = rows_of(case.one, case.many)
+    return any(rows.missing or rows.more.size for rows in every)
+
+
 def repeated(ranks: Sequence[Counter[str]]) -> bool:
     """Whether all ranks had the same, and not by chance or as it is constant."""
     return len(ranks) > 1 and len(ranks[0]) > 1 and all(rank == ranks[0] for rank in ranks)

@@ -6,19 +6,21 @@ Steps are counted from 1 here, as people do.
 from __future__ import annotations
 
 import re
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.verify.branches import ways_of_ranks
-from lockstep.verify.catalogue import ENTRIES, Cause, shown
-from lockstep.verify.causes import KINDS, cause_of
+from lockstep.verify.catalogue import ENTRIES, Cause, cure_lines, plain, shown
+from lockstep.verify.causes import KINDS, cause_of, patterns
 from lockstep.verify.compare import (
     FLOAT64,
     Divergence,
+    RankUpdate,
     Tolerance,
     Update,
     comparable,
@@ -28,9 +30,17 @@ from lockstep.verify.compare import (
     tolerance_of,
 )
 from lockstep.verify.names import aligned
-from lockstep.verify.record import OWN_PROCESSES, Recorded
+from lockstep.verify.record import OWN_PROCESSES, Recorded, recording_failed
 from lockstep.verify.rows import followed
 from lockstep.verify.samples import repeated
+from lockstep.verify.shards import (
+    Finals,
+    are_of_ranks,
+    differs_in_steps,
+    joined,
+    outcomes_agree,
+    without_steps,
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,7 @@ class Finding:
     @property
     def names(self) -> list[str]:
         """Of the tensors that the cause is about."""
-        names = self.cause.names or (self.case.names if self.case is not None else ())
-        return [name.partition("/")[2] or name for name in names]
+        return plain(self.cause.names or (self.case.names if self.case is not None else ()))
 
     @property
     def place(self) -> str:
@@ -59,6 +68,8 @@ class Finding:
         update = case.one[0]
         several = len({update[0].optimizer for update in case.reference}) > 1
         of_optimizer = f" of optimizer {update.optimizer + 1}" if several else ""
+        if several and update.kind:
+            of_optimizer += f" ({_optimizer_in_words(update)})"
         return f"{what}, step {update.step + 1}{of_optimizer}"
 
     def as_json(self) -> dict[str, Any]:
@@ -77,8 +88,14 @@ class Finding:
             **({} if self.cause.ratio is None else {"ratio": self.cause.ratio}),
         }
 
-    def lines(self, word: str = "cause") -> list[str]:
-        """For people."""
+    def lines(self, word: str = "cause", *, by_lockstep: bool | None = None) -> list[str]:
+        """For people.
+
+        Args:
+            word: what the line with the code begins with.
+            by_lockstep: whether the script uses Lockstep, for what it is to write instead; None:
+                that is only pointed at.
+        """
         lines = []
         entry = ENTRIES.get(self.cause.code)
         if entry is not None:
@@ -88,9 +105,31 @@ class Finding:
             lines += [f"  seen    {first}", *(f"          {line}" for line in rest)]
         if self.names:
             lines.append(f"  where   {shown(self.names)}")
-        if entry is not None:
+        if entry is not None and by_lockstep is not None:
+            first, *rest = cure_lines(entry, by_lockstep=by_lockstep)
+            lines += [f"  do      {first}", *(f"          {line}".rstrip() for line in rest)]
+            lines.append(f"  more    lockstep explain {entry.code}")
+        elif entry is not None:
             lines.append(f"  do      lockstep explain {entry.code} says what to write instead")
         return lines
+
+
+def _optimizer_in_words(update: RankUpdate) -> str:
+    """An optimizer by its class and the models that it trains."""
+    names = [*update.gradients, *update.parameters]
+    models = dict.fromkeys(name.partition("/")[0] for name in names)
+    trained = " and ".join(list(filter(None, models))[:2])
+    return f"{update.kind} of {trained}" if trained else update.kind
+
+
+def _cause_of(case: Divergence) -> Cause:
+    """The cause of a difference; the difference stands also where a rule fails."""
+    try:
+        return cause_of(case)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"a rule of `lockstep verify` itself has failed, in {last.name}"
+        return Cause("LS210", (f"{text}: {type(error).__name__}: {error}", "please report it"))
 
 
 def of_run(updates: Sequence[Update], tolerance: Tolerance) -> list[Finding]:
@@ -109,7 +148,7 @@ def of_run(updates: Sequence[Update], tolerance: Tolerance) -> list[Finding]:
             if names and not found:
                 values = (number, what, tuple(names), len(update.merged("gradients")))
                 case = Divergence(updates, updates, tolerance, *values)
-                found.append(Finding(cause_of(case), case))
+                found.append(Finding(_cause_of(case), case))
         step, codes = update[0].step + 1, dict[str, str]()
         whole = all(rank.gradients.keys() <= rank.held.keys() for rank in update)
         ranks = [Counter(c for t in r.taken for c in t.contents) for r in update if r.counts]
@@ -154,10 +193,14 @@ class Verdict:
     """The first one first, then what is known without the reference."""
     but: str = ""
     """What differs and is no finding, as the parameters are equal all the same, in words."""
+    unknown: str = ""
+    """Why nothing can be said, in words; empty: something can."""
 
     @property
     def word(self) -> str:
-        """`EQUAL`, `DIFFERENT`, or `FAILED`: the script ended with an error of another kind."""
+        """`EQUAL`, `DIFFERENT`, `NOT KNOWN`, or `FAILED`: the script ended with another error."""
+        if self.unknown:
+            return "NOT KNOWN"
         if self.other.error:
             return "DIFFERENT" if self.other.code else "FAILED"
         return "DIFFERENT" if any(found.case for found in self.findings) else "EQUAL"
@@ -173,12 +216,42 @@ class Verdict:
             "losses": [update.loss for update in self.reference.updates],
             "switched_off": list(self.other.notes),
             "by_choice": self.other.by_choice,
+            "not_known": self.unknown,
+            "batch_per_process": self.not_enlarged,
             "findings": [found.as_json() for found in self.findings],
         }
 
+    @property
+    def not_enlarged(self) -> str:
+        """What `--batch-per-process` could not do, in words; empty: it did what it is for."""
+        run = self.reference
+        if run.way.batch_times == 1 or run.of_lockstep:
+            return ""
+        if run.kept_batches:
+            return f"it could not enlarge a DataLoader that has no batch size: {run.kept_batches}"
+        return "" if run.loaders else "it changed nothing, as no DataLoader of torch was trained on"
+
+    @property
+    def _is_of_order(self) -> bool:
+        """Whether the first difference is one of order or augmentation; it may hide others."""
+        fed = self.reference.way.batches is not None
+        if self.word != "DIFFERENT" or self.reference.of_lockstep or fed:
+            return False
+        return self.findings[0].cause.code in _ORDER and self.reference.loaders > 0
+
     def lines(self) -> list[str]:
         """For people."""
+        lines = self._lines()
+        if self._is_of_order:
+            lines.append(f"  then    {_SAME_SAMPLES}")
+        if self.not_enlarged:
+            lines.append(f"  note    --batch-per-process: {self.not_enlarged}")
+        return lines
+
+    def _lines(self) -> list[str]:
         head = f"{self.word:9}  {self.other.way.name}"
+        if self.unknown:
+            return [f"{head}: {self.unknown}", f"  do      {_OF_PARTS_DO}"]
         if self.word == "EQUAL":
             lines = [f"{head}: {_compared(self.reference)}", *self._precision()]
             if self.but:
@@ -189,7 +262,8 @@ class Verdict:
                 lines.append(f"  until   {self.reference.until}; what comes later is not compared")
             return lines + [line for found in self.findings for line in found.lines("also")]
         first, *others = self.findings
-        lines = [f"{head}, first in {first.place}" if first.place else head, *first.lines()]
+        told = first.lines(by_lockstep=self.reference.of_lockstep)
+        lines = [f"{head}, first in {first.place}" if first.place else head, *told]
         lines += self._precision() if first.case else []
         for found in others:
             lines += [f"  and in  {found.place}"] if found.place else []
@@ -205,11 +279,52 @@ class Verdict:
         return [f"  equal   within {text} in {used.dtype}"]
 
 
+_ORDER = {"LS107", "LS109", "LS110"}
+_SAME_SAMPLES = (
+    "with --same-samples one process trains on the batches of all ranks, so that the rest is "
+    "compared too"
+)
 _REWRITTEN = (
     "gradients differ, and parameters right after a step; before every next forward pass the "
     "parameters agree (after the last step they are not compared)"
 )
 _MADE_GOOD = "gradients and learning rates differ, and make the same parameters in every step"
+
+
+_OF_PARTS_DO = (
+    "where each rank begins with its part of the tensors of one process, the parts are joined and "
+    "compared: make the whole tensors from one seed, and let each rank keep its part"
+)
+_IN_THE_END = (
+    "where an optimizer's step begins each rank has gradients or tensors of its own; before every "
+    "next forward pass the parameters of all ranks are those of one process"
+)
+
+
+def _is_right_in_the_end(
+    reference: Sequence[Update],
+    other: Sequence[Update],
+    finals: tuple[Finals, Finals],
+    tolerance: Tolerance,
+) -> bool:
+    """Whether what differs are values that no update used, as each has left the right parameters.
+
+    As of gradients that are averaged inside of `optimizer.step()`, of optimizers that have a slice
+    each, of ranks that let another one step, or that have joined.
+    """
+    return (
+        are_of_ranks(other)
+        and differs_in_steps(reference, other, tolerance)
+        and outcomes_agree(reference, other, finals, tolerance)
+    )
+
+
+def _of_parts(cause: Cause, case: Divergence, parts: Sequence[str]) -> Cause:
+    """The cause where ranks hold parts of tensors: rules for copies of a model say nothing then."""
+    if case.what not in ("gradients", "unclipped", "kept", "parameters"):
+        return cause
+    seen = f"of these tensors the ranks hold parts, which were joined: {shown(plain(parts))}"
+    return Cause("LS210", (seen, *patterns(case)))
 
 
 def _between_steps(
@@ -286,16 +401,36 @@ def _made_good(
 
 
 def judge(reference: Recorded, other: Recorded) -> Verdict:
-    """Compares a run with the reference."""
+    """Compares a run with the reference.
+
+    Raises:
+        RecordingFailedError: the comparison itself has failed.
+    """
+    try:
+        return _judge(reference, other)
+    except LockstepError:
+        raise
+    except Exception as error:
+        what = f"{other.way.name} of {other.way.script.path}"
+        raise recording_failed(what, traceback.format_exc()) from error
+
+
+def _judge(reference: Recorded, other: Recorded) -> Verdict:
     tolerance = tolerance_of(reference.updates, other.updates)
     one, many = reference.updates, aligned(reference.updates, other.updates)
     one, many = followed(one, many), followed(many, one)
+    whole = joined(one, many)
+    one, many = whole.reference, whole.other
     but = ""
     if rewritten := _between_steps(one, many, tolerance):
         (one, many), but = rewritten, _REWRITTEN
     elif made_good := _made_good(one, many, tolerance):
         (one, many), but = made_good, _MADE_GOOD
+    elif _is_right_in_the_end(one, many, (reference.finals, other.finals), tolerance):
+        one, many, but = without_steps(one), without_steps(many), _IN_THE_END
     reference, other = replace(reference, updates=one), replace(other, updates=many)
+    if whole.unknown and not other.error:
+        return Verdict(reference, other, unknown=whole.unknown)
     count = comparable(reference.updates, other.updates, tolerance)
     if count < max(len(reference.updates), len(other.updates)):
         until = f"step {count}, as rounding has grown since to more than is passed over"
@@ -304,23 +439,29 @@ def judge(reference: Recorded, other: Recorded) -> Verdict:
     cases = divergences(reference.updates, other.updates, tolerance)
     if other.error:
         cases = [case for case in cases if case.what != "length"]
-    caused = [(cause_of(case), case) for case in cases]
+    caused = [(_cause_of(case), case) for case in cases]
+    if whole.parts:
+        caused = [(_of_parts(cause, case, whole.parts), case) for cause, case in caused]
     causes = [cause for cause, _ in caused]
     found = [Finding(*each) for n, each in enumerate(caused) if each[0] not in causes[:n]]
     if not other.error and {each.cause.code for each in found} == {"LS501"}:
         but, found = f"the loss is {found[0].cause.seen[0]} and parameters", []
     if other.error:
+        idle = other.code == "LS304"
         seen = f"on {other.way.nproc} processes the script ended with: {other.error}"
+        seen = other.error if idle else seen
         ways = ways_of_ranks(other.ways) if other.code == "LS405" else ()
         told = other.code in {each.cause.code for each in found}
         end = [] if told else [Finding(Cause(other.code, (seen, *ways)))]
         return Verdict(reference, other, (*found, *end) if other.code else (*end, *found))
     lost = next(filter(None, (update.first("gathered") for update in reference.updates)), "")
-    others = of_run(other.updates, tolerance)
+    others = [] if whole.parts else of_run(other.updates, tolerance)
     if lost:  # even on one process, so that there is nothing to compare it with
         others.append(Finding(Cause("LS207", ("on one process too the loss is made of it", lost))))
+    places = {(case.what, case.update) for case in cases}
     for more in others:
         told = more.cause.code in {each.cause.code for each in found}
+        told = told or (more.case is not None and (more.case.what, more.case.update) in places)
         if not told and (cases or more.case is None):  # ranks may differ by rounding
             found.append(more)
     return Verdict(reference, other, tuple(found), but)
@@ -375,7 +516,7 @@ def _compared(reference: Recorded) -> str:
         f"{first.samples} samples each" if first.samples else "",
         "losses" if first.loss is not None else "",
         f"{len(first.merged('gradients'))} gradients" if first.merged("gradients") else "",
-        f"{len(first.merged('parameters'))} parameters",
+        f"{len(first.merged('parameters') or first.merged('held'))} parameters",
         f"{len(first.merged('buffers'))} buffers" if first.merged("buffers") else "",
         "learning rates" if first[0].rates else "",
     ]

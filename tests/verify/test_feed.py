@@ -1,0 +1,58 @@
+"""Batches that one process is given as those of all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.errors import UsageError
+from lockstep.verify.feed import BatchReader, BatchWriter, Fed, join
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    names: list[str]
+
+
+def test_batches_of_ranks_are_joined_in_their_order() -> None:
+    one = {"pair": Pair(torch.zeros(2, 3), ["a", "b"]), "size": 2, "t": (torch.ones(2), "text")}
+    other = {"pair": Pair(torch.ones(1, 3), ["c"]), "size": 2, "t": (torch.ones(1), "text")}
+    both = join([one, other])
+    assert both["pair"].x.tolist() == [[0.0] * 3, [0.0] * 3, [1.0] * 3]
+    assert (both["pair"].names, both["size"]) == (["a", "b", "c"], 2)
+    assert (both["t"][0].tolist(), both["t"][1]) == ([1.0] * 3, "text")
+
+
+def test_batches_of_other_lengths_are_no_batch() -> None:
+    with pytest.raises(UsageError, match=r"shapes \[2, 3\] and \[2, 4\]"):
+        join([torch.zeros(2, 3), torch.zeros(2, 4)])
+
+
+def test_a_pass_has_what_any_rank_had(tmp_path: Path) -> None:
+    loaders = [DataLoader(range(8), batch_size=2), DataLoader(range(3))]
+    for rank, batches in enumerate(([[0, 1], [4]], [[2, 3]])):
+        writer = BatchWriter(tmp_path, rank)
+        for loader in loaders:
+            writer.build(loader)
+        assert [writer.begin(loaders[1]), writer.begin(loaders[0])] == ["1-1", "0-1"]
+        for number, ids in enumerate(batches):
+            writer.keep("0-1", number, Fed(torch.tensor(ids), ids))
+        writer.close()
+    reader = BatchReader(tmp_path)
+    other = [DataLoader(range(8)), DataLoader(range(3))]
+    for loader in other:
+        reader.build(loader)
+    found = [(fed.batch.tolist(), fed.ids) for fed in reader.batches(reader.begin(other[0]))]
+    assert found == [([0, 1, 2, 3], [0, 1, 2, 3]), ([4], [4])]
+    assert (reader.length(other[0]), reader.length(other[1])) == (4, 3)
+    assert list(reader.batches(reader.begin(other[0]))) == []
+
+
+def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
+    writer = BatchWriter(tmp_path, 0)
+    with pytest.raises(UsageError, match="a batch cannot be kept"):
+        writer.keep("0-1", 0, Fed(lambda: None, None))
