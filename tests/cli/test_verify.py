@@ -165,7 +165,7 @@ def test_while_it_works_it_says_how_far_it_is(
     of_first = "run 1 of 2, 1 process: step 1 of 3, 0:10 left of about 0:20"
     assert said[2 if terminal else 1] == of_first
     assert said[-1 if terminal else -3] == (
-        "run 2 of 2, 2 processes: step 3 of 3, 0:00 left of about 2:00"
+        "run 2 of 2, 2 processes: step 3 of 3, about to end"
         if terminal
         else "run 2 of 2, 2 processes: step 0 of 3, 1:00 left of about 2:00"
     )

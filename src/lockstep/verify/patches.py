@@ -442,7 +442,9 @@ class DeterminismPatches(TorchFunctionMode):
 
     def notes(self) -> list[str]:
         """What was switched off."""
-        return [f"{count} {what}" if count > 1 else what for what, count in self.off.items()]
+        return [
+            f"{count} {what}" if count > 1 else what for what, count in self.off.items() if count
+        ]
 
     def _undropped(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         training = kwargs.get("training", args[2] if len(args) > 2 else True)
