@@ -160,10 +160,17 @@ def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
             wanted.append(index)
     twice = [index for index in wanted for _ in range(2)]
     digests = read_samples(source, seed, twice, file_names=True)
-    samples: dict[int, Parts] = {}
+    read: dict[int, Parts] = {}
+    random: set[str] = set()
     for index, first, second in zip(wanted, digests[0::2], digests[1::2], strict=False):
         if first is not None and second is not None:
-            samples[index] = _repeatable(parts_of(first), parts_of(second))
+            read[index] = parts_of(first)
+            random |= _unequal_parts(read[index], parts_of(second))
+    # What is drawn in one sample is drawn in all, also where two draws were equal by chance.
+    samples = {
+        index: {name: part for name, part in parts.items() if name not in random}
+        for index, parts in read.items()
+    }
     name = getattr(source.dataset, HUGGING_FACE_FINGERPRINT, None)
     return Fingerprint(
         subsets=[zlib.crc32(index_bytes(indices)) for indices in subset_indices(source.dataset)],
@@ -172,9 +179,9 @@ def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
     )
 
 
-def _repeatable(first: Parts, second: Parts) -> Parts:
-    """The parts of a sample that are the same when it is read again."""
-    return {name: part for name, part in first.items() if alike(part, second.get(name))}
+def _unequal_parts(first: Parts, second: Parts) -> set[str]:
+    """The names of the parts that were not exactly the same when a sample was read again."""
+    return {name for name, part in first.items() if repr(part) != repr(second.get(name))}
 
 
 def check_fingerprint(source: Source, before: Fingerprint, now: Fingerprint) -> None:
