@@ -85,6 +85,7 @@ def test_only_names_that_are_known(tmp_path: Path) -> None:
     assert {"Metadata", "_StorageInfo", "MetadataIndex", "Size"} <= used <= last
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_every_dtype_and_layout(tmp_path: Path) -> None:
     state: dict[str, torch.Tensor] = {}
     for name, dtype in DTYPES.items():

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import socket
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -413,3 +414,23 @@ def test_batches_of_data_loaders_are_seen():
         end()
     list(DataLoader(data))
     assert not seen
+
+
+def test_the_group_that_a_thread_is_making_is_read_from_its_frame():
+    def _new_group_with_tag(use_local_synchronization: bool) -> Any:  # named as torch's
+        group_name = "7"
+        ranks = [0, 2]
+        backend = "gloo"
+        found = inner()
+        assert found == {**found, "name": group_name, "ranks": ranks, "backend": backend}
+        return found
+
+    def inner() -> Any:
+        return torch_compat.group_being_made(sys._getframe())
+
+    expected = {"name": "7", "ranks": [0, 2], "backend": "gloo", "members_only": True}
+    assert _new_group_with_tag(True) == expected
+    assert torch_compat.group_being_made(sys._getframe()) is None
+    made = dist.distributed_c10d._new_group_with_tag.__code__
+    assert {"group_name", "ranks", "backend", "use_local_synchronization"} <= {*made.co_varnames}
+    assert dist.distributed_c10d._is_barrier_after_init() in (0, 1)

@@ -538,6 +538,7 @@ def with_micro_batch(micro_batch_size: Any, strategy: Any) -> dict[str, Tensor]:
         return weights(model)
 
 
+@pytest.mark.filterwarnings("ignore:micro_batch_size='auto' and a model with BatchNorm")
 def test_the_largest_micro_batch_is_found_with_batch_norm():
     """Sizes are tried at which a replica has one sample; the statistics are those of all."""
     found = with_micro_batch("auto", DP(replicas=3))

@@ -180,6 +180,7 @@ def train_all(strategy: Any, micro_batch_size: int | None) -> list[dict[str, Any
     return [train(when, strategy, micro_batch_size) for when in (None, 0, 1)]
 
 
+@pytest.mark.filterwarnings("ignore:micro_batch_size=6 and a model with BatchNorm")
 @pytest.mark.parametrize("strategy", ["single", DP(replicas=2)], ids=["single", "dp"])
 def test_the_training_goes_on_as_if_nothing_had_been_asked(strategy):
     plain, *asked = train_all(strategy, 6)

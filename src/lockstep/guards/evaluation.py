@@ -54,6 +54,15 @@ class LoaderPasses(NamedTuple):
     """The line that began the latest of these."""
 
 
+def _has_evaluated_more(one: LoaderPasses, others: Sequence[LoaderPasses]) -> bool:
+    """Whether a rank has made a pass to the end that another rank has not even begun.
+
+    Passes that are left early are no sign by themselves: a rank may look at the first batch, or
+    leave an evaluation before the others do.
+    """
+    return any(one.evaluated > each.evaluated and one.begun > each.begun for each in others)
+
+
 class DoubtfulSum(NamedTuple):
     """A sum over the ranks that seems to count every sample once per rank."""
 
@@ -144,8 +153,7 @@ class EvaluationGuard(Guard):
             return
         for of_loader in zip(*ranks, strict=False):
             passes = [LoaderPasses(*each) for each in of_loader]
-            fewest_begun = min(each.begun for each in passes)
-            alone = [rank for rank, each in enumerate(passes) if each.evaluated > fewest_begun]
+            alone = [rank for rank, each in enumerate(passes) if _has_evaluated_more(each, passes)]
             if alone:
                 self._said_alone = True
                 self._warn_of_part(alone, passes[alone[0]].evaluated_at, on_this_rank)

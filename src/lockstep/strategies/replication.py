@@ -260,6 +260,10 @@ class MovingBuffers:
         bits = self._bits()
         changed = (bits != self._before).to(torch.int64)
         extremes = torch.stack([changed, bits, -bits])
+        present = self._step.current
+        if present.count and not present.local:
+            # A rank without samples computes a placeholder, which leaves its buffers as they were.
+            extremes[1:] = torch.iinfo(torch.int64).min
         routing.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
         moved, largest, smallest = extremes.tolist()
         now = dict(self._module.named_buffers())
