@@ -85,7 +85,7 @@ class RowCounter:
             "a collate function that leaves samples out, or adds rows",
             f"a global batch of {planned} samples has {rows} rows, so each rank's part counts by "
             "the rows that it has",
-            "nothing, if the loss is a mean over rows and the rows of a sample do not depend on the "
+            "nothing, if the loss is a mean over rows and a sample's rows do not depend on the "
             "other samples of its batch, of which each rank has others; for a mean over something "
             "else, such as tokens, say how much of that a batch has: world.loader(..., weight=...)",
         )
