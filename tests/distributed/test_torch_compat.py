@@ -325,6 +325,21 @@ def test_a_module_says_that_it_was_compiled():
     assert torch_compat.is_compiled(layer)
 
 
+def test_a_compiled_module_that_is_compiled_again_keeps_its_hooks_and_its_forward():
+    called = []
+    model = nn.Sequential(nn.Linear(1, 1), nn.Tanh())
+    compiled = torch.compile(model, backend="eager")
+    torch_compat.let_compile_again(nn.Sequential(compiled))
+    for name, module in (("wrapper", compiled), ("model", model)):
+        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    vars(model)["forward"] = lambda x: type(model).forward(model, x) * 2
+    again = torch.compile(compiled, backend="eager")
+    assert isinstance(again, nn.Module)
+    x = torch.ones(1, 1)
+    assert torch.equal(again(x), model[1](model[0](x)) * 2)
+    assert called == ["wrapper", "model"]
+
+
 def test_a_backward_pass_is_seen():
     seen = []
     x = torch.ones((), requires_grad=True)

@@ -132,6 +132,14 @@ def test_copies_compute_in_the_precision_with_parameters_of_their_own(way):
     assert [*made.state_dict()] == [*Records().state_dict()]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_a_copy_of_a_compiled_model_keeps_the_precision(precision):
+    compiled = torch.compile(Records(), backend="eager")
+    Precision(precision, CPU).attach(compiled)
+    made = copy.deepcopy(compiled)
+    assert torch.equal(made(torch.ones(2, 4)), compiled(torch.ones(2, 4)))
+
+
 def computes_twice(model: Any, x: Tensor) -> Tensor:
     model.computed_in.append((x @ x.T).dtype)
     return model.layer(x) * 2

@@ -42,19 +42,70 @@ def check(rows: list[dict[str, Any]]) -> None:
         assert row["late"] == 0, row
 
 
+def without_inductors_threads() -> None:
+    """Has inductor compile in this thread alone: threads of its own would outlive the training."""
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1
+
+
 def measured(strategy: str, precision: str, ways: tuple[str, ...], backend: str) -> Any:
+    without_inductors_threads()
     return bench_compile.without_plain_torch(strategy, precision, ways, backend)
 
 
-def one_cell() -> dict[str, Any]:
+def one_cell() -> tuple[dict[str, Any], list[Any]]:
+    """A cell of the matrix, and what models have learned that were compiled twice."""
     warnings.simplefilter("ignore")  # torch's, of its compiler
-    return bench_compile.with_lockstep("fsdp", "bf16", "in place before", "eager")
+    cell = bench_compile.with_lockstep("fsdp", "bf16", "in place before", "eager")
+    return cell, [
+        compiled_twice(strategy, "bf16", "before", "after") for strategy in ("ddp", "fsdp")
+    ]
+
+
+def compiled_twice(strategy: str, precision: str, first: str, second: str) -> Any:
+    """How far a model that was compiled before and after `world.prepare` is from a plain one."""
+    weights = []
+    for ways in ((bench_compile.NOT_COMPILED, bench_compile.NOT_COMPILED), (first, second)):
+        with lockstep.init(strategy, precision=precision, seed=0) as world:
+            torch._dynamo.reset()
+            torch.manual_seed(3)
+            model = compiled_before(bench_compile.Net(), ways[0], "eager")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer = world.prepare(model, optimizer)
+            call = compiled_after(model, ways[1], "eager")
+            assert isinstance(call, nn.Module)  # whose `eval`, for example, can be called
+            data = torch.utils.data.TensorDataset(*bench_compile.samples())
+            for x, y in world.loader(data, bench_compile.BATCH):
+                world.backward(F.cross_entropy(call(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            weights.append(bench_compile.whole_weights(call))
+    return strategy, precision, first, second, bench_compile.difference(*weights)
 
 
 def test_a_compiled_model_trains_in_bf16_without_recompilation_or_graph_breaks():
-    for found in run_ranks(one_cell, 2):
+    for found, twice in run_ranks(one_cell, 2):
         assert (found["breaks"], found["late"]) == (0, 0), found["reasons"]
         assert found["graphs"] > 0
+        assert [difference for *_, difference in twice] == [0, 0], twice
+
+
+def all_compiled_twice(strategy: str) -> list[Any]:
+    warnings.simplefilter("ignore")  # torch's, of its compiler
+    found = []
+    for precision in (*bench_compile.PRECISIONS, "fp64"):
+        for first in ("before", "in place before", "block by block"):
+            for second in ("after", "in place after"):
+                found.append(compiled_twice(strategy, precision, first, second))
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("strategy", "size"), [("single", 1), ("ddp", 2), ("fsdp", 3)])
+def test_a_model_may_be_compiled_before_and_after_prepare(strategy: str, size: int) -> None:
+    for rows in run_ranks(all_compiled_twice, size, strategy):
+        assert [row for row in rows if row[-1] != 0] == []
 
 
 @pytest.mark.thorough
@@ -154,10 +205,12 @@ def test_the_forward_pass_is_one_graph_whatever_it_returns():
 
 def odd_options(backend: str) -> list[Any]:
     """Differences from the model that is not compiled, and graphs that were compiled."""
+    without_inductors_threads()
     found = []
     x, _ = tensors(12, torch.float32).tensors
     with lockstep.init("single", precision="bf16", seed=0) as world:
-        for options in ({"dynamic": True}, {"mode": "reduce-overhead"}, {"mode": "max-autotune"}):
+        # Not "max-autotune", after which threads of inductor's remain.
+        for options in ({"dynamic": True}, {"mode": "reduce-overhead"}):
             if backend != "inductor" and "mode" in options:
                 continue
             counts = Counts()

@@ -32,6 +32,7 @@ from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.device import choose_device
 from lockstep.distributed.manifest import collect
 from lockstep.distributed.topology import Topology, detect, port
+from lockstep.distributed.torch_compat import without_compile
 from lockstep.errors import LockstepError, SettingError, UsageError, nearest, set_rank
 from lockstep.settings import Choice, Settings
 from lockstep.step import Step
@@ -96,10 +97,19 @@ def store_at_end(joined: Joined) -> Iterator[Store]:
 
 
 def run_of(module: nn.Module) -> Run | None:
-    """The run that a module was prepared in, as long as it goes on."""
+    """The run that a module was prepared in, as long as it goes on.
+
+    What `torch.compile` has made of a prepared module belongs to the run, too.
+    """
     run = _current
-    known = run is not None and any(prepared() is module for prepared in run.prepared)
-    return run if known else None
+    if run is None:
+        return None
+    while not any(prepared() is module for prepared in run.prepared):
+        inner = without_compile(module)
+        if inner is module:
+            return None
+        module = inner
+    return run
 
 
 def blocked() -> str | None:

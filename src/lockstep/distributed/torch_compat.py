@@ -234,8 +234,38 @@ def is_compiled(module: nn.Module) -> bool:
 
 def without_compile(module: nn.Module) -> nn.Module:
     """The user's module inside of what `torch.compile(model)` gave; any other module itself."""
-    inner: nn.Module = getattr(module, "_orig_mod", module)
+    # Not by getattr: wrappers answer for what is inside of them.
+    if "_orig_mod" not in module._modules:
+        return module
+    inner: nn.Module = module._modules["_orig_mod"]  # type: ignore[assignment]
     return inner
+
+
+_MARKS_OF_COMPILED_MODULES = (
+    "_torchdynamo_orig_callable",
+    "_torchdynamo_wrapper_id",
+    "get_compiler_config",
+)
+
+
+def let_compile_again(module: nn.Module) -> None:
+    """Lets `torch.compile` wrap what `torch.compile(model)` gave once more, hooks and all.
+
+    Torch compiles such a module again by compiling the `forward` that the model had at the first
+    time, and finds that by a mark on the wrapper. Hooks of the wrapper and of the model, and a
+    `forward` that was set since then, would be left out without a word: under `fully_shard` no
+    parameter would be gathered. Without the marks torch takes the wrapper for a module like any
+    other; what is lost is its method `get_compiler_config`.
+
+    Args:
+        module: the module itself and its submodules are treated.
+    """
+    if not compiler_is_loaded():
+        return
+    for part in module.modules():
+        if "_orig_mod" in part._modules:
+            for mark in _MARKS_OF_COMPILED_MODULES:
+                vars(part).pop(mark, None)
 
 
 def in_backward_pass() -> bool:

@@ -89,11 +89,12 @@ class Precision:
         """Has the module's forward pass run so; under fp64 the module itself is converted."""
         if self.dtype is None:
             return
+        # A copy of what `torch.compile` gave is built anew, without the hooks of the original.
+        module = without_compile(module)
         if self.dtype == torch.float64:
             module.double()
             module.register_forward_pre_hook(_inputs_in_double, with_kwargs=True)
             return
-        module = without_compile(module)
         self._autocast(module, self.dtype)
         self._autocasting.append(weakref.ref(module))
 

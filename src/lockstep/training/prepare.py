@@ -35,7 +35,7 @@ from lockstep.data.shares import first_shares, parse_micro_batch
 from lockstep.data.source import Source, make_source
 from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import BatchNorm
+from lockstep.distributed.torch_compat import BatchNorm, let_compile_again
 from lockstep.errors import CheckpointError, RanksDifferError, UsageError, some, warn
 from lockstep.guards import Guards
 from lockstep.optim.precision import ForwardsSetLater, Precision
@@ -412,6 +412,7 @@ class Preparer:
             self._choose("precision", "fp64", "the model is in float64, and so are its inputs")
         elif self.precision.dtype is not None:
             self._choose("autocast", type(module).__name__, "outputs come back in fp32")
+        let_compile_again(module)
         own = list(module.parameters())
         shared = [n for n, p in module.named_parameters() if p.requires_grad and self._has(p)]
         wrapped = self.strategy.wrap(module, run)
