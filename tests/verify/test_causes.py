@@ -21,7 +21,7 @@ from lockstep.verify.compare import (
     divergences,
 )
 from lockstep.verify.record import Recorded, Way
-from lockstep.verify.verdict import Verdict, judge
+from lockstep.verify.verdict import Verdict, judge, of_run
 
 RANDOM = np.random.default_rng(1)
 ONE, OTHER = RANDOM.normal(size=(6, 4)), RANDOM.normal(size=(6, 4))
@@ -684,8 +684,31 @@ def test_an_order_that_repeats_is_said_where_the_numbers_are_equal() -> None:
         assert codes(run, run) == expected
     ascending = [[update(WHOLE, taken(*range(6), epoch=n), step=n)] for n in range(2)]
     assert codes(ascending, ascending) == []
-    untold = [[update(WHOLE, taken(*order, order_fixed=True))]]
-    assert codes(untold, untold) == ["LS103"]
+
+
+def test_of_a_second_pass_with_the_same_order_is_spoken_only_where_there_may_be_one() -> None:
+    untold = [Update([update(WHOLE, taken(4, 1, 7, 0, 3, 2, order_fixed=True))])]
+    assert of_run(untold, FLOAT64, stopped=False) == []
+    (finding,) = of_run(untold, FLOAT64, stopped=True)
+    assert finding.lines("also")[:2] == [
+        "  also    LS103: without set_epoch a second pass would have the same order",
+        "  seen    DistributedSampler was told no epoch before its first pass, and no second was "
+        "begun",
+    ]
+
+
+def test_random_numbers_that_one_process_has_drawn_too_are_no_cause() -> None:
+    """Each sample has a draw of its own: the last one of a rank is another one's on one process."""
+    one = replace(update(THIRD, taken(0, 1, 2, 3)), draws=[("train.py:3", "d")])
+    many = two(RANDOM.normal(size=(6, 4)))
+    for rank, last, drawn in zip(many, "bd", ("ab", "cd"), strict=True):
+        rank.draws, rank.drawn = [("train.py:3", last)], frozenset(drawn)
+    one.drawn = frozenset("abcd")
+    assert found(many, one)[1].code == "LS210"
+    many[1].draws, many[1].drawn = [("train.py:3", "b")], frozenset("ab")
+    assert found(many, one)[1].code == "LS106"
+    many[1].draws, many[1].drawn = [("train.py:3", "x")], frozenset("yx")
+    assert found(many, one)[1].code == "LS308"
 
 
 def test_fewer_steps() -> None:

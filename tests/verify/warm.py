@@ -28,10 +28,12 @@ def verify(
     batch_times: int = 1,
     seconds: float | None = None,
     same_samples: bool = False,
+    precision: str = "fp64",
 ) -> Verdict:
-    """Compares a script on one process with the script on `nproc`, in float64."""
+    """Compares a script on one process with the script on `nproc`, in float64 or float32."""
     program = Script(path=str(script), arguments=arguments)
     several = Way(name=f"{nproc} processes", nproc=nproc, script=program, steps=steps)
+    several = replace(several, precision=precision)
     with tempfile.TemporaryDirectory() as folder:
         alone = replace(several.alone(batch_times), seconds=seconds)
         if same_samples:

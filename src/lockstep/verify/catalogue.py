@@ -51,6 +51,8 @@ class Cause:
     """Of the tensors that it is about, where they are not all that differ."""
     ratio: float | None = None
     """How many times as large as on one process, where it is one number for all."""
+    title: str = ""
+    """What is known, where that is less than what the entry's title says; empty: the entry's."""
 
 
 def shown(things: Sequence[object]) -> str:

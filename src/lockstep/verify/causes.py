@@ -340,7 +340,7 @@ def _of_weights(
     if _all_equal(used, case.exact) and near(sum(right), sum(used), 1e-5):
         nothing = "of nothing that was counted in the batches there is as much"
         return Cause("LS205", (*words, *(told or [nothing])))
-    if told and not samples.draws_of(case):
+    if told and not samples.draws_that_may_differ(case):
         return Cause("LS208", (*words, *told))
     return Cause("LS210", words)
 
@@ -691,5 +691,8 @@ def cause_of(case: Divergence) -> Cause:
         seen = f"the ranks step with different optimizers: {of_runs(kinds, alone=False)}"
         cause = Cause("LS405", (seen,))
     else:
-        cause = KINDS[case.what][0](case)
+        unstepped = None
+        if case.what in ("unclipped", "gradients", "loss"):
+            unstepped = replicas.of_unstepped(case)
+        cause = unstepped or KINDS[case.what][0](case)
     return replace(cause, seen=(*cause.seen, *other_ways(case, cause)))

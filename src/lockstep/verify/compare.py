@@ -113,8 +113,16 @@ class RankUpdate:
     step: int = 0
     """Which of its steps, from 0."""
     stepped: bool = True
-    """False: no optimizer of this rank stepped. It had joined (`Join`), or has no optimizer, and
-    others did it for it; values of the step itself are not known then."""
+    """False: no optimizer of this rank stepped. It had joined (`Join`), has no optimizer, or leaves
+    the steps of this one to others; values of the step itself are not known then."""
+    built: int = -1
+    """Which of the optimizers of this rank, in the order in which they were built; -1: unknown."""
+    holds: Sequence[str] = ()
+    """Names of the parameters of the optimizer, in its order."""
+    unstepped: Mapping[tuple[int, int], Array] = field(default_factory=dict)
+    """Sums over parameters that no known model has, of optimizers that have not stepped on this
+    rank, before the first forward pass; by the number of the optimizer (`built`), and the place of
+    the parameter in it."""
     dtype: str = "torch.float64"
     """The one of the lowest precision that the loss and gradients have been in so far."""
     rates: Sequence[float] = ()
@@ -133,7 +141,10 @@ class RankUpdate:
     streams: dict[str, str] = field(default_factory=dict)
     """What was drawn from for this step, before the loss, besides torch's stream: a digest."""
     draws: list[tuple[str, str]] = field(default_factory=list)
-    """Random numbers that the loss is made of, drawn for this step: the line, and a digest."""
+    """Random numbers that the loss is made of, drawn for this step: the line, and a digest. Of
+    several draws that a loss is made of it is the last."""
+    drawn: frozenset[str] = frozenset()
+    """Digests of all random numbers that were drawn for this step, before the loss."""
     inputs: list[Taken] = field(default_factory=list)
     """What the first model of each backward pass was called with."""
     forwards: list[Forward] = field(default_factory=list)

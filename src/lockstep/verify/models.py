@@ -84,6 +84,23 @@ class Models:
                     known.add(id(parameter))
                     yield f"/parameter {number} of optimizer {optimizer}", parameter
 
+    def of_unstepped(self) -> Iterator[tuple[tuple[int, int], nn.Parameter]]:
+        """Parameters that no known model has, of optimizers that were built and have not stepped.
+
+        Each comes with the number of its optimizer, in the order in which they were built, and its
+        place in it.
+        """
+        unstepped = [n for n, each in enumerate(self.built) if each not in self.stepped]
+        if not unstepped:
+            return
+        known = {id(parameter) for _, parameter in self.parameters()}
+        for number in unstepped:
+            for place, parameter in enumerate(parameters_of(self.built[number])):
+                without_values = isinstance(parameter, UninitializedParameter) or parameter.is_meta
+                if id(parameter) in known or without_values or is_sharded(parameter):
+                    continue
+                yield (number, place), parameter
+
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Each with a name that is the same on every rank."""
         return self._named("named_buffers")

@@ -15,7 +15,7 @@ _BY_NAME = (
     *("attributes", "entered", "state", "rewritten", "shifted", "written"),
 )
 _FIRST = ("buffers", "parameters", "initial")
-_NAMES = ("bare", "not_averaged", "frozen", "evaluating")
+_NAMES = ("bare", "not_averaged", "frozen", "evaluating", "holds")
 
 
 def aligned(reference: Sequence[Update], other: Sequence[Update]) -> list[Update]:

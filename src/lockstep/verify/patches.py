@@ -133,6 +133,8 @@ class DeterminismPatches(TorchFunctionMode):
         self.numbers: dict[str, float] = {}
         """Statistics over samples that became numbers, by the user's line; whoever reads them
         takes them away."""
+        self.drawn: set[str] = set()
+        """Digests of random numbers; whoever reads them takes them away."""
         self.on_write: Callable[[int], object] = lambda storage: None
         """Called where the script has written to something that is watched."""
         self._own = torch.get_default_dtype()
@@ -159,8 +161,10 @@ class DeterminismPatches(TorchFunctionMode):
             self.draw_line, self.count = self.draw_line or line, self.count + 1
             drawn = self._drawn(func, args, kwargs) if self.double else func(*args, **kwargs)
             if isinstance(drawn, Tensor) and drawn.device.type != "meta":
-                self._numbers.update(digest(drawn).encode())
-                mark(drawn, draw=(self.count, line, digest(drawn)))
+                numbers = digest(drawn)
+                self._numbers.update(numbers.encode())
+                self.drawn.add(numbers)
+                mark(drawn, draw=(self.count, line, numbers))
             return drawn
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
             self.off["dropout of attention"] += 1

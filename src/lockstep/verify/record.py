@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,12 @@ from typing import Any
 import numpy as np
 
 from lockstep.distributed.torch_compat import on_default_group
-from lockstep.errors import LockstepError, RecordingFailedError, UsageError, grouped
+from lockstep.errors import LockstepError, RecordingFailedError, UsageError
 from lockstep.launcher.worker import Script
 from lockstep.settings import INSTEAD
 from lockstep.verify.compare import Array, Place, RankUpdate, Update
 from lockstep.verify.files import restore
+from lockstep.verify.lines_up import lined_up, steps_of
 from lockstep.verify.names import renamed
 from lockstep.watchdog.exit_status import describe
 
@@ -166,11 +166,6 @@ def _read_rank(folder: Path) -> Iterator[RankUpdate]:
         number += 1
 
 
-def _in_steps(updates: list[RankUpdate]) -> list[list[RankUpdate]]:
-    """A rank's updates by optimizer and step; of replicas that take turns, each has one."""
-    return [*grouped(((each.optimizer, each.step), each) for each in updates).values()]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """A way of computing the same global batches, by the same script."""
@@ -297,7 +292,7 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
 
     return Recorded(
         way,
-        [Update(chain(*ranks)) for ranks in zip(*map(_in_steps, updates), strict=False)],
+        lined_up([steps_of(each) for each in updates]),
         first.get("error", lost),
         first.get("code", ""),
         output="\n".join(output.splitlines()[-_TAIL:]) if first.get("exited", True) else "",

@@ -72,7 +72,7 @@ from lockstep.verify.record import LEAST_STEPS, LOST_PEER, UpdateWriter, Way
 _OF_BACKWARD = (
     "taken", "losses", "local", "terms", "loss_line", "inputs", "forwards", "compares",
     "weighed", "loss_options", "couples", "entered", "batch_statistics", "own_passes", "shifted",
-    "draws", "numbers", "streams", "gathered", "detached", "bare_line", "past_wrapper",
+    "draws", "drawn", "numbers", "streams", "gathered", "detached", "bare_line", "past_wrapper",
     "wrapped_passes",
 )  # fmt: skip
 """What belongs to backward passes, after which several optimizers may step."""
@@ -159,6 +159,8 @@ class _Beside:
     """Lines of forward passes that the loss is made of, by the updates before them."""
     began: dict[str, Array] = field(default_factory=dict)
     """Sums over the parameters at the first forward pass."""
+    unstepped: dict[tuple[int, int], Array] = field(default_factory=dict)
+    """See `RankUpdate.unstepped`."""
     graded: dict[int, Tensor] = field(default_factory=dict)
     """The gradients of this rank as the last backward pass left them, by the ids of parameters."""
     left: list[dict[int, Tensor]] = field(default_factory=list)
@@ -311,6 +313,7 @@ class Recorder(Callback):
         """What is drawn from here on is drawn for the next step."""
         self._drawn_before = self._patches.count
         self._patches.numbers, self._streams = {}, random_streams()
+        self._patches.drawn = set()
 
     @guarded
     def begins_pass(self, loader: Any) -> None:
@@ -333,6 +336,7 @@ class Recorder(Callback):
         update.detached = update.detached or marks.get("detached", "")
         self._made_of(marks, self._beside.drawn)
         update.numbers |= self._patches.numbers
+        update.drawn |= self._patches.drawn
         update.streams |= streams_that_moved(self._streams)
         samples = sum(taken.weights["samples"] for taken in (update.taken or update.inputs)[-1:])
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -675,6 +679,8 @@ class Recorder(Callback):
         began = self._beside.began
         if not update.losses:
             self._beside.began = now
+            unstepped = self.models.of_unstepped()
+            self._beside.unstepped = {place: sums_of(p) for place, p in unstepped}
             if not self._writer.count:
                 update.initial = _arrays((n, p) for n, p in self.models.parameters() if n in now)
         elif not update.shifted:
@@ -800,6 +806,7 @@ class Recorder(Callback):
         update.frozen = [name for name, parameter in named if not parameter.requires_grad]
         whole = {name: sums_of(p) for name, p in named if not is_sharded(p)}
         update.held = {**whole, **self._beside.began}
+        update.unstepped = self._beside.unstepped
         update.attributes, update.comm_hook = self.models.attributes(), self.models.comm_hook
         update.state = {
             f"{name}/{key}": np.array([*sums_of(value), value.numel()])
@@ -831,6 +838,10 @@ class Recorder(Callback):
         update.kind = type(optimizer).__name__
         update.step, update.dtype = self._taken[optimizer], str(self._patches.lowest)
         named = list(self.models.parameters())
+        if optimizer in self.models.built:
+            update.built = self.models.built.index(optimizer)
+        name_of = {id(parameter): name for name, parameter in named}
+        update.holds = [name_of.get(id(p), "") for p in parameters_of(optimizer)]
         update.local = self._local_gradients(named) or update.local
         self._last = replace(update)
         update.parameters = _arrays((n, p) for n, p in named if id(p) in held)

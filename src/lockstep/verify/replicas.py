@@ -38,6 +38,47 @@ def of_replicas(case: Divergence) -> Cause:
     return Cause("LS304", (seen, f"the last step {after}", *wrote))
 
 
+def of_unstepped(case: Divergence) -> Cause | None:
+    """LS304: parameters of an optimizer that some ranks step with, and others hold otherwise.
+
+    It needs a difference that shows in the very step in which these parameters differ first.
+    """
+    apart = _unstepped_apart(case, case.update)
+    if not apart or any(_unstepped_apart(case, n) for n in range(case.update)):
+        return None
+    names = sorted({name for own in apart.values() for name in own})
+    kinds = {
+        rank.kind
+        for update in case.other[: case.update]
+        for rank in update
+        if not set(names).isdisjoint(rank.holds)
+    }
+    seen = f"before step {case.many[0].step + 1} {name_ranks(apart)} held other parameters"
+    which = f"of {' and '.join(sorted(kinds))}, which has not stepped there: {shown(plain(names))}"
+    return Cause("LS304", (f"{seen} {which}",))
+
+
+def _unstepped_apart(case: Divergence, number: int) -> dict[int, list[str]]:
+    """By rank, parameters that it has not stepped with and holds otherwise than a rank that has."""
+    update = case.other[number]
+    holders: dict[int, tuple[int, Sequence[str]]] = {}
+    for before in case.other[:number]:
+        for rank, own in enumerate(before):
+            if own.built >= 0 and not all(each.stepped for each in before):
+                holders.setdefault(own.built, (rank, own.holds))
+    apart: dict[int, list[str]] = {}
+    for rank, own in enumerate(update):
+        for (built, place), sums in own.unstepped.items():
+            if built not in holders:
+                continue
+            holder, names = holders[built]
+            name = names[place] if place < len(names) else ""
+            held = update[holder].held.get(name)
+            if held is not None and not np.array_equal(held, sums):
+                apart.setdefault(rank, []).append(name)
+    return apart
+
+
 def of_own_gradients(case: Divergence, names: tuple[str, ...]) -> Cause:
     """Ranks that step with gradients of their own.
 

@@ -134,12 +134,29 @@ def _all(updates: Sequence[Update], identity: Identity) -> Counter[Sample]:
     return Counter(sample for update in updates for sample in identity(update) or ())
 
 
-def draws_of(case: Divergence) -> list[str]:
-    """Other random numbers than on one process that the loss is made of, in words."""
+def draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
+    """Draws that the losses of one process and of several do not share, by line and digest.
+
+    Where each sample has a draw of its own, the last one of a rank is not the last one of one
+    process: these may be the same numbers all the same.
+    """
     one, many = (Counter(d for rank in each for d in rank.draws) for each in (case.one, case.many))
-    others = [draw for draw in {**many, **one} if many[draw] != one[draw] * case.size]
+    return [draw for draw in {**many, **one} if many[draw] != one[draw] * case.size]
+
+
+def draws_of(case: Divergence) -> list[str]:
+    """Other random numbers than on one process that the loss is made of, in words.
+
+    What one process and several have both drawn for this step are no other numbers.
+    """
+    drawn_by_one = frozenset[str]().union(*(rank.drawn for rank in case.one))
+    drawn_by_many = frozenset[str]().union(*(rank.drawn for rank in case.many))
+    drawn_by_both = drawn_by_one & drawn_by_many
     text = "the loss is made of random numbers, drawn for this step: {}"
-    return [text.format(line) for line, _ in others[:1]]
+    for line, numbers in draws_that_may_differ(case):
+        if numbers not in drawn_by_both:
+            return [text.format(line)]
+    return []
 
 
 def statistics_of(case: Divergence) -> list[str]:
@@ -427,7 +444,8 @@ def of_loss(case: Divergence) -> Cause | None:
         return Cause("LS212", (f"not that of one process is {options[0]}", *statistics_of(case)))
     weighs = next(filter(None, (_weights_of_samples(rows, case.size) for rows in every)), ())
     known = all(rows.both("outputs") is not None for rows in every)
-    if known and not draws_of(case) and (took := statistics_of(case) or _numbers_of(case)):
+    took = statistics_of(case) or _numbers_of(case)
+    if known and took and not draws_that_may_differ(case):
         same = weighs or ["for each sample the models returned the same"]
         return Cause("LS208", (*took, *same))
     return Cause("LS212", weighs) if weighs else None

@@ -57,6 +57,12 @@ class Finding:
         return plain(self.cause.names or (self.case.names if self.case is not None else ()))
 
     @property
+    def title(self) -> str:
+        """What is wrong, in one line; empty: the cause is not in the catalogue."""
+        entry = ENTRIES.get(self.cause.code)
+        return "" if entry is None else self.cause.title or entry.title
+
+    @property
     def place(self) -> str:
         """In words."""
         case = self.case
@@ -77,10 +83,9 @@ class Finding:
         number, case = None, self.case
         if case is not None:
             number = 1 + (case.update if case.what == "length" else case.one[0].step)
-        entry = ENTRIES.get(self.cause.code)
         return {
             "code": self.cause.code,
-            "title": "" if entry is None else entry.title,
+            "title": self.title,
             "what": "" if case is None else case.what,
             "step": number,
             "names": self.names,
@@ -99,7 +104,7 @@ class Finding:
         lines = []
         entry = ENTRIES.get(self.cause.code)
         if entry is not None:
-            lines.append(f"  {word:7} {entry.code}: {entry.title}")
+            lines.append(f"  {word:7} {entry.code}: {self.title}")
         for text in self.cause.seen:
             first, *rest = text.splitlines()
             lines += [f"  seen    {first}", *(f"          {line}" for line in rest)]
@@ -132,12 +137,15 @@ def _cause_of(case: Divergence) -> Cause:
         return Cause("LS210", (f"{text}: {type(error).__name__}: {error}", "please report it"))
 
 
-def of_run(updates: Sequence[Update], tolerance: Tolerance) -> list[Finding]:
+def of_run(
+    updates: Sequence[Update], tolerance: Tolerance, *, stopped: bool = True
+) -> list[Finding]:
     """What is wrong with a run by itself, whatever a reference says.
 
     Gradients and parameters that differ between ranks, inputs that are the same on all of them, and
     orders that repeat. A sampler that is told its epoch only after a pass looks like LS103 until
-    then, and where the order is meant to repeat it is no fault.
+    then, and where the order is meant to repeat it is no fault. Before a second pass it is said of
+    a script that was `stopped` only: one that has come to its end made no second pass.
     """
     found: list[Finding] = []
     for number, update in enumerate(updates):
@@ -161,6 +169,10 @@ def of_run(updates: Sequence[Update], tolerance: Tolerance) -> list[Finding]:
         found += [Finding(Cause(code, (seen,))) for code, seen in codes.items()]
     if repeats := _repeated_orders(updates):
         found.append(Finding(Cause("LS103", (repeats,))))
+    elif stopped and _has_a_fixed_order(updates):
+        seen = "DistributedSampler was told no epoch before its first pass, and no second was begun"
+        title = "without set_epoch a second pass would have the same order"
+        found.append(Finding(Cause("LS103", (seen,), title=title)))
     return found
 
 
@@ -175,8 +187,13 @@ def _repeated_orders(updates: Sequence[Update]) -> str:
         same = before == order[: len(before)] and len(before) >= _BY_CHANCE
         if same and any(a > b for a, b in pairwise(before)):
             return f"epoch {epoch + 1} begins with the samples of epoch {epoch}, in their order"
-    fixed = "DistributedSampler was told no epoch before the first pass; without set_epoch the next"
-    return f"{fixed} has the same order" if any(b.order_fixed for b in batches[-1:]) else ""
+    return ""
+
+
+def _has_a_fixed_order(updates: Sequence[Update]) -> bool:
+    """Whether the last batch is of a DistributedSampler that shuffles, and was told no epoch."""
+    batches = [batch for update in updates for batch in update[0].taken if batch.ids]
+    return bool(batches) and batches[-1].order_fixed
 
 
 _BY_CHANCE = 6
@@ -455,7 +472,7 @@ def _judge(reference: Recorded, other: Recorded) -> Verdict:
         end = [] if told else [Finding(Cause(other.code, (seen, *ways)))]
         return Verdict(reference, other, (*found, *end) if other.code else (*end, *found))
     lost = next(filter(None, (update.first("gathered") for update in reference.updates)), "")
-    others = [] if whole.parts else of_run(other.updates, tolerance)
+    others = [] if whole.parts else of_run(other.updates, tolerance, stopped=bool(other.until))
     if lost:  # even on one process, so that there is nothing to compare it with
         others.append(Finding(Cause("LS207", ("on one process too the loss is made of it", lost))))
     places = {(case.what, case.update) for case in cases}

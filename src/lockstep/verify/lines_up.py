@@ -1,0 +1,223 @@
+"""The steps of all ranks, put together to updates: which step of a rank is which of another one.
+
+Ranks may leave the steps of an optimizer to others, as where a probe is trained on rank 0 alone and
+sent to the others. Pure, as `compare` is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+from lockstep.errors import grouped
+from lockstep.verify.compare import Array, RankUpdate, Update
+
+Step = list[RankUpdate]
+"""What a rank has recorded of one step of one optimizer. Of replicas that take turns, each has an
+update."""
+OptimizerStep = tuple[int, int]
+"""The number of an optimizer, and of its step."""
+
+
+def steps_of(updates: Sequence[RankUpdate]) -> list[Step]:
+    """The updates of a rank by optimizer and step."""
+    return [*grouped(((each.optimizer, each.step), each) for each in updates).values()]
+
+
+def lined_up(ranks: Sequence[list[Step]]) -> list[Update]:
+    """The updates of all ranks.
+
+    Where all ranks step with the same optimizers, one step of each makes an update. Where a rank
+    never steps with some optimizer, the steps of this optimizer come after the step of a common
+    optimizer that they followed, and the rank counts as one that has not stepped.
+    """
+    if _step_alike(ranks):
+        return _in_order(ranks)
+    numbered = _with_common_numbers(ranks)
+    present = [{_key(step)[0] for step in steps} for steps in numbered]
+    common = set.intersection(*present)
+    if not common or all(each == common for each in present):
+        return _in_order(ranks)
+    parts = [_split(steps, common) for steps in numbered]
+    count = min(map(len, parts))
+    updates: list[Update] = []
+    for number in range(count):
+        of_ranks = [part[number] for part in parts]
+        if number:  # nothing comes before the first common step but steps of some ranks
+            together = Update(chain(*(steps[0] for steps in of_ranks)))
+            if updates and _share_a_backward_pass(updates[-1], together):
+                updates[-1] = _with_the_pass_of(updates[-1], together)
+                together = _without_the_pass(together)
+            updates.append(together)
+            of_ranks = [steps[1:] for steps in of_ranks]
+        updates += _of_some_ranks(of_ranks)
+    return _begun_by_all(updates)
+
+
+def _in_order(ranks: Sequence[list[Step]]) -> list[Update]:
+    return [Update(chain(*steps)) for steps in zip(*ranks, strict=False)]
+
+
+def _key(step: Step) -> OptimizerStep:
+    return step[0].optimizer, step[0].step
+
+
+def _optimizers(steps: Sequence[Step]) -> dict[int, RankUpdate]:
+    """The first update of each optimizer of a rank, by its number."""
+    found: dict[int, RankUpdate] = {}
+    for step in steps:
+        found.setdefault(step[0].optimizer, step[0])
+    return found
+
+
+def _step_alike(ranks: Sequence[list[Step]]) -> bool:
+    """Whether all ranks step with optimizers of the same classes."""
+    kinds = []
+    for steps in ranks:
+        kinds.append({number: update.kind for number, update in _optimizers(steps).items()})
+    return all(each == kinds[0] for each in kinds)
+
+
+def _with_common_numbers(ranks: Sequence[list[Step]]) -> list[list[Step]]:
+    """The steps of all ranks, with one number for what is one optimizer on several ranks."""
+    known: dict[int, RankUpdate] = {}
+    numbered = []
+    for steps in ranks:
+        numbers = _matched(_optimizers(steps), known)
+        of_rank = []
+        for step in steps:
+            of_rank.append([replace(each, optimizer=numbers[each.optimizer]) for each in step])
+        numbered.append(of_rank)
+    return numbered
+
+
+def _matched(own: dict[int, RankUpdate], known: dict[int, RankUpdate]) -> dict[int, int]:
+    """The common numbers of a rank's optimizers, by their own; new ones are added to `known`.
+
+    Optimizers are the same if they hold the same parameters; of several, the one of the same class.
+    Those that hold a part each have the same number and class.
+    """
+    numbers: dict[int, int] = {}
+    for number, update in own.items():
+        shared: dict[int, int] = {}
+        for other in known.keys() - set(numbers.values()):
+            shared[other] = len(update.parameters.keys() & known[other].parameters.keys())
+        most = max(shared.values(), default=0)
+        if most > 0:
+            alike = [other for other in sorted(shared) if shared[other] == most]
+            of_class = [other for other in alike if known[other].kind == update.kind]
+            numbers[number] = (of_class or alike)[0]
+    for number, update in own.items():
+        if number in numbers:
+            continue
+        free = number in known and number not in numbers.values()
+        # A rank that has no optimizer, and is sent what others have updated, knows no class.
+        if free and (known[number].kind == update.kind or "" in (known[number].kind, update.kind)):
+            numbers[number] = number
+        else:
+            numbers[number] = max(known, default=-1) + 1
+            known[numbers[number]] = update
+    return numbers
+
+
+def _split(steps: Sequence[Step], common: set[int]) -> list[list[Step]]:
+    """The steps of a rank, in parts that begin with the steps of common optimizers."""
+    parts: list[list[Step]] = [[]]
+    for step in steps:
+        if _key(step)[0] in common:
+            parts.append([])
+        parts[-1].append(step)
+    return parts
+
+
+def _of_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
+    """Updates that only some ranks have made, between two that all have made."""
+    stepped: dict[OptimizerStep, dict[int, Step]] = defaultdict(dict)
+    for rank, steps in enumerate(ranks):
+        for step in steps:
+            stepped[_key(step)][rank] = step
+    updates = []
+    for made in stepped.values():
+        first = next(iter(made.values()))[0]
+        missed = RankUpdate(
+            optimizer=first.optimizer,
+            kind=first.kind,
+            step=first.step,
+            stepped=False,
+            dtype=first.dtype,
+            counts=False,
+        )
+        of_ranks = [made.get(rank, [missed]) for rank in range(len(ranks))]
+        updates.append(Update(chain(*of_ranks)))
+    return updates
+
+
+def _share_a_backward_pass(some: Update, together: Update) -> bool:
+    """Whether ranks have made two updates by one backward pass, of which others made the second."""
+    missed = [rank for rank, update in enumerate(some) if not update.stepped]
+    if not missed or len(some) != len(together):
+        return False
+    return any(
+        bool(before.losses) and before.losses == after.losses
+        for before, after in zip(some, together, strict=True)
+        if before.stepped
+    )
+
+
+def _with_the_pass_of(some: Update, together: Update) -> Update:
+    """The first of two such updates, with what ranks began with that have not made it.
+
+    Without losses: those of two updates cannot be told apart where some ranks have made only one.
+    """
+    ranks = []
+    for before, after in zip(some, together, strict=True):
+        if not before.stepped:
+            before = replace(
+                before,
+                taken=after.taken,
+                inputs=after.inputs,
+                counts=after.counts,
+                held=after.held,
+            )
+        ranks.append(replace(before, losses=[]))
+    return Update(ranks)
+
+
+def _without_the_pass(update: Update) -> Update:
+    """The second of two such updates; what it began with is told of the first."""
+    return Update(replace(rank, losses=[], held={}) for rank in update)
+
+
+def _begun_by_all(updates: list[Update]) -> list[Update]:
+    """The updates, the first of which has the first parameters of all ranks.
+
+    A rank that makes its first step after others is recorded only then. What an optimizer of others
+    has trained before may have been sent to it: with what it began is not known, and the values of
+    the others stand for it. Models that only it knows by then are not among the first parameters.
+    """
+    found = []
+    for number, update in enumerate(updates):
+        ranks = []
+        for place, rank in enumerate(update):
+            values = _first_parameters(updates, place) if number == 0 else {}
+            ranks.append(replace(rank, initial=values))
+        found.append(Update(ranks))
+    return found
+
+
+def _first_parameters(updates: Sequence[Update], place: int) -> dict[str, Array]:
+    of_others = updates[0].merged("initial")
+    trained: set[str] = set()
+    for update in updates:
+        if update[place].initial:
+            values = {}
+            for name, array in update[place].initial.items():
+                if update is updates[0]:
+                    values[name] = array
+                elif name in of_others:
+                    values[name] = of_others[name] if name in trained else array
+            return values
+        trained |= update.merged("parameters").keys()
+    return {}

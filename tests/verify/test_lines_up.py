@@ -1,0 +1,87 @@
+"""Which step of a rank is which of another one, where ranks leave steps to others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lockstep.verify.compare import RankUpdate, Update
+from lockstep.verify.lines_up import lined_up
+
+MODELS = {"A": "Encoder/weight", "B": "Probe/weight"}
+
+
+def rank_of(text: str) -> list[list[RankUpdate]]:
+    """The steps of a rank: a letter for each, which says of which model."""
+    numbers: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    steps = []
+    for letter in text:
+        number = numbers.setdefault(letter, len(numbers))
+        counts[letter] = counts.get(letter, -1) + 1
+        values = {MODELS[letter]: np.zeros(2)}
+        steps.append(
+            [
+                RankUpdate(
+                    optimizer=number,
+                    kind="Adam",
+                    step=counts[letter],
+                    parameters=values,
+                    initial={"Encoder/weight": np.ones(2)} if not steps else {},
+                )
+            ]
+        )
+    return steps
+
+
+def told(updates: list[Update]) -> list[str]:
+    """Of each update a letter a rank, and a dot for one that has not stepped."""
+    letters = {name: letter for letter, name in MODELS.items()}
+    found = []
+    for update in updates:
+        own = [letters[next(iter(rank.parameters))] if rank.stepped else "." for rank in update]
+        found.append("".join(own))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (("ABAB", "ABAB"), ["AA", "BB", "AA", "BB"]),
+        (("ABAB", "AA"), ["AA", "B.", "AA", "B."]),
+        (("AA", "ABAB"), ["AA", ".B", "AA", ".B"]),
+        (("BABA", "AA"), ["B.", "AA", "B.", "AA"]),
+        (("AA", "BABA"), [".B", "AA", ".B", "AA"]),
+        (("AAABAA", "AAAAA"), ["AA", "AA", "AA", "B.", "AA", "AA"]),
+        (("ABAB", "AA", "ABAB"), ["AAA", "B.B", "AAA", "B.B"]),
+        (("ABAB", "AA", "AA"), ["AAA", "B..", "AAA", "B.."]),
+        (("ABABAB", "A"), ["AA", "B."]),
+        (("AA", "BB"), ["AB", "AB"]),
+        (("A", ""), []),
+    ],
+)
+def test_a_step_that_some_ranks_leave_to_others_is_theirs_alone(
+    ranks: tuple[str, ...], expected: list[str]
+) -> None:
+    updates = lined_up([rank_of(text) for text in ranks])
+    assert told(updates) == expected
+    for update in updates:
+        assert len({rank.optimizer for rank in update}) == 1
+        assert len({rank.step for rank in update}) == 1
+    # The first update says of all ranks with what they began.
+    for rank in updates[0] if updates else ():
+        assert "Encoder/weight" in rank.initial
+
+
+def test_of_two_steps_by_one_backward_pass_the_samples_are_those_of_all_ranks() -> None:
+    ranks = [rank_of("A"), rank_of("BA")]
+    for steps, losses in zip(ranks, ([1.0], [1.0, 2.0]), strict=True):
+        for step in steps:
+            step[0].losses = losses
+    ranks[0][0][0].held = {"Encoder/weight": np.ones(2)}
+    first, second = lined_up(ranks)
+    assert first[0].held
+    assert first[0].counts
+    # Which of the two a loss is of, and what ranks held between them, is not known.
+    assert not any(rank.losses or rank.held for rank in second)
+    assert not any(rank.losses for rank in first)
