@@ -65,7 +65,6 @@ LATER = {
     "15_finetune": "LS303",
     "16_unfreeze": "LS303",
     "18_spot_check": "LS105",
-    "R18_join": "LS304",  # right in the end: a rank that joined early is given the others' weights
     "W01_plateau_main": "LS402",
     "W03_unfreeze_late": "LS303",
     "W19_padded_sampler": "LS101",
