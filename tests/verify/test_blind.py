@@ -57,7 +57,7 @@ CODES = {
     "W14_nosync_edge": "LS301",
     "W15_token_norm": "LS201",
     "W16_local_negatives": "LS208",
-    "W17_gather_nograd": "LS202",
+    "W17_gather_nograd": "LS207",
     "W18_temperature": "LS311",
 }
 LATER = {
