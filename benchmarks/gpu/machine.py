@@ -22,7 +22,6 @@ def versions(on_gpu: bool) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cpu": f"{platform.machine()}, {os.cpu_count()} cores",
-        "kernel": platform.release(),
     }
     if on_gpu:
         properties = torch.cuda.get_device_properties(0)

@@ -134,7 +134,7 @@ def page(lines: Sequence[Line], source: str) -> str:
             "documentation rests on a measurement.\n"
         )
     if rehearsed:
-        parts.append(described("Rehearsed on the CPU", rehearsed[-1:], source))
+        parts.append(described("Rehearsed on the CPU", rehearsed, source))
         parts.append(REHEARSAL_NOTE)
     return "\n".join(parts)
 
@@ -159,8 +159,9 @@ point-to-point transfers, the watchdog and Flight Recorder; their speed means no
 cannot show {NOT_COVERED}.
 """
 REHEARSAL_NOTE = """
-In a rehearsal Gloo takes NCCL's place, models are smaller, and times mean nothing. It shows that
-the run itself works: the stages `rehearse-...` hang, die and fill a disk on purpose.
+In a rehearsal Gloo takes NCCL's place, models are smaller, and times mean nothing; in place of
+synchronizations the reads of values by Python are counted, most of which would not wait for a GPU.
+It shows that the run itself works: the stages `rehearse-...` hang, die and fill a disk on purpose.
 """
 
 
