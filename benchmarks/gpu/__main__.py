@@ -101,29 +101,21 @@ def run_stages(
     adopt_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not write gigabytes
     run = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    results.write_line(
-        folder,
-        run=run,
-        stage="run",
-        check="(begin)",
-        result="passed",
-        seconds=0.0,
-        values={
-            "device": device,
-            "commit": results.commit(),
-            "source": results.source_digest(),
-            "stages": [stage.name for stage in stages],
-            "limit": seconds,
-        },
-        reason="",
-    )
+    facts = {
+        "device": device,
+        "commit": results.commit(),
+        "source": results.source_digest(),
+        "stages": [stage.name for stage in stages],
+        "limit": seconds,
+    }
+    results.write_result(folder, run, "run", "(begin)", "passed", 0.0, facts)
     deadline = time.monotonic() + seconds
     for stage in stages:
         left = deadline - time.monotonic()
         if left < MIN_SECONDS_FOR_A_STAGE:
             say(f"{stage.name}: no time is left")
             reason = f"the run's {seconds:.0f} s were over"
-            write_stage_line(folder, run, stage.name, "not run", 0.0, {}, reason)
+            results.write_result(folder, run, stage.name, "(stage)", "not run", 0.0, {}, reason)
             continue
         run_stage(stage, folder, run, device, min(stage.seconds * factor, left))
     results.release_reserve(folder)
@@ -162,7 +154,7 @@ def run_stage(stage: StageOfRun, folder: Path, run: str, device: str, limit: flo
     if stuck:
         values["processes_that_sigkill_did_not_end"] = stuck
     result, reason = how_it_ended(code, limit, output)
-    write_stage_line(folder, run, stage.name, result, seconds, values, reason)
+    results.write_result(folder, run, stage.name, "(stage)", result, seconds, values, reason)
     say(f"{stage.name}: {result} after {seconds:.1f} s")
     if reason:
         say(f"    {reason.splitlines()[0]}")
@@ -186,28 +178,6 @@ def how_it_ended(code: int | None, limit: float, output: StageOutput) -> tuple[s
             name = signal.Signals(-code).name
             return "crashed", f"ended by {name}, at: {stood}\n{output.tail()}"
     return "crashed", f"exit code {code}, at: {stood}\n{output.tail()}"
-
-
-def write_stage_line(
-    folder: Path,
-    run: str,
-    stage: str,
-    result: str,
-    seconds: float,
-    values: dict[str, Any],
-    reason: str,
-) -> None:
-    """Writes how a stage as a whole ended."""
-    results.write_line(
-        folder,
-        run=run,
-        stage=stage,
-        check="(stage)",
-        result=result,
-        seconds=round(seconds, 3),
-        values=values,
-        reason=results.shortened(reason),
-    )
 
 
 def stage_environment(

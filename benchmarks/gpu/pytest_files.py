@@ -14,7 +14,8 @@ import time
 from typing import Any
 
 from benchmarks.gpu.commands import end_tree
-from benchmarks.gpu.results import ROOT, Stage, shortened
+from benchmarks.gpu.results import BEGIN_MARK, END_MARK, ROOT, Stage
+from benchmarks.gpu.stages import CPU_FACTOR
 
 SECONDS_FOR_A_FILE = 40.0
 MIN_SECONDS = 5.0
@@ -41,7 +42,7 @@ def run_file(stage: Stage, file: str) -> None:
     The tests write their own lines.
     """
     marker = "gpu" if stage.on_gpu else "not gpu"
-    factor = 1.0 if stage.on_gpu else 4.0
+    factor = 1.0 if stage.on_gpu else CPU_FACTOR
     limit = min(SECONDS_FOR_A_FILE * factor, stage.seconds_left - 1)
     plugins = ("-p", "pytest_timeout", "-p", "no:cacheprovider", "-p", __name__)
     command = [sys.executable, "-m", "pytest", *plugins, "-m", marker, "-W", "default", file]
@@ -69,9 +70,9 @@ def main() -> None:
         if stage.seconds_left < MIN_SECONDS:
             stage.write(file, "not run", 0.0, {}, "no time was left")
             continue
-        print(f"begin: {file}", flush=True)
+        print(f"{BEGIN_MARK}{file}", flush=True)
         run_file(stage, file)
-        print(f"end: {file}", flush=True)
+        print(f"{END_MARK}{file}", flush=True)
 
 
 # The plugin, in the process of pytest
@@ -89,4 +90,4 @@ def pytest_runtest_logreport(report: Any) -> None:
     elif not report.passed:
         reason = report.longreprtext
     name = report.nodeid.removeprefix("tests/gpu/")
-    Stage("tests").write(name, result, report.duration, {}, shortened(reason))
+    Stage("tests").write(name, result, report.duration, {}, reason)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.gpu.results import NotRun, Stage
+from benchmarks.gpu.results import BEGIN_MARK, NotRun, Stage
 
 CHUNK = b"x" * 2**20
 
@@ -19,14 +19,14 @@ def hang(stage: Stage) -> None:
     ignoring = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
     subprocess.Popen([sys.executable, "-c", ignoring], start_new_session=True)
     stage.write("a check before the stage hangs", "passed", 0.0, {}, "")
-    print("begin: waiting for ever", flush=True)
+    print(f"{BEGIN_MARK}waiting for ever", flush=True)
     signal.pause()
 
 
 def kill(stage: Stage) -> None:
     """Is killed by the system, as where memory is short."""
     stage.write("a check before the stage is killed", "passed", 0.0, {}, "")
-    print("begin: the check in which it is killed", flush=True)
+    print(f"{BEGIN_MARK}the check in which it is killed", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

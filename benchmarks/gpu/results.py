@@ -88,6 +88,29 @@ def write_line(folder: Path, **fields: Any) -> None:
             print(f"could not be written ({second}): {line}", flush=True)
 
 
+def write_result(
+    folder: Path,
+    run: str,
+    stage: str,
+    check: str,
+    result: str,
+    seconds: float,
+    values: dict[str, Any],
+    reason: str = "",
+) -> None:
+    """Writes one result, with the fields that every line has."""
+    write_line(
+        folder,
+        run=run,
+        stage=stage,
+        check=check,
+        result=result,
+        seconds=round(seconds, 3),
+        values=values,
+        reason=shortened(reason),
+    )
+
+
 def without_paths(text: str) -> str:
     """The text without the folders of this machine, which say nothing to others."""
     for folder, name in (
@@ -179,16 +202,7 @@ class Stage:
         self, check: str, result: str, seconds: float, values: dict[str, Any], reason: str
     ) -> None:
         """Writes the line of a check."""
-        write_line(
-            self.folder,
-            run=self.run,
-            stage=self.name,
-            check=check,
-            result=result,
-            seconds=round(seconds, 3),
-            values=values,
-            reason=shortened(reason),
-        )
+        write_result(self.folder, self.run, self.name, check, result, seconds, values, reason)
         print(f"{END_MARK}{check}", flush=True)
         print(f"    {result} {json.dumps(values, default=str)[:500]}", flush=True)
 
