@@ -43,9 +43,9 @@ def train(kind: str) -> dict[str, Any]:
     from bench_step import problem
 
     import lockstep
-    from lockstep.data.coverage import Coverage
-    from lockstep.guards import GUARDS
-    from lockstep.guards.base import Guard
+    from lockstep.batch.coverage import Coverage
+    from lockstep.extensions.checks import GUARDS
+    from lockstep.extensions.checks.base import Guard
     from lockstep.step import CHECK_EVERY, check_due
     from lockstep.strategies.ddp import ExactDDP
 

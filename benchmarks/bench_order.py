@@ -34,7 +34,7 @@ def measure(length: int, whole: bool, out: Path) -> None:
     from torch.utils.data import Dataset, TensorDataset
 
     import lockstep
-    from lockstep.data import batch_plan
+    from lockstep.batch import plan as batch_plan
 
     class Synthetic(Dataset[torch.Tensor]):
         def __len__(self) -> int:

@@ -32,7 +32,7 @@ def train(kind: str, folder: str) -> dict[str, Any]:
     from bench_step import problem
 
     import lockstep
-    from lockstep.report.record import Recorder
+    from lockstep.extensions.report.record import Recorder
 
     torch.set_num_threads(1)
     spent: Counter[str] = Counter()
@@ -77,7 +77,7 @@ def train(kind: str, folder: str) -> dict[str, Any]:
 
 def rows_of(steps: int) -> int:
     """Rows that so many steps are written in."""
-    from lockstep.report.record import _ROWS
+    from lockstep.extensions.report.record import _ROWS
 
     rows, every = 0, 1
     while steps > 0:
@@ -88,9 +88,9 @@ def rows_of(steps: int) -> int:
 
 def page() -> dict[str, float]:
     """Megabytes and seconds of the page of an hour at 8 ranks."""
-    from lockstep.report.page import render
-    from lockstep.report.reading import COLUMNS, PHASES, Record
-    from lockstep.report.record import _ROWS
+    from lockstep.extensions.report.page import render
+    from lockstep.extensions.report.reading import COLUMNS, PHASES, Record
+    from lockstep.extensions.report.record import _ROWS
 
     steps, every, at = 18_000, 1, 0.0
     with tempfile.TemporaryDirectory() as folder:

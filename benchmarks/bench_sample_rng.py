@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from lockstep.data.fetch import Fetch
+from lockstep.batch.fetch import Fetch
 from lockstep.distributed.seeding import preserve_rng_state, seed_sample
 
 COUNT, BATCH = 20_000, 64

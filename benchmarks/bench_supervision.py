@@ -146,8 +146,8 @@ def parts() -> dict[str, float]:
 import json, os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from lockstep.watchdog import probe
-from lockstep.watchdog.evidence import Evidence
+from lockstep.run.watch import probe
+from lockstep.run.watch.evidence import Evidence
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)

@@ -78,7 +78,8 @@ def _marker(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     if re.search(r"^from namespaces import", text, re.MULTILINE):
         return "netns"
-    if re.search(r"^import subprocess|^from (warm|launched|lockstep.launcher)", text, re.MULTILINE):
+    starts_commands = r"^import subprocess|^from (warm|launched|lockstep.run.(start|machines))"
+    if re.search(starts_commands, text, re.MULTILINE):
         return "launcher"
     if re.search(r"^from (ranks|on_devices|hanging_ranks) import", text, re.MULTILINE):
         return "ranks"

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from lockstep import testing as testing
     from lockstep.checkpoint.weights import load_weights as load_weights
     from lockstep.checkpoint.weights import save_weights as save_weights
-    from lockstep.launcher.spawn import launch as launch
     from lockstep.optim.activation_checkpointing import (
         checkpoint_activations as checkpoint_activations,
     )
+    from lockstep.run.start.spawn import launch as launch
     from lockstep.strategies.data_parallel.module import (
         BalancedDataParallel as BalancedDataParallel,
     )
@@ -33,7 +33,7 @@ _WHERE = {
     "checkpoint_activations": "lockstep.optim.activation_checkpointing",
     "errors": "lockstep.errors",
     "init": "lockstep.world",
-    "launch": "lockstep.launcher.spawn",
+    "launch": "lockstep.run.start.spawn",
     "load_weights": "lockstep.checkpoint.weights",
     "optim": "lockstep.optim",
     "save_weights": "lockstep.checkpoint.weights",

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RankFailedError, counted
-from lockstep.launcher.spawn import launch
-from lockstep.launcher.worker import Script
+from lockstep.run.start.spawn import launch
+from lockstep.run.start.worker import Script
 from lockstep.verify.rank import main
 from lockstep.verify.record import Way, record
 from lockstep.verify.verdict import check_reference, judge

@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import __version__
+from lockstep.batch.loader import Epochs, Loader
+from lockstep.batch.micro_batches import Weight
+from lockstep.batch.source import Shard, make_source
 from lockstep.communication.link import traffic
-from lockstep.data.loader import Epochs, Loader
-from lockstep.data.micro_batches import Weight
-from lockstep.data.source import Shard, make_source
 from lockstep.distributed import process_group
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import main_process_first
 from lockstep.distributed.seeding import seed_everything, seed_rank
 from lockstep.errors import UsageError, warn
-from lockstep.report.console import print_choices, print_line, title_of
-from lockstep.report.metrics import RunningMeans
-from lockstep.report.progress import (
+from lockstep.extensions.report.console import print_choices, print_line, title_of
+from lockstep.extensions.report.metrics import RunningMeans
+from lockstep.extensions.report.progress import (
     NetworkAdvice,
     check_loader,
     check_shown,
@@ -536,13 +536,13 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         if run.link is not None and chosen.name == "ddp":
             run.step.callbacks.append(NetworkAdvice(run, run.link))
         if settings.ledger is not None:
-            from lockstep.data.ledger import Ledger  # not all runs keep one
+            from lockstep.batch.ledger import Ledger  # not all runs keep one
 
             written = Ledger(settings.ledger, run.collectives, run.loaders)
             run.step.callbacks.append(written)
             run.at_end.append(lambda failed: written.close())
         if settings.report is not None:
-            from lockstep.report.record import Recorder  # nor a record
+            from lockstep.extensions.report.record import Recorder  # nor a record
 
             about = {
                 "lockstep": __version__,

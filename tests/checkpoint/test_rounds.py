@@ -17,12 +17,12 @@ from ranks import rank_environment, run_ranks
 from torch import Tensor
 
 import lockstep
+from lockstep.batch.plan import plan_epoch
 from lockstep.checkpoint import rounds, storage
 from lockstep.checkpoint.rounds import Rounds, choose
-from lockstep.data.batch_plan import plan_epoch
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
-from lockstep.launcher.machine import RoundMemory
+from lockstep.run.start.machine import RoundMemory
 from lockstep.strategies import DiLoCo
 
 BATCH, STEPS, LOST_AT = 16, 10, 6

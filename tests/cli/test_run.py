@@ -11,10 +11,10 @@ from lockstep.cli import run as run_command
 from lockstep.cli.main import main
 from lockstep.cli.run import STRATEGIES, torchrun_options
 from lockstep.errors import SettingError
-from lockstep.launcher import script
-from lockstep.launcher.hosts import HostsSpec
-from lockstep.launcher.plan import LaunchSpec
-from lockstep.launcher.worker import Script
+from lockstep.run.machines.hosts import HostsSpec
+from lockstep.run.start import script
+from lockstep.run.start.plan import LaunchSpec
+from lockstep.run.start.worker import Script
 
 
 def run(*arguments: str) -> Result:

@@ -17,7 +17,7 @@ from ranks import HANG_S
 
 from lockstep.cli.verify import _Runs, command
 from lockstep.errors import UsageError
-from lockstep.launcher.worker import Script
+from lockstep.run.start.worker import Script
 from lockstep.verify.record import Recorded, Way
 from lockstep.verify.verdict import check_reference
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from lockstep.data.micro_batches import Autotuned, AutotuneRequest, MicroBatchPlan
-from lockstep.data.source import Source
+from lockstep.batch.micro_batches import Autotuned, AutotuneRequest, MicroBatchPlan
+from lockstep.batch.source import Source
 from lockstep.distributed.collectives import Collectives
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.batch_plan import (
+from lockstep.batch.plan import (
     batches_in_epoch,
     micro_batches_needed,
     parse_shares,

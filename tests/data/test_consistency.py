@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.consistency import digest
-from lockstep.data.fingerprint import Match, alike, match_samples
+from lockstep.batch.consistency import digest
+from lockstep.batch.fingerprint import Match, alike, match_samples
 
 IMAGE = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(0))
 

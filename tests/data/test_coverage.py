@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.data.batch_plan import EpochPlan, plan_epoch, split_batch
-from lockstep.data.coverage import Coverage, checksum
+from lockstep.batch.coverage import Coverage, checksum
+from lockstep.batch.plan import EpochPlan, plan_epoch, split_batch
 from lockstep.errors import DataError, LockstepError, RanksDifferError
 from lockstep.step import MicroBatch
 

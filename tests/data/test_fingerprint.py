@@ -20,10 +20,10 @@ from torch.utils.data import (
 )
 
 import lockstep
-from lockstep.data.consistency import check_fingerprint, read_fingerprint
-from lockstep.data.fingerprint import Fingerprint
-from lockstep.data.loader import Loader
-from lockstep.data.source import make_source
+from lockstep.batch.consistency import check_fingerprint, read_fingerprint
+from lockstep.batch.fingerprint import Fingerprint
+from lockstep.batch.loader import Loader
+from lockstep.batch.source import make_source
 from lockstep.errors import CheckpointError, LockstepWarning
 
 SIZE = 40

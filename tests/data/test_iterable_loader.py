@@ -23,9 +23,9 @@ from ranks import run_ranks
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import lockstep
-from lockstep.data.iterable_loader import make_loader
-from lockstep.data.loader import Loader
-from lockstep.data.source import make_source
+from lockstep.batch.loader import Loader
+from lockstep.batch.source import make_source
+from lockstep.batch.stream import make_loader
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
 from lockstep.errors import (

@@ -16,7 +16,7 @@ from ranks import RankFailed, run_ranks
 from torch.utils.data import IterableDataset
 
 import lockstep
-from lockstep.data.ledger import judge
+from lockstep.batch.ledger import judge
 from lockstep.errors import SettingError
 
 SAMPLES, BATCH, EPOCHS = 23, 4, 3

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.data.fingerprint import Fingerprint
-from lockstep.data.ledger import (
+from lockstep.batch.fingerprint import Fingerprint
+from lockstep.batch.ledger import (
     FORMAT,
     STEP,
     Report,

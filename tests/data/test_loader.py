@@ -23,10 +23,10 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lockstep.data.batch_plan import plan_epoch
-from lockstep.data.fetch import Fetch
-from lockstep.data.loader import Loader
-from lockstep.data.source import Source, make_source
+from lockstep.batch.fetch import Fetch
+from lockstep.batch.loader import Loader
+from lockstep.batch.plan import plan_epoch
+from lockstep.batch.source import Source, make_source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
 from lockstep.errors import CheckpointError, DataError, UsageError

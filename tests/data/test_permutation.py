@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.batch_plan import permuted, permutes, plan_epoch, shuffled
+from lockstep.batch.plan import permuted, permutes, plan_epoch, shuffled
 
 MASK = 2**64 - 1
 

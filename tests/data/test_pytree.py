@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.data import fetch
-from lockstep.data.fetch import to_device
-from lockstep.data.pytree import all_dense, emptied, map_tensors, move, pin
+from lockstep.batch import fetch
+from lockstep.batch.fetch import to_device
+from lockstep.batch.pytree import all_dense, emptied, map_tensors, move, pin
 from lockstep.errors import DataError
 
 META = torch.device("meta")

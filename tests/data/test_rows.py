@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 import lockstep
-from lockstep.data.rows import RowCounter
+from lockstep.batch.rows import RowCounter
 
 UNREADABLE = {1, 2, 9, 12, 13}
 

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from lockstep.data.batch_plan import parts, split_batch
-from lockstep.data.shares import (
+from lockstep.batch.plan import parts, split_batch
+from lockstep.batch.shares import (
     alike,
     choose_shares,
     confirmed,

@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.data.source import Source, make_source
+from lockstep.batch.source import Source, make_source
 from lockstep.errors import DataError
 
 SIZE = 24

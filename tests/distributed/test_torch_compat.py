@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from lockstep.data.pytree import map_tensors
+from lockstep.batch.pytree import map_tensors
 from lockstep.distributed import torch_compat
 from lockstep.errors import SettingError
 

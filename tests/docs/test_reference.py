@@ -13,9 +13,9 @@ import torch
 
 import lockstep
 from lockstep import errors, optim, strategies, testing
+from lockstep.batch.loader import Loader
 from lockstep.checkpoint.session import Checkpoint
 from lockstep.cli.main import COMMANDS
-from lockstep.data.loader import Loader
 
 PAGE = (pages.ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 OF_THE_RUN = {"rank", "size", "local_rank", "local_size", "node_rank", "device", "is_main"}

@@ -14,7 +14,7 @@ from launched import Launched, launch
 from namespaces import Machine, enter, two_machines
 from problems import difference
 
-from lockstep.data.ledger import judge
+from lockstep.batch.ledger import judge
 
 TRAINS = """
 import sys, time

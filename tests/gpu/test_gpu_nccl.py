@@ -32,13 +32,13 @@ from lockstep.distributed.process_group import (
 )
 from lockstep.distributed.topology import Topology
 from lockstep.optim.precision import Precision
+from lockstep.run.watch.probe import FLIGHT_RECORDER
+from lockstep.run.watch.snapshot import CollectiveCall, RankState, with_answer
 from lockstep.settings import Choice, Settings
 from lockstep.step import MicroBatch, Pass, Step
 from lockstep.strategies import DDP, FSDP, sync_batchnorm
 from lockstep.strategies.base import Strategy, Wrapped
 from lockstep.strategies.ddp import ExactDDP
-from lockstep.watchdog.probe import FLIGHT_RECORDER
-from lockstep.watchdog.snapshot import CollectiveCall, RankState, with_answer
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),

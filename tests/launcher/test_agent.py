@@ -12,10 +12,10 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worke
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from lockstep.launcher.agent import Agent, rank_environment
-from lockstep.launcher.process import Attempt, Process
-from lockstep.launcher.rendezvous import StaticRendezvous
-from lockstep.launcher.zygote import Event
+from lockstep.run.machines.rendezvous import StaticRendezvous
+from lockstep.run.start.agent import Agent, rank_environment
+from lockstep.run.start.process import Attempt, Process
+from lockstep.run.start.zygote import Event
 
 
 def test_the_methods_that_torch_leaves_to_an_agent() -> None:

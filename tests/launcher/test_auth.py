@@ -14,9 +14,9 @@ from namespaces import listening
 
 from lockstep.distributed import network
 from lockstep.distributed.network import LOOPBACK, listening_socket
-from lockstep.launcher import auth, peers
-from lockstep.launcher.auth import Token, find_token
-from lockstep.launcher.peers import LEFT, LOST, Node, Peers
+from lockstep.run.machines import auth, peers
+from lockstep.run.machines.auth import Token, find_token
+from lockstep.run.machines.peers import LEFT, LOST, Node, Peers
 
 TOKEN = find_token({"LOCKSTEP_TOKEN": "a token of the tests"})
 OTHER = find_token({"LOCKSTEP_TOKEN": "another token of them"})

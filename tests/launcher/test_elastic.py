@@ -12,7 +12,7 @@ from launched import Launched, launch
 from namespaces import free_port
 from problems import difference
 
-from lockstep.data.ledger import judge
+from lockstep.batch.ledger import judge
 
 TRAINS = """
 import os, signal, sys

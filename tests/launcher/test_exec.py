@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launched import launch
 
-from lockstep.launcher.exec_hook import EXECUTED, with_hook
+from lockstep.run.start.exec_hook import EXECUTED, with_hook
 
 AGAIN = """
 import os, sys
@@ -55,7 +55,7 @@ def test_variables_that_the_caller_gives_are_kept() -> None:
     given = with_hook({b"NAME": b"\xff", "OTHER": "x", "PYTHONPATH": "/a:/b"}, rank=7)
     assert given["NAME"] == os.fsdecode(b"\xff")
     assert given["OTHER"] == "x"
-    assert given["PYTHONPATH"].endswith("/launcher/executed:/a:/b")
+    assert given["PYTHONPATH"].endswith("/start/executed:/a:/b")
     assert json.loads(given[EXECUTED])["pid"] == 7
 
 
@@ -92,8 +92,8 @@ def test_a_program_that_is_not_there_leaves_the_rank_as_it_was(tmp_path: Path) -
     script = """
 import os
 from pathlib import Path
-from lockstep.watchdog.probe import read_heartbeat
-from lockstep.watchdog.evidence import Evidence
+from lockstep.run.watch.probe import read_heartbeat
+from lockstep.run.watch.evidence import Evidence
 heartbeat = Evidence.of_this_process(os.environ, Path("none")).heartbeat
 before = read_heartbeat(heartbeat)
 assert before is not None

@@ -14,15 +14,15 @@ import pytest
 from memory_group import memory_group
 from ranks import HANG_S
 
-from lockstep.launcher.machine import (
+from lockstep.run.start.machine import (
     OomCounts,
     kernel_log_on,
     oom_between,
     peak_memory,
     read_oom_counts,
 )
-from lockstep.launcher.process import Process, crash_line, exit_status_of, in_words
-from lockstep.watchdog.first_failure import first_failure, render
+from lockstep.run.start.process import Process, crash_line, exit_status_of, in_words
+from lockstep.run.watch.first_failure import first_failure, render
 
 NOTHING = OomCounts(0, 0)
 
@@ -184,7 +184,7 @@ def test_it_must_have_ended(tmp_path: Path) -> None:
 GROUP = """
 import subprocess
 import sys
-from lockstep.launcher.machine import kernel_log_on, oom_between, read_oom_counts
+from lockstep.run.start.machine import kernel_log_on, oom_between, read_oom_counts
 
 before = read_oom_counts()
 hog = subprocess.Popen([sys.executable, "-c", "x = [bytearray(1 << 20) for _ in range(4096)]"])

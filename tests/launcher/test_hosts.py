@@ -14,8 +14,8 @@ import pytest
 from launched import launch
 
 from lockstep.errors import SettingError
-from lockstep.launcher import hosts, remote
-from lockstep.launcher.hosts import (
+from lockstep.run.machines import hosts, remote
+from lockstep.run.machines.hosts import (
     SSH_OPTIONS,
     Host,
     HostsSpec,
@@ -25,8 +25,8 @@ from lockstep.launcher.hosts import (
     ssh_command,
     ssh_failure,
 )
-from lockstep.launcher.plan import check_flags_elsewhere, shutdown_timeout
-from lockstep.launcher.ssh import Remote
+from lockstep.run.machines.ssh import Remote
+from lockstep.run.start.plan import check_flags_elsewhere, shutdown_timeout
 
 PYTHON = sys.executable
 UNKNOWN = (
@@ -323,7 +323,7 @@ def test_the_time_that_ranks_have_to_end(flags, environment, grace) -> None:
         (f"exec: {PYTHON}: Permission denied", f"{PYTHON} cannot", "same path"),
         (f"fish: Unknown command: {PYTHON}", f"{PYTHON} cannot", "same path"),
         (f"{PYTHON}: No module named 'lockstep'", "has no Lockstep", "same environment"),
-        (f"{PYTHON}: No module named lockstep.launcher.remote", "is older", "same version"),
+        (f"{PYTHON}: No module named lockstep.run.machines.remote", "is older", "same version"),
         ("Unknown option: -P", "has no Lockstep", "same environment"),
         ("bash: rsync: command not found", "no rsync", "install rsync"),
         ("first\nsomething else\n\n", "exit code 255: something else", f"ssh me@node1 {PYTHON}"),

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from ranks import HANG_S
 
-from lockstep.launcher.process import give_keys, handled, in_foreground, take_keys
+from lockstep.run.start.process import give_keys, handled, in_foreground, take_keys
 
 COMMAND = shlex.join([sys.executable, "-m", "lockstep.cli.main", "run"])
 CTRL_C, CTRL_Z = "\x03", "\x1a"

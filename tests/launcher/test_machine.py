@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launcher.machine import cores_allowed, cpu_quota, loopback_name
+from lockstep.run.start.machine import cores_allowed, cpu_quota, loopback_name
 
 
 def files(root: Path, contents: dict[str, str]) -> Path:
@@ -72,7 +72,7 @@ def test_cores_are_the_affinity_within_the_quota(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, cores: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 5})
-    monkeypatch.setattr("lockstep.launcher.machine.cpu_quota", lambda: quota)
+    monkeypatch.setattr("lockstep.run.start.machine.cpu_quota", lambda: quota)
     assert cores_allowed() == cores
 
 

@@ -19,9 +19,9 @@ from lockstep.errors import (
     PortTakenError,
     SettingError,
 )
-from lockstep.launcher import auth, peers
-from lockstep.launcher.peers import Node, Peers
-from lockstep.launcher.rendezvous import (
+from lockstep.run.machines import auth, peers
+from lockstep.run.machines.peers import Node, Peers
+from lockstep.run.machines.rendezvous import (
     DynamicRendezvous,
     Rendezvous,
     StaticRendezvous,

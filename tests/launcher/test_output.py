@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from ranks import HANG_S
 
 from lockstep.errors import SettingError, name_ranks
-from lockstep.launcher.output import (
+from lockstep.run.start.output import (
     COLUMNS,
     Console,
     FlushDeadline,
@@ -265,7 +265,7 @@ def test_every_byte_is_in_the_file(tmp_path: Path) -> None:
 def test_a_console_that_takes_nothing_stops_neither_ranks_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.launcher.output._PATIENCE_S", 0.5)
+    monkeypatch.setattr("lockstep.run.start.output._PATIENCE_S", 0.5)
     reading, writing = os.pipe()
     code = "import os; [os.write(1, b'x' * 99 + b'\\n') for i in range(20000)]"
     with piped() as (_, err, found), Console(stdout=writing, stderr=err) as console:
@@ -281,7 +281,7 @@ def test_a_console_that_takes_nothing_stops_neither_ranks_nor_the_end(
 
 def test_a_console_that_is_slow_gets_all(monkeypatch: pytest.MonkeyPatch) -> None:
     now, ended = 100.0, []
-    monkeypatch.setattr("lockstep.launcher.output.time.monotonic", lambda: now)
+    monkeypatch.setattr("lockstep.run.start.output.time.monotonic", lambda: now)
     sink = sinks({})["stdout"]
     sink.waiting += bytes(5)
     deadline = FlushDeadline([sink])
@@ -297,7 +297,7 @@ def test_a_console_that_is_slow_gets_all(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_console_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("lockstep.launcher.output.time.monotonic", lambda: now)
+    monkeypatch.setattr("lockstep.run.start.output.time.monotonic", lambda: now)
     sink = sinks({})["stdout"]
     sink.waiting += bytes(5)
     patient, hurried = FlushDeadline([sink]), FlushDeadline([sink], hurry=True)

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from lockstep.errors import JoinError
-from lockstep.launcher.peers import (
+from lockstep.run.machines.peers import (
     LEFT,
     LOST,
     Node,
@@ -113,7 +113,7 @@ def test_waiting_is_announced_after_a_while_when_it_changes_and_once_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("lockstep.launcher.peers.time.monotonic", lambda: now)
+    monkeypatch.setattr("lockstep.run.machines.peers.time.monotonic", lambda: now)
     said: list[str] = []
     announce = announcer(said.append)
     for seconds, reason in [(0, "a"), (4, "b"), (1, "b"), (1, "b"), (1, "c"), (59, "c"), (2, "c")]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import SettingError
-from lockstep.launcher.auth import find_token, token_file
+from lockstep.run.machines.auth import find_token, token_file
 
 
 def test_the_environment_comes_first(tmp_path: Path) -> None:

@@ -7,8 +7,14 @@ from types import ModuleType
 
 import pytest
 
-from lockstep.launcher.script import SourceHints, hidden_by, large_modules, read_script, read_source
-from lockstep.launcher.worker import Script
+from lockstep.run.start.script import (
+    SourceHints,
+    hidden_by,
+    large_modules,
+    read_script,
+    read_source,
+)
+from lockstep.run.start.worker import Script
 
 
 @pytest.mark.parametrize(

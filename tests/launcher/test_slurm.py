@@ -11,8 +11,7 @@ import pytest
 
 from lockstep.distributed.topology import port_of
 from lockstep.errors import SettingError
-from lockstep.launcher.plan import meeting_given
-from lockstep.launcher.slurm import (
+from lockstep.run.machines.slurm import (
     InJob,
     Request,
     become,
@@ -22,6 +21,7 @@ from lockstep.launcher.slurm import (
     srun,
     submit,
 )
+from lockstep.run.start.plan import meeting_given
 
 BATCH = {
     "SLURM_JOB_ID": "7",

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from ranks import HANG_S, LEAVE_S, in_clean_process
 from torch import nn
 
-import lockstep.launcher.plan
+import lockstep.run.start.plan
 from lockstep.errors import RankFailedError, SettingError, UsageError
-from lockstep.launcher import spawn
-from lockstep.launcher.spawn import launch
+from lockstep.run.start import spawn
+from lockstep.run.start.spawn import launch
 
 
 def folders() -> set[str]:
@@ -100,8 +100,8 @@ def test_processes_get_variables_of_their_own(how: str) -> None:
 
 
 def test_the_function_has_its_name_for_itself() -> None:
-    assert "lockstep.launcher.spawn" in sys.modules
-    assert lockstep.launch is sys.modules["lockstep.launcher.spawn"].launch
+    assert "lockstep.run.start.spawn" in sys.modules
+    assert lockstep.launch is sys.modules["lockstep.run.start.spawn"].launch
 
 
 @in_clean_process
@@ -364,7 +364,7 @@ def test_a_log_folder_that_was_asked_for_is_kept(
 
 AT_A_TERMINAL = """
 import os, sys
-from lockstep.launcher.spawn import launch
+from lockstep.run.start.spawn import launch
 if __name__ == "__main__":
     print("ranks at a terminal:", launch(lambda: sys.stdout.isatty(), nproc=1))
     print("read here:", input())
@@ -388,7 +388,7 @@ def test_the_terminals_keys_stay_the_launching_processs() -> None:
 
 SCRIPT = """
 import os, sys, time
-from lockstep.launcher.spawn import launch
+from lockstep.run.start.spawn import launch
 def main():
     os.write(1, f"{os.getpid()}\\n".encode())
     time.sleep(300)

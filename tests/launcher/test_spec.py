@@ -5,14 +5,14 @@ from collections.abc import Mapping
 import pytest
 
 from lockstep.errors import SettingError
-from lockstep.launcher.machine import Machine
-from lockstep.launcher.plan import (
+from lockstep.run.start.machine import Machine
+from lockstep.run.start.plan import (
     LaunchSpec,
     choose_nproc,
     plan,
     threads_per_process,
 )
-from lockstep.launcher.worker import Script
+from lockstep.run.start.worker import Script
 
 MACHINE = Machine(cores=8, gpus=0, loopback="lo")
 SCRIPT = Script(path="t.py")

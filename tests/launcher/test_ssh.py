@@ -23,9 +23,9 @@ import pytest
 from launched import Launched, launch
 from namespaces import until
 
-from lockstep.launcher import remote, ssh
-from lockstep.launcher.hosts import Dropped, Host, Problem
-from lockstep.launcher.ssh import Remote
+from lockstep.run.machines import remote, ssh
+from lockstep.run.machines.hosts import Dropped, Host, Problem
+from lockstep.run.machines.ssh import Remote
 
 HOST = "203.0.113.7"
 DROPS = "kex_exchange_identification: Connection closed by remote host"

@@ -14,7 +14,7 @@ from launched import launch
 from ranks import HANG_S
 
 from lockstep.errors import SettingError
-from lockstep.launcher.worker import Command, Script, fresh_interpreter, nothing_collected
+from lockstep.run.start.worker import Command, Script, fresh_interpreter, nothing_collected
 
 FACTS = '''
 """The module's docstring."""

@@ -14,7 +14,7 @@ from typing import NoReturn
 import psutil
 import pytest
 
-from lockstep.launcher.zygote import FreshZygote, Zygote
+from lockstep.run.start.zygote import FreshZygote, Zygote
 
 
 def work() -> NoReturn:
@@ -297,7 +297,7 @@ def test_what_ranks_have_left_is_ended_on_request_and_ranks_are_not() -> None:
 FRESH = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from lockstep.launcher.zygote import serve
+from lockstep.run.start.zygote import serve
 from test_zygote import work
 serve(int(sys.argv[2]), work)
 """

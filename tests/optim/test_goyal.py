@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep.data.batch_plan import plan_epoch
+from lockstep.batch.plan import plan_epoch
 
 DECAY = 0.2
 SHARES = {1: "1", 2: "1:2", 3: "3:1:1"}

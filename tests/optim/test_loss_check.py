@@ -7,7 +7,7 @@ import torch
 
 import lockstep
 from lockstep.errors import UsageError
-from lockstep.guards.loss import LossGuard
+from lockstep.extensions.checks.loss import LossGuard
 from lockstep.optim.precision import Precision
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import lockstep
-from lockstep.data.batch_plan import plan_epoch
+from lockstep.batch.plan import plan_epoch
 
 BATCH = 16
 CASES: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ import sys
 import pytest
 from pseudo_terminal import stdout_is_a_terminal
 
-from lockstep.report.console import Choice, choice_rows, print_choices, print_line
+from lockstep.extensions.report.console import Choice, choice_rows, print_choices, print_line
 
 TITLE = "lockstep 0.1.0 · 2 processes on 1 host"
 CHOICES = [
@@ -43,7 +43,7 @@ def test_block_on_a_pipe_is_plain_and_one_line_a_choice(
 def test_a_pipe_needs_no_rich() -> None:
     code = (
         "import sys\n"
-        "from lockstep.report.console import Choice, print_choices\n"
+        "from lockstep.extensions.report.console import Choice, print_choices\n"
         "print_choices('title', [Choice('strategy', 'ddp', 'as set')])\n"
         "assert not any(name.split('.')[0] == 'rich' for name in sys.modules)\n"
     )

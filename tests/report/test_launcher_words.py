@@ -6,8 +6,8 @@ from pathlib import Path
 
 from launched import launch
 
-from lockstep.report.analysis import find
-from lockstep.report.reading import Record
+from lockstep.extensions.report.analysis import find
+from lockstep.extensions.report.reading import Record
 
 SCRIPT = """
 import os, signal

@@ -10,7 +10,7 @@ from ranks import RankFailed, run_ranks
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
 from lockstep.errors import UsageError
-from lockstep.report.metrics import RunningMeans
+from lockstep.extensions.report.metrics import RunningMeans
 
 CPU = torch.device("cpu")
 

@@ -20,12 +20,12 @@ import made
 import pytest
 from click.testing import CliRunner
 
+from lockstep.batch import ledger
 from lockstep.cli.main import main
-from lockstep.data import ledger
-from lockstep.report.analysis import Finding, find, scaling, speed, work_by_rank, working
-from lockstep.report.page import _ledger
-from lockstep.report.reading import COLUMNS, Record
-from lockstep.report.trackers import scalars
+from lockstep.extensions.report.analysis import Finding, find, scaling, speed, work_by_rank, working
+from lockstep.extensions.report.page import _ledger
+from lockstep.extensions.report.reading import COLUMNS, Record
+from lockstep.extensions.report.trackers import scalars
 
 BAD = "<script>alert(1)</script>"
 
@@ -384,7 +384,7 @@ def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: Any) ->
 def test_the_live_page_grows_with_the_run_and_is_for_this_machine_alone(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    from lockstep.report import live
+    from lockstep.extensions.report import live
 
     now = [0.0]
     monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: now[0]))

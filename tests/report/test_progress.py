@@ -20,11 +20,11 @@ from ranks import run_ranks
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
-from lockstep.report import progress as bar_module
-from lockstep.report import progress as progress_module
-from lockstep.report.console import Choice, print_choices, print_line
-from lockstep.report.metrics import RunningMeans
-from lockstep.report.progress import progress, reduce_every
+from lockstep.extensions.report import progress as bar_module
+from lockstep.extensions.report import progress as progress_module
+from lockstep.extensions.report.console import Choice, print_choices, print_line
+from lockstep.extensions.report.metrics import RunningMeans
+from lockstep.extensions.report.progress import progress, reduce_every
 from lockstep.step import MicroBatch
 
 

@@ -20,8 +20,8 @@ from torch.utils.data import Dataset
 import lockstep
 from lockstep.communication import link
 from lockstep.errors import CheckpointError, LockstepWarning, SettingError
-from lockstep.report import record as writing
-from lockstep.report.reading import Record
+from lockstep.extensions.report import record as writing
+from lockstep.extensions.report.reading import Record
 from lockstep.step import PHASES
 
 SAMPLES, BATCH = 20, 4

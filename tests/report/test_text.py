@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lockstep.report.progress import (
+from lockstep.extensions.report.progress import (
     PassState,
     bar_parts,
     clock,

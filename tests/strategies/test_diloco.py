@@ -22,8 +22,8 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.data import IterableDataset
 
 import lockstep
+from lockstep.batch.plan import plan_epoch
 from lockstep.communication.link import traffic
-from lockstep.data.batch_plan import plan_epoch
 from lockstep.errors import (
     CheckpointError,
     LockstepError,

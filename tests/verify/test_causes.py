@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.launcher.worker import Script
+from lockstep.run.start.worker import Script
 from lockstep.verify.catalogue import ENTRIES, Cause
 from lockstep.verify.causes import cause_of
 from lockstep.verify.compare import (

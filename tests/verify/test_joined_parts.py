@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.launcher.worker import Script
+from lockstep.run.start.worker import Script
 from lockstep.verify.compare import FLOAT64, RankUpdate, ScriptCall, Update
 from lockstep.verify.record import Recorded, Way
 from lockstep.verify.shards import joined, outcomes_agree

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launcher.worker import Script
+from lockstep.run.start.worker import Script
 from lockstep.verify.compare import RankUpdate
 from lockstep.verify.record import Recorded, UpdateWriter, Way, record
 

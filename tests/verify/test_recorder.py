@@ -11,7 +11,7 @@ import warm
 from torch import Tensor
 
 from lockstep.errors import RecordingFailedError
-from lockstep.launcher.worker import Script
+from lockstep.run.start.worker import Script
 from lockstep.verify.compare import Forward
 from lockstep.verify.patches import DeterminismPatches
 from lockstep.verify.rank import _merged

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lockstep
 from lockstep.errors import UsageError
-from lockstep.launcher.spawn import launch
-from lockstep.launcher.worker import Script
+from lockstep.run.start.spawn import launch
+from lockstep.run.start.worker import Script
 from lockstep.strategies import DDP
 from lockstep.testing import assert_same
 from lockstep.verify.rank import main

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ranks import HANG_S, _store, context, rank_environment
 
-from lockstep.launcher.worker import Script
+from lockstep.run.start.worker import Script
 from lockstep.verify.rank import main
 from lockstep.verify.record import Way, record
 from lockstep.verify.verdict import Verdict, judge

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lockstep.watchdog.snapshot import CollectiveCall, Group, RankState, Snapshot
-from lockstep.watchdog.stacks import Frame, Stack
+from lockstep.run.watch.snapshot import CollectiveCall, Group, RankState, Snapshot
+from lockstep.run.watch.stacks import Frame, Stack
 
 TORCH = "/usr/lib/python3/dist-packages/torch"
 C10D = f"{TORCH}/distributed/distributed_c10d.py"

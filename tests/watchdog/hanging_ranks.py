@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from ranks import HANG_S, context, rank_environment
 
-from lockstep.launcher.process import Process
-from lockstep.watchdog import probe
-from lockstep.watchdog.evidence import Evidence
-from lockstep.watchdog.hang import find
-from lockstep.watchdog.messages import Verdict
-from lockstep.watchdog.probe import read_heartbeat
-from lockstep.watchdog.snapshot import Snapshot
-from lockstep.watchdog.supervisor import take_snapshot
+from lockstep.run.start.process import Process
+from lockstep.run.watch import probe
+from lockstep.run.watch.evidence import Evidence
+from lockstep.run.watch.hang import find
+from lockstep.run.watch.messages import Verdict
+from lockstep.run.watch.probe import read_heartbeat
+from lockstep.run.watch.snapshot import Snapshot
+from lockstep.run.watch.supervisor import take_snapshot
 
 
 class Ranks:

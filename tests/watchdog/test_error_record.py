@@ -15,8 +15,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.errors import SettingError
-from lockstep.watchdog.evidence import Evidence
-from lockstep.watchdog.exit_status import (
+from lockstep.run.watch.evidence import Evidence
+from lockstep.run.watch.exit_status import (
     ErrorRecord,
     Reserve,
     describe,
@@ -28,8 +28,8 @@ from lockstep.watchdog.exit_status import (
 RANK = """
 import sys
 from pathlib import Path
-from lockstep.watchdog.evidence import Evidence
-from lockstep.watchdog.exit_status import record
+from lockstep.run.watch.evidence import Evidence
+from lockstep.run.watch.exit_status import record
 
 path = sys.argv[1]
 try:
@@ -189,8 +189,8 @@ def test_of_a_very_long_message_both_ends_are_kept() -> None:
 OUT_OF_EVERYTHING = """
 import resource, sys
 from pathlib import Path
-from lockstep.watchdog.evidence import Evidence
-from lockstep.watchdog.exit_status import Reserve, record
+from lockstep.run.watch.evidence import Evidence
+from lockstep.run.watch.exit_status import Reserve, record
 
 folder = Path(sys.argv[1])
 reserve = Reserve()

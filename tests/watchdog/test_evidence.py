@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.watchdog import evidence
-from lockstep.watchdog.evidence import (
+from lockstep.run.watch import evidence
+from lockstep.run.watch.evidence import (
     EVIDENCE,
     Evidence,
     LaunchersMemory,
     launchers_memory,
     write,
 )
-from lockstep.watchdog.exit_status import read_record, record
+from lockstep.run.watch.exit_status import read_record, record
 
 
 def made(folder: Path) -> LaunchersMemory:

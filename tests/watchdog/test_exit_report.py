@@ -3,11 +3,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from lockstep.watchdog.exit_status import ErrorRecord, ExitReport, ExitStatus, Interruption
-from lockstep.watchdog.messages import Row, Verdict
-from lockstep.watchdog.snapshot import CollectiveCall, from_values
-from lockstep.watchdog.stacks import Frame
-from lockstep.watchdog.wait_graph import Mismatch
+from lockstep.run.watch.exit_status import ErrorRecord, ExitReport, ExitStatus, Interruption
+from lockstep.run.watch.messages import Row, Verdict
+from lockstep.run.watch.snapshot import CollectiveCall, from_values
+from lockstep.run.watch.stacks import Frame
+from lockstep.run.watch.wait_graph import Mismatch
 
 LINE = Frame("train.py", 7, "main")
 CALL = CollectiveCall(

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from lockstep.watchdog.exit_status import (
+from lockstep.run.watch.exit_status import (
     ErrorRecord,
     ExitStatus,
     Interruption,
 )
-from lockstep.watchdog.first_failure import first_failure, lost_node, lost_peer, render
-from lockstep.watchdog.messages import Row, Verdict
-from lockstep.watchdog.printed_error import PrintedError
-from lockstep.watchdog.snapshot import from_values
-from lockstep.watchdog.stacks import Frame
+from lockstep.run.watch.first_failure import first_failure, lost_node, lost_peer, render
+from lockstep.run.watch.messages import Row, Verdict
+from lockstep.run.watch.printed_error import PrintedError
+from lockstep.run.watch.snapshot import from_values
+from lockstep.run.watch.stacks import Frame
 
 # As torch 2.13 says it, recorded from runs of two processes.
 CLOSED = (

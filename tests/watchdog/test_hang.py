@@ -28,10 +28,10 @@ from fake_snapshots import (
     state,
 )
 
-from lockstep.watchdog.hang import find
-from lockstep.watchdog.messages import Verdict
-from lockstep.watchdog.snapshot import CollectiveCall, Group, NewGroup, RankState, Snapshot
-from lockstep.watchdog.stacks import Frame, Stack
+from lockstep.run.watch.hang import find
+from lockstep.run.watch.messages import Verdict
+from lockstep.run.watch.snapshot import CollectiveCall, Group, NewGroup, RankState, Snapshot
+from lockstep.run.watch.stacks import Frame, Stack
 
 PAIR = (Group("0", "default_pg", (0, 1)),)
 THREE = (Group("0", "default_pg", (0, 1, 2)),)

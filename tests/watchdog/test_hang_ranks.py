@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.communication.compression import QuantizedSum
-from lockstep.watchdog.hang import find, find_straggler
-from lockstep.watchdog.messages import Verdict, render
+from lockstep.run.watch.hang import find, find_straggler
+from lockstep.run.watch.messages import Verdict, render
 
 FOREVER = datetime.timedelta(hours=1)
 

@@ -6,8 +6,8 @@ import pytest
 from fake_snapshots import call, in_backward, own
 
 from lockstep.errors import name_ranks
-from lockstep.watchdog.messages import Row, Verdict, describe, render, verb
-from lockstep.watchdog.wait_graph import Mismatch
+from lockstep.run.watch.messages import Row, Verdict, describe, render, verb
+from lockstep.run.watch.wait_graph import Mismatch
 
 SOURCE = {20: "    loss.backward()\n", 95: "    evaluate(model, " + "a_long_argument, " * 9 + ")\n"}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.watchdog.snapshot import Group, RankState, with_answer
-from lockstep.watchdog.stacks import Frame, parse_stack
+from lockstep.run.watch.snapshot import Group, RankState, with_answer
+from lockstep.run.watch.stacks import Frame, parse_stack
 
 ASKED = RankState(rank=0, host="a", pid=1, alive=True, answered=False)
 DUMP = """Stack (most recent call first):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.watchdog.printed_error import printed_error
+from lockstep.run.watch.printed_error import printed_error
 
 TRACEBACK = """\
 Traceback (most recent call last):

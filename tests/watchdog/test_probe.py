@@ -25,11 +25,11 @@ import torch.distributed as dist
 from ranks import HANG_S, in_clean_process, run_ranks
 
 from lockstep.distributed import torch_compat
-from lockstep.watchdog import probe
-from lockstep.watchdog.evidence import Evidence
-from lockstep.watchdog.probe import SLEEPERS_SIGNAL, STACK_SIGNAL, read_heartbeat
-from lockstep.watchdog.snapshot import NewGroup, RankState, with_answer
-from lockstep.watchdog.stacks import parse_stack
+from lockstep.run.watch import probe
+from lockstep.run.watch.evidence import Evidence
+from lockstep.run.watch.probe import SLEEPERS_SIGNAL, STACK_SIGNAL, read_heartbeat
+from lockstep.run.watch.snapshot import NewGroup, RankState, with_answer
+from lockstep.run.watch.stacks import parse_stack
 
 
 @contextlib.contextmanager

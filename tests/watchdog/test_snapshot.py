@@ -6,7 +6,7 @@ from fake_snapshots import TIME, alike, at, call, ended, in_backward, looks, own
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.watchdog.snapshot import Group, Snapshot, from_json, merge, shorten, to_json
+from lockstep.run.watch.snapshot import Group, Snapshot, from_json, merge, shorten, to_json
 
 
 def full() -> Snapshot:

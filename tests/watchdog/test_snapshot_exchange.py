@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 from namespaces import until
 
-from lockstep.launcher.rendezvous import Rendezvous
-from lockstep.watchdog import supervisor
-from lockstep.watchdog.snapshot import CollectiveCall, RankState, Snapshot
-from lockstep.watchdog.supervisor import SnapshotExchange
+from lockstep.run.machines.rendezvous import Rendezvous
+from lockstep.run.watch import supervisor
+from lockstep.run.watch.snapshot import CollectiveCall, RankState, Snapshot
+from lockstep.run.watch.supervisor import SnapshotExchange
 
 
 class Table:

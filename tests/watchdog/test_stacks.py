@@ -23,9 +23,8 @@ from fake_snapshots import (
 
 from lockstep import errors
 from lockstep.communication import shared_memory
-from lockstep.launcher import worker
-from lockstep.strategies.pipeline.wire import Wire
-from lockstep.watchdog.stacks import (
+from lockstep.run.start import worker
+from lockstep.run.watch.stacks import (
     IN_BUFFERS,
     IN_PIPELINE,
     Frame,
@@ -35,6 +34,7 @@ from lockstep.watchdog.stacks import (
     own_line,
     waits_in,
 )
+from lockstep.strategies.pipeline.wire import Wire
 
 LOGGER = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
 SHARED_MEMORY = shared_memory.__file__

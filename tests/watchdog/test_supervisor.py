@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launcher.plan import HangRules
-from lockstep.launcher.process import Process
-from lockstep.watchdog import supervisor
-from lockstep.watchdog.messages import Verdict
-from lockstep.watchdog.probe import Heartbeat
-from lockstep.watchdog.snapshot import Snapshot
-from lockstep.watchdog.supervisor import Supervisor
+from lockstep.run.start.plan import HangRules
+from lockstep.run.start.process import Process
+from lockstep.run.watch import supervisor
+from lockstep.run.watch.messages import Verdict
+from lockstep.run.watch.probe import Heartbeat
+from lockstep.run.watch.snapshot import Snapshot
+from lockstep.run.watch.supervisor import Supervisor
 
 DEADLOCK = Verdict("deadlock", True, (0, 1), "deadlock: nothing moves", waited_s=5.0)
 

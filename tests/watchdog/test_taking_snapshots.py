@@ -21,12 +21,12 @@ import pytest
 import torch
 from ranks import HANG_S, context
 
-from lockstep.launcher.process import Process
-from lockstep.watchdog import probe
-from lockstep.watchdog.evidence import Evidence
-from lockstep.watchdog.messages import Verdict
-from lockstep.watchdog.probe import read_heartbeat
-from lockstep.watchdog.snapshot import (
+from lockstep.run.start.process import Process
+from lockstep.run.watch import probe
+from lockstep.run.watch.evidence import Evidence
+from lockstep.run.watch.messages import Verdict
+from lockstep.run.watch.probe import read_heartbeat
+from lockstep.run.watch.snapshot import (
     ProcessStatus,
     RankState,
     Snapshot,
@@ -35,8 +35,8 @@ from lockstep.watchdog.snapshot import (
     harmless_signal,
     read_process,
 )
-from lockstep.watchdog.stacks import Frame
-from lockstep.watchdog.supervisor import take_snapshot, write_report
+from lockstep.run.watch.stacks import Frame
+from lockstep.run.watch.supervisor import take_snapshot, write_report
 
 
 @contextlib.contextmanager

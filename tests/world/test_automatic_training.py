@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 import lockstep
-from lockstep.data import shares
+from lockstep.batch import shares
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies import DP
 from lockstep.training.autotune import ProfilingRun

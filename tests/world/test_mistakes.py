@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lockstep
 from lockstep.errors import LockstepWarning
-from lockstep.guards.mean_of_batches import divides_sum_by_length
+from lockstep.extensions.checks.mean_of_batches import divides_sum_by_length
 
 Use = Callable[[lockstep.World], Any]
 

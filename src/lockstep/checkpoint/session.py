@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.batch.loader import Loader
+from lockstep.batch.pytree import tensors
 from lockstep.checkpoint import layout, sharding
 from lockstep.checkpoint.checks import BUILD, check_fits, check_state, other_lengths
 from lockstep.checkpoint.encoding import Box, encode, rng_state_from_text, rng_state_to_text
@@ -43,8 +45,6 @@ from lockstep.checkpoint.save import (
     begin_checkpoint,
     write_checkpoint,
 )
-from lockstep.data.loader import Loader
-from lockstep.data.pytree import tensors
 from lockstep.distributed import seeding
 from lockstep.distributed.collectives import (
     check_same_metric,

@@ -26,7 +26,7 @@ from torch import Tensor, strided
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lockstep.data.pytree import tensors
+from lockstep.batch.pytree import tensors
 from lockstep.distributed.torch_compat import (
     is_sharded,
     local_box,

@@ -44,7 +44,7 @@ def command(
     Each check is one line: ok, warning or error, what was found, and what to do.
     """
     from lockstep import doctor
-    from lockstep.launcher.hosts import ssh_command
+    from lockstep.run.machines.hosts import ssh_command
 
     if ctx.args:
         do = f"lockstep doctor --hosts {','.join(filter(None, [hosts, *ctx.args]))}"
@@ -68,7 +68,7 @@ def _on_hosts(hosts: str, folder: Path, as_json: str | None, asked: dict[str, An
     from lockstep.doctor import between
     from lockstep.doctor.base import Finding
     from lockstep.doctor.hosts import look
-    from lockstep.launcher.hosts import parse_hosts
+    from lockstep.run.machines.hosts import parse_hosts
 
     machines, failed = look(parse_hosts(hosts), folder, **asked)
     judged = {name: doctor.judge(facts["checks"]) for name, facts in machines.items()}

@@ -22,7 +22,7 @@ def command(ctx: click.Context, /, run: Path, as_json: str | None) -> None:
     It covers all restarts and changes of world size, and says whether an epoch trained a sample
     twice or left one out. Neither the script nor its data are needed.
     """
-    from lockstep.data.ledger import judge
+    from lockstep.batch.ledger import judge
 
     report = judge(run)
     show(report.lines(), as_json)

@@ -38,20 +38,20 @@ def command(
     The page is one file that needs nothing else: what was run and chosen, the loss, where the time
     of a step goes by rank, what failed or hung, and which samples were trained.
     """
-    from lockstep.report.reading import Record
+    from lockstep.extensions.report.reading import Record
 
     record = Record(run)
     if tracker is not None:
-        from lockstep.report.trackers import follow, write
+        from lockstep.extensions.report.trackers import follow, write
 
         click.echo((follow if live else write)(record, tracker))
         return
-    from lockstep.report.page import render
-    from lockstep.watchdog.evidence import write_whole
+    from lockstep.extensions.report.page import render
+    from lockstep.run.watch.evidence import write_whole
 
     others = [Record(folder) for folder in baselines]
     if live:
-        from lockstep.report.live import serve
+        from lockstep.extensions.report.live import serve
 
         serve(record, others, port, click.echo)
         return

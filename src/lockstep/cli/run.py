@@ -12,17 +12,23 @@ import click
 from click.core import ParameterSource
 
 from lockstep.errors import SettingError, not_among
-from lockstep.launcher import slurm
-from lockstep.launcher.hosts import HostsSpec, current_folder, forwarded, parse_hosts, ssh_command
-from lockstep.launcher.plan import (
+from lockstep.run.machines import slurm
+from lockstep.run.machines.hosts import (
+    HostsSpec,
+    current_folder,
+    forwarded,
+    parse_hosts,
+    ssh_command,
+)
+from lockstep.run.machines.ssh import run_on_hosts
+from lockstep.run.start.plan import (
     HangRules,
     LaunchSpec,
     check_flags_elsewhere,
     meeting_given,
     parse_flags,
 )
-from lockstep.launcher.ssh import run_on_hosts
-from lockstep.launcher.worker import Script, nothing_collected
+from lockstep.run.start.worker import Script, nothing_collected
 from lockstep.settings import seconds
 
 _TORCHRUN, _FLAGS = "lockstep.torchrun", "lockstep.flags"
@@ -268,7 +274,7 @@ def command(
         hang=HangRules(on_hang, seconds("--hang-after", hang_after)),
         local_rank_argument=local_rank_argument,
     )
-    from lockstep.launcher.script import plan_run, run_script
+    from lockstep.run.start.script import plan_run, run_script
 
     if dry_run:
         click.echo(plan_run(spec).describe())
@@ -283,7 +289,7 @@ _OF_SLURM = ("slurm", "nodes", "gpus_per_node", "time", "sbatch")
 
 def _on_hosts(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]) -> HostsSpec:
     """What is to be started on several machines."""
-    from lockstep.launcher.script import check_script
+    from lockstep.run.start.script import check_script
 
     check_flags_elsewhere(ctx.meta[_TORCHRUN], "--hosts")
     check_script(Script(path=script[0], module=ctx.params["module"]))
@@ -310,7 +316,7 @@ def _on_hosts(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]
 
 def _sbatch_options(ctx: click.Context, script: str, given: dict[str, Any]) -> list[str]:
     """What the job asks for that is to be submitted."""
-    from lockstep.launcher.script import check_script
+    from lockstep.run.start.script import check_script
 
     request = slurm.Request(
         nodes=given["nodes"] or 1,
@@ -339,7 +345,7 @@ def _check_together(ctx: click.Context) -> None:
                 )
     report = ctx.params["report"]
     if report in ("tensorboard", "wandb"):
-        from lockstep.report.reading import SUFFIX
+        from lockstep.extensions.report.reading import SUFFIX
 
         if not any(Path(report).glob(f"*{SUFFIX}")):
             do = f"name one, and afterwards: lockstep report FOLDER --to {report}"

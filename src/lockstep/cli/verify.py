@@ -164,7 +164,7 @@ class _Runs:
                 click.echo("\r\x1b[K", nl=False, err=True)
 
     def _tell(self, way: Way, steps: int) -> None:
-        from lockstep.report.console import clock
+        from lockstep.extensions.report.console import clock
 
         now = time.monotonic()
         seconds, steps = now - self._begun, min(steps, way.steps)
@@ -193,8 +193,8 @@ class _Runs:
 
 def _ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[Way]:
     """The reference, and what is compared with it."""
-    from lockstep.launcher.script import check_script, read_script
-    from lockstep.launcher.worker import Script
+    from lockstep.run.start.script import check_script, read_script
+    from lockstep.run.start.worker import Script
     from lockstep.verify.record import OWN_PROCESSES, Way
 
     nproc = options["nproc"]

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from lockstep.doctor.base import WARNING, Facts, Finding, verdict
-from lockstep.launcher.machine import cores_allowed, cpu_quota
+from lockstep.run.start.machine import cores_allowed, cpu_quota
 
 _BUSY = 0.5
 

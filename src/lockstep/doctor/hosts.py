@@ -15,8 +15,8 @@ from typing import Any
 from lockstep.distributed.network import is_here
 from lockstep.doctor import DEADLINE_S, variables
 from lockstep.doctor.base import ERROR, Finding
-from lockstep.launcher.hosts import FORWARDED, SHIFTS, Host, resolve_all, working_folder
-from lockstep.launcher.ssh import Remote, on_all
+from lockstep.run.machines.hosts import FORWARDED, SHIFTS, Host, resolve_all, working_folder
+from lockstep.run.machines.ssh import Remote, on_all
 
 Answers = dict[str, dict[str, Any]]
 """By the name of the machine."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, gib, verdict
-from lockstep.launcher.machine import own_cgroups, read_field
+from lockstep.run.start.machine import own_cgroups, read_field
 
 _LIMITS = {
     2: ("memory.max", "memory.current", "inactive_file"),

@@ -25,7 +25,7 @@ from typing import Any
 from lockstep import doctor
 from lockstep.distributed.network import interface_of, resolve
 from lockstep.doctor import data
-from lockstep.launcher.remote import answer, listen, look
+from lockstep.run.machines.remote import answer, listen, look
 
 _TOKEN = 32
 _CONNECT_S, _ANSWER_S, _MEASURED_S = 4.0, 4.0, 1.0

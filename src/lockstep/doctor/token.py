@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding
 from lockstep.errors import SettingError
-from lockstep.launcher.auth import VARIABLE, find_token, token_file
+from lockstep.run.machines.auth import VARIABLE, find_token, token_file
 
 
 def gather(folder: Path) -> Facts:

@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
-from lockstep.data.pytree import tensors
+from lockstep.batch.pytree import tensors
 from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.module_filter import ModuleFilter, candidates, repeated_blocks, select_modules

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.data.pytree import map_tensors
+from lockstep.batch.pytree import map_tensors
 from lockstep.distributed.torch_compat import (
     compiler_is_loaded,
     never_compiled,

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.batch.shares import first_shares
 from lockstep.communication.compression import CompressedMeans
-from lockstep.data.shares import first_shares
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank
 from lockstep.errors import LockstepError, SettingError, UsageError

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.batch.plan import replicas_of
 from lockstep.communication.compression import Method
-from lockstep.data.batch_plan import replicas_of
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import outside_compiled_code
 from lockstep.errors import CheckpointError, SettingError, UsageError, counted, not_among, warn

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.data.pytree import map_tensors, storages, tensors
+from lockstep.batch.pytree import map_tensors, storages, tensors
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import NormBase, never_compiled
 from lockstep.step import Step

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.batch_plan import parts
-from lockstep.data.micro_batches import Autotuned, AutotuneRequest, MicroBatchPlan
-from lockstep.data.pytree import map_tensors, tensors
-from lockstep.data.shares import (
+from lockstep.batch.micro_batches import Autotuned, AutotuneRequest, MicroBatchPlan
+from lockstep.batch.plan import parts
+from lockstep.batch.pytree import map_tensors, tensors
+from lockstep.batch.shares import (
     alike,
     confirmed,
     enough,
@@ -40,7 +40,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import BatchNorm, outside_compiled_code, own_part
 from lockstep.errors import LockstepError, SettingError, UsageError, some
-from lockstep.report.console import print_line
+from lockstep.extensions.report.console import print_line
 from lockstep.settings import is_auto
 from lockstep.strategies.base import Strategy, StrategyPlan, may_set
 from lockstep.strategies.data_parallel.module import DataParallel

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
+from lockstep.batch.loader import Loader
+from lockstep.batch.pytree import tensors
 from lockstep.communication import routing
-from lockstep.data.loader import Loader
-from lockstep.data.pytree import tensors
 from lockstep.distributed.torch_compat import (
     TorchDispatchMode,
     is_sharded,

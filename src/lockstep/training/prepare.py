@@ -24,20 +24,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lockstep.batch.consistency import DRAW_BEFORE_PREPARE, check_samples
+from lockstep.batch.loader import Loader
+from lockstep.batch.micro_batches import MicroBatchPlan
+from lockstep.batch.pytree import storages
+from lockstep.batch.shares import first_shares, parse_micro_batch
+from lockstep.batch.source import Source, make_source
+from lockstep.batch.stream import make_loader
 from lockstep.checkpoint.sharding import in_memory, map_leaves, resharded
 from lockstep.communication.compression import CompressedMeans
-from lockstep.data.consistency import DRAW_BEFORE_PREPARE, check_samples
-from lockstep.data.iterable_loader import make_loader
-from lockstep.data.loader import Loader
-from lockstep.data.micro_batches import MicroBatchPlan
-from lockstep.data.pytree import storages
-from lockstep.data.shares import first_shares, parse_micro_batch
-from lockstep.data.source import Source, make_source
 from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import BatchNorm, let_compile_again
 from lockstep.errors import CheckpointError, RanksDifferError, UsageError, some, warn
-from lockstep.guards import Guards
+from lockstep.extensions.checks import Guards
 from lockstep.optim.precision import ForwardsSetLater, Precision
 from lockstep.settings import Choice, check_micro_batches, is_auto
 from lockstep.step import Step

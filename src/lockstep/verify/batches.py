@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.pytree import tensors
+from lockstep.batch.pytree import tensors
 from lockstep.verify.compare import Taken
 from lockstep.verify.patches import IGNORED, mark
 

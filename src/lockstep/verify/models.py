@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
+from lockstep.batch.pytree import tensors
 from lockstep.checkpoint.modules import plain_names, unwrap
-from lockstep.data.pytree import tensors
 from lockstep.distributed.torch_compat import is_sharded, pytree
 from lockstep.strategies.base import parameters_of
 from lockstep.verify.compare import Array

@@ -29,7 +29,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.data.pytree import tensors
+from lockstep.batch.pytree import tensors
 from lockstep.distributed.torch_compat import DropoutNd, own_part, pytree
 from lockstep.errors import is_users, user_line, user_stack
 from lockstep.optim.precision import in_double

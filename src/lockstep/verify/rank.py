@@ -35,8 +35,8 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep import step
-from lockstep.data.loader import Loader
-from lockstep.data.pytree import tensors
+from lockstep.batch.loader import Loader
+from lockstep.batch.pytree import tensors
 from lockstep.distributed.seeding import seed_everything
 from lockstep.distributed.torch_compat import (
     in_backward_pass,
@@ -44,14 +44,14 @@ from lockstep.distributed.torch_compat import (
     watch_indices,
 )
 from lockstep.errors import is_users, user_line
-from lockstep.launcher.worker import run_as_main
+from lockstep.run.start.worker import run_as_main
+from lockstep.run.watch.probe import on_start_processes
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.verify.batches import random_streams, streams_that_moved
 from lockstep.verify.feed import BatchReader, BatchWriter, Fed
 from lockstep.verify.patches import DeterminismPatches, ParameterGroup
 from lockstep.verify.record import UpdateWriter, Way, read_way, refuse_groups, refuse_own_ranks
 from lockstep.verify.recorder import Recorder
-from lockstep.watchdog.probe import on_start_processes
 from lockstep.world import World
 
 # Some have new names since torch 2.13, beside the old ones.

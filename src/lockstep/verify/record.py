@@ -24,13 +24,13 @@ import numpy as np
 
 from lockstep.distributed.torch_compat import on_default_group
 from lockstep.errors import LockstepError, RecordingFailedError, UsageError
-from lockstep.launcher.worker import Script
+from lockstep.run.start.worker import Script
+from lockstep.run.watch.exit_status import describe
 from lockstep.settings import INSTEAD
 from lockstep.verify.compare import Array, Place, RankUpdate, Update
 from lockstep.verify.files import restore
 from lockstep.verify.lines_up import lined_up, steps_of
 from lockstep.verify.names import renamed
-from lockstep.watchdog.exit_status import describe
 
 OWN_PROCESSES = (
     "verify a script that is one rank, as for torchrun: with RANK and WORLD_SIZE from the "

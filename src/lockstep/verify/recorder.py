@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from lockstep.batch.pytree import tensors
 from lockstep.checkpoint.modules import unwrap
-from lockstep.data.pytree import tensors
 from lockstep.distributed.torch_compat import (
     BatchNorm,
     in_function_transform,

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import gather
 
-from lockstep.data.batch_plan import parse_shares, parts
-from lockstep.data.pytree import is_opaque, joined, leaves, map_tensors, tensors
+from lockstep.batch.plan import parse_shares, parts
+from lockstep.batch.pytree import is_opaque, joined, leaves, map_tensors, tensors
 from lockstep.distributed.torch_compat import BatchNorm, never_compiled
 from lockstep.errors import DataError, SettingError, UsageError, some, warn
 from lockstep.settings import check_whole_number, is_auto

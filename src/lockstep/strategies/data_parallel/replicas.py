@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
-from lockstep.data.pytree import map_tensors
+from lockstep.batch.pytree import map_tensors
 from lockstep.distributed.torch_compat import (
     BatchNorm,
     in_backward_pass,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.pytree import map_tensors
+from lockstep.batch.pytree import map_tensors
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import BatchNorm, pytree
 from lockstep.errors import SettingError, UsageError, nearest

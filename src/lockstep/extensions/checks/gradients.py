@@ -1,0 +1,72 @@
+"""The gradients as a backward pass has left them: has anybody written to them since?
+
+In the middle of a global batch, and under a loss scaler, they are not yet what the step will use.
+Clipping or unscaling them there gives other numbers than on a whole batch, and nothing shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.errors import UsageError
+from lockstep.extensions.checks.base import Guard
+from lockstep.strategies.base import parameters_of
+
+
+class GradientVersionGuard(Guard):
+    """Remembers what the last backward pass has left."""
+
+    _marks: Sequence[tuple[nn.Parameter, int, int]] = ()
+    """Of each gradient: its parameter, its id, and how often it was written to."""
+
+    def after_backward(self, loss: Any) -> None:
+        """The gradients wait, for further micro-batches or for the loss scaler."""
+        if not self.run.step.current.closes or self.precision.scaler is not None:
+            self._marks = [
+                (p, id(g), g._version)
+                for wrapped in self.wrapped
+                if not wrapped.gradients_later  # they are written after the backward pass, too
+                for p in wrapped.module.parameters()
+                if (g := p.grad) is not None
+            ]
+
+    def before_backward(self, loss: Any) -> None:
+        """Raises UsageError where the gradients of earlier micro-batches were written to."""
+        running = self.run.step.running
+        if running.micro_batch.opens or running.backwards:
+            return
+        if any(map(_changed, self._marks)):
+            raise UsageError(
+                "gradients that are written to between the micro-batches of a global batch",
+                "they are those of a part of it; clipped there, by torch's clip_grad_norm_ say, "
+                "they add up to something else",
+                "use world.clip_grad_norm_(model, max_norm); change gradients by hand only where "
+                "loader.current.last",
+                code="LS406",
+            )
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Raises UsageError where gradients that are still scaled were written to."""
+        if not self.precision.scales(optimizer):
+            return
+        stepped = set(map(id, parameters_of(optimizer)))
+        if any(_changed(mark) for mark in self._marks if id(mark[0]) in stepped):
+            raise UsageError(
+                "gradients that are written to before optimizer.step() under precision='fp16'",
+                "they are still multiplied by the scale of the loss, so that clip_grad_norm_ of "
+                "torch clips nearly all of them away",
+                "use world.clip_grad_norm_(model, max_norm); after it (max_norm=math.inf clips "
+                "nothing) they have their true size and may be changed",
+                code="LS406",
+            )
+
+
+def _changed(mark: tuple[nn.Parameter, int, int]) -> bool:
+    """Whether the parameter has another gradient now; one that was cleared has not."""
+    parameter, gradient_id, version = mark
+    gradient = parameter.grad
+    return gradient is not None and (id(gradient) != gradient_id or gradient._version != version)
