@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import LockstepWarning
-from lockstep.strategies import DDP, FSDP, HSDP
+from lockstep.strategies import DDP, FSDP, HSDP, Pipeline
 
 
 class Statistics(nn.Module):
@@ -99,3 +99,76 @@ def test_moving_buffers_are_named_once_and_can_be_averaged():
 @pytest.mark.thorough
 def test_moving_buffers_on_three_ranks():
     check(3, {**CASES, **MORE})
+
+
+class InPieces(nn.Module):
+    """Two stages. One keeps a running mean; the other fills a cache once, and has BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = Statistics()
+        self.second = Cached()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Cached(nn.Module):
+    """Fills a buffer in its first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(CLASSES)
+        self.layer = nn.Linear(CLASSES, CLASSES)
+        self.register_buffer("table", torch.zeros(4))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table.fill_(7.0)
+        return self.layer(self.norm(x))
+
+
+def said_of_micro_batches(strategy: Any, size: int | None, steps: int = 3) -> list[str]:
+    """What a training in micro-batches says of buffers on this rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LockstepWarning)
+        with lockstep.init(strategy, seed=1) as world:
+            model: Any = InPieces()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer = world.prepare(model, optimizer)
+            for batch in world.loader(tensors(8 * steps), 8, num_micro_batches=size):
+                world.backward(mean_loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+    texts = [str(each.message) for each in caught]
+    return [text for text in texts if "a global batch in micro-batches" in text]
+
+
+def test_buffers_that_change_once_per_micro_batch_are_named_once():
+    [said] = said_of_micro_batches("single", 2)
+    assert "found: first.mean, first.passes changed from one micro-batch to the next" in said
+    assert "updated 2 times per optimizer step" in said
+    assert "without micro-batches there is one update" in said
+    assert said_of_micro_batches("single", None) == []
+    # What changes in one step alone may be a cache that was filled.
+    assert said_of_micro_batches("single", 2, steps=1) == []
+
+
+def test_a_pipeline_names_them_on_the_rank_that_has_them():
+    pipeline = Pipeline(split=["second"], num_micro_batches=2)
+    said = run_ranks(said_of_micro_batches, 2, pipeline, None)
+    of_stage = [texts for texts in said if texts]
+    assert len(of_stage) == 1
+    [[text]] = of_stage
+    assert "first.mean, first.passes changed" in text
+    assert "without micro-batches" not in text
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_replicas_name_them_on_rank_0_alone(strategy, size):
+    first, *others = run_ranks(said_of_micro_batches, size, strategy, 2)
+    assert len(first) == 1
+    assert others == [[]] * (size - 1)

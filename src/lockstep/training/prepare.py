@@ -50,6 +50,7 @@ from lockstep.strategies.base import (
     note_empty_part,
     parameters_of,
 )
+from lockstep.strategies.micro_batch_buffers import MicroBatchBuffers
 from lockstep.strategies.placeholder import Placeholders
 from lockstep.training.autotune import Autotune
 from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
@@ -426,6 +427,8 @@ class Preparer:
         made = wrapped.module
         self.choices += wrapped.choices
         self._wrapped[made] = wrapped
+        if self._plan.rank.rank == 0:  # of all stages of a pipeline, as each has other buffers
+            MicroBatchBuffers(module, run.step, pipelined=wrapped.gradients_later)
         if self._watches_forward:
             self._watch(made)
         if self._placeholders is not None:
