@@ -23,7 +23,7 @@ EXECUTED = "LOCKSTEP_EXECUTED"
 """Variable of a program that a rank has executed in its place: the rank's process id and the folder
 of this package, as JSON."""
 _HOOK_FOLDER = str(Path(__file__).with_name("executed"))
-_PACKAGES = str(Path(__file__).parents[2])
+_PACKAGES = str(Path(__file__).parents[3])
 
 
 def watch_executed(evidence: Evidence) -> None:

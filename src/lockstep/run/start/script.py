@@ -200,7 +200,7 @@ def check_script(script: Script, command: str = "lockstep run") -> None:
         near = near or difflib.get_close_matches(path.name, names, n=1)
         advice = f"did you mean {folder / near[0]}?" if near else "check the path; -m runs a module"
         raise SettingError(f"{command} {name}", "there is no such file", advice)
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     for beside in (f"{package.name}.py", f"{package.name}/__init__.py"):
         other = Path(script.folder, beside)
         if other.is_file() and other.resolve() != package / "__init__.py":

@@ -32,7 +32,7 @@ from typing import NamedTuple, NoReturn
 from lockstep.run.start.exec_hook import watch_executed
 from lockstep.run.watch.evidence import FOLDER, Evidence
 
-_PACKAGES = str(Path(__file__).parents[2])
+_PACKAGES = str(Path(__file__).parents[3])
 """The folder that holds this package."""
 MACRO = "${local_rank}"
 """Stands for the local rank among the arguments (torch.distributed.elastic.utils.macros)."""

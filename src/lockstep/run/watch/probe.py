@@ -2,8 +2,8 @@
 
 Everything here works for any script, costs about a microsecond a step, and is read by
 `lockstep.run.watch.snapshot` in the launcher, from the files of `lockstep.run.watch.evidence`.
-Stacks are the main thread's after each `STACK_SIGNAL`, those of all threads after each `SLEEPERS_SIGNAL`,
-written by handlers in C, which need no interpreter's lock.
+Stacks are the main thread's after each `STACK_SIGNAL`, those of all threads after each
+`SLEEPERS_SIGNAL`, written by handlers in C, which need no interpreter's lock.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ microseconds each, about 1 KB each. Read by torch at the first process group."""
 UNLIKE, RETURNED = "unlike", "returned"
 """Files of processes that a script has started: they are not the ranks of one group; one has come
 to its end."""
-_PACKAGES = str(Path(__file__).parents[2])
+_PACKAGES = str(Path(__file__).parents[3])
 """The folder that holds this package."""
 
 _MAGIC = b"lkheart1"

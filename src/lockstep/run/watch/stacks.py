@@ -25,7 +25,7 @@ Stack = tuple[Frame, ...]
 # By its folder and by how such folders are called on any host: a stack may come from elsewhere.
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3")
 _NOT_CODE = ("<frozen ", "<string>", "<stdin>", "???")
-_OWN_FOLDERS = (str(Path(__file__).parent.parent) + "/", sysconfig.get_paths()["stdlib"] + "/")
+_OWN_FOLDERS = (str(Path(__file__).parents[2]) + "/", sysconfig.get_paths()["stdlib"] + "/")
 
 
 # What runs the user's program in a rank: the frames below it are the launcher's.
