@@ -17,7 +17,9 @@ import house
 MODULES = house.read_house()
 
 ORDER = (
+    {"wording"},
     {"errors"},
+    {"units"},
     {"settings", "step"},
     {"communication"},
     {"distributed"},
@@ -39,6 +41,7 @@ SEEN_FROM_BESIDE = {
     "distributed.network",
     "distributed.topology",
     "distributed.torch_compat",
+    "wording",
 }
 MAY_USE_BESIDE = {"verify", "doctor", "testing", "cli", ""}
 # Gloo takes its interface from the environment alone; set while a run goes on, then restored.

@@ -30,18 +30,15 @@ where signal N (SIGHUP, SIGINT, SIGQUIT, SIGTERM) ended the run from outside.
 
 from __future__ import annotations
 
-import difflib
 import linecache
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
 
-K = TypeVar("K")
-V = TypeVar("V")
+from lockstep.wording import did_you_mean
 
 # Frames of these are not the user's: this package, the standard library, installed packages and
 # commands, and what was compiled from strings.
@@ -248,60 +245,19 @@ def reference(code: str) -> str:
     return f"[{code}: lockstep explain {code}]"
 
 
-def some(names: Sequence[str], most: int = 8) -> str:
-    """The first of many names: "a, b, ..."."""
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+def unknown_choice_error(
+    was_set: str, word: object, what: str, known_words: Iterable[str]
+) -> SettingError:
+    """Returns the error for a word that is none of the known ones.
 
-
-def counted(number: int, noun: str) -> str:
-    """`1 step`, `3 steps`, `2 processes`."""
-    ending = "es" if noun.endswith("s") else "s"
-    return f"{number} {noun}{ending * (number != 1)}"
-
-
-def nearest(word: object, known: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
-    """Advice where a word is not known: the one that was meant, if any is near."""
-    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)
-    return f"did you mean {near[0]!r}?" if near else otherwise
-
-
-def not_among(was_set: str, word: object, what: str, known: Iterable[str]) -> SettingError:
-    """The error where a word is none of those that are known; `what` they are called."""
-    do = nearest(str(word).lower(), known, "choose one of them", 0.3)
-    return SettingError(was_set, f"{what} are {', '.join(known)}", do)
-
-
-def printable(text: str) -> str:
-    """The same without what would move the cursor; for what files say."""
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
-def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """By the first of each pair all that came with it, in their order."""
-    found: dict[K, list[V]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`; of very many the first, `310 ranks (0, 2, 4, ...)`."""
-    ordered = sorted(set(ranks))
-    named = spans(ordered, _MOST_SPANS)
-    if named.endswith("..."):
-        return f"{len(ordered)} ranks ({named})"
-    return f"{'ranks' if len(ordered) > 1 else 'rank'} {named}"
-
-
-_MOST_SPANS = 24
-
-
-def spans(numbers: Sequence[int], most: int | None = None) -> str:
-    """Numbers in their order: `[3, 4, 5, 9]` as "3-5, 9"; no more than the first `most` spans."""
-    cuts = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1]
-    found = [numbers[a:b] for a, b in zip([0, *cuts], [*cuts, len(numbers)], strict=True)]
-    names = [str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in found if len(s)]
-    return some(names, len(names) if most is None else most)
+    Args:
+        was_set: the setting as the user wrote it.
+        word: the unknown word.
+        what: the noun for the known words, in the plural: "strategies".
+        known_words: the words that could have been meant.
+    """
+    do = did_you_mean(str(word).lower(), known_words, "choose one of them", 0.3)
+    return SettingError(was_set, f"{what} are {', '.join(known_words)}", do)
 
 
 def _three_parts(was_set: str, found: str, do: str, code: str | None) -> str:

@@ -7,14 +7,13 @@ being the only one to speak: where both speak and differ, that is an error.
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeGuard
 
 from lockstep.errors import LockstepError, SettingError
+from lockstep.units import parse_seconds
 
 
 class Choice(NamedTuple):
@@ -23,19 +22,6 @@ class Choice(NamedTuple):
     name: str
     value: str
     reason: str
-
-
-def sized(size: float) -> str:
-    """`42.7 MiB`, or `13.2 KiB` below a tenth of one."""
-    return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:.1f} KiB"
-
-
-def in_bytes(size: int | str) -> int | None:
-    """A size such as `5GB`, `500MB` or `2GiB` in bytes; None: it is none."""
-    parts = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([kmgt]?)(i?)b?", str(size).strip().lower())
-    if parts is None:
-        return None
-    return int(float(parts[1]) * (1024 if parts[3] else 1000) ** " kmgt".index(parts[2] or " "))
 
 
 INSTEAD = "LOCKSTEP_VERIFY"
@@ -142,7 +128,7 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
         values |= json.loads(environ[INSTEAD])
     for name in ("join_timeout", "collective_timeout"):
         if name in values:
-            values[f"{name}_s"] = seconds(name, values.pop(name))
+            values[f"{name}_s"] = parse_seconds(name, values.pop(name))
     seed = values.get("seed", 0)
     if not is_whole_number(seed, least=0) or seed >= 2**64:  # as torch takes them
         found = "a seed is a whole number from 0 to 2**64 - 1"
@@ -172,14 +158,3 @@ def _written(value: Any) -> str:
     if isinstance(value, timedelta):
         return str(value.total_seconds())
     return str(getattr(value, "name", value) if not isinstance(value, int) else float(value))
-
-
-def seconds(name: str, value: Any) -> float:
-    """A number of them or a timedelta as seconds; raises SettingError where it is no time."""
-    found = value.total_seconds() if isinstance(value, timedelta) else value
-    number = isinstance(found, int | float) and not isinstance(found, bool)
-    if not number or not 0 < found < math.inf:
-        raise SettingError(
-            f"{name}={value!r}", "it is not a time above 0", "give seconds, or a timedelta"
-        )
-    return float(found)

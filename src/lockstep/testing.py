@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RankFailedError, counted
+from lockstep.errors import RankFailedError
 from lockstep.run.start.spawn import launch
 from lockstep.run.start.worker import Script
 from lockstep.verify.rank import main
 from lockstep.verify.record import Way, record
 from lockstep.verify.verdict import check_reference, judge
+from lockstep.wording import count_noun
 
 __all__ = ["assert_same"]
 
@@ -56,7 +57,7 @@ def assert_same(
     name, program = getattr(fn, "__qualname__", repr(fn)), partial(fn, *args)
     given = {"accumulate": accumulate, "shares": shares, "strategy": strategy}
     asked = {option: value for option, value in given.items() if value is not None}
-    words = [counted(nproc, "process"), *(f"{k} {asked[k]}" for k in asked)]
+    words = [count_noun(nproc, "process"), *(f"{k} {asked[k]}" for k in asked)]
     way = Way(
         name=", ".join(words),
         nproc=nproc,

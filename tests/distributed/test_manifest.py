@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.distributed.manifest import collect, mismatches, shared_arguments
-from lockstep.errors import name_ranks
+from lockstep.wording import format_ranks
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from lockstep.errors import name_ranks
     ],
 )
 def test_ranks_in_words(ranks: list[int], words: str) -> None:
-    assert name_ranks(ranks) == words
+    assert format_ranks(ranks) == words
 
 
 @pytest.mark.parametrize(

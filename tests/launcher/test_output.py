@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import HANG_S
 
-from lockstep.errors import SettingError, name_ranks
+from lockstep.errors import SettingError
 from lockstep.run.start.output import (
     COLUMNS,
     Console,
@@ -36,6 +36,7 @@ from lockstep.run.start.output import (
     sinks,
     tail,
 )
+from lockstep.wording import format_ranks
 
 # --- what a terminal then shows ---------------------------------------------------------------
 
@@ -426,7 +427,7 @@ def test_what_ends_many_ranks_is_shown_once(tmp_path: Path) -> None:
     assert shown.count("Traceback") == 2
     assert f"[rank {first}] {ends[int(first)]}\n" in shown
     assert "[rank 4] KeyError: 1\n" in shown
-    others = name_ranks({*range(4)} - {int(first)})
+    others = format_ranks({*range(4)} - {int(first)})
     assert shown.endswith(
         f"lockstep: {others} ended with the same as rank {first} but for numbers; it is in their "
         "logs\n"

@@ -24,7 +24,7 @@ import lockstep
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim import activation_checkpointing
 from lockstep.optim.activation_checkpointing import Activations, checkpoint_activations, measure
-from lockstep.settings import in_bytes
+from lockstep.units import parse_bytes
 
 
 class Block(nn.Module):
@@ -401,7 +401,7 @@ def test_measuring_keeps_nothing() -> None:
     [("2GiB", 2**31), ("500 MB", 5 * 10**8), ("1.5kib", 1536), (7, 7), ("7", 7), ("1T", 10**12)],
 )
 def test_amounts_of_memory(text: int | str, wanted: int) -> None:
-    assert in_bytes(text) == wanted
+    assert parse_bytes(text) == wanted
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import linecache
 import pytest
 from fake_snapshots import call, in_backward, own
 
-from lockstep.errors import name_ranks
 from lockstep.run.watch.messages import Row, Verdict, describe, render, verb
 from lockstep.run.watch.wait_graph import Mismatch
+from lockstep.wording import format_ranks
 
 SOURCE = {20: "    loss.backward()\n", 95: "    evaluate(model, " + "a_long_argument, " * 9 + ")\n"}
 
@@ -89,7 +89,7 @@ def test_without_its_source_a_line_has_the_function() -> None:
      (tuple(range(0, 200, 2)), f"100 ranks ({', '.join(map(str, range(0, 48, 2)))}, ...)")],
 )  # fmt: skip
 def test_ranks_have_names(ranks: tuple[int, ...], name: str) -> None:
-    assert name_ranks(ranks) == name
+    assert format_ranks(ranks) == name
 
 
 @pytest.mark.parametrize(

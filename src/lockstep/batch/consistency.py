@@ -49,7 +49,8 @@ from lockstep.batch.source import IterableSource, Source, index_bytes, subset_in
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state, seed_sample
 from lockstep.distributed.topology import Topology
-from lockstep.errors import CheckpointError, DataError, RanksDifferError, some, warn
+from lockstep.errors import CheckpointError, DataError, RanksDifferError, warn
+from lockstep.wording import join_first
 
 _SAMPLES = 4
 SAMPLES_COMPARED = 16
@@ -374,7 +375,7 @@ def _check_same(source: IterableSource, epoch: int, first: int, rows: list[list[
 def _difference(sample: int, digests: Sequence[Any]) -> str:
     """Which ranks have another sample at an index than rank 0, in words."""
     others = [rank for rank, found in enumerate(digests) if not alike(found, digests[0])]
-    shown = some([str(rank) for rank in others])
+    shown = join_first([str(rank) for rank in others])
     several = "s" * (len(others) > 1)
     return f"sample {sample} on rank{several} {shown} differs from sample {sample} on rank 0"
 

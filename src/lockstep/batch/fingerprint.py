@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from lockstep.errors import some
+from lockstep.wording import join_first
 
 _SHOWN = 8
 _TOLERANCE = 1e-3
@@ -94,7 +94,7 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
         return None
     same_data = before.hugging_face is not None and before.hugging_face == now.hugging_face
     found = f"of {len(both)} samples that were compared {len(differing)} differ: "
-    found += some(differing, _SHOWN)
+    found += join_first(differing, _SHOWN)
     return Difference(found, other_samples=match is Match.OTHER and not same_data)
 
 

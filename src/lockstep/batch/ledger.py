@@ -36,16 +36,9 @@ import numpy as np
 
 from lockstep.batch.fingerprint import Fingerprint, compare, differing_sample
 from lockstep.batch.plan import Indices
-from lockstep.errors import (
-    CheckpointError,
-    SettingError,
-    counted,
-    name_ranks,
-    reference,
-    some,
-    spans,
-)
+from lockstep.errors import CheckpointError, SettingError, reference
 from lockstep.step import BatchEvent, Callback
+from lockstep.wording import count_noun, format_ranges, format_ranks, join_first
 
 if TYPE_CHECKING:  # reading needs no torch
     from lockstep.batch.loader import Loader
@@ -257,21 +250,21 @@ class Report:
 
     def lines(self) -> list[str]:
         """The report as text."""
-        found = [f"{self.folder}: {counted(self.steps, 'optimizer step')}"]
+        found = [f"{self.folder}: {count_noun(self.steps, 'optimizer step')}"]
         for number, attempt in enumerate(self.attempts, 1):
             begun = datetime.fromtimestamp(attempt["started_ns"] / 1e9)
-            ranks = counted(attempt["ranks"], "rank")
+            ranks = count_noun(attempt["ranks"], "rank")
             steps = f"steps {attempt['first']} to {attempt['last']}"
             text = f"  start {number}, {begun:%Y-%m-%d %H:%M:%S}: {ranks}, "
             text += "no step" if attempt["last"] is None else steps
             if attempt["again"]:
-                text += f"; trained {counted(attempt['again'], 'step')} again"
+                text += f"; trained {count_noun(attempt['again'], 'step')} again"
             found.append(text)
         for epoch in self.epochs:
             of = "" if epoch["steps"] is None else f" of {epoch['steps']}"
             found.append(
                 f"  loader {epoch['loader']} ({epoch['dataset']}), epoch {epoch['epoch']}: "
-                f"{counted(epoch['samples'], 'sample')} in {epoch['batches']}{of} global batches"
+                f"{count_noun(epoch['samples'], 'sample')} in {epoch['batches']}{of} global batches"
             )
         found += [f"  note: {note}" for note in self.notes]
         for finding in self.findings[:_LISTED]:
@@ -401,7 +394,7 @@ def _check_files(attempt: Attempt, number: int, report: Report) -> None:
         if file.damaged:
             report.find(
                 "LS405",
-                f"start {number}, rank {rank}: {counted(len(file.damaged), 'record')} of "
+                f"start {number}, rank {rank}: {count_noun(len(file.damaged), 'record')} of "
                 f"{file.name} cannot be read, the first at byte {file.damaged[0]}",
             )
 
@@ -528,7 +521,7 @@ def _batches(
             absent = sorted(attempt.rows.keys() - rows.keys())
             if absent and step == max(trained_by):
                 report.notes.append(
-                    f"start {number + 1} ended in step {step}, before {name_ranks(absent)} had "
+                    f"start {number + 1} ended in step {step}, before {format_ranks(absent)} had "
                     "written it down; that step is left out"
                 )
                 continue
@@ -558,7 +551,7 @@ def _fault(rows: Mapping[int, Row], absent: Sequence[int], ranks: int) -> tuple[
         there = f"global batch {row.position} of epoch {row.epoch} ({row.total} samples)"
         return "LS109", f"{here}, rank {r} {there}"
     if absent:
-        return "LS102", f"{name_ranks(absent)} did not record {place}"
+        return "LS102", f"{format_ranks(absent)} did not record {place}"
     if len(rows) < ranks or found == first.total:
         return "", ""
     what = f"{place} has {first.total} samples, and the parts of the ranks have {found} together"
@@ -574,7 +567,9 @@ def _check_steps(steps: Mapping[int, int], report: Report) -> None:
         report.notes.append(f"the ledger begins at step {first}; what was before is not in it")
     missing = sorted(set(range(first, last)) - steps.keys())
     if missing:
-        what = f"{counted(len(missing), 'step')} not written down: {spans(missing, _SHOWN)}"
+        what = (
+            f"{count_noun(len(missing), 'step')} not written down: {format_ranges(missing, _SHOWN)}"
+        )
         report.find("LS405", what, step=missing[0])
 
 
@@ -618,7 +613,7 @@ def _check_epoch(
             stop, why = steps, "; the run was then taken up in another epoch"
     missing = sorted(set(range(start, stop)) - positions)
     if missing:
-        find("LS102", f"global batches were left out: {spans(missing, _SHOWN)}{why}")
+        find("LS102", f"global batches were left out: {format_ranges(missing, _SHOWN)}{why}")
     if loader["own_order"]:
         if len(positions) < len(batches):
             find("LS101", "a global batch of the user's own order was trained twice")
@@ -628,11 +623,15 @@ def _check_epoch(
         twice, absent = repeats_and_gaps(batches, wanted)
         if twice.count:
             first = [_with_steps(sample, batches) for sample in twice.first[: _SHOWN + 1].tolist()]
-            number = counted(twice.count, "sample")
-            find("LS101", f"{number} trained more than once: {some(first, _SHOWN)}", twice.first)
+            number = count_noun(twice.count, "sample")
+            find(
+                "LS101",
+                f"{number} trained more than once: {join_first(first, _SHOWN)}",
+                twice.first,
+            )
         if absent.count:
-            number = counted(absent.count, "sample")
-            shown = spans(absent.first.tolist(), _SHOWN)
+            number = count_noun(absent.count, "sample")
+            shown = format_ranges(absent.first.tolist(), _SHOWN)
             find("LS102", f"{number} left out: {shown}", absent.first)
     report.epochs.append(
         {

@@ -22,8 +22,9 @@ from functools import lru_cache, partial
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import DataError, SettingError, counted
+from lockstep.errors import DataError, SettingError
 from lockstep.settings import is_whole_number
+from lockstep.wording import count_noun
 
 Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -363,8 +364,8 @@ def parse_shares(
     if not exact:
         raise SettingError(f"shares={shares!r}", "these are not whole numbers", do)
     if len(numbers) != size:
-        wanted = f"a world size of {size}" if of == "rank" else counted(size, of)
-        found = f"{counted(len(numbers), 'share')} for {wanted}"
+        wanted = f"a world size of {size}" if of == "rank" else count_noun(size, of)
+        found = f"{count_noun(len(numbers), 'share')} for {wanted}"
         raise SettingError(f"shares={shares!r}", found, do)
     if min(numbers) < 0 or max(numbers) == 0:
         raise SettingError(f"shares={shares!r}", "shares are at least 0, and one is above 0", do)

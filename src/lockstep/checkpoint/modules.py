@@ -25,7 +25,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lockstep.checkpoint.formats.safetensors import short
 from lockstep.checkpoint.sharding import LazyTensor, resharded
 from lockstep.distributed.torch_compat import set_state_dict_metadata, state_dict_metadata
-from lockstep.errors import some
+from lockstep.wording import join_first
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -106,7 +106,7 @@ class Differences:
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
-        return "; ".join(f"{count} ({some(names, 3)})" for count, names in self.counted())
+        return "; ".join(f"{count} ({join_first(names, 3)})" for count, names in self.counted())
 
     def counted(self) -> list[tuple[str, tuple[str, ...]]]:
         """The names of each kind, and in words how many there are."""

@@ -43,7 +43,8 @@ from lockstep.checkpoint.sharding import (
 from lockstep.distributed.collectives import Collectives, run_on_all_ranks
 from lockstep.distributed.process_group import run_of
 from lockstep.distributed.torch_compat import is_sharded
-from lockstep.errors import CheckpointError, SettingError, grouped
+from lockstep.errors import CheckpointError, SettingError
+from lockstep.wording import group_by_key
 
 _BATCH = 2**26
 """Bytes of values that are in memory at a time, beside the model and the mapped file."""
@@ -264,7 +265,7 @@ def _batches(values: Mapping[str, Any], copied: Set[str]) -> list[dict[str, Any]
 
     Only `copied` ones take memory: not what goes from a mapped file into a plain tensor.
     """
-    modules = list(grouped((name.rpartition(".")[0], name) for name in values).values())
+    modules = list(group_by_key((name.rpartition(".")[0], name) for name in values).values())
     sizes = [sum(values[name].nbytes for name in names if name in copied) for names in modules]
     batches = in_groups(zip(modules, sizes, strict=True), _BATCH)
     return [{name: values[name] for names in batch for name in names} for batch in batches]
@@ -273,7 +274,7 @@ def _batches(values: Mapping[str, Any], copied: Set[str]) -> list[dict[str, Any]
 def _tied(own: Mapping[str, Any]) -> list[list[str]]:
     """Groups of names that are one tensor."""
     views = ((view_of(value), name) for name, value in own.items() if shape_of(value) is not None)
-    groups = grouped((view, name) for view, name in views if view)
+    groups = group_by_key((view, name) for view, name in views if view)
     return [names for names in groups.values() if len(names) > 1]
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.errors import LockstepError, SettingError, printable
+from lockstep.errors import LockstepError, SettingError
+from lockstep.wording import replace_unprintable
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.contents import Contents, Pair
@@ -330,7 +331,7 @@ def _difference(pair: Pair) -> tuple[str, ...]:
 def _table(
     head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()
 ) -> None:
-    table = [tuple(map(printable, row)) for row in (head, *rows)]
+    table = [tuple(map(replace_unprintable, row)) for row in (head, *rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
     for row in table:
         cells = [
@@ -348,7 +349,7 @@ def _differing_extra(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def _say(text: str = "") -> None:
-    click.echo("\n".join(map(printable, text.split("\n"))))  # much of it comes from files
+    click.echo("\n".join(map(replace_unprintable, text.split("\n"))))  # much of it comes from files
 
 
 def _size(size: float) -> str:

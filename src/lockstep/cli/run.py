@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from lockstep.errors import SettingError, not_among
+from lockstep.errors import SettingError, unknown_choice_error
 from lockstep.run.machines import slurm
 from lockstep.run.machines.hosts import (
     HostsSpec,
@@ -29,7 +29,7 @@ from lockstep.run.start.plan import (
     parse_flags,
 )
 from lockstep.run.start.worker import Script, nothing_collected
-from lockstep.settings import seconds
+from lockstep.units import parse_seconds
 
 _TORCHRUN, _FLAGS = "lockstep.torchrun", "lockstep.flags"
 """In a command's context: torchrun's flags as given, and as click is to know them."""
@@ -105,7 +105,7 @@ def known_strategy(ctx: click.Context, param: click.Parameter, value: str | None
     """As it is; the ranks read its options."""
     name = (value or STRATEGIES[0]).partition(":")[0]
     if name not in STRATEGIES:
-        raise not_among(f"--strategy {value}", name, "strategies", STRATEGIES)
+        raise unknown_choice_error(f"--strategy {value}", name, "strategies", STRATEGIES)
     return value
 
 
@@ -271,7 +271,7 @@ def command(
         settings={name: value for name, value in settings.items() if value is not None},
         torchrun=torchrun,
         warm=warm,
-        hang=HangRules(on_hang, seconds("--hang-after", hang_after)),
+        hang=HangRules(on_hang, parse_seconds("--hang-after", hang_after)),
         local_rank_argument=local_rank_argument,
     )
     from lockstep.run.start.script import plan_run, run_script

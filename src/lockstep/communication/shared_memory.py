@@ -41,7 +41,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.communication.link import all_reduce_bytes, traffic
-from lockstep.errors import RanksDifferError, name_ranks
+from lockstep.errors import RanksDifferError
+from lockstep.wording import format_ranks
 
 CHUNK_BYTES = 2**19
 """Of a slot, for each of up to 8 ranks. What is larger goes piece by piece, which the processors'
@@ -440,11 +441,11 @@ class SharedMemory:
             doing = f"{self.calls[-1].op} number {self._number}"
             if gone := self._ended():
                 raise dist.DistNetworkError(
-                    f"shared memory: {name_ranks(gone)} ended while this rank waited in {doing}"
+                    f"shared memory: {format_ranks(gone)} ended while this rank waited in {doing}"
                 )
             if time.monotonic() > deadline:
                 raise dist.DistNetworkError(
-                    f"shared memory: {name_ranks(self._absent())} did not come within "
+                    f"shared memory: {format_ranks(self._absent())} did not come within "
                     f"{self._timeout_s:g} s to {doing}"
                 )
 

@@ -35,15 +35,8 @@ from torch.autograd.function import once_differentiable
 from lockstep.communication import routing
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.distributed.torch_compat import pytree
-from lockstep.errors import (
-    CheckpointError,
-    LockstepError,
-    RanksDifferError,
-    UsageError,
-    grouped,
-    name_ranks,
-    user_call,
-)
+from lockstep.errors import CheckpointError, LockstepError, RanksDifferError, UsageError, user_call
+from lockstep.wording import format_ranks, group_by_key
 
 Number = bool | int | float
 
@@ -448,11 +441,11 @@ def _differ(calls: Sequence[CallDescription]) -> RanksDifferError:
         described = call.by_user if call.name == "exchange" and call.by_user else str(call)
         structure = f" in {call.structure}" if structures else ""
         found.append(f"rank {rank}: {described}{structure}")
-    of_user = grouped(zip(by_user, range(len(calls)), strict=True))
+    of_user = group_by_key(zip(by_user, range(len(calls)), strict=True))
     if len(of_user) > 1:
         # A barrier waits for whatever the other ranks do, and is rarely what is wrong.
         ordered = sorted(of_user, key=lambda name: name == "world.barrier()")
-        was_set = ", ".join(f"{name} on {name_ranks(of_user[name])}" for name in ordered)
+        was_set = ", ".join(f"{name} on {format_ranks(of_user[name])}" for name in ordered)
         return RanksDifferError(was_set, "; ".join(found), _call_on_all_ranks(ordered))
     return RanksDifferError(
         by_user[0].removesuffix("()") if len(names) == 1 else f"collectives: {' and '.join(names)}",

@@ -9,8 +9,9 @@ from types import TracebackType
 import torch
 
 from lockstep.distributed.topology import Topology
-from lockstep.errors import LockstepError, SettingError, counted
+from lockstep.errors import LockstepError, SettingError
 from lockstep.step import Step
+from lockstep.wording import count_noun
 
 
 def choose_device(
@@ -60,7 +61,7 @@ def choose_device(
     if own and not _each_has_its_own(index, on_this_machine):
         raise SettingError(
             f"{topology.local_size} processes on this machine",
-            f"{counted(count, 'visible GPU')}{_visible(environ)}; NCCL needs one for each",
+            f"{count_noun(count, 'visible GPU')}{_visible(environ)}; NCCL needs one for each",
             f"start {count}, or use device='cpu', or backend='gloo' to share GPUs",
         )
     reason = "the one that this process is shown" if own else f"local rank {topology.local_rank}"
@@ -87,7 +88,7 @@ def _check_one_process(device: torch.device, topology: Topology, count: int) -> 
     if device.index >= count:
         raise SettingError(
             f"device='{device}'",
-            f"{counted(count, 'visible GPU')}, numbered from 0",
+            f"{count_noun(count, 'visible GPU')}, numbered from 0",
             "choose a lower number; CUDA_VISIBLE_DEVICES renumbers the GPUs it lists from 0",
         )
 
@@ -134,7 +135,7 @@ def add_memory_advice(error: BaseException | None, samples: int, devices: int = 
     if error is None or told or not is_out_of_memory(error):
         return
     of = f" of {devices} devices" if devices > 1 else ""
-    note = f"{_BEGIN} with {counted(samples, 'sample')} at a time on this rank{of}."
+    note = f"{_BEGIN} with {count_noun(samples, 'sample')} at a time on this rank{of}."
     if (each := -(-samples // devices)) > 1:
         note += (
             f" Take fewer at a time, say micro_batch_size={each // 2}: the global batch and the "

@@ -39,7 +39,7 @@ from torch.distributed import Store
 from lockstep import errors
 from lockstep.distributed.network import wait_until
 from lockstep.distributed.topology import Topology
-from lockstep.errors import grouped, name_ranks
+from lockstep.wording import format_ranks, group_by_key
 
 # They number the process or its machine, so they differ by their nature.
 _PLACE_FLAGS = frozenset(
@@ -83,11 +83,13 @@ def mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
     """
     lines = []
     for name in dict.fromkeys(name for manifest in manifests for name in manifest):
-        holders = grouped((manifest.get(name), rank) for rank, manifest in enumerate(manifests))
+        holders = group_by_key(
+            (manifest.get(name), rank) for rank, manifest in enumerate(manifests)
+        )
         if len(holders) == 1:
             continue
         shown = [
-            f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} "
+            f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} "
             + ("none" if value is None else repr(value))
             for value, ranks in list(holders.items())[:_GROUPS_SHOWN]
         ]
@@ -241,7 +243,7 @@ class Join:
         if not wait_until(lambda: store.check(["rank 0"]), limit, ranks=size):
             raise errors.MissingRankError(
                 self._asked,
-                f"rank 0 did not come within {self.timeout:g} s; {name_ranks([own.rank])} did",
+                f"rank 0 did not come within {self.timeout:g} s; {format_ranks([own.rank])} did",
                 f"look at the output of rank 0's process, or start it{remove}",
             )
         limit = time.monotonic() + self.timeout + GRACE_S
@@ -303,18 +305,18 @@ class Join:
         return set(range(self.topology.size)) - {r.rank for r in self.requests}
 
     def _contradiction(self) -> Error | None:
-        by_size = grouped((request.size, request.rank) for request in self.requests)
+        by_size = group_by_key((request.size, request.rank) for request in self.requests)
         if len(by_size) > 1:
             return errors.WorldSizeError(
                 f"processes that meet at {self.place}",
                 "; ".join(
-                    f"{name_ranks(ranks)} {'says' if len(set(ranks)) == 1 else 'say'} "
+                    f"{format_ranks(ranks)} {'says' if len(set(ranks)) == 1 else 'say'} "
                     f"world size {size}"
                     for size, ranks in sorted(by_size.items())
                 ),
                 f"start all with the same world size, and give a second run {self._another}",
             )
-        by_rank = grouped((request.rank, request) for request in self.requests)
+        by_rank = group_by_key((request.rank, request) for request in self.requests)
         for rank, (first, *others) in sorted(by_rank.items()):
             if others:
                 return errors.DuplicateRankError(
@@ -328,12 +330,12 @@ class Join:
         missing = self._missing()
         if not missing:
             return None
-        by_host = grouped((request.host, request.rank) for request in self.requests)
-        came = "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in by_host.items())
+        by_host = group_by_key((request.host, request.rank) for request in self.requests)
+        came = "; ".join(f"{format_ranks(ranks)} on {host}" for host, ranks in by_host.items())
         return errors.MissingRankError(
             self._asked,
-            f"{name_ranks(missing)} did not come within {self.timeout:g} s; came: {came}",
-            f"look at the output of {name_ranks(missing)}, or start "
+            f"{format_ranks(missing)} did not come within {self.timeout:g} s; came: {came}",
+            f"look at the output of {format_ranks(missing)}, or start "
             f"{'it' if len(missing) == 1 else 'them'}; if there should be fewer processes, correct "
             "the world size",
         )

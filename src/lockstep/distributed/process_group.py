@@ -33,9 +33,10 @@ from lockstep.distributed.device import choose_device
 from lockstep.distributed.manifest import collect
 from lockstep.distributed.topology import Topology, detect, port
 from lockstep.distributed.torch_compat import without_compile
-from lockstep.errors import LockstepError, SettingError, UsageError, nearest, set_rank
+from lockstep.errors import LockstepError, SettingError, UsageError, set_rank
 from lockstep.settings import Choice, Settings
 from lockstep.step import Step
+from lockstep.wording import did_you_mean
 
 if TYPE_CHECKING:
     from lockstep.distributed.rendezvous import Joined
@@ -441,7 +442,7 @@ def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]
             return CUDA_BACKENDS, "nccl for what is on the GPU, gloo for what is on the CPU"
         return "gloo", "this torch was built without nccl"
     if backend not in (*_BACKENDS, CUDA_BACKENDS):
-        advice = nearest(backend.lower(), _BACKENDS, "leave it out to have one chosen")
+        advice = did_you_mean(backend.lower(), _BACKENDS, "leave it out to have one chosen")
         found = f"the backends are {', '.join(_BACKENDS)}"
         raise SettingError(f"backend={backend!r}", found, advice)
     if backend in ("nccl", CUDA_BACKENDS):

@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.communication.link import Link
 from lockstep.distributed.network import is_loopback_address
 from lockstep.doctor.base import ERROR, UNKNOWN, WARNING, Facts, Finding, verdict
-from lockstep.errors import counted
+from lockstep.wording import count_noun
 
 _MUST_BE_ALIKE = ("python", "torch", "cuda", "nccl", "lockstep")
 _SHOWN = 5
@@ -140,7 +140,7 @@ def _names(machines: Machines) -> Finding:
                 found = f"on {here}, {name} is {addresses[0]}: loopback"
                 level = WARNING if name == here else ERROR
                 problems.append(Finding(level, found, _HOSTS))
-    summary = f"those of {counted(len(machines), 'machine')} looked up on each"
+    summary = f"those of {count_noun(len(machines), 'machine')} looked up on each"
     if by_address:
         summary += f"; not all know {_few(list(by_address))}: a run uses the address"
     return verdict(summary, problems)
@@ -217,7 +217,7 @@ def _data(machines: Machines) -> Finding:
     if missing := [name for name, of in data.items() if of is None]:
         return Finding(ERROR, f"missing on {_few(missing)}", _DATA)
     first = next((of for of in data.values() if UNKNOWN not in of), _NO_DATA)
-    files, compared = (counted(n, "file") for n in (first["files"], len(first["contents"])))
+    files, compared = (count_noun(n, "file") for n in (first["files"], len(first["contents"])))
     same = f"the same names and sizes ({files}), and pieces of contents ({compared})"
     for what in ("files", "bytes", "sizes", "names", "contents"):
         of = {name: _part(facts, what) for name, facts in data.items()}

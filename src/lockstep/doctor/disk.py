@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, gib, verdict
-from lockstep.errors import counted
+from lockstep.wording import count_noun
 
 _PIECE, _MOST, _LONGEST_S = 2**22, 2**26, 3.0
 _LITTLE, _SLOW = 5 * 2**30, 50e6
@@ -73,7 +73,7 @@ def judge(facts: Facts) -> Finding:
     if facts["free"] < _LITTLE:
         problems.append(Finding(WARNING, "that is little for checkpoints", "make room"))
     if facts["files"] is not None and facts["files"] < 1000:
-        found = f"no more than {counted(facts['files'], 'file')} can be made"
+        found = f"no more than {count_noun(facts['files'], 'file')} can be made"
         problems.append(Finding(WARNING, found, "remove some of the many small files"))
     if facts["temporary_free"] < _LITTLE_TEMPORARY:
         found = f"{gib(facts['temporary_free'])} free in {facts['temporary']}, where logs go"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, gib, verdict
-from lockstep.errors import counted
+from lockstep.wording import count_noun
 
 _SIZE = 512
 _TOLERANCE = 1e-3
@@ -123,13 +123,13 @@ def _problems(gpu: Facts) -> list[Finding]:
         found.append(Finding(ERROR, f"computes wrongly (by {gpu['difference']:.2g})", do))
     if gpu.get("processes"):
         others = gpu["processes"]
-        text = f"is used by {counted(len(others), 'process')}: {', '.join(map(str, others))}"
+        text = f"is used by {count_noun(len(others), 'process')}: {', '.join(map(str, others))}"
         found.append(Finding(WARNING, text, "see ps for what is left over"))
     elif gpu.get("total") and gpu["free"] < _FREE * gpu["total"]:
         text = f"has {gib(gpu['free'])} of {gib(gpu['total'])} free"
         found.append(Finding(WARNING, text, "see nvidia-smi for who has the rest"))
     if gpu.get("ecc"):
-        text = f"has had {counted(gpu['ecc'], 'memory error')} that could not be corrected"
+        text = f"has had {count_noun(gpu['ecc'], 'memory error')} that could not be corrected"
         found.append(Finding(ERROR, text, "reset it or have it exchanged"))
     reasons = [words for bit, words in _THROTTLED.items() if (gpu.get("throttled") or 0) & bit]
     if reasons:

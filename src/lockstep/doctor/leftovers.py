@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from lockstep.doctor.base import WARNING, Facts, Finding, verdict
-from lockstep.errors import counted
+from lockstep.wording import count_noun
 
 _SHARED, _PROC = Path("/dev/shm"), Path("/proc")
 _OF_TORCH = re.compile(r"torch_(\d+)_")
@@ -88,12 +88,12 @@ def judge(facts: Facts) -> Finding:
     problems = []
     if shared:
         size = _size(shared) >> 20
-        files = counted(len(shared), "file")
+        files = count_noun(len(shared), "file")
         found = f"/dev/shm holds {size} MiB in {files} of ended processes"
         do = "--fix removes them" if facts["sees_all"] else _HIDDEN
         problems.append(Finding(WARNING, found, do))
     if (size := _size(logs)) > _MUCH:
-        runs = counted(len(logs), "run")
+        runs = count_noun(len(logs), "run")
         found = f"logs of {runs} of more than two weeks ago take {size >> 20} MiB"
         problems.append(Finding(WARNING, found, "--fix removes them"))
     return verdict("nothing that matters" if not problems else "of earlier runs", problems)

@@ -36,7 +36,8 @@ from lockstep.batch.pytree import tensors
 from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.module_filter import ModuleFilter, candidates, repeated_blocks, select_modules
-from lockstep.settings import check_whole_number, in_bytes
+from lockstep.settings import check_whole_number
+from lockstep.units import parse_bytes
 
 Example = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -148,7 +149,7 @@ def _fitting(
             "it is measured by a forward pass, and this one would involve the other ranks",
             "call it before world.prepare",
         )
-    size = _free_bytes(module) if budget == "auto" else in_bytes(budget)
+    size = _free_bytes(module) if budget == "auto" else parse_bytes(budget)
     if size is None:
         raise SettingError(
             f"checkpoint_activations(..., budget={budget!r})",

@@ -28,8 +28,9 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import ParamsT
 
 from lockstep.distributed.torch_compat import is_sharded, own_part
-from lockstep.errors import SettingError, UsageError, grouped, not_among
+from lockstep.errors import SettingError, UsageError, unknown_choice_error
 from lockstep.settings import check_whole_number
+from lockstep.wording import group_by_key
 
 _AT_LEAST_0 = (lambda x: x >= 0, "a number from 0 up")
 _ABOVE_0 = (lambda x: x > 0, "a number above 0")
@@ -303,7 +304,7 @@ def _sharded_alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
         mesh: Any = getattr(parameter, "device_mesh", None)
         return id(parameter) if mesh is None else (mesh, _summed_over(parameter), parameter.device)
 
-    return list(grouped((lot(parameter), parameter) for parameter in parameters).values())
+    return list(group_by_key((lot(parameter), parameter) for parameter in parameters).values())
 
 
 def _summed_over(parameter: Any) -> tuple[int, ...]:
@@ -413,7 +414,7 @@ def scale_learning_rate(
     for name, size in (("batch_size", batch_size), ("base_batch_size", base_batch_size)):
         check_whole_number(f"{name}={size!r}", size)
     if rule not in RULES:
-        raise not_among(f"rule={rule!r}", rule, "the rules", RULES)
+        raise unknown_choice_error(f"rule={rule!r}", rule, "the rules", RULES)
     factor = RULES[rule](batch_size / base_batch_size)
     if isinstance(optimizer_or_lr, Optimizer):
         if any("initial_lr" in group for group in optimizer_or_lr.param_groups):

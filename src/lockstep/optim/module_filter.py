@@ -15,7 +15,8 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lockstep.errors import SettingError, grouped
+from lockstep.errors import SettingError
+from lockstep.wording import group_by_key
 
 ModuleFilter = type[nn.Module] | tuple[type[nn.Module], ...] | str | Callable[[nn.Module], bool]
 
@@ -55,7 +56,7 @@ def candidates(module: nn.Module) -> str:
     """Classes of submodules that hold others, the most frequent first, with one name of each."""
     parts = module.named_modules()
     holding = ((name, m) for name, m in parts if name and next(m.children(), None) and _runs(m))
-    names = grouped((type(m).__name__, name) for name, m in holding)
+    names = group_by_key((type(m).__name__, name) for name, m in holding)
     ranked = sorted(names.items(), key=lambda item: -len(item[1]))[:MAX_CANDIDATES]
     listed = [f"{kind} ({len(of_kind)}, such as {of_kind[0]!r})" for kind, of_kind in ranked]
     if listed:

@@ -12,7 +12,7 @@ from importlib import import_module
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
-from lockstep.errors import SettingError, not_among
+from lockstep.errors import SettingError, unknown_choice_error
 from lockstep.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -58,14 +58,14 @@ def find_strategy(choice: str | Strategy | None, size: int) -> tuple[Strategy, s
         choice, reason = ("single", "one process") if size == 1 else ("ddp", f"{size} processes")
     was_set, (name, _, options) = f"strategy={choice!r}", str(choice).partition(":")
     if name not in _NAMES:
-        raise not_among(was_set, name, "strategies", _NAMES)
+        raise unknown_choice_error(was_set, name, "strategies", _NAMES)
     kind = __getattr__(_NAMES[name])
     hints = {each.name: get_type_hints(kind)[each.name] for each in fields(kind)}
     given = {}
     for option in filter(None, options.split(",")):
         key, _, value = option.partition("=")
         if key not in hints:
-            raise not_among(was_set, key, f"options of {name}", hints or ["not there"])
+            raise unknown_choice_error(was_set, key, f"options of {name}", hints or ["not there"])
         try:
             given[key] = _read(value, hints[key])
         except ValueError as error:

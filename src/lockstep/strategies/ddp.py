@@ -33,12 +33,14 @@ from lockstep.distributed.torch_compat import (
     never_compiled,
     outside_compiled_code,
 )
-from lockstep.errors import SettingError, UsageError, not_among, some
+from lockstep.errors import SettingError, UsageError, unknown_choice_error
 from lockstep.optim.precision import Precision
-from lockstep.settings import Choice, check_whole_number, sized
+from lockstep.settings import Choice, check_whole_number
 from lockstep.step import CHECK_EVERY
 from lockstep.strategies import base
 from lockstep.strategies.replication import MovingBuffers, take_from_first
+from lockstep.units import format_bytes
+from lockstep.wording import join_first
 
 _TORCH_BUCKET_MIB = 25
 """Of `bucket_cap_mb=None`, which also makes the first bucket small: sending begins early."""
@@ -76,7 +78,9 @@ class DDP(base.Strategy):
     def __post_init__(self) -> None:
         if self.compress is not None and self.compress not in get_args(Compression):
             known = get_args(Compression)
-            raise not_among(f"compress={self.compress!r}", self.compress, "compressions", known)
+            raise unknown_choice_error(
+                f"compress={self.compress!r}", self.compress, "compressions", known
+            )
         check_whole_number(f"powersgd_rank={self.powersgd_rank}", self.powersgd_rank)
         check_whole_number(f"powersgd_start={self.powersgd_start}", self.powersgd_start, 0)
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
@@ -130,7 +134,9 @@ class DDP(base.Strategy):
             init_sync=False,
         )
         size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        in_place = Choice("gradients", sized(size), "averaged in buckets during backward, in place")
+        in_place = Choice(
+            "gradients", format_bytes(size), "averaged in buckets during backward, in place"
+        )
         choices += [in_place, self._bucket_choice(size)]
         if compress is not None:
             told = (
@@ -168,7 +174,7 @@ class DDP(base.Strategy):
             sparse = [name for module in wrapped for name in sparse_weights(module)]
             raise UsageError(
                 "a backward pass that does not use every embedding with sparse gradients",
-                f"on this rank the loss does not use all of {some(sparse)}, and torch cannot "
+                f"on this rank the loss does not use all of {join_first(sparse)}, and torch cannot "
                 "average a sparse gradient that is not there, under find_unused_parameters either",
                 "build them without sparse=True, use them in every step on every rank, or freeze "
                 "them with requires_grad_(False) before world.prepare",
@@ -466,14 +472,14 @@ class ExactDDP(base.Around, DistributedDataParallel):
         here = set(map(id, self.module.parameters()))
         if gone := [name for name, p in owned if p.grad is None and id(p) not in here]:
             raise base.parameters_changed(
-                f"{some(gone)} replaced; their gradients are not averaged over the ranks"
+                f"{join_first(gone)} replaced; their gradients are not averaged over the ranks"
             )
         if not (self.options.find_unused_parameters or self.options.static_graph):
             sparse = [name for name in sparse_weights(self.module) if name in missing]
             raise UsageError(
                 "an optimizer step while some parameters have no gradient",
-                f"{len(missing)} of {len(owned)} were not used for the loss: {some(missing)}; "
-                "DDP waits for them, so others may not be averaged either",
+                f"{len(missing)} of {len(owned)} were not used for the loss: "
+                f"{join_first(missing)}; DDP waits for them, so others may not be averaged either",
                 _advice_on_unused(sparse),
                 code="LS301",
             )
@@ -495,5 +501,5 @@ def _advice_on_unused(sparse: Sequence[str]) -> str:
         "strategy=lockstep.strategies.DDP(find_unused_parameters=True)"
     )
     if sparse:
-        advice += f" and build {some(sparse)} without sparse=True"
+        advice += f" and build {join_first(sparse)} without sparse=True"
     return advice

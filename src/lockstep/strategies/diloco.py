@@ -33,8 +33,8 @@ from lockstep.batch.plan import replicas_of
 from lockstep.communication.compression import Method
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import outside_compiled_code
-from lockstep.errors import CheckpointError, SettingError, UsageError, counted, not_among, warn
-from lockstep.settings import Choice, check_whole_number, sized
+from lockstep.errors import CheckpointError, SettingError, UsageError, unknown_choice_error, warn
+from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies.base import (
     Replicas,
     Strategy,
@@ -46,6 +46,8 @@ from lockstep.strategies.base import (
 from lockstep.strategies.diloco_exchange import ACROSS, GROUP, Exchange, cut
 from lockstep.strategies.replication import MovingBuffers, average_gradients, take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
+from lockstep.units import format_bytes
+from lockstep.wording import count_noun
 
 _MIXING = 0.5
 """Of a replica's own weights, where what it has sent is applied later (alpha in the paper)."""
@@ -98,7 +100,7 @@ class DiLoCo(Strategy):
                 )
         if self.compress not in (None, *get_args(Method)):
             was_set, known = f"DiLoCo(compress={self.compress!r})", get_args(Method)
-            raise not_among(was_set, self.compress, "compressions", known)
+            raise unknown_choice_error(was_set, self.compress, "compressions", known)
         if not (self.outer_lr > 0 and 0 <= self.outer_momentum < 1):
             raise SettingError(
                 f"DiLoCo(outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum})",
@@ -161,21 +163,21 @@ class DiLoCo(Strategy):
         run.step.pass_ends.append(turns.show_shared)
         run.at_end.append(turns.end)
         least, more = divmod(self.replicas, run.topology.size)
-        where = f"each on {counted(run.topology.size // self.replicas, 'process')}"
+        where = f"each on {count_noun(run.topology.size // self.replicas, 'process')}"
         if self.replicas > run.topology.size:
-            number = f"{least} or {least + 1} replicas" if more else counted(least, "replica")
+            number = f"{least} or {least + 1} replicas" if more else count_noun(least, "replica")
             where = f"{number} on each process, in turn"
         size = sum(p.numel() * p.element_size() for p in turns.parameters)
         pieces = f" as {compress}" * (compress is not None)
         pieces += f" in {self.fragments} fragments" * (self.fragments > 1)
-        later = f", applied {counted(self.delay, 'step')} later" * (self.delay > 0)
+        later = f", applied {count_noun(self.delay, 'step')} later" * (self.delay > 0)
         rule = f"outer SGD, rate {self.outer_lr:g}, Nesterov momentum {self.outer_momentum:g}"
         choices += [
             Choice("replicas", str(self.replicas), f"train apart; {where}"),
             Choice(
                 "exchange",
-                f"every {counted(self.every, 'step')}",
-                f"{sized(size)}{pieces}{later}; {rule}",
+                f"every {count_noun(self.every, 'step')}",
+                f"{format_bytes(size)}{pieces}{later}; {rule}",
             ),
         ]
         return Wrapped(
@@ -563,8 +565,8 @@ class _Turns:
         if now != saved:
             raise CheckpointError(
                 f"resuming with DiLoCo(fragments={now})",
-                f"the checkpoint is of a round in {counted(saved, 'fragment')}, and holds what is "
-                "still to be exchanged of each",
+                f"the checkpoint is of a round in {count_noun(saved, 'fragment')}, and holds what "
+                "is still to be exchanged of each",
                 f"continue with fragments={saved}; or begin anew from the shared weights: "
                 "lockstep.load_weights(model, folder)",
             )
@@ -618,8 +620,8 @@ class _Turns:
         if done - over > options.delay:
             later = f", delay={options.delay}" * (options.delay > 0)
             warn(
-                f"DiLoCo(every={options.every}{later}) for {counted(done, 'step')}",
-                f"the last {counted(done - over, 'step')} of the replicas are not in the shared "
+                f"DiLoCo(every={options.every}{later}) for {count_noun(done, 'step')}",
+                f"the last {count_noun(done - over, 'step')} of the replicas are not in the shared "
                 "weights, which are evaluated and saved",
                 f"end after {over + options.every + options.delay} steps, when the last exchange "
                 "has been applied",

@@ -17,8 +17,9 @@ from torch import Tensor
 from lockstep.communication import routing
 from lockstep.communication.compression import BLOCK, Method, decode, encode
 from lockstep.distributed.process_group import Run, carrier_device
-from lockstep.errors import SettingError, counted
+from lockstep.errors import SettingError
 from lockstep.strategies.replication import start_sum
+from lockstep.wording import count_noun
 
 GROUP, ACROSS = "replica", "across replicas"
 """Names of groups: the ranks that compute the same replicas, and one rank of each replica."""
@@ -122,7 +123,7 @@ def cut(sizes: Sequence[int], count: int) -> list[list[int]]:
     if count > max(1, len(sizes)):
         raise SettingError(
             f"DiLoCo(fragments={count})",
-            f"the model has {counted(len(sizes), 'parameter')} to train",
+            f"the model has {count_noun(len(sizes), 'parameter')} to train",
             "use fewer fragments",
         )
     ends = list(itertools.accumulate(sizes))

@@ -52,10 +52,11 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import share_meshes_with_copies
 from lockstep.errors import RanksDifferError, SettingError, UsageError
 from lockstep.optim.module_filter import ModuleFilter, repeated_blocks, select_modules
-from lockstep.settings import Choice, check_whole_number, sized
+from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped
 from lockstep.strategies.fsdp_state import Outputs, Replaced, Sharded, check_hooks
 from lockstep.strategies.replication import MovingBuffers, norm_over_ranks, take_from_first
+from lockstep.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +156,7 @@ class FSDP(Strategy):
         after = dict(module.named_parameters())
         return Wrapped(
             module=module,
-            choices=[*choices, shards._replace(value=f"{sized(size)} over {shards.value}")],
+            choices=[*choices, shards._replace(value=f"{format_bytes(size)} over {shards.value}")],
             replaced=[(old, after[name]) for name, old in before.items()],
             may_unfreeze=True,
             whole=list(held.whole.values()),

@@ -30,10 +30,11 @@ from torch.optim import Optimizer
 
 from lockstep.distributed import torch_compat
 from lockstep.distributed.process_group import Run
-from lockstep.errors import UsageError, some
+from lockstep.errors import UsageError
 from lockstep.step import check_due
 from lockstep.strategies.base import PLAIN, Replicas, may_set, note_empty_part
 from lockstep.strategies.fsdp_unused import UnusedParameters
+from lockstep.wording import join_first
 
 
 @dataclasses.dataclass(eq=False)
@@ -156,8 +157,8 @@ class Sharded:
         if left:
             raise UsageError(
                 "a backward pass around the outputs of a sharded model",
-                f"the gradients of {some(left)} stayed on this rank: when the last backward pass "
-                "of the global batch ended, torch did not know that they were there",
+                f"the gradients of {join_first(left)} stayed on this rank: when the last backward "
+                "pass of the global batch ended, torch did not know that they were there",
                 "compute the loss of every micro-batch from what the model returns, in tensors, "
                 "tuples, lists or dicts",
             )
@@ -190,7 +191,7 @@ class Sharded:
         if new:
             raise UsageError(
                 "parameter.data = ... of a sharded model",
-                f"it has no effect on {some(new)}: the shards are elsewhere",
+                f"it has no effect on {join_first(new)}: the shards are elsewhere",
                 "write into them, under torch.no_grad(): parameter.copy_(...), .clamp_(...)",
             )
 
@@ -231,7 +232,7 @@ class Sharded:
         if whole:
             raise UsageError(
                 "load_state_dict of a sharded model with the state of a whole one",
-                f"{some(whole)} would have to be cut, alike on all ranks",
+                f"{join_first(whole)} would have to be cut, alike on all ranks",
                 "load it before world.prepare, or with lockstep.load_weights(model, path)",
             )
 
@@ -322,7 +323,7 @@ def check_hooks(parameters: Mapping[str, Tensor], *, ours: int = 0) -> None:
     if hooked:
         raise UsageError(
             "hooks on the gradients of a sharded model's parameters",
-            f"those of {some(hooked)} are not called: gradients of shards do not come from "
+            f"those of {join_first(hooked)} are not called: gradients of shards do not come from "
             "autograd",
             "read or change gradients between world.backward and optimizer.step",
         )

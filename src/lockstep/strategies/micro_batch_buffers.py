@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from lockstep.distributed.torch_compat import BatchNorm
-from lockstep.errors import some, warn
+from lockstep.errors import warn
 from lockstep.step import Step, Turn, check_due
 from lockstep.strategies.replication import fingerprint
+from lockstep.wording import join_first
 
 TIMES_SEEN_BEFORE_WARNING = 2
 """A cache that the first forward pass fills changes once; a running statistic changes each time."""
@@ -100,7 +101,7 @@ class MicroBatchBuffers:
             advice += "; without micro-batches there is one update"
         warn(
             "buffers that change in the forward pass, and a global batch in micro-batches",
-            f"{some(names)} changed from one micro-batch to the next: they are updated "
+            f"{join_first(names)} changed from one micro-batch to the next: they are updated "
             f"{num_micro_batches} times per optimizer step, each time from a part of the global "
             "batch, and get other values than from the whole global batch at a time",
             f"{advice}; do nothing where these values are good enough",

@@ -24,9 +24,10 @@ from lockstep.communication import routing
 from lockstep.distributed import collectives
 from lockstep.distributed.process_group import carrier_device
 from lockstep.distributed.torch_compat import BatchNorm
-from lockstep.errors import UsageError, some, warn
+from lockstep.errors import UsageError, warn
 from lockstep.step import Step, check_due
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+from lockstep.wording import join_first
 
 _BUCKET_BYTES = 25 * 2**20
 """That are sent at a time."""
@@ -289,8 +290,9 @@ class MovingBuffers:
             )
         warn(
             "buffers that change in the forward pass",
-            f"the values of {some(names)} differ between ranks, as each rank changes its own; "
-            "after each step all ranks take those of rank 0, and what others have seen is lost",
+            f"the values of {join_first(names)} differ between ranks, as each rank changes its "
+            "own; after each step all ranks take those of rank 0, and what others have seen is "
+            "lost",
             f"{advice}; do nothing where rank 0's are good enough",
         )
 

@@ -39,13 +39,14 @@ from lockstep.distributed.device import is_out_of_memory
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import BatchNorm, outside_compiled_code, own_part
-from lockstep.errors import LockstepError, SettingError, UsageError, some
+from lockstep.errors import LockstepError, SettingError, UsageError
 from lockstep.extensions.report.console import print_line
 from lockstep.settings import is_auto
 from lockstep.strategies.base import Strategy, StrategyPlan, may_set
 from lockstep.strategies.data_parallel.module import DataParallel
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.training.optimizer import PreparedOptimizer
+from lockstep.wording import join_first
 
 _MOST_RUNS, _ENOUGH_S = 10, 0.03
 """A time is that of one run; where this is below 30 ms, the shortest of several, up to 10."""
@@ -523,7 +524,7 @@ def _shares_in_words(
     before: Sequence[int], after: Sequence[int], times: Sequence[Sequence[float]], kind: str
 ) -> str:
     took = [f"{kind} {number} {_time(min(each))}" for number, each in enumerate(times)]
-    text = f"a sample took {some(took)}"
+    text = f"a sample took {join_first(took)}"
     if alike(times):
         text += f": no difference, as the times of one {kind} differ as much"
     elif tuple(before) == tuple(after):

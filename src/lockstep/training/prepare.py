@@ -36,7 +36,7 @@ from lockstep.communication.compression import CompressedMeans
 from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import BatchNorm, let_compile_again
-from lockstep.errors import CheckpointError, RanksDifferError, UsageError, some, warn
+from lockstep.errors import CheckpointError, RanksDifferError, UsageError, warn
 from lockstep.extensions.checks import Guards
 from lockstep.optim.precision import ForwardsSetLater, Precision
 from lockstep.settings import Choice, check_micro_batches, is_auto
@@ -54,6 +54,7 @@ from lockstep.strategies.micro_batch_buffers import MicroBatchBuffers
 from lockstep.strategies.placeholder import Placeholders
 from lockstep.training.autotune import Autotune
 from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
+from lockstep.wording import join_first
 
 
 class Preparer:
@@ -420,8 +421,8 @@ class Preparer:
         if shared and not run.collectives.alone:
             raise UsageError(
                 "world.prepare of two modules with the same parameters",
-                f"{some(shared)} of the {type(module).__name__} belong to another prepared module "
-                "too, and each would average their gradients",
+                f"{join_first(shared)} of the {type(module).__name__} belong to another prepared "
+                "module too, and each would average their gradients",
                 "prepare one module that holds both, and call them in its forward",
             )
         made = wrapped.module
@@ -741,6 +742,6 @@ def check_model(module: nn.Module) -> None:
     if lazy:
         raise UsageError(
             f"world.prepare of a {type(module).__name__} with lazy layers",
-            f"{some(lazy)} have no shape before the first input",
+            f"{join_first(lazy)} have no shape before the first input",
             "run one forward pass of the model on a sample batch first, then build the optimizer",
         )

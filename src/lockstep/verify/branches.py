@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import is_users, name_ranks, source_line
+from lockstep.errors import is_users, source_line
 from lockstep.verify.catalogue import Cause, of_runs
 from lockstep.verify.compare import Divergence, Place
+from lockstep.wording import format_ranks
 
 _NAME = "__lockstep_test__"
 _OUTCOMES = ("not reached", "true", "false", "both")
@@ -161,11 +162,13 @@ def writes_to(case: Divergence, names: Sequence[str]) -> list[str]:
     for number, of_rank in enumerate(stacks):
         for stack in of_rank[:1]:
             by_line[stack[0]].append(number)
-    words = [f"{name_ranks(r)} last wrote to them by {source_line(*p)}" for p, r in by_line.items()]
+    words = [
+        f"{format_ranks(r)} last wrote to them by {source_line(*p)}" for p, r in by_line.items()
+    ]
     rest = [number for number, of_rank in enumerate(stacks) if not of_rank]
     if not rest or not words:
         return words
-    words.append(f"of {name_ranks(rest)} no write was seen")
+    words.append(f"of {format_ranks(rest)} no write was seen")
     stack = next(of_rank[0] for of_rank in stacks if of_rank)
     ways = [rank.ways for rank in case.many]
     around = [

@@ -19,7 +19,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.errors import name_ranks, some
 from lockstep.verify import replicas, samples
 from lockstep.verify.branches import other_ways, writes_to
 from lockstep.verify.catalogue import Cause, of_runs, plain, shown
@@ -37,6 +36,7 @@ from lockstep.verify.compare import (
     scale_of,
     weights,
 )
+from lockstep.wording import format_ranks, join_first
 
 
 def _of_initial(case: Divergence) -> Cause:
@@ -153,14 +153,14 @@ def _of_modes(case: Divergence) -> Cause | None:
             or case.reference[0][0].initial.keys() >= alone | set(getattr(rank, what))
         }
         if names := tuple(sorted(set().union(*apart.values()))):
-            ranks = name_ranks(n for n, of_rank in apart.items() if of_rank)
+            ranks = format_ranks(n for n, of_rank in apart.items() if of_rank)
             seen = f"{words} is not that of one process on {ranks}: {shown(plain(names))}"
             return Cause("LS312", (seen,), names)
     expected, found = case.one.merged(case.what), case.many.merged(case.what)
     unused = tuple(sorted(expected.keys() - found.keys()))
     same_names = Counter(plain(expected)) == Counter(plain(found))
     if case.what == "gradients" and unused and not same_names:
-        seen = f"no optimizer of {case.size} processes updates {some(plain(unused))}"
+        seen = f"no optimizer of {case.size} processes updates {join_first(plain(unused))}"
         return Cause("LS312", (seen, "on one process one does"), unused)
     return None
 
@@ -199,7 +199,7 @@ def _of_missing(case: Divergence) -> Cause | None:
     if not missing or not {*case.names} <= missing:
         return None
     ranks = [n for n, r in enumerate(case.many) if missing - {k for p in r.local for k in p}]
-    seen = f"the backward passes of {name_ranks(ranks)} left no gradient of these parameters"
+    seen = f"the backward passes of {format_ranks(ranks)} left no gradient of these parameters"
     return Cause("LS312", (seen, "on one process they do, and all others are right"), case.names)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
-from lockstep.errors import grouped
 from lockstep.verify.compare import Array, RankUpdate, Update
+from lockstep.wording import group_by_key
 
 Step = list[RankUpdate]
 """What a rank has recorded of one step of one optimizer. Of replicas that take turns, each has an
@@ -23,7 +23,7 @@ OptimizerStep = tuple[int, int]
 
 def steps_of(updates: Sequence[RankUpdate]) -> list[Step]:
     """The updates of a rank by optimizer and step."""
-    return [*grouped(((each.optimizer, each.step), each) for each in updates).values()]
+    return [*group_by_key(((each.optimizer, each.step), each) for each in updates).values()]
 
 
 def lined_up(ranks: Sequence[list[Step]]) -> list[Update]:

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from lockstep.errors import name_ranks
 from lockstep.verify.branches import writes_to
 from lockstep.verify.catalogue import Cause, plain, shown
 from lockstep.verify.compare import (
@@ -23,6 +22,7 @@ from lockstep.verify.compare import (
     norm,
 )
 from lockstep.verify.samples import draws_of
+from lockstep.wording import format_ranks
 
 
 def of_replicas(case: Divergence) -> Cause:
@@ -53,7 +53,7 @@ def of_unstepped(case: Divergence) -> Cause | None:
         for rank in update
         if not set(names).isdisjoint(rank.holds)
     }
-    seen = f"before step {case.many[0].step + 1} {name_ranks(apart)} held other parameters"
+    seen = f"before step {case.many[0].step + 1} {format_ranks(apart)} held other parameters"
     which = f"of {' and '.join(sorted(kinds))}, which has not stepped there: {shown(plain(names))}"
     return Cause("LS304", (f"{seen} {which}",))
 
@@ -102,7 +102,7 @@ def of_own_gradients(case: Divergence, names: tuple[str, ...]) -> Cause:
         return Cause("LS315", (seen, *groups), names)
     clipping = [n for n, rank in enumerate(case.many) if Update([rank]).clips]
     if clipping and not case.many.ranks_that_differ("unclipped", case.tolerance):
-        only = f"they were the same until {name_ranks(clipping)} clipped them"
+        only = f"they were the same until {format_ranks(clipping)} clipped them"
         return Cause("LS304", (seen, only, case.many.clips[0].line), names)
     if case.many.in_step:
         return _of_own_exchange(case, names, seen)
@@ -126,7 +126,7 @@ def _of_groups(case: Divergence) -> list[str]:
         inside = Update(case.many[rank] for rank in group)
         if inside.ranks_that_differ("gradients", case.tolerance):
             return []
-    told = "; ".join(name_ranks(group) for group in groups)
+    told = "; ".join(format_ranks(group) for group in groups)
     return [f"DDP averages them over a part of the ranks, and they agree within each: {told}"]
 
 
@@ -313,4 +313,4 @@ def left_by(local: Sequence[Mapping[str, Array]], names: Iterable[str]) -> dict[
 
 def ranks_of(apart: Mapping[str, Sequence[int]]) -> str:
     """The ranks of what differs, in words."""
-    return name_ranks({rank for ranks in apart.values() for rank in ranks})
+    return format_ranks({rank for ranks in apart.values() for rank in ranks})

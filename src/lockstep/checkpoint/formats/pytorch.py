@@ -45,7 +45,8 @@ from lockstep.checkpoint.sharding import (
     as_shape,
     sharded_entry,
 )
-from lockstep.errors import CheckpointError, grouped
+from lockstep.errors import CheckpointError
+from lockstep.wording import group_by_key
 
 METADATA = ".metadata"
 """In each folder of DCP's."""
@@ -133,7 +134,7 @@ def read_torch_index(path: Path, places: Mapping[str, str], trust: bool) -> dict
         CheckpointError: a file cannot be read, or does not hold what the index says.
     """
     state: dict[str, Any] = {}
-    for file, names in grouped((file, name) for name, file in places.items()).items():
+    for file, names in group_by_key((file, name) for name, file in places.items()).items():
         content = read_torch(path.parent / file, trust)
         held = content if isinstance(content, Mapping) else {}
         for name in names:

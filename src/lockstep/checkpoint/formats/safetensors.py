@@ -33,8 +33,9 @@ from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.encoding import DTYPES, separate
 from lockstep.checkpoint.sharding import LazyTensor, as_shape, dtype_name
 from lockstep.distributed.collectives import to_bytes
-from lockstep.errors import CheckpointError, SettingError, printable
-from lockstep.settings import in_bytes
+from lockstep.errors import CheckpointError, SettingError
+from lockstep.units import parse_bytes
+from lockstep.wording import replace_unprintable
 
 MAX_HEADER = 100_000_000
 """Bytes; the format's own limit."""
@@ -138,7 +139,7 @@ def _check_places(entries: dict[str, Entry], begin: int, size: int) -> None:
 
 def short(value: object, length: int = 80) -> str:
     """A text of a file's in a message: what would move the cursor, or fill the screen, is not."""
-    text = printable(str(value)[: length + 1])
+    text = replace_unprintable(str(value)[: length + 1])
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
@@ -222,7 +223,7 @@ def shard_bytes(size: int | str) -> int:
     Raises:
         SettingError: it is no size, or nothing fits into it.
     """
-    found = in_bytes(size)
+    found = parse_bytes(size)
     if not found:
         raise SettingError(
             f"a shard size of {size!r}",

@@ -28,11 +28,12 @@ from torch import Tensor
 
 from lockstep.batch.unprepared import ReadPass, UnpreparedLoaders
 from lockstep.distributed.process_group import Run, store_at_end
-from lockstep.errors import Place, name_ranks, source_line, user_call, user_place, warn
+from lockstep.errors import Place, source_line, user_call, user_place, warn
 from lockstep.extensions.checks.base import Guard
 from lockstep.extensions.checks.mean_of_batches import divides_sum_by_length
 from lockstep.optim.precision import Precision
 from lockstep.strategies.base import Wrapped
+from lockstep.wording import format_ranks
 
 MAX_NUMBERS_IN_TENSOR = 64
 """Of a larger tensor that is summed over the ranks, only its own sum is looked at."""
@@ -164,8 +165,8 @@ class EvaluationGuard(Guard):
         line = "" if at is None else f" ({source_line(*at)})"
         warn(
             "evaluating over a prepared loader on some ranks only",
-            f"only {name_ranks(ranks)} iterated it{line}; a rank gets no more than its part of the "
-            "samples, so the result covers a part",
+            f"only {format_ranks(ranks)} iterated it{line}; a rank gets no more than its part of "
+            "the samples, so the result covers a part",
             "evaluate on all ranks with world.sum, or on one rank with an unprepared DataLoader",
             code="LS501",
             at=at,

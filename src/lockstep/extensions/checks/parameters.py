@@ -16,11 +16,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.checkpoint.modules import plain_names
 from lockstep.distributed.process_group import Run
-from lockstep.errors import some, warn_of
+from lockstep.errors import warn_of
 from lockstep.extensions.checks.base import Guard
 from lockstep.optim.precision import Precision
 from lockstep.step import check_due
 from lockstep.strategies.base import Wrapped, parameters_changed
+from lockstep.wording import join_first
 
 _Before = tuple[bool, torch.dtype, torch.device]
 """Whether a parameter was, or may be, trained, and what it was."""
@@ -59,10 +60,10 @@ class ParameterGuard(Guard):
             return
         effect = "their gradients are not averaged over the ranks"
         if not self.run.collectives.alone:
-            raise parameters_changed(f"{some(changed)}; {effect}")
+            raise parameters_changed(f"{join_first(changed)}; {effect}")
         self._warned = True
         effect = "with several processes their gradients would not be averaged"
-        warn_of(parameters_changed(f"{some(changed)}; {effect}"))
+        warn_of(parameters_changed(f"{join_first(changed)}; {effect}"))
 
     def _changes(self, module: nn.Module) -> list[str]:
         """In words, of the parameters that are trained."""

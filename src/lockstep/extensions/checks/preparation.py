@@ -25,10 +25,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.distributed.process_group import Run, store_at_end
 from lockstep.distributed.torch_compat import is_sharded, never_compiled
-from lockstep.errors import Place, some, user_place, warn
+from lockstep.errors import Place, user_place, warn
 from lockstep.extensions.checks.base import Guard
 from lockstep.optim.precision import Precision
 from lockstep.strategies.base import Wrapped, parameters_of
+from lockstep.wording import join_first
 
 WATCHED_BACKWARDS = 100
 """Backward passes of a run in which the graphs of losses are looked at."""
@@ -133,9 +134,9 @@ class PreparationGuard(Guard):
         prepared = "no prepared module" if self.wrapped else "no module: none was prepared"
         warn(
             "world.backward of a loss that reaches no prepared model",
-            f"the {len(apart.shapes)} parameters that it reaches (of shapes {some(apart.shapes)}) "
-            f"belong to {prepared}; they were equal on all ranks, and are not any more: each rank "
-            "trains a model of its own",
+            f"the {len(apart.shapes)} parameters that it reaches (of shapes "
+            f"{join_first(apart.shapes)}) belong to {prepared}; they were equal on all ranks, and "
+            "are not any more: each rank trains a model of its own",
             "give the model to world.prepare with its optimizer, and use what it returns: model, "
             "optimizer = world.prepare(model, optimizer)",
             code="LS311",

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from lockstep.communication import routing
-from lockstep.errors import RanksDifferError, some
+from lockstep.errors import RanksDifferError
 from lockstep.extensions.checks.base import Guard
 from lockstep.step import check_due
 from lockstep.strategies.base import Replicas
 from lockstep.strategies.replication import fingerprint
+from lockstep.wording import join_first
 
 
 class ReplicaGuard(Guard):
@@ -47,7 +48,7 @@ def check_equal(replicas: Replicas, when: str) -> None:
     if differ:
         raise RanksDifferError(
             f"replicas that stay equal ({when})",
-            f"{len(differ)} of {len(named)} tensors differ between ranks: {some(differ)}",
+            f"{len(differ)} of {len(named)} tensors differ between ranks: {join_first(differ)}",
             "look for a forward pass that goes around the prepared model, parameters changed by "
             "hand on some ranks, or a step taken on some ranks only",
             code="LS309" if all(name in replicas.buffers for name in differ) else "LS304",

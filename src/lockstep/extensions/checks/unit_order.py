@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import outside_compiled_code
-from lockstep.errors import RanksDifferError, some, warn_of
+from lockstep.errors import RanksDifferError, warn_of
 from lockstep.extensions.checks.base import Guard
 from lockstep.optim.precision import Precision
 from lockstep.strategies.base import Wrapped
+from lockstep.wording import join_first
 
 _LARGEST = 2**62 - 1
 _AT_CLOSE = timedelta(seconds=5)
@@ -130,7 +131,7 @@ class _Use:
         if any(differ[: count + 1]):
             units = [name or "the rest" for name, d in zip(self._units, differ, strict=False) if d]
             ran = (
-                f"{some(units)} ran more often on some ranks than on others"
+                f"{join_first(units)} ran more often on some ranks than on others"
                 if units
                 else "its units ran in another order on some ranks than on others"
             )
@@ -144,7 +145,8 @@ class _Use:
         names = [n for n, d in zip(self._parameters, differ[count + 2 :], strict=True) if d]
         return RanksDifferError(
             "gradients of a sharded model",
-            f"{some(names)} had one on some ranks only, and were averaged with those of others",
+            f"{join_first(names)} had one on some ranks only, and were averaged with those of "
+            "others",
             "use the same parameters on all ranks, or pass "
             "strategy=lockstep.strategies.FSDP(find_unused_parameters=True)",
             code="LS301",

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.errors import counted, grouped, name_ranks, some, spans
 from lockstep.extensions.report.console import duration
 from lockstep.extensions.report.reading import OWN, RankRecord, Record, Start
 from lockstep.step import PHASES
+from lockstep.wording import count_noun, format_ranges, format_ranks, group_by_key, join_first
 
 EVERY_STEP = tuple(phase for phase in OWN if phase not in ("checkpoint", "evaluation"))
 """The phases in which a rank does its part of each step."""
@@ -89,7 +89,7 @@ def scaling(starts: Sequence[Start]) -> list[tuple[Speed, float]]:
 
     Empty where one rank alone is not known, or nothing else is.
     """
-    by_ranks = grouped((found.ranks, found) for found in filter(None, map(speed, starts)))
+    by_ranks = group_by_key((found.ranks, found) for found in filter(None, map(speed, starts)))
     longest = {n: max(found, key=lambda speed: speed.steps) for n, found in by_ranks.items()}
     if 1 not in longest or len(longest) < 2 or not longest[1].samples_s:
         return []
@@ -122,7 +122,7 @@ def find(record: Record) -> list[Finding]:
     found += _unknown(last)
     if record.unread:
         found.append(
-            Finding("note", f"not understood: {counted(record.unread, 'line')} of the files")
+            Finding("note", f"not understood: {count_noun(record.unread, 'line')} of the files")
         )
     order = ("error", "warning", "note")
     return sorted(found, key=lambda finding: order.index(finding.level))
@@ -133,7 +133,7 @@ _LEVELS = {"failure": "error", "interrupted": "error", "finding": "warning"}
 
 def _told(record: Record) -> Iterator[Finding]:
     """What the launchers have found; the launchers of several machines say the same."""
-    said = grouped(
+    said = group_by_key(
         ((told["kind"], *_without_folder(told)), (number, told))
         for number, start in enumerate(record.starts, 1)
         for told in start.told
@@ -143,7 +143,7 @@ def _told(record: Record) -> Iterator[Finding]:
         numbers = sorted({number for number, _ in places})
         first, (_, last) = places[0][1], places[-1]
         when = f"said by the launcher on {first['host']}, {clock_time(first['time'])}"
-        when += f", in start {spans(numbers)}" if len(record.starts) > 1 else ""
+        when += f", in start {format_ranges(numbers)}" if len(record.starts) > 1 else ""
         often = sum(told["by"] == last["by"] for _, told in places)
         when += f"; {often} times, the last {clock_time(last['time'])}" if often > 1 else ""
         code = [f"exit code {last['exit_code']}"] if "exit_code" in last else []
@@ -177,7 +177,7 @@ def _restarted(number: int, before: Start, after: Start) -> Iterator[Finding]:
         return
     if before.end == "ok":
         return
-    words = f"start {number} of {counted(before.ranks, 'rank')} ended {ENDS[before.end]}"
+    words = f"start {number} of {count_noun(before.ranks, 'rank')} ended {ENDS[before.end]}"
     steps = [main.column("step") for main in mains]
     firsts = [step[0] - main.column("steps")[0] + 1 for step, main in zip(steps, mains, strict=True)
               if len(step)]  # fmt: skip
@@ -240,7 +240,7 @@ def _stragglers(start: Start) -> Iterator[Finding]:
             ),
         )
     if len(slow) > 5:
-        yield Finding("warning", f"{name_ranks(sorted(slow))} are slower than the others")
+        yield Finding("warning", f"{format_ranks(sorted(slow))} are slower than the others")
 
 
 def _phases(start: Start) -> Iterator[Finding]:
@@ -253,10 +253,10 @@ def _phases(start: Start) -> Iterator[Finding]:
 
 def _warnings(record: Record) -> Iterator[Finding]:
     """What rank 0 was warned of; in several starts it may be the same."""
-    said = grouped((w["warning"], w["step"]) for s in record.starts for w in s.main.warnings)
+    said = group_by_key((w["warning"], w["step"]) for s in record.starts for w in s.main.warnings)
     for text, steps in [*said.items()][:_MOST_WARNINGS]:
         head, *rest = text.splitlines() or [""]
-        after = some([str(step) for step in steps])
+        after = join_first([str(step) for step in steps])
         yield Finding("warning", head, (*rest, f"warned after step {after}"))
 
 
@@ -264,7 +264,7 @@ def _unknown(start: Start) -> Iterator[Finding]:
     about = start.main.about
     rows = {rank for rank, record in start.records.items() if record.rows}
     if rows and len(rows) < start.ranks:
-        silent = name_ranks({*range(start.ranks)} - rows)
+        silent = format_ranks({*range(start.ranks)} - rows)
         words = f"no steps of {silent} are in the folder; without them the loss is not known"
         yield Finding("note", words)
     if not start.joined and start.end is not None:

@@ -13,12 +13,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.errors import CheckpointError, SettingError, counted, printable
+from lockstep.errors import CheckpointError, SettingError
 from lockstep.extensions.report import analysis
 from lockstep.extensions.report.console import clock, duration, number, thousands
 from lockstep.extensions.report.reading import RankRecord, Record, Start
-from lockstep.settings import sized
 from lockstep.step import PHASES
+from lockstep.units import format_bytes
+from lockstep.wording import count_noun, replace_unprintable
 
 _SILENT_S = 60.0
 """A start without an end, of which nothing came for so long and four steps, is not running."""
@@ -138,7 +139,7 @@ def _numbers(record: Record, last: Start) -> list[tuple[str, str]]:
     _, losses = last.loss()
     speed = analysis.speed(last)
     hosts = {str(r.about.get("host")) for r in last.records.values()}
-    where = f" on {counted(len(hosts), 'host')}" if last.joined else ""
+    where = f" on {count_noun(len(hosts), 'host')}" if last.joined else ""
     within = last.ranks > 1 and last.main.about.get("strategy") in analysis.COMMUNICATE_WITHIN
     numbers = [("ranks", f"{last.ranks}{where}")]
     if len(last.main.rows):
@@ -152,8 +153,11 @@ def _numbers(record: Record, last: Start) -> list[tuple[str, str]]:
     if len(last.main.rows):
         numbers += [
             ("trained for", duration(found["seconds"])),
-            ("most memory of a rank", sized(int(found["memory"]))),
-            ("sent by rank 0", "not known: torch sends" if within else sized(int(found["sent"]))),
+            ("most memory of a rank", format_bytes(int(found["memory"]))),
+            (
+                "sent by rank 0",
+                "not known: torch sends" if within else format_bytes(int(found["sent"])),
+            ),
         ]
     return numbers
 
@@ -200,7 +204,7 @@ def _curves(record: Record) -> list[Chart]:
     return [
         Chart(
             title,
-            _range(label, parts, sized if unit == "B" else number),
+            _range(label, parts, format_bytes if unit == "B" else number),
             charts.lines(f"curve-{n}", label, parts, unit=unit),
         )
         for n, (title, label, unit, parts) in enumerate(charts.series(record))
@@ -238,7 +242,7 @@ def _rank_row(record: RankRecord) -> dict[str, Any]:
         "host": record.about.get("host", "not known"),
         "phases": [f"{found[phase] * 1e3:.3g}" if found else "" for phase in PHASES],
         "longest": duration_of(float(longest.max())) if len(longest) else "",
-        "memory": sized(int(record.column("memory").max())) if record.rows else "",
+        "memory": format_bytes(int(record.column("memory").max())) if record.rows else "",
     }
 
 
@@ -288,4 +292,4 @@ def _judged(folder: Path, sizes: tuple[tuple[Path, int], ...]) -> str:
     from lockstep.batch.ledger import judge
 
     lines = judge(folder).lines()
-    return "\n".join(printable(line) if "\n" not in line else line for line in lines)
+    return "\n".join(replace_unprintable(line) if "\n" not in line else line for line in lines)

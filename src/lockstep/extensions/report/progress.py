@@ -53,8 +53,8 @@ from lockstep.extensions.report.console import (
     thousands,
 )
 from lockstep.extensions.report.metrics import RunningMeans
-from lockstep.settings import sized
 from lockstep.step import Callback, Step
+from lockstep.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -436,7 +436,7 @@ def print_closing(step: Step, folders: Sequence[str], moved: Traffic, strategy: 
         speed = f"{thousands(samples)} samples in {duration(seconds)}, {rate(samples, seconds)}"
         print_line(f"  trained     {speed}")
     if moved.sent and strategy not in COMMUNICATE_WITHIN:
-        within = f", {sized(moved.shared)} into shared memory" if moved.shared else ""
-        print_line(f"  sent        {sized(moved.sent)} by rank 0 to other ranks{within}")
+        within = f", {format_bytes(moved.shared)} into shared memory" if moved.shared else ""
+        print_line(f"  sent        {format_bytes(moved.sent)} by rank 0 to other ranks{within}")
     if folders:
         print_line(f"  checkpoint  {folders[-1]}")

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import CheckpointError, some
+from lockstep.errors import CheckpointError
 from lockstep.step import PHASES
+from lockstep.wording import join_first
 
 FORMAT = 1
 NAME, SUFFIX = ".rank", ".record"
@@ -271,7 +272,7 @@ class Record:
             found = "the folder holds none" if self.folder.is_dir() else "there is no such folder"
             do = "train with lockstep run --report FOLDER, and give that folder"
             if inside:
-                do = f"give one of the folders in it that hold one: {some(inside)}"
+                do = f"give one of the folders in it that hold one: {join_first(inside)}"
             if self.folder.is_file():
                 found, do = "it is a file", f"give its folder: {self.folder.parent}"
             raise CheckpointError(f"the record of a run in {self.folder}", found, do)

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from lockstep.errors import SettingError, counted
+from lockstep.errors import SettingError
 from lockstep.extensions.report.reading import Record, Start, evaluation_name
+from lockstep.wording import count_noun
 
 _EVERY_S = 5.0
 
@@ -131,7 +132,7 @@ def write(record: Record, tracker: str) -> str:
     """Writes all curves; says how many values they have."""
     exporter = Exporter(record, tracker)
     try:
-        return f"{counted(exporter.write(), 'value')} written through {tracker}"
+        return f"{count_noun(exporter.write(), 'value')} written through {tracker}"
     finally:
         exporter.close()
 
@@ -149,4 +150,4 @@ def follow(record: Record, tracker: str) -> str:
         pass
     finally:
         exporter.close()
-    return f"{counted(count, 'value')} written through {tracker}"
+    return f"{count_noun(count, 'value')} written through {tracker}"

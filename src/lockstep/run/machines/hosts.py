@@ -21,9 +21,10 @@ from functools import cached_property
 from pathlib import Path
 
 from lockstep.distributed.network import is_here, resolve
-from lockstep.errors import SettingError, counted
+from lockstep.errors import SettingError
 from lockstep.run.machines.auth import VARIABLE as TOKEN
 from lockstep.run.start.plan import shutdown_timeout
+from lockstep.wording import count_noun
 
 SSH_OPTIONS = (
     "-T",
@@ -164,7 +165,7 @@ class HostsSpec:
     def describe(self) -> str:
         """What would be started, for `--dry-run`."""
         resolve_all(self.hosts)
-        lines = [f"{counted(len(self.hosts), 'host')}, in {working_folder()}:"]
+        lines = [f"{count_noun(len(self.hosts), 'host')}, in {working_folder()}:"]
         address = self.flag("--master-addr") or "ADDRESS"
         port = int(self.flag("--master-port") or PORT)
         for number, host in enumerate(self.hosts):

@@ -29,7 +29,7 @@ from functools import partial
 from typing import IO, Any, TypeVar
 
 from lockstep.distributed.network import address_reaching, is_here
-from lockstep.errors import EXIT_LOST_RANK, HostError, counted
+from lockstep.errors import EXIT_LOST_RANK, HostError
 from lockstep.run.machines.auth import VARIABLE as TOKEN
 from lockstep.run.machines.hosts import (
     PORT,
@@ -45,6 +45,7 @@ from lockstep.run.machines.hosts import (
 )
 from lockstep.run.machines.remote import ALIVE, HEARTBEAT_S, MARK, SILENT_S, versions
 from lockstep.run.start.output import FlushDeadline, Sink, finished_lines, last_state, sinks
+from lockstep.wording import count_noun
 
 T = TypeVar("T")
 _FAILED_ELSEWHERE = "SIGUSR2"
@@ -605,7 +606,7 @@ class _Run:
             remote.start(arguments, environment, spec.keep, self._grace)
         place = f"; they meet at {address}, port {port}" if address else ""
         all_of_them = ", ".join(host.name for host in spec.hosts)
-        self._say(f"{counted(len(remotes), 'host')}: {all_of_them}{place}")
+        self._say(f"{count_noun(len(remotes), 'host')}: {all_of_them}{place}")
 
     async def _meeting_place(self) -> tuple[str, int]:
         """The address and port of the first machine at which all others have reached it.

@@ -29,7 +29,7 @@ from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 
 from lockstep.distributed.network import socket_variables, wait_until
-from lockstep.errors import LockstepError, SettingError, counted
+from lockstep.errors import LockstepError, SettingError
 from lockstep.run.machines.peers import Node
 from lockstep.run.machines.rendezvous import Rendezvous, open_rendezvous
 from lockstep.run.start import process as job
@@ -45,6 +45,7 @@ from lockstep.run.watch.first_failure import FirstFailure, first_failure, lost_n
 from lockstep.run.watch.probe import FLIGHT_RECORDER
 from lockstep.run.watch.snapshot import STOPPED, from_values, read_process
 from lockstep.run.watch.supervisor import SnapshotExchange, Supervisor, take_snapshot
+from lockstep.wording import count_noun
 
 _ERROR_FILE_NAME = "elastic_error.json"
 _STARTS_IN_FLIGHT = 8
@@ -263,8 +264,8 @@ class Agent(api.SimpleElasticAgent):
             self._alone = process
         command = self._plan.command.for_rank(local_rank)
         # Counted alike by all machines, where the rendezvous knows; our own count is of ours alone.
-        counted = self._rdzv.attempt
-        restarts = self._failures if counted is None else counted
+        shared_count = self._rdzv.attempt
+        restarts = self._failures if shared_count is None else shared_count
         place = rank_environment(group, worker, restarts, os.environ)
         variables = {
             # Where it starts the ranks itself, the one process is not told that it is one.
@@ -724,7 +725,7 @@ def _scarcity_explained(nproc: int) -> Iterator[None]:
         if getattr(error, "errno", None) not in _SCARCE and str(error) not in words:
             raise
         raise SettingError(
-            f"{counted(nproc, 'process')} on this machine",
+            f"{count_noun(nproc, 'process')} on this machine",
             f"the system gives no more: {error}",
             "raise the limits of processes, files or memory (ulimit -a), or start fewer processes",
         ) from None

@@ -34,8 +34,9 @@ from pathlib import Path
 from string import Template
 from typing import IO
 
-from lockstep.errors import SettingError, name_ranks
+from lockstep.errors import SettingError
 from lockstep.run.watch.evidence import Evidence
+from lockstep.wording import format_ranks
 
 STREAMS = ("stdout", "stderr")
 COLUMNS = "LOCKSTEP_TERMINAL_COLUMNS"
@@ -394,7 +395,7 @@ class Console:
         for first, *others in self._raised.values():
             if others:
                 self._lines.append(
-                    f"lockstep: {name_ranks(others)} ended with the same as rank {first} but for "
+                    f"lockstep: {format_ranks(others)} ended with the same as rank {first} but for "
                     "numbers; it is in their logs"
                 )
         self._raised.clear()

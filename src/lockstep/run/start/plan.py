@@ -16,10 +16,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import SettingError, counted
+from lockstep.errors import SettingError
 from lockstep.run.start.machine import Machine
 from lockstep.run.start.output import choose_streams
 from lockstep.run.start.worker import MACRO, Command, Script
+from lockstep.wording import count_noun
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -102,7 +103,7 @@ class LaunchPlan:
     def describe(self) -> str:
         """The plan as text, for `--dry-run`."""
         where = "on this machine" if self.one_node else "on this machine, one of several"
-        lines = [f"{counted(self.nproc, 'process')} {where}"]
+        lines = [f"{count_noun(self.nproc, 'process')} {where}"]
         lines += [f"  {note}" for note in self.notes]
         if self.environment:
             lines.append("variables for every process:")
@@ -174,8 +175,8 @@ def plan(
         threads = threads_per_process(machine.cores, nproc)
         environment["OMP_NUM_THREADS"] = str(threads)
         notes.append(
-            f"{counted(threads, 'thread')} per process (OMP_NUM_THREADS: "
-            f"{counted(machine.cores, 'core')} for {counted(nproc, 'process')})"
+            f"{count_noun(threads, 'thread')} per process (OMP_NUM_THREADS: "
+            f"{count_noun(machine.cores, 'core')} for {count_noun(nproc, 'process')})"
         )
     if one_node and machine.loopback and "GLOO_SOCKET_IFNAME" not in environ:
         environment["GLOO_SOCKET_IFNAME"] = machine.loopback

@@ -27,13 +27,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lockstep.errors import RankFailedError, UsageError, counted, name_ranks
+from lockstep.errors import RankFailedError, UsageError
 from lockstep.run.start import worker
 from lockstep.run.start.machine import make_folder, read_machine
 from lockstep.run.start.plan import LaunchPlan, LaunchSpec, choose_nproc, plan
 from lockstep.run.start.process import Attempt
 from lockstep.run.start.script import large_modules, read_script
 from lockstep.run.start.zygote import FreshZygote, Zygote, serve
+from lockstep.wording import count_noun, format_ranks
 
 if TYPE_CHECKING:
     from lockstep.run.start.agent import Agent
@@ -112,7 +113,7 @@ def launch(
     machine = read_machine()
     size = choose_nproc(nproc, machine.cores, machine.gpus)
     name = getattr(fn, "__qualname__", repr(fn))
-    was_set = f"launch({name}) on {counted(size, 'process')}"
+    was_set = f"launch({name}) on {count_noun(size, 'process')}"
     call = _callable_elsewhere(functools.partial(fn, *args), was_set)
     short = name.rpartition(".")[2]
     script = worker.Script(path=short if short.isidentifier() else "launch")
@@ -224,7 +225,7 @@ def _values(agent: Agent, was_set: str, timeout: float | None) -> list[Any]:
         if agent.late:
             raise RankFailedError(
                 f"{was_set}, timeout={timeout}",
-                f"{name_ranks(agent.late)} had not ended in time\n    logs: {attempt.folder}",
+                f"{format_ranks(agent.late)} had not ended in time\n    logs: {attempt.folder}",
                 "allow more time, or see what those ranks wait for",
                 agent.late[0],
             )

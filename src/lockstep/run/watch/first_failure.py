@@ -21,9 +21,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK, grouped, name_ranks, some
+from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK
 from lockstep.run.watch.exit_status import ErrorRecord, ExitStatus, Interruption
 from lockstep.run.watch.messages import Verdict, details
+from lockstep.wording import format_ranks, group_by_key, join_first
 
 FailureKind = Literal[
     "exception",
@@ -110,8 +111,8 @@ def first_failure(
         return None
     first, *rest = _folded(roots)
     explained = sorted((f for f in followers if f not in unexplained), key=lambda end: end.rank)
-    texts = grouped((_lost_peer_text(end) or "", end.rank) for end in explained)
-    followed = [f"{name_ranks(ranks)} ({text})" for text, ranks in texts.items()]
+    texts = group_by_key((_lost_peer_text(end) or "", end.rank) for end in explained)
+    followed = [f"{format_ranks(ranks)} ({text})" for text, ranks in texts.items()]
     also = []
     for root in rest:
         if _cannot_be_ordered(first, root):
@@ -292,7 +293,7 @@ def _of_interruption(interrupted: Interruption) -> FirstFailure:
 def _folded(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
     """In the order of time, with those that are alike in one."""
     # Those that differ in numbers alone (a rank, an address, a size) are the same.
-    groups = grouped(
+    groups = group_by_key(
         ((root.kind, re.sub(r"\d+", "#", root.headline), root.line), root)
         for root in sorted(roots, key=lambda root: (root.time, root.ranks))
     )
@@ -300,7 +301,7 @@ def _folded(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
         replace(
             group[0],
             ranks=tuple(sorted({rank for root in group for rank in root.ranks})),
-            host=some(sorted({root.host for root in group}), 4),
+            host=join_first(sorted({root.host for root in group}), 4),
         )
         for group in groups.values()
     ]
@@ -313,7 +314,7 @@ def _cannot_be_ordered(first: FirstFailure, other: FirstFailure) -> bool:
 
 
 def _who(root: FirstFailure) -> str:
-    return name_ranks(root.ranks) if root.ranks else f"host {root.host}"
+    return format_ranks(root.ranks) if root.ranks else f"host {root.host}"
 
 
 def _cut(text: str) -> str:
@@ -338,7 +339,7 @@ def render(first: FirstFailure) -> str:
         more = len(first.also) - _MOST_ALSO
         lines += [f"  and {more} more, which their logs tell"] * (more > 0)
     lines += [f"what to do: {text}" for text in first.advice]
-    ended = [f"ended by lockstep: {name_ranks(first.ended_by_us)}"] * bool(first.ended_by_us)
+    ended = [f"ended by lockstep: {format_ranks(first.ended_by_us)}"] * bool(first.ended_by_us)
     if followed := [*first.consequences, *ended]:
         lines.append(_cut("consequences: " + ", ".join(followed)))
     if first.folder:

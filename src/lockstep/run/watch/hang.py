@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from lockstep.errors import grouped, name_ranks
 from lockstep.run.watch.messages import Row, Verdict, VerdictKind, describe, verb
 from lockstep.run.watch.snapshot import CollectiveCall, Snapshot, with_groups_apart
 from lockstep.run.watch.stacks import IN_BUFFERS, IN_PIPELINE, is_leaving, own_line
@@ -29,6 +28,7 @@ from lockstep.run.watch.wait_graph import (
     signature,
     with_other_threads,
 )
+from lockstep.wording import format_ranks, group_by_key
 
 _PAIRS_S = 10.0
 """For which ranks that send and receive must be still: only then are they said to be deadlocked."""
@@ -146,11 +146,11 @@ class Case:
         """`rank 1 works on; ranks 0, 2 have waited for it for 5 s`."""
         waiting = self.graph.waits_for
         if not waiting:
-            return f"{name_ranks(ranks)} {verb(what, len(ranks))}, for {self.waited_s:.0f} s"
-        have = f"{name_ranks(waiting)} {verb('has', len(waiting))}"
+            return f"{format_ranks(ranks)} {verb(what, len(ranks))}, for {self.waited_s:.0f} s"
+        have = f"{format_ranks(waiting)} {verb('has', len(waiting))}"
         it = "it" if len(ranks) == 1 else "them"
         return (
-            f"{name_ranks(ranks)} {verb(what, len(ranks))}; {have} waited for {it} for "
+            f"{format_ranks(ranks)} {verb(what, len(ranks))}; {have} waited for {it} for "
             f"{self.waited_s:.0f} s"
         )
 
@@ -166,7 +166,7 @@ def _nothing_seen(case: Case) -> Verdict | None:
     if case.waiting or len(alive) < 2 or not unseen:
         return None
     headline = (
-        f"nothing can be seen of {name_ranks(sorted(alive))}, and no step has been made for "
+        f"nothing can be seen of {format_ranks(sorted(alive))}, and no step has been made for "
         f"{case.waited_s:.0f} s"
     )
     return case.verdict("unknown", alive, headline)
@@ -187,7 +187,7 @@ def _all_blocked(case: Case) -> Verdict | None:
     kind: VerdictKind = "blocked"
     if ended:
         headline = (
-            f"{name_ranks(ended)} {verb('has', len(ended))} ended; {name_ranks(alive)} "
+            f"{format_ranks(ended)} {verb('has', len(ended))} ended; {format_ranks(alive)} "
             f"{verb('has', len(alive))} not, and no step or call has been seen for {seconds}"
         )
     elif kinds == {Kind.LOADING}:
@@ -239,7 +239,7 @@ def _deadlock(case: Case) -> Verdict | None:
     on_gpu = any(a.call is not None and a.call.backend == "nccl" for a in waiting.values())
     proven = not pairs or (case.still and not on_gpu)
     headline = (
-        f"deadlock: {name_ranks(waiting)} {verb('waits', len(waiting))} in "
+        f"deadlock: {format_ranks(waiting)} {verb('waits', len(waiting))} in "
         f"{_how(waiting, mismatch)}, and nothing has moved for {case.since_call:.0f} s"
     )
     return case.verdict(
@@ -303,7 +303,7 @@ def _calls(mismatch: Mismatch | None) -> list[CollectiveCall]:
 def _odd_ones(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> Iterable[int]:
     """Those that did what the others did not: the fewer at the first mismatch."""
     calls = () if mismatch is None else mismatch.calls
-    sides = grouped((call and signature(call), rank) for rank, call in calls)
+    sides = group_by_key((call and signature(call), rank) for rank, call in calls)
     most = max(sides.values(), key=len, default=[])
     if sum(len(side) == len(most) for side in sides.values()) == 1:
         return [rank for side in sides.values() if side is not most for rank in side]
@@ -541,7 +541,7 @@ def _by_window(window: list[_Late], snapshot: Snapshot) -> Verdict | None:
     length = window[-1].start_s - window[0].start_s if window else 0.0
     if length < _SHORTEST_S:
         return None
-    waits = grouped((late.rank, late.wait_s) for late in window)
+    waits = group_by_key((late.rank, late.wait_s) for late in window)
     *others, rank = sorted(waits, key=lambda r: sum(waits[r]))
     longest = sorted(waits[rank], reverse=True)
     regular = len(longest) >= _AT_LEAST and longest[_AT_LEAST - 1] > _ALIKE * longest[2]
@@ -556,7 +556,7 @@ def _by_window(window: list[_Late], snapshot: Snapshot) -> Verdict | None:
         return None
     waiting = [state.rank for state in snapshot.ranks if state.rank != rank]
     headline = (
-        f"rank {rank} is slower than the others, step after step: {name_ranks(waiting)} "
+        f"rank {rank} is slower than the others, step after step: {format_ranks(waiting)} "
         f"{verb('waits', len(waiting))} for it {sum(slices) / length:.0%} of the time"
     )
     longest_wait = max((late for late in window if late.rank == rank), key=lambda late: late.wait_s)

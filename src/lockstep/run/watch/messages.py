@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.errors import grouped, name_ranks, some, source_line
+from lockstep.errors import source_line
 from lockstep.run.watch.snapshot import CollectiveCall, RankState
 from lockstep.run.watch.stacks import Frame, own_line
 from lockstep.run.watch.wait_graph import Mismatch
+from lockstep.wording import format_ranks, group_by_key, join_first
 
 WIDTH = 100
 _MOST_ROWS = 10
@@ -74,21 +75,21 @@ def render(verdict: Verdict) -> str:
 def details(verdict: Verdict) -> list[str]:
     """The lines between a verdict's headline and its advice."""
     lines = []
-    groups = [*grouped(((r.host, r.does, r.line), r) for r in verdict.rows).values()]
+    groups = [*group_by_key(((r.host, r.does, r.line), r) for r in verdict.rows).values()]
     if len(groups) > _MOST_ROWS:
-        groups = [*grouped(((r.does, r.line), r) for r in verdict.rows).values()]
+        groups = [*group_by_key(((r.does, r.line), r) for r in verdict.rows).values()]
     if len(groups) > _MOST_ROWS:  # those at fault are among the ones that are shown
         at_fault = set(verdict.ranks)
         groups.sort(key=lambda rows: (at_fault.isdisjoint(r.rank for r in rows), len(rows)))
     for rows in groups[:_MOST_ROWS]:
         row, ranks = rows[0], [row.rank for row in rows]
         since = "" if row.for_s is None else f", for {row.for_s:.0f} s"
-        hosts = some(sorted({row.host for row in rows}), 4)
-        lines.append(f"  {name_ranks(ranks)} on {hosts}: {verb(row.does, len(ranks))}{since}")
+        hosts = join_first(sorted({row.host for row in rows}), 4)
+        lines.append(f"  {format_ranks(ranks)} on {hosts}: {verb(row.does, len(ranks))}{since}")
         if row.line is not None:
             lines.append(_source(row.line, 4))
     if left := [row.rank for rows in groups[_MOST_ROWS:] for row in rows]:
-        lines.append(f"  {name_ranks(left)}: see hang.txt")
+        lines.append(f"  {format_ranks(left)}: see hang.txt")
     if verdict.mismatch is not None:
         lines += _mismatch_lines(verdict.mismatch)
     return _wrap(lines)
@@ -119,9 +120,9 @@ def describe(call: CollectiveCall) -> str:
 
 def _mismatch_lines(mismatch: Mismatch) -> list[str]:
     lines = [f"  first mismatch: call {mismatch.seq} of {mismatch.group}:"]
-    groups = grouped((_told(call), rank) for rank, call in mismatch.calls)
+    groups = group_by_key((_told(call), rank) for rank, call in mismatch.calls)
     for (what, line), ranks in [*groups.items()][:_MOST_ROWS]:
-        lines.append(f"    {name_ranks(ranks)}: {what}")
+        lines.append(f"    {format_ranks(ranks)}: {what}")
         if line is not None:
             lines.append(_source(line, 6))
     if (number := mismatch.lines_differ_since) is not None:

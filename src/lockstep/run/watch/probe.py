@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.distributed import torch_compat
-from lockstep.errors import counted, warn
+from lockstep.errors import warn
 from lockstep.run.watch.evidence import Evidence, write
+from lockstep.wording import count_noun
 
 STACK_SIGNAL = int(signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGURG)
 """Asks for the main thread's stack. Users and schedulers have SIGUSR1 and SIGUSR2; where there are
@@ -127,7 +128,7 @@ class Probe:
         """At the end of the program: warns where the ranks have trained without each other."""
         size = os.environ.get("WORLD_SIZE", "1")
         if self._steps and not _kept_groups and size != "1" and os.environ.get("RANK") == "0":
-            steps = counted(self._steps, "step")
+            steps = count_noun(self._steps, "step")
             warn(
                 f"{size} processes",
                 f"no process group was opened, but the optimizer took {steps}: each process has "

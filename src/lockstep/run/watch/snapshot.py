@@ -17,9 +17,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from lockstep.errors import grouped, name_ranks
 from lockstep.run.watch.probe import SLEEPERS_SIGNAL, STACK_SIGNAL
 from lockstep.run.watch.stacks import Frame, Stack
+from lockstep.wording import format_ranks, group_by_key
 
 _T = TypeVar("_T")
 
@@ -93,7 +93,7 @@ class NewGroup:
             words.append(f"group {self.name!r}")
         if self.backend != DEFAULT_BACKEND:
             words.append(f"over {self.backend}")
-        return name_ranks(self.ranks) + (f" ({', '.join(words)})" if words else "")
+        return format_ranks(self.ranks) + (f" ({', '.join(words)})" if words else "")
 
     def is_same(self, other: NewGroup) -> bool:
         """Whether two ranks make one group, as far as that is known."""
@@ -177,7 +177,7 @@ def with_groups_apart(snapshot: Snapshot) -> Snapshot:
     others, or in another order, one name stands for several groups.
     """
     groups = {group for state in snapshot.ranks for group in state.groups or ()}
-    by_name = grouped((group.name, group.ranks) for group in groups)
+    by_name = group_by_key((group.name, group.ranks) for group in groups)
     ambiguous = {name for name, found in by_name.items() if len(set(found)) > 1}
     if not ambiguous:
         return snapshot
@@ -190,7 +190,7 @@ def _renamed(state: RankState, ambiguous: Collection[str]) -> RankState:
     groups: list[Group] = []
     for group in state.groups or ():
         if group.name in ambiguous:
-            names[group.name] = f"{group.name} of {name_ranks(group.ranks)}"
+            names[group.name] = f"{group.name} of {format_ranks(group.ranks)}"
             group = replace(group, name=names[group.name], description="")
         groups.append(group)
     calls = [replace(c, group=names.get(c.group, c.group)) for c in state.calls or ()]

@@ -26,7 +26,7 @@ from torch.nn.parallel import gather
 from lockstep.batch.plan import parse_shares, parts
 from lockstep.batch.pytree import is_opaque, joined, leaves, map_tensors, tensors
 from lockstep.distributed.torch_compat import BatchNorm, never_compiled
-from lockstep.errors import DataError, SettingError, UsageError, some, warn
+from lockstep.errors import DataError, SettingError, UsageError, warn
 from lockstep.settings import check_whole_number, is_auto
 from lockstep.strategies.base import PLAIN
 from lockstep.strategies.data_parallel.replicas import (
@@ -38,6 +38,7 @@ from lockstep.strategies.data_parallel.replicas import (
     synchronise_batchnorm,
 )
 from lockstep.strategies.sync_batchnorm import Names
+from lockstep.wording import join_first
 
 
 class DataParallel(nn.DataParallel[nn.Module]):
@@ -520,7 +521,7 @@ def _warn_of_state(modules: Sequence[nn.Module], before: _Kept) -> None:
             names[key[0]] = None
     if names:
         warn(
-            f"a module on {len(modules)} replicas that keeps {some(list(names), 4)}",
+            f"a module on {len(modules)} replicas that keeps {join_first(list(names), 4)}",
             "each replica makes its own of its samples, and the first one's stays; a list grows "
             "by an entry a replica, and a dictionary keeps the last one's",
             "return what the loss needs from forward, so that it is joined",

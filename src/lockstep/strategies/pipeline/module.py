@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import mix_seed
 from lockstep.distributed.torch_compat import never_compiled, pytree
-from lockstep.errors import NotOnStageError, RanksDifferError, UsageError, counted
+from lockstep.errors import NotOnStageError, RanksDifferError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.step import Turn, check_due
 from lockstep.strategies.base import Around, Replicas
@@ -46,6 +46,7 @@ from lockstep.strategies.pipeline.wire import (
 )
 from lockstep.strategies.replication import MovingBuffers, average_gradients
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+from lockstep.wording import count_noun
 
 
 class PipelinedModule(Around):
@@ -110,7 +111,7 @@ class PipelinedModule(Around):
         raise NotOnStageError(
             f"{name} of a {type(self.module).__name__} under strategy='pipeline'",
             f"it is {kind} of the whole model, and this rank has "
-            f"{counted(len(self.place.stages), 'stage')} of {self.place.last_stage + 1}",
+            f"{count_noun(len(self.place.stages), 'stage')} of {self.place.last_stage + 1}",
             f"{WHOLE_ELSEWHERE}; parts that are on this rank are in .module",
         )
 

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from lockstep.batch.pytree import map_tensors
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import BatchNorm, pytree
-from lockstep.errors import SettingError, UsageError, nearest
+from lockstep.errors import SettingError, UsageError
 from lockstep.optim import activation_checkpointing
 from lockstep.optim.module_filter import repeated_blocks
+from lockstep.wording import did_you_mean
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call, by place and by name."""
@@ -76,7 +77,9 @@ def split(module: nn.Module, cuts: Sequence[str]) -> Split:
             raise SettingError(
                 f"Pipeline(split=[..., {name!r}])",
                 "the model has no submodule of that name",
-                nearest(name, filter(None, names), "use the names of model.named_modules()", 0.3),
+                did_you_mean(
+                    name, filter(None, names), "use the names of model.named_modules()", 0.3
+                ),
             )
         if not _has_state(module.get_submodule(name)):
             raise SettingError(

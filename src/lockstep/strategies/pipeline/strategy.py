@@ -31,7 +31,7 @@ from lockstep.distributed.torch_compat import (
     is_compiled_in_place,
     without_compile,
 )
-from lockstep.errors import SettingError, UsageError, counted
+from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped, open_group, plan_for
@@ -41,6 +41,7 @@ from lockstep.strategies.pipeline.split import Split, balanced, measure, split, 
 from lockstep.strategies.pipeline.stage import StagedModel
 from lockstep.strategies.replication import norm_over_ranks, take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
+from lockstep.wording import count_noun
 
 _SCHEDULES = ("1f1b", "gpipe")
 _MICRO_BATCHES = 4
@@ -106,8 +107,8 @@ class Pipeline(Strategy):
         if self.split is not None and len(self.split) != cuts and size > 1:
             raise SettingError(
                 f"Pipeline(split=...) with {len(self.split)} names",
-                f"{stages} ranks with {counted(self.interleave, 'stage')} each begin at "
-                f"{counted(cuts, 'cut')}",
+                f"{stages} ranks with {count_noun(self.interleave, 'stage')} each begin at "
+                f"{count_noun(cuts, 'cut')}",
                 f"name {cuts}",
             )
         if run.settings.precision == "fp16":

@@ -1,0 +1,52 @@
+"""Sizes and times as people write them: "5GB" to bytes, bytes to "42.7 MiB", times to seconds."""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import timedelta
+from typing import Any
+
+from lockstep.errors import SettingError
+
+KIB = 2**10
+MIB = 2**20
+
+# A number, a prefix, an "i" for powers of 1024, and the letter B: "5GB", "500 mb", "2GiB", "1.5k".
+SIZE_PATTERN = re.compile(r"(?P<number>\d+(?:\.\d*)?)\s*(?P<prefix>[kmgt]?)(?P<binary>i?)b?")
+EXPONENT_OF_PREFIX = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def format_bytes(size: float) -> str:
+    """Writes a number of bytes as "42.7 MiB", or as "13.2 KiB" below a tenth of a MiB."""
+    if size >= MIB / 10:
+        return f"{size / MIB:.1f} MiB"
+    return f"{size / KIB:.1f} KiB"
+
+
+def parse_bytes(size: int | str) -> int | None:
+    """Returns a size such as "5GB", "500MB" or "2GiB" in bytes, or None if it is not a size."""
+    match = SIZE_PATTERN.fullmatch(str(size).strip().lower())
+    if match is None:
+        return None
+    base = 1024 if match["binary"] else 1000
+    return int(float(match["number"]) * base ** EXPONENT_OF_PREFIX[match["prefix"]])
+
+
+def parse_seconds(name: str, value: Any) -> float:
+    """Returns a time, given in seconds or as a timedelta, in seconds.
+
+    Args:
+        name: the setting's name, for the error.
+        value: the time as the user gave it.
+
+    Raises:
+        SettingError: `value` is no finite time above 0.
+    """
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not 0 < seconds < math.inf:
+        raise SettingError(
+            f"{name}={value!r}", "it is not a time above 0", "give seconds, or a timedelta"
+        )
+    return float(seconds)

@@ -1,0 +1,94 @@
+"""Small helpers that turn lists, counts and rank numbers into text for messages.
+
+`format_ranks([0, 1, 2, 5])` gives "ranks 0-2, 5"; `count_noun(3, "step")` gives "3 steps".
+A *range* here is a run of consecutive numbers, written "3-5".
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+MAX_RANGES_OF_RANKS = 24
+"""`format_ranks` lists no more ranges than this."""
+
+
+def join_first(names: Sequence[str], max_names: int = 8) -> str:
+    """Joins the first names with commas, and adds ", ..." if there are more: "a, b, ..."."""
+    text = ", ".join(names[:max_names])
+    if len(names) > max_names:
+        text += ", ..."
+    return text
+
+
+def count_noun(number: int, noun: str) -> str:
+    """Returns the number with the noun in its right form: "1 step", "3 steps", "2 processes"."""
+    if number == 1:
+        return f"{number} {noun}"
+    if noun.endswith("s"):
+        return f"{number} {noun}es"
+    return f"{number} {noun}s"
+
+
+def did_you_mean(
+    word: object, known_words: Iterable[str], otherwise: str, cutoff: float = 0.6
+) -> str:
+    """Returns "did you mean 'x'?" for the known word that is most similar to an unknown one.
+
+    Args:
+        word: what the user wrote.
+        known_words: what could have been meant.
+        otherwise: returned if no known word is similar enough.
+        cutoff: how similar two words must be, from 0 to 1 (see `difflib.get_close_matches`).
+    """
+    similar = difflib.get_close_matches(str(word), list(known_words), n=1, cutoff=cutoff)
+    if not similar:
+        return otherwise
+    return f"did you mean {similar[0]!r}?"
+
+
+def replace_unprintable(text: str) -> str:
+    """Replaces characters that could move the cursor by "?", for text from foreign files."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def group_by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Collects the values of each key, in their order: `[(a, 1), (b, 2), (a, 3)]` gives
+    `{a: [1, 3], b: [2]}`.
+    """
+    values_of_key: dict[K, list[V]] = {}
+    for key, value in pairs:
+        values_of_key.setdefault(key, []).append(value)
+    return values_of_key
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Names the ranks: "rank 3", "ranks 0-2, 5", or "310 ranks (0, 2, 4, ...)" if they are many."""
+    ordered = sorted(set(ranks))
+    ranges = format_ranges(ordered, MAX_RANGES_OF_RANKS)
+    if ranges.endswith("..."):
+        return f"{len(ordered)} ranks ({ranges})"
+    if len(ordered) > 1:
+        return f"ranks {ranges}"
+    return f"rank {ranges}"
+
+
+def format_ranges(numbers: Sequence[int], max_ranges: int | None = None) -> str:
+    """Writes consecutive numbers as ranges: `[3, 4, 5, 9]` gives "3-5, 9".
+
+    Args:
+        numbers: in the order in which they are written.
+        max_ranges: how many ranges are written before ", ..."; None: all.
+    """
+    ranges: list[tuple[int, int]] = []  # the first and the last number of each
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], number)
+        else:
+            ranges.append((number, number))
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    return join_first(texts, len(texts) if max_ranges is None else max_ranges)
