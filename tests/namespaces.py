@@ -235,7 +235,7 @@ class _Orders:
 
     def open(self, environ: dict[str, str], **fields: Any) -> str | None:
         """Opens a rendezvous; returns the interface."""
-        from lockstep.run.machines.rendezvous import open_rendezvous
+        from lockstep.run.machines.open_rendezvous import open_rendezvous
 
         self._rendezvous = open_rendezvous(config(**fields), self._said.append, environ)
         return self._rendezvous.interface
@@ -295,9 +295,9 @@ class _Orders:
 
     def lost(self) -> list[str]:
         """The first nodes that are lost, in words."""
-        from lockstep.run.machines.peers import departure
+        from lockstep.run.machines.nodes import describe_departure
 
-        return until(lambda: [departure(node) for node in self._rendezvous.lost_nodes()])
+        return until(lambda: [describe_departure(node) for node in self._rendezvous.lost_nodes()])
 
     def lost_now(self) -> int:
         return len(self._rendezvous.lost_nodes())

@@ -21,7 +21,7 @@ _NO_CODE = {
 }  # fmt: skip
 
 
-OF_PYTHON = {"_actions", "_bootstrap", "_inheriting", "_initializing", "_replace"}
+OF_PYTHON = {"_actions", "_bootstrap", "_inheriting", "_initializing", "_make", "_replace"}
 """Names that begin with an underscore and are not torch's: of tuples, argparse, multiprocessing."""
 
 

@@ -185,7 +185,7 @@ def test_a_single_host_is_taken_as_written_within_a_job(
     hosts: list[HostsSpec] = []
     monkeypatch.setattr(run_command, "run_on_hosts", lambda spec, say: hosts.append(spec) or 0)
     run("--hosts", "localhost:3", "t.py")
-    CliRunner().invoke(main, hosts[0].launcher(0, "", 0))  # which is what it starts here
+    CliRunner().invoke(main, hosts[0].launcher_arguments(0, "", 0))  # which is what it starts here
     assert [spec.nproc for spec in asked] == ["3"]
 
 

@@ -23,7 +23,8 @@ from lockstep.cli.doctor import command
 from lockstep.doctor import data, hosts, remote
 from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING
 from lockstep.doctor.between import judge
-from lockstep.run.machines.hosts import Host, Problem
+from lockstep.run.machines.hosts import Host
+from lockstep.run.machines.ssh_errors import Problem
 
 SOFTWARE = {"python": "3.12.1", "torch": "2.13.0", "cuda": None, "nccl": None, "lockstep": "0.1.0",
             "packages": {"numpy": "2.1", "rich": "15.0"}}  # fmt: skip

@@ -12,7 +12,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worke
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from lockstep.run.machines.rendezvous import StaticRendezvous
+from lockstep.run.machines.static_rendezvous import StaticRendezvous
 from lockstep.run.start.agent import Agent, rank_environment
 from lockstep.run.start.process import Attempt, Process
 from lockstep.run.start.zygote import Event

@@ -14,9 +14,10 @@ from namespaces import listening
 
 from lockstep.distributed import network
 from lockstep.distributed.network import LOOPBACK, listening_socket
-from lockstep.run.machines import auth, peers
-from lockstep.run.machines.auth import Token, find_token
-from lockstep.run.machines.peers import LEFT, LOST, Node, Peers
+from lockstep.run.machines import auth, peer_connection
+from lockstep.run.machines.network_thread import NetworkThread
+from lockstep.run.machines.nodes import LEFT, LOST, Node, Peers
+from lockstep.run.machines.run_token import Token, find_token
 
 TOKEN = find_token({"LOCKSTEP_TOKEN": "a token of the tests"})
 OTHER = find_token({"LOCKSTEP_TOKEN": "another token of them"})
@@ -26,9 +27,9 @@ MAGIC = b"lockstep auth 1\n"
 class Echo:
     """In place of a store: sends back what comes."""
 
-    def __init__(self, thread: auth.NetworkThread) -> None:
+    def __init__(self, thread: NetworkThread) -> None:
         self.connections = 0
-        self._server = thread.wait(asyncio.start_server(self._echo, LOOPBACK, 0))
+        self._server = thread.run(asyncio.start_server(self._echo, LOOPBACK, 0))
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _echo(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -44,7 +45,7 @@ class Echo:
 class Proxy:
     """An auth proxy on loopback with an echo behind it."""
 
-    def __init__(self, thread: auth.NetworkThread, attend: auth.OnPeer | None = None) -> None:
+    def __init__(self, thread: NetworkThread, attend: auth.OnPeer | None = None) -> None:
         self.thread, self.said = thread, list[str]()
         self.echo = Echo(thread)
         self._proxy = auth.AuthProxy(
@@ -52,7 +53,7 @@ class Proxy:
         )
         listener = listening_socket(LOOPBACK, 0)
         self.port = listener.getsockname()[1]
-        thread.wait(self._proxy.listen(listener))
+        thread.run(self._proxy.listen(listener))
 
     async def _attend(self, *_: object) -> None:
         self.said.append("attended")
@@ -61,19 +62,19 @@ class Proxy:
         return socket.create_connection((LOOPBACK, self.port), timeout=600)
 
     def close(self) -> None:
-        self.thread.wait(self._proxy.close())
-        self.thread.wait(self.echo.close())
+        self.thread.run(self._proxy.close())
+        self.thread.run(self.echo.close())
 
 
 @pytest.fixture
-def thread() -> Iterator[auth.NetworkThread]:
-    made = auth.NetworkThread()
+def thread() -> Iterator[NetworkThread]:
+    made = NetworkThread()
     yield made
     made.close()
 
 
 @pytest.fixture
-def door(thread: auth.NetworkThread) -> Iterator[Proxy]:
+def door(thread: NetworkThread) -> Iterator[Proxy]:
     made = Proxy(thread)
     yield made
     made.close()
@@ -81,15 +82,15 @@ def door(thread: auth.NetworkThread) -> Iterator[Proxy]:
 
 @contextmanager
 def forwarder(
-    thread: auth.NetworkThread, port: int, token: Token
+    thread: NetworkThread, port: int, token: Token
 ) -> Iterator[tuple[auth.Forwarder, int]]:
     made = auth.Forwarder(LOOPBACK, port, token)
     try:
         listener = listening_socket(LOOPBACK, 0)
-        thread.wait(made.listen(listener))
+        thread.run(made.listen(listener))
         yield made, listener.getsockname()[1]
     finally:
-        thread.wait(made.close())
+        thread.run(made.close())
 
 
 def exchange(port: int, data: bytes) -> bytes:
@@ -122,7 +123,7 @@ def until(look: Callable[[], bool]) -> None:
 
 
 def test_bytes_go_through_both_ways_whatever_their_number(
-    thread: auth.NetworkThread, door: Proxy
+    thread: NetworkThread, door: Proxy
 ) -> None:
     with forwarder(thread, door.port, TOKEN) as (_, port):
         data = os.urandom(1 << 20)
@@ -132,18 +133,16 @@ def test_bytes_go_through_both_ways_whatever_their_number(
     assert door.echo.connections == 21
 
 
-def test_everything_but_the_proxy_is_on_loopback(thread: auth.NetworkThread, door: Proxy) -> None:
+def test_everything_but_the_proxy_is_on_loopback(thread: NetworkThread, door: Proxy) -> None:
     with forwarder(thread, door.port, TOKEN) as (_, port):
         ours = {place for place in listening() if place[1] in (port, door.port, door.echo.port)}
     assert ours == {(LOOPBACK, p) for p in (port, door.port, door.echo.port)}
 
 
-def test_a_wrong_token_does_not_pass_and_is_said_once(
-    thread: auth.NetworkThread, door: Proxy
-) -> None:
+def test_a_wrong_token_does_not_pass_and_is_said_once(thread: NetworkThread, door: Proxy) -> None:
     for _ in range(3):
         with pytest.raises(auth.ConnectionFailed, match="token differs"):
-            thread.wait(auth.authenticate(LOOPBACK, door.port, OTHER, auth.STORE))
+            thread.run(auth.authenticate(LOOPBACK, door.port, OTHER, auth.TO_STORE))
     with forwarder(thread, door.port, OTHER) as (_, port):
         assert exchange(port, b"hello") == b""
     (line,) = door.said
@@ -176,14 +175,14 @@ def test_a_stranger_does_not_pass(door: Proxy, sent: bytes, why: str) -> None:
 
 
 def test_who_says_nothing_is_sent_away(door: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "_HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(auth, "HANDSHAKE_TIMEOUT_S", 0.05)
     with door.connect() as link:
         assert len(receive(link, 1000)) == len(MAGIC) + 32
     until(lambda: len(door.said) == 1)
 
 
 def test_no_more_strangers_than_it_can_bear(door: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "_MAX_UNAUTHENTICATED", 1)
+    monkeypatch.setattr(auth, "MAX_HANDSHAKES_AT_ONCE", 1)
     with door.connect() as first:
         assert len(receive(first, len(MAGIC) + 32)) == len(MAGIC) + 32
         with door.connect() as second:
@@ -193,8 +192,8 @@ def test_no_more_strangers_than_it_can_bear(door: Proxy, monkeypatch: pytest.Mon
 def test_what_was_said_once_does_not_open_the_proxy_again(door: Proxy) -> None:
     def respond(link: socket.socket, nonce: bytes) -> bytes:
         theirs = receive(link, len(MAGIC) + 32)[len(MAGIC) :]
-        proof = hmac.digest(TOKEN.key, b"client" + theirs + nonce + auth.STORE, "sha256")
-        return MAGIC + nonce + auth.STORE + proof
+        proof = hmac.digest(TOKEN.key, b"client" + theirs + nonce + auth.TO_STORE, "sha256")
+        return MAGIC + nonce + auth.TO_STORE + proof
 
     nonce = bytes(32)
     with door.connect() as link:
@@ -207,12 +206,12 @@ def test_what_was_said_once_does_not_open_the_proxy_again(door: Proxy) -> None:
         assert receive(link, 33) == bytes(33)
     with door.connect() as link:  # nor does the proxy's own proof
         theirs = receive(link, len(MAGIC) + 32)[len(MAGIC) :]
-        proof = hmac.digest(TOKEN.key, b"server" + theirs + nonce + auth.STORE, "sha256")
-        link.sendall(MAGIC + nonce + auth.STORE + proof)
+        proof = hmac.digest(TOKEN.key, b"server" + theirs + nonce + auth.TO_STORE, "sha256")
+        link.sendall(MAGIC + nonce + auth.TO_STORE + proof)
         assert receive(link, 33) == bytes(33)
 
 
-def test_a_proxy_without_the_token_is_not_believed(thread: auth.NetworkThread) -> None:
+def test_a_proxy_without_the_token_is_not_believed(thread: NetworkThread) -> None:
     with socket.create_server((LOOPBACK, 0)) as server:
 
         def pretend() -> None:
@@ -225,20 +224,20 @@ def test_a_proxy_without_the_token_is_not_believed(thread: auth.NetworkThread) -
         pretender = threading.Thread(target=pretend)
         pretender.start()
         with pytest.raises(auth.ConnectionFailed, match="token differs"):
-            thread.wait(auth.authenticate(*server.getsockname(), TOKEN, auth.PEER))
+            thread.run(auth.authenticate(*server.getsockname(), TOKEN, auth.TO_LAUNCHER))
         pretender.join()
 
 
 def test_what_is_behind_a_port_is_told_apart(
-    thread: auth.NetworkThread, monkeypatch: pytest.MonkeyPatch
+    thread: NetworkThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def knock(port: int) -> str:
         with pytest.raises(auth.ConnectionFailed) as hindrance:
-            thread.wait(auth.authenticate(LOOPBACK, port, TOKEN, auth.PEER))
+            thread.run(auth.authenticate(LOOPBACK, port, TOKEN, auth.TO_LAUNCHER))
         return str(hindrance.value)
 
-    monkeypatch.setattr(auth, "_HANDSHAKE_S", 0.2)
-    monkeypatch.setattr(auth, "_CONNECT_S", 0.2)
+    monkeypatch.setattr(auth, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(auth, "CONNECT_TIMEOUT_S", 0.2)
     with socket.create_server((LOOPBACK, 0)) as silent:
         assert knock(silent.getsockname()[1]) == auth.NOT_A_LAUNCHER
         port = silent.getsockname()[1]
@@ -260,14 +259,14 @@ def test_what_is_behind_a_port_is_told_apart(
     assert knock(port) == network.NO_ANSWER
 
 
-def test_connections_end_together(thread: auth.NetworkThread, door: Proxy) -> None:
+def test_connections_end_together(thread: NetworkThread, door: Proxy) -> None:
     with (
         forwarder(thread, door.port, TOKEN) as (carrier, port),
         socket.create_connection((LOOPBACK, port), timeout=600) as link,
     ):
         link.sendall(b"x")
         assert receive(link, 1) == b"x"
-        thread.soon(carrier.cut)
+        thread.call_soon(carrier.abort)
         assert receive(link, 1) == b""
         assert exchange(port, b"x") == b"", "nobody should wait for a proxy out of reach"
 
@@ -279,23 +278,27 @@ def node(rank: int) -> Node:
 class Talk:
     """A server behind an auth proxy, and one client."""
 
-    def __init__(self, thread: auth.NetworkThread) -> None:
+    def __init__(self, thread: NetworkThread) -> None:
         self.thread, self.peers = thread, Peers(node(0))
         self.said: list[str] = []
-        self.server = peers.Server(self.peers, self.said.append)
-        self.door = Proxy(thread, self.server.attend)
-        self.peers.send = lambda changes, to: thread.soon(lambda: self.server.send(changes, to=to))
-        self.connections: list[peers.Connection] = []
+        self.server = peer_connection.PeerServer(self.peers, self.said.append)
+        self.door = Proxy(thread, self.server.serve_client)
+        self.peers.send = lambda changes, to: thread.call_soon(
+            lambda: self.server.send(changes, to=to)
+        )
+        self.connections: list[peer_connection.Connection] = []
         self.theirs, self.losses = self.join(1), 0
         self.connection = self.connections[0]
 
     def join(self, rank: int) -> Peers:
         """One more client."""
-        streams = self.thread.wait(auth.authenticate(LOOPBACK, self.door.port, TOKEN, auth.PEER))
-        connection = peers.Connection(*streams)
+        streams = self.thread.run(
+            auth.authenticate(LOOPBACK, self.door.port, TOKEN, auth.TO_LAUNCHER)
+        )
+        connection = peer_connection.Connection(streams.reader, streams.writer)
         self.connections.append(connection)
-        theirs = self.thread.wait(peers.introduce(connection, node(rank)))
-        theirs.send = lambda changes, to: self.thread.soon(
+        theirs = self.thread.run(peer_connection.join_server(connection, node(rank)))
+        theirs.send = lambda changes, to: self.thread.call_soon(
             lambda: connection.send({"changes": changes, "to": to})
         )
         return theirs
@@ -304,16 +307,18 @@ class Talk:
         self.losses += 1
 
     def listen(self) -> None:
-        self.thread.start(peers.listen(self.connection, self.theirs, self._lose))
+        self.thread.submit(
+            peer_connection.receive_changes(self.connection, self.theirs, self._lose)
+        )
 
     def close(self) -> None:
         for connection in self.connections:
-            self.thread.wait(connection.close())
+            self.thread.run(connection.close())
         self.door.close()
 
 
 @pytest.fixture
-def talk(thread: auth.NetworkThread) -> Iterator[Talk]:
+def talk(thread: NetworkThread) -> Iterator[Talk]:
     made = Talk(thread)
     yield made
     made.close()
@@ -341,13 +346,13 @@ def test_what_is_meant_for_one_reaches_no_other(talk: Talk) -> None:
 
 
 def test_changes_that_come_together_are_sent_together(talk: Talk) -> None:
-    talk.thread.soon(lambda: [talk.server.send({"round": number}) for number in range(5)])
-    _coming, message = (talk.thread.wait(talk.connection.receive()) for _ in range(2))
+    talk.thread.call_soon(lambda: [talk.server.send({"round": number}) for number in range(5)])
+    _coming, message = (talk.thread.run(talk.connection.receive()) for _ in range(2))
     assert [node["changes"]["round"] for node in message["nodes"]] == list(range(5))
 
 
 def test_a_client_writes_only_what_is_its_own(talk: Talk) -> None:
-    talk.thread.soon(
+    talk.thread.call_soon(
         lambda: talk.connection.send({"changes": {"state": "lost", "host": "x", "round": 1}})
     )
     until(lambda: talk.peers.node(1).round == 1)
@@ -361,7 +366,7 @@ def test_a_goodbye_is_no_loss(talk: Talk, why: str, started: int) -> None:
     talk.theirs.update(started=started)
     talk.theirs.update(state=LEFT, why=why)
     talk.theirs.update(state=LEFT)
-    talk.thread.wait(talk.connection.close())
+    talk.thread.run(talk.connection.close())
     until(lambda: talk.peers.node(1).state == LEFT)
     assert talk.peers.node(1).why == why
     assert talk.said == ([f"node 1 on host h has left ({why})"] if why and not started else [])
@@ -370,14 +375,14 @@ def test_a_goodbye_is_no_loss(talk: Talk, why: str, started: int) -> None:
 def test_the_servers_goodbye_reaches_the_client(talk: Talk) -> None:
     talk.listen()
     talk.peers.update(state=LEFT, why="interrupted")
-    talk.thread.wait(talk.server.close())
+    talk.thread.run(talk.server.close())
     until(lambda: talk.losses == 1)
     assert (talk.theirs.node(0).state, talk.theirs.node(0).why) == (LEFT, "interrupted")
     assert talk.said == []
 
 
-def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch, thread: auth.NetworkThread) -> None:
-    monkeypatch.setattr(peers, "HEARTBEAT_S", 0.02)
+def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch, thread: NetworkThread) -> None:
+    monkeypatch.setattr(peer_connection, "HEARTBEAT_S", 0.02)
     talk = Talk(thread)  # its client sends no heartbeats
     until(lambda: talk.peers.node(1).state == LOST)
     assert "nothing heard" in talk.peers.node(1).why
@@ -386,9 +391,9 @@ def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch, thread: auth.Network
 
 
 def test_two_that_send_heartbeats_are_not_lost(
-    monkeypatch: pytest.MonkeyPatch, thread: auth.NetworkThread
+    monkeypatch: pytest.MonkeyPatch, thread: NetworkThread
 ) -> None:
-    monkeypatch.setattr(peers, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(peer_connection, "HEARTBEAT_S", 0.05)
     talk = Talk(thread)
     talk.listen()
     threading.Event().wait(1.0)  # 20 heartbeats, of which 7 missing ones would be a loss

@@ -15,17 +15,16 @@ from launched import launch
 
 from lockstep.errors import SettingError
 from lockstep.run.machines import hosts, remote
+from lockstep.run.machines.hostfile import parse_hosts
 from lockstep.run.machines.hosts import (
     SSH_OPTIONS,
     Host,
     HostsSpec,
-    Problem,
     forwarded,
-    parse_hosts,
     ssh_command,
-    ssh_failure,
 )
 from lockstep.run.machines.ssh import Remote
+from lockstep.run.machines.ssh_errors import Problem, ssh_failure
 from lockstep.run.start.plan import check_flags_elsewhere, shutdown_timeout
 
 PYTHON = sys.executable
@@ -172,7 +171,7 @@ def test_what_each_machine_starts() -> None:
         nproc="auto",
         environment={},
     )
-    assert spec.launcher(1, "10.0.0.1", 77) == [
+    assert spec.launcher_arguments(1, "10.0.0.1", 77) == [
         "run",
         "--nproc=auto",
         "--nnodes=2",
@@ -204,7 +203,7 @@ def test_what_each_machine_starts() -> None:
 def test_the_time_that_ranks_have_to_end(flags, environment, grace) -> None:
     hosts = parse_hosts("a,b")
     given = {"arguments": (), "script": ("train.py",), "torchrun": flags}
-    assert HostsSpec(hosts=hosts, environment=environment, **given).grace == grace
+    assert HostsSpec(hosts=hosts, environment=environment, **given).shutdown_timeout_s == grace
     with pytest.raises(SettingError, match="TORCH_ELASTIC_SHUTDOWN_TIMEOUT=soon"):
         shutdown_timeout(None, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "soon"})
 
@@ -324,6 +323,12 @@ def test_the_time_that_ranks_have_to_end(flags, environment, grace) -> None:
         (f"fish: Unknown command: {PYTHON}", f"{PYTHON} cannot", "same path"),
         (f"{PYTHON}: No module named 'lockstep'", "has no Lockstep", "same environment"),
         (f"{PYTHON}: No module named lockstep.run.machines.remote", "is older", "same version"),
+        (
+            f"{PYTHON}: Error while finding module specification for "
+            "'lockstep.run.machines.remote' (ModuleNotFoundError: No module named 'lockstep.run')",
+            "is older",
+            "same version",
+        ),
         ("Unknown option: -P", "has no Lockstep", "same environment"),
         ("bash: rsync: command not found", "no rsync", "install rsync"),
         ("first\nsomething else\n\n", "exit code 255: something else", f"ssh me@node1 {PYTHON}"),

@@ -19,15 +19,13 @@ from lockstep.errors import (
     PortTakenError,
     SettingError,
 )
-from lockstep.run.machines import auth, peers
-from lockstep.run.machines.peers import Node, Peers
-from lockstep.run.machines.rendezvous import (
-    DynamicRendezvous,
-    Rendezvous,
-    StaticRendezvous,
-    TorchsRendezvous,
-    open_rendezvous,
-)
+from lockstep.run.machines import auth, wait_announcer
+from lockstep.run.machines.dynamic_rendezvous import DynamicRendezvous
+from lockstep.run.machines.nodes import Node, Peers
+from lockstep.run.machines.open_rendezvous import open_rendezvous
+from lockstep.run.machines.rendezvous import Rendezvous
+from lockstep.run.machines.static_rendezvous import StaticRendezvous
+from lockstep.run.machines.torch_rendezvous import TorchRendezvous
 
 TOKEN = {"LOCKSTEP_TOKEN": "a token of the tests"}
 
@@ -186,7 +184,7 @@ def test_a_master_that_is_not_there(port: int, host: str, found: str) -> None:
 
 
 def test_another_service_at_the_masters_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "_HANDSHAKE_S", 0.2)  # it says nothing, like a torch store
+    monkeypatch.setattr(auth, "HANDSHAKE_TIMEOUT_S", 0.2)  # it says nothing, like a torch store
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
         with pytest.raises(PortTakenError, match=f"port {taken} is taken by process"):
@@ -196,7 +194,7 @@ def test_another_service_at_the_masters_port(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_node_that_never_comes_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_FIRST_WORD_S", 0.2)
+    monkeypatch.setattr(wait_announcer, "FIRST_ANNOUNCEMENT_S", 0.2)
     said: list[str] = []
     with open_rendezvous(config(**static(port, 0, timeout=1)), said.append, TOKEN) as rendezvous:
         with pytest.raises(MissingRankError) as error:
@@ -324,7 +322,7 @@ def test_other_backends_are_torchs_own(tmp_path: Path) -> None:
     said: list[str] = []
     fields = {"endpoint": str(tmp_path / "store"), "nodes": 2, "store_type": "file"}
     with open_rendezvous(config(**fields), said.append, {}) as rendezvous:
-        assert type(rendezvous) is TorchsRendezvous
+        assert type(rendezvous) is TorchRendezvous
         assert rendezvous.attempt is None
         assert rendezvous.interface is None
     assert "torch's own rendezvous" in said[0]

@@ -6,16 +6,16 @@ from dataclasses import asdict, replace
 import pytest
 
 from lockstep.errors import JoinError
-from lockstep.run.machines.peers import (
+from lockstep.run.machines.nodes import (
     LEFT,
     LOST,
     Node,
     Peers,
-    absent,
-    announcer,
-    departure,
-    latest,
+    describe_departure,
+    describe_missing,
+    without_replaced,
 )
+from lockstep.run.machines.wait_announcer import WaitAnnouncer
 
 
 def node(rank: int | None, number: int = 0, **fields: object) -> Node:
@@ -62,7 +62,7 @@ def test_a_node_may_come_again_after_it_was_lost_and_takes_its_place() -> None:
     peers.admit(node(1))
     peers.write(1, {"state": LOST, "why": "its connection ended"})
     assert peers.admit(node(1, pid=7)).number == 2
-    assert [n.number for n in latest(peers.all())] == [0, 2]
+    assert [n.number for n in without_replaced(peers.all())] == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_a_node_may_come_again_after_it_was_lost_and_takes_its_place() -> None:
     ],
 )
 def test_who_is_missing(nodes: list[Node], text: str) -> None:
-    assert absent(nodes, 2, nodes[0].round) == text
+    assert describe_missing(nodes, 2, nodes[0].round) == text
 
 
 def test_many_missing_nodes_are_each_named() -> None:
-    text = absent([node(0, round=1)], 4, 1)
+    text = describe_missing([node(0, round=1)], 4, 1)
     assert all(f"node {rank} of 4 has not come" in text for rank in (1, 2, 3))
 
 
@@ -103,20 +103,20 @@ def test_what_is_told_is_added_and_all_is_json() -> None:
 
 
 def test_a_node_that_left_in_the_end_is_not_gone() -> None:
-    assert not node(1, state=LEFT).gone
-    assert node(1, state=LEFT, why="rank 0 failed").gone
-    assert node(1, state=LOST).gone
-    assert departure(node(None, 4, state=LEFT)) == "process 104 on host host4 has left"
+    assert not node(1, state=LEFT).left_early
+    assert node(1, state=LEFT, why="rank 0 failed").left_early
+    assert node(1, state=LOST).left_early
+    assert describe_departure(node(None, 4, state=LEFT)) == "process 104 on host host4 has left"
 
 
 def test_waiting_is_announced_after_a_while_when_it_changes_and_once_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("lockstep.run.machines.peers.time.monotonic", lambda: now)
+    monkeypatch.setattr("lockstep.run.machines.wait_announcer.time.monotonic", lambda: now)
     said: list[str] = []
-    announce = announcer(said.append)
+    announcer = WaitAnnouncer(said.append)
     for seconds, reason in [(0, "a"), (4, "b"), (1, "b"), (1, "b"), (1, "c"), (59, "c"), (2, "c")]:
         now += seconds
-        announce(reason)
+        announcer.update(reason)
     assert said == ["b (waiting for 5 s)", "c (waiting for 7 s)", "c (waiting for 68 s)"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import SettingError
-from lockstep.run.machines.auth import find_token, token_file
+from lockstep.run.machines.run_token import find_token, token_file
 
 
 def test_the_environment_comes_first(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_the_key_is_not_shown(tmp_path: Path) -> None:
 
 def test_everybody_may_be_let_in_explicitly() -> None:
     token = find_token({"LOCKSTEP_TOKEN": "none"})
-    assert token.open
+    assert token.open_to_all
     assert token.key == find_token({"LOCKSTEP_TOKEN": "none"}).key
 
 

@@ -24,8 +24,9 @@ from launched import Launched, launch
 from namespaces import until
 
 from lockstep.run.machines import remote, ssh
-from lockstep.run.machines.hosts import Dropped, Host, Problem
+from lockstep.run.machines.hosts import Host
 from lockstep.run.machines.ssh import Remote
+from lockstep.run.machines.ssh_errors import ConnectionDropped, Problem
 
 HOST = "203.0.113.7"
 DROPS = "kex_exchange_identification: Connection closed by remote host"
@@ -239,7 +240,7 @@ def test_a_try_that_is_cut_short_does_not_hide_why_those_before_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ssh, "_PAUSES_S", (0.01, 0.01))
-    until, tries = time.monotonic() + 0.5, iter([Dropped("drops", "")])
+    until, tries = time.monotonic() + 0.5, iter([ConnectionDropped("drops", "")])
 
     async def attempt() -> None:
         for error in tries:
@@ -247,7 +248,7 @@ def test_a_try_that_is_cut_short_does_not_hide_why_those_before_failed(
         await asyncio.sleep(max(until - time.monotonic(), 0.0))
         raise Problem("no answer in time", "")
 
-    with pytest.raises(Dropped):
+    with pytest.raises(ConnectionDropped):
         asyncio.run(Remote(Host(HOST), ["ssh"])._until_not_dropped(attempt, until))
 
 

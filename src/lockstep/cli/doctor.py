@@ -68,7 +68,7 @@ def _on_hosts(hosts: str, folder: Path, as_json: str | None, asked: dict[str, An
     from lockstep.doctor import between
     from lockstep.doctor.base import Finding
     from lockstep.doctor.hosts import look
-    from lockstep.run.machines.hosts import parse_hosts
+    from lockstep.run.machines.hostfile import parse_hosts
 
     machines, failed = look(parse_hosts(hosts), folder, **asked)
     judged = {name: doctor.judge(facts["checks"]) for name, facts in machines.items()}

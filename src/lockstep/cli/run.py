@@ -13,11 +13,11 @@ from click.core import ParameterSource
 
 from lockstep.errors import SettingError, unknown_choice_error
 from lockstep.run.machines import slurm
+from lockstep.run.machines.hostfile import parse_hosts
 from lockstep.run.machines.hosts import (
     HostsSpec,
     current_folder,
     forwarded,
-    parse_hosts,
     ssh_command,
 )
 from lockstep.run.machines.ssh import run_on_hosts

@@ -15,7 +15,13 @@ from typing import Any
 from lockstep.distributed.network import is_here
 from lockstep.doctor import DEADLINE_S, variables
 from lockstep.doctor.base import ERROR, Finding
-from lockstep.run.machines.hosts import FORWARDED, SHIFTS, Host, resolve_all, working_folder
+from lockstep.run.machines.hosts import (
+    FORWARDED_PREFIXES,
+    NUM_NEIGHBORS_TRIED,
+    Host,
+    resolve_all,
+    working_folder,
+)
 from lockstep.run.machines.ssh import Remote, on_all
 
 Answers = dict[str, dict[str, Any]]
@@ -83,7 +89,9 @@ class _Asking:
             told = await self._ask(self._left(_ROOM_S), lambda r: r.ask(ask="facts", **asked))
             own = variables.gather(folder)
             for name, facts in told.items():
-                sent = {key: value for key, value in own.items() if key.startswith(FORWARDED)}
+                sent = {
+                    key: value for key, value in own.items() if key.startswith(FORWARDED_PREFIXES)
+                }
                 facts["checks"]["variables"] |= sent  # as a run there would have them
                 self.machines[name] |= facts
             await self._share(str(folder / f".lockstep-doctor-{secrets.token_hex(8)}"))
@@ -125,7 +133,7 @@ class _Asking:
             links = {other: {"error": closed.get(other, "")} for other in places if other != name}
             self.machines[name]["links"] = links
         there = [name for name in places if name not in self.failed]
-        for shift in range(1, min(len(there), SHIFTS + 1)):
+        for shift in range(1, min(len(there), NUM_NEIGHBORS_TRIED + 1)):
             to = {name: there[(i + shift) % len(there)] for i, name in enumerate(there)}
             open_ones = [n for n in to if not self.machines[n]["links"][to[n]]["error"]]
 

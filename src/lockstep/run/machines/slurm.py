@@ -23,8 +23,8 @@ from typing import NoReturn
 
 from lockstep.distributed.topology import detect, expand_tasks
 from lockstep.errors import SettingError
-from lockstep.run.machines.auth import VARIABLE as TOKEN
 from lockstep.run.machines.hosts import current_folder
+from lockstep.run.machines.run_token import TOKEN_VARIABLE
 
 _INTERACTIVE_STEP = "4294967290"
 """The step in which salloc's shell may run (SLURM_INTERACTIVE_STEP in slurm.h)."""
@@ -129,10 +129,10 @@ def become(line: list[str]) -> NoReturn:
     Raises:
         SettingError: there is no srun.
     """
-    token = os.environ.get(TOKEN) or secrets.token_hex(32)
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
     environment = {k: v for k, v in os.environ.items() if k not in _OF_TASKS.split()}
     try:
-        os.execvpe(line[0], line, {**environment, TOKEN: token})
+        os.execvpe(line[0], line, {**environment, TOKEN_VARIABLE: token})
     except FileNotFoundError:
         raise _missing(line[0]) from None
 
@@ -216,7 +216,7 @@ def job_script(options: Sequence[str], nproc: str | None, arguments: Sequence[st
     """
     lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(option)}" for option in options)]
     run = shlex.join(srun(InJob(nproc=nproc), arguments))
-    body = _BODY.format(token=TOKEN, saving=_SAVING_S, warning=_WARNING_S, srun=run)
+    body = _BODY.format(token=TOKEN_VARIABLE, saving=_SAVING_S, warning=_WARNING_S, srun=run)
     return "\n".join([*lines, body])
 
 

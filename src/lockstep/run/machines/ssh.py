@@ -30,20 +30,18 @@ from typing import IO, Any, TypeVar
 
 from lockstep.distributed.network import address_reaching, is_here
 from lockstep.errors import EXIT_LOST_RANK, HostError
-from lockstep.run.machines.auth import VARIABLE as TOKEN
 from lockstep.run.machines.hosts import (
-    PORT,
-    SHIFTS,
+    DEFAULT_MASTER_PORT,
+    NUM_NEIGHBORS_TRIED,
     SSH_OPTIONS,
-    Dropped,
     Host,
     HostsSpec,
-    Problem,
     resolve_all,
-    ssh_failure,
     working_folder,
 )
 from lockstep.run.machines.remote import ALIVE, HEARTBEAT_S, MARK, SILENT_S, versions
+from lockstep.run.machines.run_token import TOKEN_VARIABLE
+from lockstep.run.machines.ssh_errors import ConnectionDropped, Problem, ssh_failure
 from lockstep.run.start.output import FlushDeadline, Sink, finished_lines, last_state, sinks
 from lockstep.wording import count_noun
 
@@ -135,7 +133,7 @@ class Remote:
         while True:
             try:
                 return await attempt()
-            except Dropped as error:
+            except ConnectionDropped as error:
                 dropped = error
                 pause = random.uniform(0.5, 1.0) * next(pauses, math.inf)
                 if pause == math.inf or time.monotonic() + pause > until:
@@ -465,7 +463,7 @@ async def on_all(
 class _Run:
     def __init__(self, spec: HostsSpec, say: Callable[[str], None]) -> None:
         self._spec, self._say = spec, say
-        self._grace = spec.grace
+        self._grace = spec.shutdown_timeout_s
         self._sinks = sinks(os.environ)
         self._told: dict[bytes, Host] = {}
         self._remotes = [Remote(host, spec.ssh, self._show) for host in spec.hosts]
@@ -599,10 +597,13 @@ class _Run:
         address, port = "", 0
         if len(remotes) > 1:
             address, port = await self._meeting_place()
-        environment = {TOKEN: os.environ.get(TOKEN) or secrets.token_hex(32), **spec.environment}
+        environment = {
+            TOKEN_VARIABLE: os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32),
+            **spec.environment,
+        }
         self._running = True
         for number, remote in enumerate(remotes):
-            arguments = spec.launcher(number, address, port)
+            arguments = spec.launcher_arguments(number, address, port)
             remote.start(arguments, environment, spec.keep, self._grace)
         place = f"; they meet at {address}, port {port}" if address else ""
         all_of_them = ", ".join(host.name for host in spec.hosts)
@@ -614,8 +615,8 @@ class _Run:
         Some of the ways between the others are tried too: Gloo connects all ranks with each other.
         """
         spec, remotes = self._spec, self._remotes
-        address = spec.flag("--master-addr") or self._address()
-        given = spec.flag("--master-port")
+        address = spec.torchrun_flag("--master-addr") or self._address()
+        given = spec.torchrun_flag("--master-port")
         first, *others = remotes
 
         async def meet(remote: Remote) -> None:
@@ -623,11 +624,12 @@ class _Run:
 
         async def reach_next(remote: Remote) -> None:
             number = remotes.index(remote)
-            for other in [*remotes[number + 1 :], *remotes[:number]][:SHIFTS]:
+            for other in [*remotes[number + 1 :], *remotes[:number]][:NUM_NEIGHBORS_TRIED]:
                 await remote.reach(other)
 
         await self._on_all(
-            [first], lambda remote: remote.listen(address, int(given or PORT), given is None)
+            [first],
+            lambda remote: remote.listen(address, int(given or DEFAULT_MASTER_PORT), given is None),
         )
         await self._on_all(others, meet)
         if "GLOO_SOCKET_IFNAME" not in spec.environment:  # with it Gloo takes other ways

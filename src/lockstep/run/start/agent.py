@@ -30,8 +30,9 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 
 from lockstep.distributed.network import socket_variables, wait_until
 from lockstep.errors import LockstepError, SettingError
-from lockstep.run.machines.peers import Node
-from lockstep.run.machines.rendezvous import Rendezvous, open_rendezvous
+from lockstep.run.machines.nodes import Node
+from lockstep.run.machines.open_rendezvous import open_rendezvous
+from lockstep.run.machines.rendezvous import Rendezvous
 from lockstep.run.start import process as job
 from lockstep.run.start.machine import RoundMemory, peak_memory, read_oom_counts
 from lockstep.run.start.output import Console, console_for
@@ -182,7 +183,7 @@ class Agent(api.SimpleElasticAgent):
         # By a method of this agent's the supervisor would hold it, and with it the store.
         self._memory = memory
         self._marks: list[int] = []
-        rendezvous.joiners_wait = self._round_goes_on
+        rendezvous.defers_joiners = self._round_goes_on
         self._stop_at, self._next_look = math.inf, 0.0
         self._oom = read_oom_counts()
         self._refused: str | None = None
@@ -371,9 +372,9 @@ class Agent(api.SimpleElasticAgent):
         return self._memory.busy or now == self._marks
 
     def _restart_workers(self, worker_group: api.WorkerGroup) -> None:
-        lost, number = self._rdzv.change(), signal.SIGTERM
+        lost, number = self._rdzv.describe_lost_nodes(), signal.SIGTERM
         if self._rdzv.elastic and worker_group.state == api.WorkerState.HEALTHY:
-            self._rdzv.ask()
+            self._rdzv.request_restart()
             # What they would save at SIGTERM is there already.
             number = signal.SIGKILL if any(self._memory.marks()) else number
         self._end(number, again=True)
@@ -553,7 +554,7 @@ class Agent(api.SimpleElasticAgent):
             self.late = tuple(process.rank for process in attempt.running)
             return True
         others = self._others(attempt).values()
-        lost = self._rdzv.lost_nodes() and not self._rdzv.change()
+        lost = self._rdzv.lost_nodes() and not self._rdzv.describe_lost_nodes()
         if lost or any(report.failed for report in others):
             return True
         if now >= self._next_look:

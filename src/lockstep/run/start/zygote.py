@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from lockstep.run.machines.auth import VARIABLE as TOKEN
+from lockstep.run.machines.run_token import TOKEN_VARIABLE
 
 
 class Event(NamedTuple):
@@ -365,7 +365,7 @@ class Server:
             os.dup2(stream, target)  # dup2 makes them inheritable
             os.close(stream)
         os.environ.update(request["environment"])
-        os.environ.pop(TOKEN, None)  # the launchers' alone
+        os.environ.pop(TOKEN_VARIABLE, None)  # the launchers' alone
         if request["command"]:
             _execute(request["command"])
         self.work()

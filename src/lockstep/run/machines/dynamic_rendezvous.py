@@ -1,0 +1,156 @@
+"""The rendezvous for `--nnodes MIN:MAX` and the backend c10d: nodes may come and go.
+
+A *round* is one start of the ranks on all nodes, counted from 1. A node asks for a round by setting
+`Node.round`; it sets `Node.started` when it starts its ranks. The *server*, the node that serves
+the store, decides who takes part in a round (`Node.decided`) as soon as all nodes that are here
+have asked for it. Before the first round it waits a while for more nodes (`last_call_timeout`).
+
+Torch's own dynamic rendezvous takes up to 45 s for a restart, because it waits for the heartbeats
+of a lost node and for more nodes to come.
+
+Source: torch/distributed/elastic/rendezvous/dynamic_rendezvous.py.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+from lockstep.errors import MissingRankError
+from lockstep.run.machines.nodes import (
+    LOST,
+    Node,
+    describe_departure,
+    describe_present,
+    format_nnodes,
+)
+from lockstep.run.machines.rendezvous import POLL_INTERVAL_S, Rendezvous, delete_keys_of_ranks
+from lockstep.run.machines.rendezvous_settings import join_timeout, last_call_timeout
+from lockstep.run.machines.wait_announcer import WaitAnnouncer
+
+
+class DynamicRendezvous(Rendezvous):
+    """A rendezvous whose server decides which nodes take part in each round."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._enough_nodes_since = math.inf
+        """The time (monotonic) since which at least MIN nodes are here."""
+
+    @property
+    def elastic(self) -> bool:
+        """True if the run may go on with another number of nodes."""
+        return bool(self._parameters.min_nodes < self._parameters.max_nodes)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Waits until the next round is decided and this node takes part in it.
+
+        Raises:
+            MissingRankError: too few nodes have come within the join timeout, or the server has
+                left.
+        """
+        deadline = time.monotonic() + join_timeout(self._parameters)
+        announcer = WaitAnnouncer(self._say)
+        while True:
+            present = self._peers.present()
+            if self._server_is_gone():
+                raise self._missing_nodes_error(describe_departure(self._peers.server))
+            has_too_few_nodes = len(present) < self._parameters.min_nodes
+            if has_too_few_nodes and time.monotonic() > deadline:
+                raise self._missing_nodes_error(
+                    "too few nodes have come within the join timeout; "
+                    f"here: {describe_present(present)}"
+                )
+            own = self._peers.own
+            decided = self._peers.server.decided
+            decided_round = decided["round"]
+            participants = decided["nodes"]
+            is_new_round = decided_round > own.started and decided_round >= own.round
+            if is_new_round and own.number in participants:
+                break
+            round_number = self._choose_round(present)
+            if round_number > own.round:
+                self._peers.update(round=round_number)
+            if own.number == 0:
+                self._decide_participants(round_number)
+            announcer.update(
+                f"waiting for {format_nnodes(own.nodes)} nodes; here: {describe_present(present)}"
+            )
+            time.sleep(POLL_INTERVAL_S)
+        self.attempt = decided_round - 1
+        rank = participants.index(own.number)
+        self._peers.update(rank=rank, started=decided_round)
+        store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
+        return self._make_info(store, rank, len(participants))
+
+    def request_restart(self) -> None:
+        """Asks for the next round, so that the others know why the ranks of this node end."""
+        self._peers.update(round=self._peers.own.started + 1)
+
+    def describe_lost_nodes(self) -> str:
+        """Names the lost nodes if enough nodes are left to go on; else empty. Never waits."""
+        lost = [node for node in self.lost_nodes() if node.state == LOST]
+        if not lost or not self.elastic or self._server_is_gone():
+            return ""
+        if len(self._peers.present()) < self._parameters.min_nodes:
+            return ""
+        return "; ".join(describe_departure(node) for node in lost)
+
+    def num_nodes_waiting(self) -> int:
+        """Returns how many nodes wait for a new round, or 1 if a lost node makes one necessary."""
+        own = self._peers.own
+        asking = [node for node in self._peers.present() if node.round > own.round]
+        if asking:
+            all_are_new = all(node.started < own.started for node in asking)
+            if not (all_are_new and self.defers_joiners()):
+                return len(asking)
+        return 1 if self.describe_lost_nodes() else 0
+
+    def _choose_round(self, present: Sequence[Node]) -> int:
+        """Returns the round that this node should ask for."""
+        own = self._peers.own
+        running_round = max(node.started for node in present)
+        latest_round_asked = max(node.round for node in present)
+        round_number = max(latest_round_asked, own.started + 1)
+        is_new = own.started < running_round
+        if is_new and round_number == running_round:
+            # The other nodes run a round without this one, and nobody asks for a later round.
+            num_running = len([node for node in present if node.started == running_round])
+            if num_running >= self._parameters.max_nodes:
+                return own.round  # there is no place for this node
+            return running_round + 1
+        return round_number
+
+    def _decide_participants(self, round_number: int) -> None:
+        """Decides which nodes take part in a round, unless it is too early. Server only."""
+        present = self._peers.present()
+        max_nodes = self._parameters.max_nodes
+        now = time.monotonic()
+        if len(present) < self._parameters.min_nodes:
+            self._enough_nodes_since = math.inf
+            return
+        self._enough_nodes_since = min(self._enough_nodes_since, now)
+        last_call_end = self._enough_nodes_since + last_call_timeout(self._parameters)
+        if round_number == 1 and len(present) < max_nodes and now < last_call_end:
+            return
+        if self._peers.own.decided["round"] >= round_number:
+            return
+        if any(node.round < round_number for node in present):
+            return
+        delete_keys_of_ranks(self._store)
+        # Ordered by host, as in torch's rendezvous.
+        participants = sorted(present[:max_nodes], key=lambda node: (node.host, node.pid))
+        numbers = [node.number for node in participants]
+        self._peers.update(decided={"round": round_number, "nodes": numbers})
+
+    def _missing_nodes_error(self, found: str) -> MissingRankError:
+        return MissingRankError(
+            f"--nnodes {format_nnodes(self._peers.own.nodes)}",
+            found,
+            "look at the output of the launchers on the other machines, or start them",
+        )

@@ -1,0 +1,127 @@
+"""Reads the value of `--hosts`: a list such as `node1,node2:4`, or the name of a hostfile.
+
+A hostfile has the form of Open MPI's: a host on each line, `node1 slots=4`, where *slots* is the
+number of processes on it; what follows a `#` is a comment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from lockstep.errors import SettingError
+from lockstep.run.machines.hosts import Host
+
+# "node1", "user@node1.example.org", "user@[fe80::1]"
+HOST_NAME_PATTERN = re.compile(r"(?:[\w.-]+@)?(?:[\w.][\w.-]*|\[[0-9a-fA-F:.]+\])")
+# "node1:4", "node1:gpu", "[fe80::1]:4"; the name may not end in a colon.
+HOST_WITH_PROCESSES_PATTERN = re.compile(r"(?P<name>.*[^:]):(?P<processes>[^:\]]*)")
+POSITIVE_NUMBER_PATTERN = re.compile("0*[1-9][0-9]*")
+EQUALS_WITH_SPACES_PATTERN = re.compile(r"\s*=\s*")
+
+LINE_ADVICE = "write the line as: node1 slots=4"
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Returns the hosts of a list or of a hostfile.
+
+    Args:
+        text: the value of --hosts.
+
+    Raises:
+        SettingError: a part of it is not a host, or a host is named twice.
+    """
+    was_set = f"--hosts {text}"
+    hosts: list[Host] = []
+    if os.path.isfile(text):  # not Path.is_file, which raises if a long list is no valid file name
+        for line_number, line in enumerate(_read_lines(was_set, text), start=1):
+            without_comment = line.partition("#")[0]
+            words = EQUALS_WITH_SPACES_PATTERN.sub("=", without_comment).split()
+            if words:
+                hosts.append(_parse_line(f"--hosts {text}, line {line_number}", words))
+    else:
+        for part in text.split(","):
+            hosts.append(_parse_list_item(was_set, part.strip()))
+    host_of_address: dict[str, Host] = {}
+    for host in hosts:
+        other = host_of_address.setdefault(host.address, host)
+        if other is not host:
+            raise SettingError(
+                was_set,
+                f"{other.name} and {host.name} are one machine",
+                "name each machine once, with the number of its processes",
+            )
+    if not hosts:
+        raise SettingError(
+            was_set, "the file names no host", "write a line for each: node1 slots=4"
+        )
+    return hosts
+
+
+def _read_lines(was_set: str, path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(was_set, str(error), "make it a text file that can be read") from None
+
+
+def _parse_list_item(was_set: str, text: str) -> Host:
+    """Returns the host of one item of a list: `node1` or `node1:4`."""
+    name = text
+    processes = None
+    # An IPv6 address without brackets contains colons that do not precede a number of processes.
+    is_bare_ipv6 = "[" not in text and ("::" in text or text.count(":") > 2)
+    match = HOST_WITH_PROCESSES_PATTERN.fullmatch(text)
+    if match and not is_bare_ipv6:
+        name = match["name"]
+        processes = match["processes"]
+        is_number = POSITIVE_NUMBER_PATTERN.fullmatch(processes)
+        if not is_number and processes not in ("auto", "gpu", "cpu"):
+            raise SettingError(
+                was_set,
+                f"{processes!r} is no number of processes",
+                "write node1:4, or node1:gpu for one for each GPU",
+            )
+    _check_name(
+        was_set,
+        name,
+        "write node1,node2:4, the number being that of processes there, or a hostfile's name; "
+        f"there is no file {name!r}",
+    )
+    return Host(name, processes)
+
+
+def _parse_line(was_set: str, words: list[str]) -> Host:
+    """Returns the host of a line of a hostfile, split into words: `node1`, `slots=4`."""
+    name = words[0]
+    options = words[1:]
+    numbers: dict[str, int] = {}
+    for option in options:
+        key, _, value = option.partition("=")
+        key = key.replace("max-slots", "max_slots")
+        if key not in ("slots", "max_slots") or not re.fullmatch("[0-9]+", value):
+            raise SettingError(was_set, f"{option!r} is not understood", LINE_ADVICE)
+        numbers[key] = int(value)
+    slots = numbers.get("slots")
+    max_slots = numbers.get("max_slots")
+    needed_slots = 1 if slots is None else slots
+    if slots == 0 or (max_slots is not None and needed_slots > max_slots):
+        raise SettingError(
+            was_set,
+            f"{' '.join(options)}: there is no room for so many processes",
+            "give slots of at least 1, and no more than max_slots",
+        )
+    _check_name(was_set, name, LINE_ADVICE)
+    return Host(name, None if slots is None else str(slots))
+
+
+def _check_name(was_set: str, name: str, advice: str) -> None:
+    """Raises SettingError if a host's name is malformed."""
+    if HOST_NAME_PATTERN.fullmatch(name):
+        return
+    if name.count(":") > 1 and "[" not in name:
+        user, at, address = name.rpartition("@")
+        advice = f"write an IPv6 address in brackets: {user}{at}[{address}]"
+    found = f"{name!r} is no host's name" if name else "a host's name is missing"
+    raise SettingError(was_set, found, advice)

@@ -1,0 +1,63 @@
+"""The launcher's thread for network connections: an asyncio event loop beside the main thread.
+
+The auth proxy, the forwarder and the connections between launchers all run in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class NetworkThread:
+    """A thread that runs an event loop until `close`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="lockstep-network", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        # At its end the runner cancels the tasks that are still running.
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._wait_for_close())
+
+    async def _wait_for_close(self) -> None:
+        await self._closing.wait()
+        # A connection that was just accepted needs a few iterations of the loop until its handler
+        # runs, which closes it. A task that is cancelled before it has begun closes nothing.
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs a coroutine in the thread; returns at once."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the thread and returns its result.
+
+        If a signal interrupts the waiting, the coroutine is cancelled.
+        """
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Has a function called in the thread, unless the thread has ended; returns at once."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)
+
+    def close(self) -> None:
+        """Ends every connection, then the thread."""
+        self.call_soon(self._closing.set)
+        self._thread.join()

@@ -1,0 +1,210 @@
+"""The nodes of a run, as a launcher knows them.
+
+A *node* is one launcher of the run, usually one on each machine; the *server* is the node that
+serves the run's store, always number 0. A node has a *number*, in the order in which the launchers
+came, and a *rank*, as torchrun's --node-rank. The *round* of a node counts the starts of its ranks,
+beginning with 1. Each launcher has a `Peers`, with one `Node` for each launcher; `peer_connection`
+sends the changes of a node to the other launchers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lockstep.errors import DuplicateRankError, MasterUnreachableError, WorldSizeError
+
+# The states of a node.
+HERE = "here"
+LEFT = "left"
+LOST = "lost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One launcher. Its fields are plain values, because nodes are sent as JSON."""
+
+    number: int = -1
+    """Counts the launchers in the order in which they came; -1: not yet known."""
+    rank: int | None
+    """The node's rank; None: not yet known (dynamic rendezvous)."""
+    host: str
+    pid: int
+    run_id: str
+    """torchrun's --rdzv-id."""
+    nodes: str
+    """The value of --nnodes, as `MIN:MAX`."""
+    round: int = 0
+    """The round that the node has asked for or takes part in."""
+    started: int = 0
+    """The last round that the node has started, after all nodes were ready for it."""
+    state: str = HERE
+    """HERE; LEFT: it said that it leaves; LOST: its connection ended, or it fell silent."""
+    why: str = ""
+    """Why it is not here; empty: the run has ended."""
+    published: Mapping[str, Any] = field(default_factory=dict)
+    """What the node publishes for the others, see `Rendezvous.publish`."""
+    decided: Mapping[str, Any] = field(default_factory=lambda: {"round": 0, "nodes": []})
+    """Set by the server of a dynamic rendezvous: a round, and the numbers of the nodes that take
+    part in it, in the order of their ranks."""
+
+    @property
+    def name(self) -> str:
+        """The node's name in messages: "node 1 on host b"."""
+        if self.rank is None:
+            return self.process_name
+        return f"node {self.rank} on host {self.host}"
+
+    @property
+    def process_name(self) -> str:
+        """The launcher's name in messages: "process 123 on host b"."""
+        return f"process {self.pid} on host {self.host}"
+
+    @property
+    def left_early(self) -> bool:
+        """True if the node has left, or was lost, before the end of the run."""
+        return self.state == LOST or (self.state == LEFT and bool(self.why))
+
+
+class Peers:
+    """The nodes that have come, by number. May be used from any thread; its methods never wait."""
+
+    def __init__(self, own: Node) -> None:
+        self._lock = threading.Lock()
+        self._nodes = {own.number: own}
+        self.own_number = own.number
+        self.send: Callable[[Mapping[str, Any], int | None], object] = lambda changes, to: None
+        """Sends changes of the own node to the node with a number, or with None to all others.
+        Set by whoever opens the connection."""
+
+    @property
+    def own(self) -> Node:
+        """This launcher's node."""
+        return self.node(self.own_number)
+
+    @property
+    def server(self) -> Node:
+        """The node that serves the store."""
+        return self.node(0)
+
+    def node(self, number: int) -> Node:
+        """Returns the node with a number."""
+        with self._lock:
+            return self._nodes[number]
+
+    def all(self) -> list[Node]:
+        """Returns every node, in the order in which they came."""
+        with self._lock:
+            return [self._nodes[number] for number in sorted(self._nodes)]
+
+    def present(self) -> list[Node]:
+        """Returns the nodes that are here, in the order in which they came."""
+        return [node for node in self.all() if node.state == HERE]
+
+    def write(self, number: int, changes: Mapping[str, Any]) -> None:
+        """Changes fields of a node in this table, without sending them.
+
+        Args:
+            number: the node's. If it is not in the table yet, `changes` has all its fields.
+            changes: new values by field. Those of `published` are merged into the present ones.
+        """
+        with self._lock:
+            node = self._nodes.get(number) or Node(**changes)
+            published = {**node.published, **changes.get("published", {})}
+            self._nodes[number] = replace(node, **{**changes, "published": published})
+
+    def update(self, **changes: Any) -> None:
+        """Changes fields of the own node, here and at all other launchers."""
+        self.write(self.own_number, changes)
+        self.send(changes, None)
+
+    def admit(self, candidate: Node) -> Node:
+        """Adds a launcher that wants to join, and gives it its number. Called by the server.
+
+        Raises:
+            JoinError: it belongs to another run, has another --nnodes, or its rank is taken.
+        """
+        server = self.own
+        nodes = self.all()
+        if candidate.run_id != server.run_id:
+            raise MasterUnreachableError(
+                f"run {candidate.run_id!r} (--rdzv-id)",
+                f"the launcher there serves another run, {server.run_id!r}: {server.process_name}",
+                "start all nodes with the same --rdzv-id, or this run with another port",
+            )
+        if candidate.nodes != server.nodes:
+            raise WorldSizeError(
+                f"--nnodes {format_nnodes(candidate.nodes)} on {candidate.host}",
+                f"{server.name} was started with --nnodes {format_nnodes(server.nodes)}",
+                "start all nodes with the same --nnodes",
+            )
+        for node in nodes:
+            is_same_rank = candidate.rank is not None and node.rank == candidate.rank
+            if is_same_rank and node.state == HERE:
+                raise DuplicateRankError(
+                    f"--node-rank {candidate.rank} on {candidate.host} (process {candidate.pid})",
+                    f"node {candidate.rank} has already come: {node.process_name}",
+                    "give each machine a --node-rank of its own; the first one goes on without it",
+                )
+        admitted = replace(candidate, number=len(nodes), state=HERE, why="", published={})
+        self.write(admitted.number, vars(admitted))
+        return admitted
+
+
+def format_nnodes(nodes: str) -> str:
+    """Returns --nnodes as the user wrote it: "2" for "2:2", "1:4" for "1:4"."""
+    min_nodes, max_nodes = nodes.split(":")
+    if min_nodes == max_nodes:
+        return min_nodes
+    return nodes
+
+
+def without_replaced(nodes: Iterable[Node]) -> list[Node]:
+    """Returns the nodes except those whose rank another launcher has taken over.
+
+    Of several nodes with one rank, the one that is here counts, else the one that came last.
+    """
+    nodes = list(nodes)
+    number_of_rank: dict[int | None, int] = {}
+    for node in sorted(nodes, key=lambda node: (node.state == HERE, node.number)):
+        number_of_rank[node.rank] = node.number
+    return [node for node in nodes if node.rank is None or number_of_rank[node.rank] == node.number]
+
+
+def describe_present(nodes: Iterable[Node]) -> str:
+    """Names the nodes that are here, for a message."""
+    names = [node.name for node in nodes if node.state == HERE]
+    return ", ".join(names) or "nobody"
+
+
+def describe_missing(nodes: Sequence[Node], num_nodes: int, round_number: int) -> str:
+    """Says which nodes are not ready for a round; empty if all are.
+
+    Args:
+        nodes: all that have come.
+        num_nodes: how many there must be, with ranks from 0 to `num_nodes` - 1.
+        round_number: the round that is to begin.
+    """
+    node_of_rank = {node.rank: node for node in without_replaced(nodes)}
+    reasons = []
+    for rank in range(num_nodes):
+        node = node_of_rank.get(rank)
+        if node is None:
+            reasons.append(f"node {rank} of {num_nodes} has not come")
+        elif node.state != HERE:
+            reasons.append(describe_departure(node))
+        elif node.round < round_number:
+            reasons.append(f"{node.name} still ends its last start")
+    if not reasons:
+        return ""
+    return f"{'; '.join(reasons)}; here: {describe_present(nodes)}"
+
+
+def describe_departure(node: Node) -> str:
+    """Says that a node has left, and why."""
+    text = f"{node.name} has left"
+    if node.why:
+        text += f" ({node.why})"
+    return text

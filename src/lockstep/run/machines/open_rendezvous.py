@@ -1,0 +1,313 @@
+"""Opens a run's rendezvous: serves the store at which the launchers meet, or connects to it.
+
+    one machine       a store on loopback; no thread, no other launcher
+    several           the *server*, one of the launchers, serves the store on its loopback behind
+                      an auth proxy; the others connect to it
+    etcd and others   torch's own rendezvous, unchanged
+
+The rule for which launcher is the server is torchrun's: node 0 with --node-rank, --master-addr and
+--master-port; with c10d the node on the machine that --rdzv-endpoint names, or the one whose
+--rdzv-conf says `is_host=1`.
+
+Sources: torch/distributed/elastic/rendezvous/{api,static_tcp_rendezvous,dynamic_rendezvous}.py.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
+from enum import Enum
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from lockstep.distributed import network
+from lockstep.distributed.network import LOOPBACK, Endpoint
+from lockstep.errors import (
+    MasterUnreachableError,
+    PortTakenError,
+    SettingError,
+    TokenDiffersError,
+)
+from lockstep.run.machines import auth
+from lockstep.run.machines.auth import AuthProxy, ConnectionFailed, Forwarder, authenticate
+from lockstep.run.machines.dynamic_rendezvous import DynamicRendezvous
+from lockstep.run.machines.network_thread import NetworkThread
+from lockstep.run.machines.nodes import Node, Peers
+from lockstep.run.machines.peer_connection import (
+    Connection,
+    PeerServer,
+    join_server,
+    receive_changes,
+)
+from lockstep.run.machines.rendezvous import Rendezvous, Say
+from lockstep.run.machines.rendezvous_settings import join_timeout, read_endpoint, store_timeout
+from lockstep.run.machines.run_token import TOKEN_VARIABLE, find_token
+from lockstep.run.machines.static_rendezvous import StaticRendezvous
+from lockstep.run.machines.torch_rendezvous import TorchRendezvous
+from lockstep.run.machines.wait_announcer import WaitAnnouncer
+from lockstep.run.start.machine import loopback_name
+
+SERVER = "the node that serves"
+RETRY_INTERVAL_S = 0.25
+OTHER_SERVER_TIMEOUT_S = 1.0
+"""How long a launcher that is to be the server tries to reach another one that already is."""
+WRONG_SERVICE_TIMEOUT_S = 10.0
+"""How long something else may listen at the port before we give up: it may be about to end."""
+
+
+def open_rendezvous(
+    parameters: RendezvousParameters, say: Say, environ: Mapping[str, str] = os.environ
+) -> Rendezvous:
+    """Opens the rendezvous of a run.
+
+    Returns at once on one machine and on the server, and on other nodes when the server has
+    admitted them. The nodes wait for each other in `next_rendezvous`. Threads are started with
+    several machines only, so call it after a process has been forked that must not have any.
+
+    Args:
+        parameters: torchrun's flags for the rendezvous.
+        say: called with each line for the user, from any thread.
+        environ: for LOCKSTEP_TOKEN, and to find the user's home folder.
+
+    Raises:
+        SettingError: contradicting or malformed flags, or there is no token.
+        PortTakenError: the port belongs to another program.
+        MasterUnreachableError: there is no server; the error says what there is instead.
+        DuplicateRankError: the node rank has already come.
+        WorldSizeError: `--nnodes` differs from the server's.
+        TokenDiffersError: the token differs from the server's.
+    """
+    is_static = parameters.backend == "static"
+    num_nodes = parameters.max_nodes
+    rank = None
+    if is_static or num_nodes == 1:
+        rank = int(parameters.get("rank", 0))
+    if is_static and rank not in range(num_nodes):
+        raise SettingError(
+            f"--node-rank {rank} with --nnodes {num_nodes}",
+            f"node ranks count from 0 to {num_nodes - 1}",
+            "give each machine a --node-rank of its own",
+        )
+    min_nodes = num_nodes if is_static else parameters.min_nodes
+    own = Node(
+        number=0,
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        run_id=parameters.run_id,
+        nodes=f"{min_nodes}:{num_nodes}",
+    )
+    if _needs_torchs_rendezvous(parameters):
+        say(
+            f"--rdzv-backend {parameters.backend}: torch's own rendezvous; its store asks for no "
+            "token and listens on all interfaces of the node of rank 0, and ranks that hang on "
+            "several machines are not told"
+        )
+        return TorchRendezvous(parameters, Peers(own), say)
+    if num_nodes > 1:
+        return _MultiNodeOpener(parameters, own, say, environ).open()
+    # With "static" the port becomes the ranks' MASTER_PORT. With c10d it is the port at which
+    # other nodes find the store, and there are none.
+    endpoint = read_endpoint(parameters) if is_static else Endpoint(LOOPBACK, 0)
+    try:
+        store = network.serve_store(LOOPBACK, endpoint.port, store_timeout(parameters))
+    except OSError as error:
+        raise network.cannot_listen(error, endpoint) from None
+    return StaticRendezvous(parameters, Peers(own), store, say, loopback_name())
+
+
+def _needs_torchs_rendezvous(parameters: RendezvousParameters) -> bool:
+    """Returns True for backends, or stores of c10d, that Lockstep does not have."""
+    if parameters.backend == "static":
+        return False
+    if parameters.backend != "c10d":
+        return True
+    store_type = str(parameters.get("store_type", "tcp")).strip().lower()
+    return store_type != "tcp" and parameters.max_nodes > 1
+
+
+class _ServerChoice(Enum):
+    """Whether this node is the server, and who says so."""
+
+    SERVE_AS_TOLD = "the flags say that this node is the server"
+    SERVE_AS_GUESSED = "the endpoint names this machine, so this node may be the server"
+    CONNECT = "another node is the server"
+
+
+class _MultiNodeOpener:
+    """Opens the rendezvous of one of several nodes: serves the run, or connects to the server."""
+
+    def __init__(
+        self, parameters: RendezvousParameters, own: Node, say: Say, environ: Mapping[str, str]
+    ) -> None:
+        self._parameters = parameters
+        self._own = own
+        self._say = say
+        self._endpoint = read_endpoint(parameters)
+        self._token = find_token(environ)
+        self._timeout = join_timeout(parameters)
+
+    def open(self) -> Rendezvous:
+        """Opens the rendezvous; see `open_rendezvous`."""
+        endpoint = self._endpoint
+        choice = self._choose_server()
+        if choice == _ServerChoice.CONNECT:
+            return self._connect(self._timeout)
+        was_told = choice == _ServerChoice.SERVE_AS_TOLD
+        if was_told and not _is_this_machine(endpoint.host):
+            # The address may be that of a port forwarding to this machine. Or it may be that of
+            # another machine, on which another launcher was started as node 0 by mistake.
+            with suppress(MasterUnreachableError):
+                return self._connect(OTHER_SERVER_TIMEOUT_S)
+        address = network.serving_address(endpoint, self._parameters.local_addr)
+        try:
+            listener = network.listening_socket(address, endpoint.port)
+        except OSError as os_error:
+            error = network.cannot_listen(os_error, endpoint)
+            if not isinstance(error, PortTakenError):
+                raise error from None
+            # If a launcher has the port, this node connects to it, or is told why it may not.
+            try:
+                return self._connect(OTHER_SERVER_TIMEOUT_S if was_told else self._timeout)
+            except (MasterUnreachableError, TokenDiffersError):
+                raise error from None
+        return self._serve(listener)
+
+    def _choose_server(self) -> _ServerChoice:
+        """Returns whether this node is the server, by torchrun's rules."""
+        if self._parameters.backend == "static":
+            is_server = self._own.rank == 0
+            return _ServerChoice.SERVE_AS_TOLD if is_server else _ServerChoice.CONNECT
+        try:
+            is_host = self._parameters.get_as_bool("is_host")
+        except ValueError:
+            value = self._parameters.get("is_host")
+            raise SettingError(
+                f"--rdzv-conf is_host={value}", "neither yes nor no", "write 1 or 0"
+            ) from None
+        if is_host is not None:
+            return _ServerChoice.SERVE_AS_TOLD if is_host else _ServerChoice.CONNECT
+        host = self._endpoint.host
+        if host in ("localhost", socket.gethostname()) or _is_this_machine(host):
+            return _ServerChoice.SERVE_AS_GUESSED
+        return _ServerChoice.CONNECT
+
+    def _serve(self, listener: socket.socket) -> Rendezvous:
+        """Serves the store, behind an auth proxy that accepts connections on a socket."""
+        address = str(listener.getsockname()[0])
+        store = network.serve_store(LOOPBACK, 0, store_timeout(self._parameters))
+        peers = Peers(self._own)
+        with ExitStack() as resources:
+            thread = resources.enter_context(closing(NetworkThread()))
+            server = PeerServer(peers, self._say)
+            peers.send = lambda changes, to: thread.call_soon(lambda: server.send(changes, to=to))
+            proxy = AuthProxy(self._token, store.port, server.serve_client, self._say)
+            thread.run(proxy.listen(listener))
+            resources.callback(lambda: thread.run(proxy.close()))
+            resources.callback(lambda: thread.run(server.close()))
+            if self._token.open_to_all:
+                place = Endpoint(address, self._endpoint.port)
+                self._say(f"{TOKEN_VARIABLE}=none: whoever reaches {place} may join this run")
+            return self._make_rendezvous(peers, store, address, resources)
+
+    def _connect(self, timeout: float) -> Rendezvous:
+        """Connects to the server, and starts a forwarder through which its store is reached.
+
+        Args:
+            timeout: seconds within which the server must answer.
+        """
+        endpoint = self._endpoint
+        with ExitStack() as resources:
+            thread = resources.enter_context(closing(NetworkThread()))
+            address, streams = self._authenticate(thread, timeout)
+            connection = Connection(streams.reader, streams.writer)
+            resources.callback(lambda: thread.run(connection.close()))
+            try:
+                peers = thread.run(join_server(connection, self._own))
+            except (OSError, EOFError, ValueError):
+                raise network.unreachable(SERVER, endpoint, network.CUT, address=address) from None
+            forwarder = Forwarder(address, endpoint.port, self._token)
+            listener = network.listening_socket(LOOPBACK, 0)
+            thread.run(forwarder.listen(listener))
+            resources.callback(lambda: thread.run(forwarder.close()))
+            peers.send = lambda changes, to: thread.call_soon(
+                lambda: connection.send({"changes": changes, "to": to})
+            )
+            thread.submit(receive_changes(connection, peers, on_loss=forwarder.abort))
+            try:
+                store = TCPStore(
+                    LOOPBACK,
+                    listener.getsockname()[1],
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=store_timeout(self._parameters),
+                )
+            except RuntimeError:
+                raise network.unreachable(SERVER, endpoint, network.CUT) from None
+            own_address = str(streams.writer.get_extra_info("sockname")[0])
+            return self._make_rendezvous(peers, store, own_address, resources)
+
+    def _authenticate(self, thread: NetworkThread, timeout: float) -> tuple[str, auth.Streams]:
+        """Tries to connect to the server's auth proxy at all of its addresses, until the timeout.
+
+        Returns:
+            The address at which it was reached, and the connection.
+        """
+        endpoint = self._endpoint
+        started = time.monotonic()
+        announcer = WaitAnnouncer(self._say)
+        while True:
+            address = ""
+            reason = network.UNRESOLVED
+            for address in endpoint.addresses():
+                try:
+                    connecting = authenticate(address, endpoint.port, self._token, auth.TO_LAUNCHER)
+                    return address, thread.run(connecting)
+                except ConnectionFailed as error:
+                    reason = str(error)
+            waited = time.monotonic() - started
+            if reason == auth.TOKEN_DIFFERS:
+                raise TokenDiffersError(
+                    f"the run at {endpoint}, with the token of {self._token.source}",
+                    "the token differs: the node that serves has another one",
+                    f"set {TOKEN_VARIABLE} to the same text on all machines (`openssl rand -hex "
+                    "16` makes one), or copy the token file of one machine to the others",
+                )
+            is_wrong_service = reason == auth.NOT_A_LAUNCHER
+            if waited > timeout or (is_wrong_service and waited > WRONG_SERVICE_TIMEOUT_S):
+                tried = 0.0 if is_wrong_service else timeout
+                raise network.unreachable(SERVER, endpoint, reason, address=address, tried=tried)
+            announcer.update(f"{SERVER} at {endpoint}: {reason}")
+            time.sleep(RETRY_INTERVAL_S)
+
+    def _make_rendezvous(
+        self, peers: Peers, store: TCPStore, address: str, resources: ExitStack
+    ) -> Rendezvous:
+        """Returns the rendezvous.
+
+        Args:
+            peers: the nodes.
+            store: a client of the server's store, or the store itself.
+            address: of this machine, by which it reaches the server or is reached.
+            resources: what must be closed at the end; the rendezvous takes it over.
+        """
+        if self._parameters.local_addr:
+            for local_address in network.resolve(self._parameters.local_addr):
+                if network.is_here(local_address):
+                    address = local_address
+                    break
+        is_static = self._parameters.backend == "static"
+        rendezvous_type = StaticRendezvous if is_static else DynamicRendezvous
+        rendezvous = rendezvous_type(
+            self._parameters, peers, store, self._say, network.interface_of(address)
+        )
+        rendezvous.resources = resources.pop_all()
+        return rendezvous
+
+
+def _is_this_machine(host: str) -> bool:
+    return any(network.is_here(address) for address in network.resolve(host))

@@ -1,0 +1,283 @@
+"""What launchers tell each other: connections that keep every launcher's `Peers` up to date.
+
+Every other launcher (a *client*) has one connection to the *server*, the launcher that serves the
+run's store. A *change* is new values for some fields of a `Node`. Each launcher changes its own
+node only; the server passes changes on to all clients, or to the one that they are meant for.
+
+Messages are JSON objects, each after its length in four bytes; a length of zero is a heartbeat. A
+client begins with its own node. The server answers with the client's number and all nodes, or with
+the error for which it refuses the client. From then on both send changes, and a heartbeat every
+second; a side that is silent for ten of them is lost.
+
+All of this runs in the event loop of the `NetworkThread`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from lockstep.errors import DuplicateRankError, JoinError, MasterUnreachableError, WorldSizeError
+from lockstep.run.machines.nodes import HERE, LEFT, LOST, Node, Peers, describe_departure
+
+CONNECTION_ENDED = "its connection ended"
+HEARTBEAT_S = 1.0
+MAX_MISSED_HEARTBEATS = 10
+"""A network that loses all packets for 5 s must not end a run: TCP has then doubled its pauses so
+often that it tries again only 8 s after the last packet that arrived."""
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_UNSENT_BYTES = 16 << 20
+"""A connection is aborted if this much waits for a peer that does not read."""
+HELLO_TIMEOUT_S = 10.0
+FLUSH_TIMEOUT_S = 2.0
+LENGTH_FORMAT = struct.Struct("!I")
+HEARTBEAT_MESSAGE = LENGTH_FORMAT.pack(0)
+
+FIELDS_A_CLIENT_MAY_CHANGE = {"rank", "round", "started", "state", "why", "published"}
+ERROR_TYPES: dict[str, type[JoinError]] = {
+    error_type.__name__: error_type
+    for error_type in (DuplicateRankError, WorldSizeError, MasterUnreachableError)
+}
+"""The errors for which the server refuses a client, by the name that is sent."""
+
+
+def encode_message(message: Mapping[str, Any]) -> bytes:
+    """Returns a message as it is sent: its length, then JSON."""
+    body = json.dumps(message).encode()
+    return LENGTH_FORMAT.pack(len(body)) + body
+
+
+class Connection:
+    """One connection. Heartbeats tell each side whether the other is still there."""
+
+    def __init__(self, reader: StreamReader, writer: StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._missed_heartbeats = 0
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message; does not wait until it is sent."""
+        self.send_encoded(encode_message(message))
+
+    def send_encoded(self, message: bytes) -> None:
+        """Sends a message that is already encoded, as one for several connections is."""
+        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self._writer.transport.abort()
+        if not self._writer.is_closing():
+            self._writer.write(message)
+
+    async def receive(self) -> dict[str, Any]:
+        """Waits for the next message that is not a heartbeat.
+
+        Raises:
+            EOFError: the connection ended.
+            OSError: the connection broke.
+            ValueError: what came is not a message.
+        """
+        while True:
+            length_bytes = await self._reader.readexactly(LENGTH_FORMAT.size)
+            (length,) = LENGTH_FORMAT.unpack(length_bytes)
+            if length > MAX_MESSAGE_BYTES:
+                raise ValueError("a message that is too long")
+            message = None
+            if length:
+                message = json.loads(await self._reader.readexactly(length))
+            self._missed_heartbeats = 0
+            if isinstance(message, dict):
+                return message
+
+    async def handle_messages(self, handle: Callable[[dict[str, Any]], None]) -> str:
+        """Calls `handle` with every message, and sends heartbeats, until the connection ends.
+
+        Returns:
+            Why it ended, for a message to the user.
+        """
+        heartbeats = asyncio.create_task(self._send_heartbeats())
+        try:
+            while True:
+                handle(await self.receive())
+        except (OSError, EOFError, ValueError, TypeError, KeyError):
+            if self._missed_heartbeats < MAX_MISSED_HEARTBEATS:
+                return CONNECTION_ENDED
+            return f"nothing heard from it for {MAX_MISSED_HEARTBEATS * HEARTBEAT_S:g} s"
+        finally:
+            heartbeats.cancel()
+
+    async def _send_heartbeats(self) -> None:
+        """Sends heartbeats, and aborts the connection if the other side is silent for too long.
+
+        The silence is measured in own heartbeats, not in seconds, so that a launcher that was
+        itself suspended for a while does not think that the others are lost.
+        """
+        while self._missed_heartbeats < MAX_MISSED_HEARTBEATS:
+            self._writer.write(HEARTBEAT_MESSAGE)
+            self._missed_heartbeats += 1
+            await asyncio.sleep(HEARTBEAT_S)
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """Sends what is still unsent, then ends the connection."""
+        self._writer.close()
+        with suppress(OSError):
+            await asyncio.wait_for(self._writer.wait_closed(), FLUSH_TIMEOUT_S)
+
+
+class PeerServer:
+    """The server's side: keeps the `Peers` of every client equal to its own.
+
+    Args:
+        peers: the nodes, as this launcher knows them.
+        say: called with a line for the user.
+    """
+
+    def __init__(self, peers: Peers, say: Callable[[str], None]) -> None:
+        self._peers = peers
+        self._say = say
+        self._clients: dict[int, Connection] = {}
+        self._unsent_changes: list[dict[str, Any]] = []
+        self._closing = False
+
+    async def serve_client(self, reader: StreamReader, writer: StreamWriter, address: str) -> None:
+        """Talks with one client, which has proved that it has the token, until it leaves."""
+        connection = Connection(reader, writer)
+        try:
+            fields = await asyncio.wait_for(connection.receive(), HELLO_TIMEOUT_S)
+            candidate = Node(**fields)
+        except (OSError, EOFError, ValueError, TypeError):
+            return
+        try:
+            number = self._peers.admit(candidate).number
+        except JoinError as error:
+            self._say(
+                f"{candidate.process_name} ({address}) was turned away: "
+                f"{error.was_set}: {error.found}"
+            )
+            connection.send({"error": [type(error).__name__, error.was_set, error.found, error.do]})
+            await connection.close()
+            return
+        nodes = [vars(node) for node in self._peers.all()]
+        connection.send({"number": number, "nodes": nodes})
+        self.send(vars(self._peers.node(number)), number)
+        self._clients[number] = connection
+        reason = await connection.handle_messages(
+            lambda message: self._handle_message(number, message)
+        )
+        del self._clients[number]
+        if self._peers.node(number).state == HERE and not self._closing:
+            self._change_node(number, {"state": LOST, "why": reason})
+
+    def _handle_message(self, number: int, message: Mapping[str, Any]) -> None:
+        """Takes over, or passes on, the changes that a client sends of its own node."""
+        changes = {}
+        for name, value in message["changes"].items():
+            if name in FIELDS_A_CLIENT_MAY_CHANGE:
+                changes[name] = value
+        # A client can only say that it leaves; whether it is lost is found out here.
+        if changes.get("state") != LEFT:
+            changes.pop("state", None)
+        recipient = message.get("to")
+        if recipient is None:
+            self._change_node(number, changes)
+        elif recipient == self._peers.own_number:
+            self._peers.write(number, changes)
+        else:
+            self.send(changes, number, recipient)
+
+    def _change_node(self, number: int, changes: Mapping[str, Any]) -> None:
+        """Changes a client's node here and at all clients, and tells the user if it has left."""
+        state_before = self._peers.node(number).state
+        self._peers.write(number, changes)
+        self.send(changes, number)
+        node = self._peers.node(number)
+        # A node that leaves after its ranks have started is named in the message that ends the
+        # run, so it is not reported here.
+        is_reported_here = node.state == LOST or not node.started
+        if node.left_early and state_before == HERE and is_reported_here:
+            self._say(describe_departure(node))
+
+    def send(self, changes: Mapping[str, Any], number: int = 0, to: int | None = None) -> None:
+        """Sends changes of a node to the clients.
+
+        Args:
+            changes: new values by field.
+            number: of the node; default: the server's own.
+            to: the number of the only client that gets them; None: all clients.
+        """
+        change = {"number": number, "changes": changes}
+        if to is not None:
+            self._send_unsent()
+            if to in self._clients:
+                self._clients[to].send({"nodes": [change]})
+            return
+        # Collected until the event loop's next iteration, and sent as one message: often many
+        # launchers come or change at once.
+        if not self._unsent_changes:
+            asyncio.get_running_loop().call_soon(self._send_unsent)
+        self._unsent_changes.append(change)
+
+    def _send_unsent(self) -> None:
+        """Sends the collected changes to all clients."""
+        if self._unsent_changes:
+            message = encode_message({"nodes": self._unsent_changes})
+            self._unsent_changes = []
+            for connection in self._clients.values():
+                connection.send_encoded(message)
+
+    async def close(self) -> None:
+        """Sends what is still unsent, then ends all connections."""
+        self._closing = True
+        self._send_unsent()
+        connections = list(self._clients.values())
+        await asyncio.gather(*(connection.close() for connection in connections))
+
+
+async def join_server(connection: Connection, own: Node) -> Peers:
+    """Asks the server to admit this launcher.
+
+    Returns:
+        All nodes, this launcher's among them.
+
+    Raises:
+        JoinError: the server refuses, see `Peers.admit`.
+        OSError, EOFError, ValueError: the connection ended, or what came is not an answer.
+    """
+    connection.send(vars(own))
+    answer = await asyncio.wait_for(connection.receive(), HELLO_TIMEOUT_S)
+    if "error" in answer:
+        type_name, was_set, found, do = answer["error"]
+        error_type = ERROR_TYPES.get(type_name, JoinError)
+        raise error_type(was_set, found, do)
+    fields_of_node = {fields["number"]: fields for fields in answer["nodes"]}
+    peers = Peers(Node(**fields_of_node[answer["number"]]))
+    for number, fields in fields_of_node.items():
+        peers.write(number, fields)
+    return peers
+
+
+async def receive_changes(
+    connection: Connection, peers: Peers, on_loss: Callable[[], None]
+) -> None:
+    """Takes over the changes that the server sends, until the connection ends.
+
+    Args:
+        connection: to the server.
+        peers: the nodes, as this launcher knows them.
+        on_loss: called when the connection has ended.
+    """
+
+    def handle(message: Mapping[str, Any]) -> None:
+        for change in message["nodes"]:
+            if change["number"] != peers.own_number:
+                peers.write(int(change["number"]), change["changes"])
+
+    try:
+        reason = await connection.handle_messages(handle)
+        if peers.server.state != LEFT:
+            peers.write(0, {"state": LOST, "why": reason})
+    finally:
+        on_loss()

@@ -1,0 +1,83 @@
+"""Reads the settings of a rendezvous from torchrun's flags: timeouts, host and port.
+
+`RendezvousParameters` is what torch makes of --rdzv-backend, --rdzv-endpoint and --rdzv-conf; with
+the backend "static" it has --master-addr and --master-port as its endpoint. Options and defaults
+are torch's own.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from lockstep.distributed import network
+from lockstep.distributed.network import Endpoint
+from lockstep.errors import SettingError
+
+# Torch's own defaults.
+DEFAULT_JOIN_TIMEOUT_S = 600.0
+DEFAULT_READ_TIMEOUT_S = 60.0
+DEFAULT_LAST_CALL_TIMEOUT_S = 30.0
+DEFAULT_C10D_PORT = 29400
+
+
+def join_timeout(parameters: RendezvousParameters) -> float:
+    """Returns the seconds that nodes wait for each other."""
+    return _read_seconds(parameters, "join_timeout", DEFAULT_JOIN_TIMEOUT_S)
+
+
+def store_timeout(parameters: RendezvousParameters) -> timedelta:
+    """Returns how long the store's clients wait for an answer."""
+    seconds = _read_seconds(parameters, "read_timeout", DEFAULT_READ_TIMEOUT_S)
+    return timedelta(seconds=seconds)
+
+
+def last_call_timeout(parameters: RendezvousParameters) -> float:
+    """Returns the seconds that the first round waits for more nodes when there are enough."""
+    return _read_seconds(parameters, "last_call_timeout", DEFAULT_LAST_CALL_TIMEOUT_S)
+
+
+def _read_seconds(parameters: RendezvousParameters, name: str, default: float) -> float:
+    """Reads a number of seconds from --rdzv-conf; raises SettingError if it is not above 0."""
+    if parameters.backend == "static":  # it has one option for all timeouts
+        name = "timeout"
+        default = DEFAULT_JOIN_TIMEOUT_S
+    value = parameters.get(name, default)
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise SettingError(
+            f"--rdzv-conf {name}={value}", "not a number of seconds above 0", "write a number"
+        )
+    return seconds
+
+
+def read_endpoint(parameters: RendezvousParameters) -> Endpoint:
+    """Returns the host and port at which the nodes meet.
+
+    Raises:
+        SettingError: it is malformed, or several nodes have no port to meet at.
+    """
+    if parameters.backend == "static":
+        flags = "--master-addr and --master-port"
+        default_port = -1
+    else:
+        flags = "--rdzv-endpoint"
+        default_port = DEFAULT_C10D_PORT
+    was_set = f"{flags}: {parameters.endpoint!r}"
+    try:
+        host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port)
+    except ValueError as error:
+        raise SettingError(was_set, str(error), "write HOST:PORT") from None
+    if port < 1 and parameters.max_nodes > 1:
+        raise SettingError(
+            was_set,
+            "there is no port at which several machines could meet",
+            "give the address of one of the machines and a free port there, the same on all",
+        )
+    return Endpoint(host, port, one_node=network.means_loopback(host))

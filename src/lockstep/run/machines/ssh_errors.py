@@ -1,0 +1,241 @@
+"""Explains a failure of ssh, or of rsync over ssh: from its error output to a cause and advice.
+
+The error output mixes the lines of several programs: ssh itself, a *ProxyCommand* (a program that
+the user's ~/.ssh/config starts to reach the host), and the shell, Python or rsync on the host. A
+cause of ssh's is searched only in the lines of ssh and of a ProxyCommand, since a login banner or
+a program on the host may print similar words. A *drop* means that the ssh server closed the
+connection before anything else; a later attempt may succeed.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lockstep.run.machines.hosts import Host
+
+
+class Problem(Exception):
+    """Nothing can be started on a host. Its arguments are what was found, and what to do."""
+
+
+class ConnectionDropped(Problem):
+    """The ssh server closed the connection before anything else; another attempt may succeed."""
+
+
+class Cause(NamedTuple):
+    """A cause of a failure. `{name}`, `{address}`, `{python}` and `{ssh}` are filled in."""
+
+    pattern: str
+    """A regular expression that is found in the error output."""
+    found: str
+    """What is wrong, for the user."""
+    advice: str
+    """What the user can do."""
+
+
+# "kex_exchange_identification: Connection closed by remote host"
+# "Connection closed by UNKNOWN port 65535"
+DROP_PATTERN = "exchange_identification|Connection closed by UNKNOWN port"
+
+# How the lines begin in which ssh itself says why it ends:
+# "ssh: connect to host node1 port 22: Connection refused"
+# "channel 0: open failed: administratively prohibited: open failed"
+# "me@node1: Permission denied (publickey)."
+SSH_LINE_PATTERN = re.compile(
+    r"\S*ssh\S*: |dbclient: |channel \d+: |kex_|banner exchange: |Timeout, server |Host key |"
+    r"Connection (?:to \S+ port|closed by|reset by|timed out)|@ +WARNING: |Received disconnect |"
+    r".*Permission denied \([a-z]"
+)
+# A ProxyCommand's line is a shell's, or ends in a reason:
+# "/bin/sh: 1: exec: nc: not found"
+# "nc: connect to node1 port 22: Connection refused"
+PROXY_LINE_PATTERN = re.compile(
+    r"(?!Warning: |Load key )(?:[\w./-]+:(?:\d+:)? |.*: [A-Z][a-z ]+\.?$)"
+)
+NUM_LINES_BEFORE_DROP = 4
+"""A ProxyCommand's lines are searched among this many lines before ssh reports the drop."""
+
+# rsync's last lines, which are the same whatever the reason:
+# "rsync error: error in rsync protocol data stream (code 12) at io.c(231) [sender=3.2.7]"
+RSYNC_END_PATTERN = re.compile(r"rsync error: |rsync: connection unexpectedly closed|\[\w+\] ")
+
+# "bash: line 1: /opt/python: No such file or directory"
+NO_PROGRAM_PATTERN = "no such file|not found|does not exist|permission denied|unknown command"
+
+CAUSES_ON_HOST = (
+    Cause(
+        rf"(?i){{python}}.*(?:{NO_PROGRAM_PATTERN})|(?:{NO_PROGRAM_PATTERN}).*{{python}}",
+        "{python} cannot be started there",
+        "make the same environment there, at the same path, or start from one that all machines "
+        "have",
+    ),
+    Cause(
+        # The package that `lockstep.run.machines.remote` is in is not there.
+        r"No module named '?lockstep\.run",
+        "its Lockstep is older than this one",
+        "install the same version there, for {python}",
+    ),
+    Cause(
+        r"No module named '?lockstep|nknown option:? -P",
+        "{python} has no Lockstep there",
+        "make the same environment there, at the same path: the first machine's Python is used",
+    ),
+    Cause(
+        r"Too many levels of symbolic links",
+        "a folder that is sent is a link there, and rsync follows none that lead out of the folder",
+        "name it in .gitignore, or make it a folder there",
+    ),
+    Cause(
+        r"rsync.*not found",
+        "it has no rsync",
+        "install rsync there, or copy the folder yourself",
+    ),
+)
+"""Failures of what ssh starts on the host, in the order in which they are tried."""
+
+CAUSES_OF_SSH = (
+    Cause(
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "its host key is not the one that this machine knows: it was set up anew, or another "
+        "machine answers in its place",
+        "make sure which, then `ssh-keygen -R {address}` and `{ssh}`",
+    ),
+    Cause(
+        r"Host key verification failed",
+        "its host key is not known here",
+        "log in once and compare the key: `{ssh}`",
+    ),
+    Cause(
+        r"Permission denied \([a-z]|Too many authentication failures",
+        "it lets nobody in without a password",
+        "let your key in: `ssh-copy-id {name}`; a key with a passphrase belongs into ssh-agent",
+    ),
+    Cause(
+        rf"(?i)(?:{NO_PROGRAM_PATTERN}|cannot execute).*\s+"
+        r"(?:kex_exchange_identification: .*\s+)?Connection closed by UNKNOWN port",
+        "the ProxyCommand that leads to it cannot be started here",
+        "see its entry in ~/.ssh/config",
+    ),
+    Cause(
+        r"administratively prohibited",
+        "the jump host that leads to it forwards nothing",
+        "set AllowTcpForwarding in the jump host's sshd_config",
+    ),
+    Cause(
+        r"Could not resolve hostname|Name or service not known|failure in name resolution",
+        "there is no such name",
+        "check its spelling, /etc/hosts, and the Host entries in ~/.ssh/config",
+    ),
+    Cause(
+        r"Connection refused",
+        "nothing listens for ssh there",
+        "start sshd on it, or give its port in ~/.ssh/config",
+    ),
+    Cause(
+        r"Connection to UNKNOWN port \S+ timed out",
+        "it does not answer, or the jump host or ProxyCommand that leads to it does not",
+        "see whether it is up, and reached from the jump host",
+    ),
+    Cause(
+        r"during banner exchange|banner exchange: .* timed out",
+        "something accepts the connection and never says that it is an ssh server",
+        "see whether its sshd hangs, and whether that is its port",
+    ),
+    Cause(
+        r"Connection to .* timed out",  # ssh says "to" when it times out after it has connected
+        "its ssh server answers, and then nothing comes through: it hangs, or packets are longer "
+        "than the way carries (MTU)",
+        "see whether long packets pass: `ping -M do -s 1472 {address}`",
+    ),
+    Cause(
+        r"timed out|No route to host|Network is unreachable|not responding",
+        "it does not answer",
+        "see whether it is up and reached: `ping {address}`; a firewall must let ssh through",
+    ),
+    # Last, because with a jump host ssh prints the reason first and then this.
+    Cause(
+        DROP_PATTERN,
+        "its ssh server, or a jump host's, drops the connection, as where many begin at once or "
+        "this machine is barred",
+        "raise MaxStartups in its sshd_config, and see its log",
+    ),
+)
+"""Failures that ssh reports itself, in the order in which they are tried."""
+
+
+def ssh_failure(
+    host: Host,
+    exit_code: int | None,
+    error_output: str,
+    ssh: Sequence[str] = ("ssh",),
+    advice: str = "",
+) -> Problem:
+    """Returns the error that explains why ssh, or rsync over ssh, has failed.
+
+    Args:
+        host: the machine.
+        exit_code: of ssh or rsync; None: there was no answer in time.
+        error_output: what was printed to standard error.
+        ssh: the ssh program and the user's options for it.
+        advice: what to do if no known cause is found; default: to try ssh by hand.
+    """
+    ssh_call = f"{shlex.join(ssh)} {host.ssh_name}"
+    values = {
+        "name": host.name,
+        "address": host.address,
+        "python": sys.executable,
+        "ssh": ssh_call,
+    }
+    for cause in CAUSES_ON_HOST:
+        pattern = cause.pattern.replace("{python}", re.escape(sys.executable))
+        if re.search(pattern, error_output):
+            return Problem(cause.found.format(**values), cause.advice.format(**values))
+
+    lines_of_ssh = _lines_of_ssh(error_output)
+    for cause in CAUSES_OF_SSH:
+        if not re.search(cause.pattern, lines_of_ssh):
+            continue
+        found = cause.found.format(**values)
+        do = cause.advice.format(**values)
+        if cause.pattern != DROP_PATTERN:
+            return Problem(found, do)
+        lines_before = _lines_before_drop(error_output)
+        if lines_before:
+            found += f"; before that it said: {lines_before[-1]}"
+        return ConnectionDropped(found, do)
+
+    do = advice or f"try it by hand: `{ssh_call} {sys.executable} --version`"
+    last_line = _last_informative_line(error_output)
+    if exit_code is not None:
+        return Problem(f"exit code {exit_code}: {last_line}", do)
+    do += f"; where that stops, too, look at the MTU: `ping -M do -s 1472 {host.address}`"
+    return Problem(f"no answer in time: {last_line}", do)
+
+
+def _lines_of_ssh(error_output: str) -> str:
+    """Returns the lines of a ProxyCommand before a drop, then the lines of ssh itself."""
+    lines = [line for line in _lines_before_drop(error_output) if PROXY_LINE_PATTERN.match(line)]
+    lines += [line for line in error_output.splitlines() if SSH_LINE_PATTERN.match(line)]
+    return "\n".join(lines)
+
+
+def _lines_before_drop(error_output: str) -> list[str]:
+    """Returns the last lines before ssh reports a drop; empty if it reports none."""
+    lines = error_output.splitlines()
+    for index, line in enumerate(lines):
+        if re.search(DROP_PATTERN, line):
+            return lines[max(index - NUM_LINES_BEFORE_DROP, 0) : index]
+    return []
+
+
+def _last_informative_line(error_output: str) -> str:
+    """Returns the last line that is neither blank nor one of rsync's closing lines."""
+    for line in reversed(error_output.splitlines()):
+        line = line.strip()
+        if line and not RSYNC_END_PATTERN.match(line):
+            return line
+    return "no word"

@@ -1,0 +1,97 @@
+"""The rendezvous for a fixed number of nodes, each with a --node-rank; also for a single node.
+
+A *round* is one start of the ranks on all nodes, counted from 1. A node that wants to start its
+ranks (again) asks for a round by setting `Node.round`, and waits until all nodes have asked for it.
+The *server* is the node that serves the store, node 0.
+
+Unlike torch's own static rendezvous, a restart starts the ranks of all nodes again, together.
+
+Source: torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py.
+"""
+
+from __future__ import annotations
+
+import time
+
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+from lockstep.errors import MissingRankError
+from lockstep.run.machines.nodes import (
+    LEFT,
+    Node,
+    describe_departure,
+    describe_missing,
+    without_replaced,
+)
+from lockstep.run.machines.rendezvous import POLL_INTERVAL_S, Rendezvous, delete_keys_of_ranks
+from lockstep.run.machines.rendezvous_settings import join_timeout
+from lockstep.run.machines.wait_announcer import WaitAnnouncer
+
+READY_KEY = "lockstep/ready"
+"""Set in the store when the ranks may use it."""
+
+
+class StaticRendezvous(Rendezvous):
+    """A rendezvous for a fixed number of numbered nodes."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Waits until all nodes are ready to start their ranks.
+
+        Raises:
+            MissingRankError: a node has not come within the join timeout, or has left for good.
+        """
+        present = self._peers.present()
+        round_number = max(max(node.round, node.started + 1) for node in present)
+        self._peers.update(round=round_number)
+        self._wait_for_all_nodes(round_number)
+        self._peers.update(started=round_number)
+        self.attempt = round_number - 1
+        store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
+        rank = self._peers.own.rank or 0
+        if rank == 0:
+            delete_keys_of_ranks(self._store)
+            store.set(READY_KEY, "")
+        store.get(READY_KEY)  # waits for node 0
+        return self._make_info(store, rank, self._parameters.max_nodes)
+
+    def _wait_for_all_nodes(self, round_number: int) -> None:
+        """Waits until all nodes have asked for the round; raises MissingRankError otherwise."""
+        num_nodes = self._parameters.max_nodes
+        timeout = join_timeout(self._parameters)
+        deadline = time.monotonic() + timeout
+        announcer = WaitAnnouncer(self._say)
+        while True:
+            missing = describe_missing(self._peers.all(), num_nodes, round_number)
+            if not missing:
+                return
+            node = self._find_node_gone_for_good(round_number)
+            if node is not None or time.monotonic() > deadline:
+                raise MissingRankError(
+                    f"--nnodes {num_nodes}",
+                    describe_departure(node) if node else f"{missing} (waited {timeout:g} s)",
+                    "look at the output of the launcher there, or start it",
+                )
+            announcer.update(missing)
+            time.sleep(POLL_INTERVAL_S)
+
+    def _find_node_gone_for_good(self, round_number: int) -> Node | None:
+        """Returns a node that will not come back, if there is one.
+
+        These are the server, and after the first start a node that left by itself. A node that
+        was lost may be started again by a scheduler; and before the first start somebody may be
+        correcting a command line.
+        """
+        if self._server_is_gone():
+            return self._peers.server
+        if round_number == 1:
+            return None
+        for node in without_replaced(self._peers.all()):
+            if node.state == LEFT:
+                return node
+        return None
+
+    def num_nodes_waiting(self) -> int:
+        """Returns how many nodes wait for this one to start its ranks again."""
+        own_round = self._peers.own.round
+        return len([node for node in self._peers.present() if node.round > own_round])

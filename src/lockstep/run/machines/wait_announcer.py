@@ -1,0 +1,32 @@
+"""Tells the user what a launcher waits for, without repeating it all the time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+FIRST_ANNOUNCEMENT_S = 5.0
+NEXT_ANNOUNCEMENT_S = 60.0
+
+
+class WaitAnnouncer:
+    """Announces the reason of a wait after 5 s, when it changes, and once a minute.
+
+    Args:
+        say: called with each line for the user.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._wait_started = time.monotonic()
+        self._next_announcement = self._wait_started + FIRST_ANNOUNCEMENT_S
+        self._announced_reason = ""
+
+    def update(self, reason: str) -> None:
+        """Called again and again during the wait, with the present reason."""
+        now = time.monotonic()
+        has_changed = self._announced_reason != "" and reason != self._announced_reason
+        if now >= self._next_announcement or has_changed:
+            self._say(f"{reason} (waiting for {now - self._wait_started:.0f} s)")
+            self._announced_reason = reason
+            self._next_announcement = now + NEXT_ANNOUNCEMENT_S
