@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, warn
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -283,6 +283,13 @@ class Step:
         """Those that forward passes were seen of since the last backward pass."""
         self._kept: list[Delivery] = []
         """Of a pass that is over, those that the script may still train on."""
+        self._kept_beside: list[Delivery] = []
+        """Likewise, of passes that ended while another one was trained on: a loop over
+        `zip(itertools.cycle(one), other)` trains on both."""
+        self._forward_of_unknown = False
+        """Whether a module was called, since the last backward pass, with nothing that a loader
+        gave."""
+        self._warned_of_unknown = False
         self.of_backward = MicroBatch()
         """The micro-batch that the latest loss given to `World.backward` came from."""
         self.enter_phase: Callable[[str], str] = lambda phase: "other"
@@ -332,13 +339,19 @@ class Step:
         if whole and running.active is not None and _alike([running.active, *running.untrained]):
             self._use(delivery)
 
-    def saw_forward(self, storages: Iterable[StorageReference]) -> None:
+    def saw_forward(self, storages: Iterable[StorageReference], *, derived: bool = False) -> None:
         """A prepared module is called, with tensors of these storages and gradients enabled.
+
+        Args:
+            storages: of the tensors.
+            derived: one of them has a gradient: it comes from another forward pass.
 
         Raises:
             UsageError: they are of micro-batches in another order than they were handed out in.
         """
         found = [self._deliveries.get(storage) for storage in storages]
+        if not derived and all(delivery is None for delivery in found):
+            self._forward_of_unknown = True
         for delivery in dict.fromkeys(found):
             if delivery is None:
                 continue
@@ -363,6 +376,9 @@ class Step:
         if not trained:
             self._check_known()
             trained = [each for running in self._passes for each in _oldest(running)]
+        elif self._forward_of_unknown and not self._warned_of_unknown:
+            self._warn_if_unlike(trained)
+        self._forward_of_unknown = False
         for delivery in trained:
             running = delivery.running
             if delivery in running.untrained:
@@ -392,11 +408,41 @@ class Step:
                 possible.append(running.active)
             if not running.known:
                 possible += running.untrained
-        if _alike(possible):
+        kept_beside = [each for each in self._kept_beside if each.held]
+        if _alike([*possible, *kept_beside]):
             return
+        if _alike(possible):
+            raise _not_known(
+                [*possible, *kept_beside],
+                "of two loaders, one of which has ended",
+                "begin another pass over the loader that ends first instead of itertools.cycle, "
+                "which keeps its batches; " + APART,
+            )
         if len({each.running for each in possible}) > 1:
             raise _mixed(possible)
         raise _not_known(possible, "that no backward pass has followed yet")
+
+    def _warn_if_unlike(self, seen: Sequence[Delivery]) -> None:
+        """Warns where a loss may come from a batch of another loader too, which weighs differently.
+
+        Args:
+            seen: the batches that forward passes were seen of; they weigh the same.
+        """
+        others = [each for running in self._passes for each in running.untrained]
+        others += [each for each in self._kept_beside if each.held]
+        others = [each for each in others if each.running is not seen[0].running]
+        unlike = [each for each in others if not _alike([seen[0], each])]
+        if not unlike:
+            return
+        self._warned_of_unknown = True
+        warn(
+            "one world.backward(loss) while two loaders are trained on",
+            "the prepared model was called with a batch of one loader, and with tensors that no "
+            f"loader gave. Of the two loaders' batches this rank has {_parts([seen[0], *unlike])} "
+            "samples, which count differently; the loss is taken to come from the first alone, so "
+            "its weight is wrong if these tensors were made of the other batch",
+            APART,
+        )
 
     def _check_order(self, delivery: Delivery) -> None:
         """Raises UsageError where the micro-batches of a global batch are not trained in order."""
@@ -507,6 +553,8 @@ class Step:
             for clear in self.clear_gradients:
                 clear()
         self._keep(running)
+        kept_beside = [*self._kept_beside, *self._kept] if self._passes else []
+        self._kept_beside = [each for each in kept_beside if each.held]
         for ends in self.pass_ends:
             ends()
 
@@ -572,6 +620,14 @@ class Step:
         return 0.0 if self._since is None else max(0.0, self._until - self._since)
 
 
+APART = (
+    "call the prepared model and world.backward for each batch by itself, one after the other, "
+    "then optimizer.step() once; or use one loader over both datasets, or batch sizes that the "
+    "number of ranks divides, with drop_last=True"
+)
+"""What to do where batches of two loaders weigh differently."""
+
+
 def _alike(deliveries: Sequence[Delivery]) -> bool:
     """Whether they all count the same in a backward pass."""
     return len({_weight(each.micro_batch) for each in deliveries}) <= 1
@@ -590,17 +646,28 @@ def _parts(deliveries: Sequence[Delivery]) -> str:
     return " and ".join(f"{local} of {count}" for local, count in list(parts)[:4])
 
 
-def _not_known(possible: Sequence[Delivery], which: str) -> UsageError:
-    """The error of a loss that may have come from any of several batches."""
+FETCH_LATER = (
+    "fetch a batch when the one before is trained (num_workers= and prefetch_factor= of the loader "
+    "read ahead without a change to the loop)"
+)
+
+
+def _not_known(possible: Sequence[Delivery], which: str, instead: str = FETCH_LATER) -> UsageError:
+    """The error of a loss that may have come from any of several batches.
+
+    Args:
+        possible: the batches.
+        which: what they are, in words after "several batches".
+        instead: what to do.
+    """
     many = "several batches" if len(possible) > 1 else "a batch"
     return UsageError(
         "world.backward(loss) in a loop that holds batches which it fetched before",
         f"it is not known which batch the loss comes from: the loop holds {many} {which}, of which "
         f"this rank has {_parts(possible)} samples, so its loss counts differently for each. The "
         "prepared model was not called with a tensor that the loader gave, or a view of one",
-        "fetch a batch when the one before is trained (num_workers= and prefetch_factor= of the "
-        "loader read ahead without a change to the loop); or call the model with the tensors that "
-        "the loader gave and convert them inside of it",
+        f"{instead}; or call the model with the tensors that the loader gave and convert them "
+        "inside of it",
     )
 
 
@@ -610,7 +677,5 @@ def _mixed(deliveries: Sequence[Delivery]) -> UsageError:
         "one world.backward(loss) for batches that weigh differently",
         f"the loss comes from {len(deliveries)} batches, of which this rank has "
         f"{_parts(deliveries)} samples: no single factor is exact for all of them on these ranks",
-        "call the prepared model and world.backward for each batch by itself, one after the other, "
-        "then optimizer.step() once; or use one loader over both datasets, or batch sizes that the "
-        "number of ranks divides, with drop_last=True",
+        APART,
     )

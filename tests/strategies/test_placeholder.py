@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from problems import difference, mlp, tensors, weights
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 import lockstep
-from lockstep.strategies.placeholder import placeholder_of
+from lockstep.batch.no_rows import NoRows, marked, placeholder_of
+from lockstep.errors import DataError
 
 SAMPLES, BATCH, LENGTH = 9, 4, 5  # the last batch has one sample: all ranks but one have none
 
@@ -103,7 +105,31 @@ class Connectionist(nn.Module):
         return loss
 
 
-MODELS = [Normalised, Reshapes, Padded, Packed, Connectionist]
+class Letters(nn.Module):
+    """Takes any number of samples; the loop calls functions on what it returns that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 8), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        return self.out(self.embed(ids))
+
+
+def loss_in_the_loop(model: Any, ids: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+    """CTCLoss, a reshape with -1, the longest sample and the largest output."""
+    flat = ids.view(ids.size(0), -1)
+    assert 1 <= int(lengths.max()) <= LENGTH
+    output = model(flat, lengths)
+    largest = output.detach().max()
+    assert bool(largest.isnan()) is (len(ids) == 0)
+    log_probs = output.log_softmax(-1).transpose(0, 1)
+    times = torch.full_like(lengths, LENGTH)
+    loss: Tensor = nn.CTCLoss()(log_probs, labels[:, None] + 1, times, torch.ones_like(lengths))
+    return loss + output.reshape(len(output), -1).amax(1).mean()
+
+
+MODELS = [Normalised, Reshapes, Padded, Packed, Connectionist, Letters]
 
 
 def build(kind: type[nn.Module]) -> nn.Module:
@@ -117,6 +143,8 @@ def loss_of(model: Any, batch: Any) -> Tensor:
     if isinstance(inner, Connectionist):
         loss: Tensor = model(ids, lengths, labels)
         return loss
+    if isinstance(inner, Letters):
+        return loss_in_the_loop(model, ids, lengths, labels)
     return cross_entropy(model(ids, lengths), labels)
 
 
@@ -146,6 +174,8 @@ def train(world: lockstep.World, kind: type[nn.Module], *, converts: bool = Fals
                 model(ids, lengths, labels)
                 continue
             output = model(ids, lengths)
+            if kind is Letters:
+                output = output.reshape(len(output), -1)
             correct += int((output.argmax(1) == labels).sum())
             rows += len(output)
     counted = world.sum([seen, rows, correct])
@@ -210,6 +240,31 @@ def test_a_placeholder_moves_no_random_streams_and_no_statistics():
         assert first[2].equal(other[2])  # the statistics
 
 
+def refused(length: int) -> tuple[str, int]:
+    """What is said of batches that cannot be emptied, and after how many of them."""
+
+    def packed(samples: list[Any]) -> Any:
+        return nn.utils.rnn.pack_sequence([ids for ids, _, _ in samples])
+
+    with lockstep.init() as world:
+        dataset = Subset(sequences(), range(length))
+        batches = 0
+        try:
+            for _ in world.loader(dataset, BATCH, collate_fn=packed):
+                batches += 1
+        except DataError as error:
+            return str(error), batches
+        return "", batches
+
+
+def test_batches_that_cannot_be_emptied_are_refused_before_the_first_step():
+    for said, batches in run_ranks(refused, 2, SAMPLES):
+        assert batches == 0
+        assert "found: some rank gets no samples of a short batch in this pass" in said
+        assert "drop_last=True" in said
+    assert run_ranks(refused, 2, SAMPLES - 1) == [("", 2)] * 2
+
+
 class Maker(nn.Module):
     """Makes samples from noise, and refuses to make none."""
 
@@ -254,3 +309,51 @@ def test_the_row_is_that_of_the_sample_also_in_views():
     assert placeholder_of(torch.zeros(0, 2, dtype=torch.int64), []).tolist() == [[1, 1]]
     assert not placeholder_of(torch.zeros(0, 2, dtype=torch.bool), []).any()
     assert placeholder_of(torch.zeros(0, 3), []).std() > 0
+
+
+def test_a_function_that_refuses_no_rows_gets_one():
+    sample = torch.arange(6.0).view(1, 6)
+    empty = marked(sample[:0])
+    assert empty.reshape(len(empty), -1, 2).shape == (0, 3, 2)
+    assert empty.view(empty.size(0), -1, 3).shape == (0, 2, 3)
+    assert empty.max().isnan()
+    assert empty.amax(1).shape == (0,)
+    assert empty[0].isnan().all()
+    assert empty.sum() == 0  # taken as it is
+    assert marked(torch.tensor([5, 7])[:0]).max() == 5
+    with pytest.raises(RuntimeError, match="size"):
+        empty.reshape(0, 5, -1, 7)
+
+
+def test_only_tensors_of_no_rows_differ_from_plain_ones():
+    empty = marked(torch.ones(1, 3)[:0])
+    rows = torch.ones(2, 3)
+    assert type(empty) is NoRows
+    assert type(empty * 2) is NoRows
+    assert type(empty.max(1).values) is NoRows
+    assert type(torch.cat([empty, rows])) is Tensor
+    assert type(empty.sum()) is Tensor
+    assert type(marked(rows)) is Tensor
+    assert type(pickle.loads(pickle.dumps(empty))) is Tensor
+    assert empty.numpy().shape == (0, 3)
+    kept = empty
+    kept += 1
+    assert kept is empty
+
+
+def test_gradients_of_a_row_that_stands_in_are_zero():
+    weight = torch.ones(3, requires_grad=True)
+    output = marked(torch.ones(1, 3)[:0] * weight)
+    output.max().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0, 0, 0]
+
+
+def test_a_compiled_loss_takes_tensors_of_no_rows():
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(output, labels, reduction="sum")
+
+    compiled = torch.compile(loss, backend="eager", fullgraph=True)
+    labels = torch.tensor([0, 1])
+    assert compiled(torch.zeros(2, 3), labels) > 0
+    assert compiled(marked(torch.zeros(2, 3)[:0]), marked(labels[:0])) == 0

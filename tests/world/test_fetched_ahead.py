@@ -6,6 +6,7 @@ import itertools
 import queue
 import random
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from problems import difference, mean_loss, mlp, tensors, weights
 from ranks import RankFailed, run_ranks
 
 import lockstep
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepWarning, UsageError
 
 SAMPLES, BATCH = 26, 8  # on 3 ranks all parts are uneven, and the last batch is short
 
@@ -240,3 +241,64 @@ def test_one_loss_of_two_loaders_that_weigh_differently():
     with pytest.raises(RankFailed, match="for batches that weigh differently") as failed:
         run_ranks(two_loaders, 3, False)
     assert "world.backward for each batch by itself" in str(failed.value)
+
+
+def as_given(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def converted(x: torch.Tensor) -> torch.Tensor:
+    return x * 1.0
+
+
+Prepare = Callable[[torch.Tensor], torch.Tensor]
+
+
+def one_loss(
+    world: lockstep.World,
+    one: Iterable[Any],
+    other: Iterable[Any],
+    of_one: Prepare,
+    of_other: Prepare,
+) -> str:
+    """Trains on one loss of two loaders; what an error or a warning says of it."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    model, optimizer = world.prepare(model, optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LockstepWarning)
+        try:
+            for (a, a_labels), (b, b_labels) in zip(one, other, strict=False):
+                loss = mean_loss(model, (of_one(a), a_labels))
+                world.backward(loss + mean_loss(model, (of_other(b), b_labels)))
+                optimizer.step()
+                optimizer.zero_grad()
+        except UsageError as error:
+            return str(error)
+    return "".join(str(each.message) for each in caught if "two loaders" in str(each.message))
+
+
+def converted_batches_of_two_loaders() -> dict[str, str]:
+    """What is said where the batches of two loaders cannot all be recognised."""
+    found = {}
+    for name, of_one in [("cycle", converted), ("cycle, one is known", as_given)]:
+        with lockstep.init() as world:
+            ends_first = itertools.cycle(world.loader(tensors(16), 8))
+            other = world.loader(tensors(29), 8)
+            found[name] = one_loss(world, ends_first, other, of_one, converted)
+    for name, size in [("zip", 8), ("alike", 9)]:
+        with lockstep.init() as world:
+            one, other = world.loader(tensors(4 * size), size), world.loader(tensors(48), 12)
+            found[name] = one_loss(world, one, other, as_given, converted)
+    return found
+
+
+def test_a_loss_of_two_loaders_whose_batches_are_converted():
+    by_rank = run_ranks(converted_batches_of_two_loaders, 3)
+    for found in by_rank:
+        assert "several batches of two loaders, one of which has ended" in found["cycle"]
+        assert "instead of itertools.cycle" in found["cycle"]
+        assert found["alike"] == ""
+    for name in ("cycle, one is known", "zip"):
+        assert "so its weight is wrong if these tensors were made of the other" in by_rank[0][name]
+        assert [found[name] for found in by_rank[1:]] == ["", ""]

@@ -8,7 +8,7 @@ for themselves: evaluating over the loader that is trained on leaves its positio
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import cached_property
 from itertools import islice, tee
 from typing import Any
@@ -31,6 +31,7 @@ from lockstep.batch.micro_batches import (
     WithBatch,
     weighted,
 )
+from lockstep.batch.no_rows import marked
 from lockstep.batch.plan import CustomPlan, Plan, permutes
 from lockstep.batch.pytree import emptied, map_tensors, storages
 from lockstep.batch.rows import RowCounter
@@ -109,6 +110,9 @@ class Loader:
         """Of the pass that is running or is to be taken up, where the order is the user's own."""
         self._position = 0
         self._example: Any = None
+        """A batch of one sample."""
+        self._needs_empty_parts = False
+        """In the pass that has begun last some rank has no samples of some batch."""
         own_collate = source.collate is not default_collate
         self._rows = RowCounter() if own_collate else None
         self._workers = Workers(source.options, seed)
@@ -276,6 +280,8 @@ class Loader:
             plan = self.source.plan(self.seed, epoch)
         self._custom_plan = plan if isinstance(plan, CustomPlan) else None
         self.coverage.begin(epoch, start, plan)
+        apart = self._plan.replicas is not None
+        self._needs_empty_parts = not apart and not self._plan.reaches_all(plan)
         segments = self._plan.segments(plan, start)
         return self._run(epoch, start, self._of_segments(epoch, segments), training=True)
 
@@ -283,9 +289,10 @@ class Loader:
         """A pass without gradients."""
         plan = self.source.plan(self.seed, epoch)
         wanted = self._plan.of_epoch(plan, 0)
-        some_skip = False
+        some_lack = not self._plan.reaches_all(plan)
+        some_skip = some_lack and not self._evaluates_together
+        self._needs_empty_parts = some_lack and self._evaluates_together
         if not self._evaluates_together:
-            some_skip = not self._plan.reaches_all(plan)
             wanted = (planned for planned in wanted if planned.micro_batch.local)
         read = self._with_rows(epoch, self._with_batches(epoch, wanted))
         pairs = to_device(read, self._collectives.device)
@@ -349,7 +356,8 @@ class Loader:
         """A batch without rows, for the training loop.
 
         It is a view of the one sample that a micro-batch without samples comes with, from which a
-        prepared model takes the row that it computes (`strategies.placeholder`).
+        prepared model takes the row that it computes (`strategies.placeholder`), and functions that
+        the loop calls (`batch.no_rows`).
         """
         if batch is None:  # the collate function left out the whole global batch
             return None
@@ -357,7 +365,7 @@ class Loader:
         for begins in self._step.empty_part_begins:
             begins()
         self._step.empty_part_begins.clear()
-        return emptied(batch, 1, share=True)
+        return map_tensors(emptied(batch, 1, share=True), marked)
 
     def _hand_out(self, epoch: int, running: Pass, planned: PlannedMicroBatch, batch: Any) -> None:
         """Tells the step, and those who look on, what the training loop is about to get."""
@@ -436,9 +444,23 @@ class Loader:
             yield counted.planned, counted.batch if self._evaluates_together else batch
 
     def _keep_example(self, batch: Any, count: int) -> None:
-        if self._example is None and batch is not None:
-            with suppress(DataError):  # raised where an empty part is really needed
-                self._example = emptied(batch, count, rows=1)
+        """Keeps one sample of the first batch, of which batches without samples are made.
+
+        Raises:
+            DataError: that cannot be done, and this pass needs it: said before the first step.
+        """
+        if self._example is not None or batch is None:
+            return
+        try:
+            self._example = emptied(batch, count, rows=1)
+        except DataError as error:
+            if self._needs_empty_parts:
+                raise DataError(
+                    error.was_set,
+                    "some rank gets no samples of a short batch in this pass, and an empty batch "
+                    "of this type cannot be made",
+                    error.do,
+                ) from error
 
     def _empty(self, epoch: int) -> Any:
         """What stands for a part without samples until it is handed out: a batch of one sample."""

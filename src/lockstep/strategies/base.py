@@ -211,9 +211,10 @@ def note_empty_part(error: BaseException | None, present: MicroBatch) -> None:
     if present.left_out:
         found = f"has no samples: the collate function left out all {present.left_out} of its part"
     error.add_note(
-        f"{_EMPTY_PART} {found}, so its tensors have the shape (0, *). What the script computes "
-        "with them beside the prepared model has to be right for any number of samples (some loss "
-        "functions, such as CTCLoss, are not); or leave short batches out: drop_last=True."
+        f"{_EMPTY_PART} {found}, so its tensors have the shape (0, *). Functions of torch that "
+        "refuse these get one placeholder row; all else that the script computes beside the "
+        "prepared model has to be right for any number of samples; or leave short batches out: "
+        "drop_last=True."
     )
 
 

@@ -13,14 +13,14 @@ were before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from lockstep.batch.no_rows import Placeholder, has_no_rows, marked
 from lockstep.batch.pytree import map_tensors, storages, tensors
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import NormBase, never_compiled
@@ -60,7 +60,8 @@ class Placeholders:
     def saw_forward(self, inputs: Any) -> None:
         """Tells the step what a module is called with, before that is replaced."""
         if torch.is_grad_enabled():
-            self._step.saw_forward(storages(inputs))
+            derived = any(tensor.requires_grad for tensor in tensors(inputs))
+            self._step.saw_forward(storages(inputs), derived=derived)
 
     @property
     def may_be_due(self) -> bool:
@@ -81,10 +82,7 @@ class _Placeholder:
 
     def __init__(self, of_run: Placeholders | None = None) -> None:
         self._of_run = of_run
-        self._lengths: set[int] = set()
-        """How long a dimension of an output may be that holds the placeholder's rows alone."""
-        self._dimensions: set[int] = set()
-        """Which dimensions of the inputs had no rows."""
+        self._placeholder = Placeholder(())
         self._entered: list[AbstractContextManager[None]] = []
 
     def __reduce__(self) -> tuple[type[_Placeholder], tuple[()]]:
@@ -96,24 +94,13 @@ class _Placeholder:
         """Replaces inputs of no rows."""
         if self._of_run is None:
             return None
-        inputs = tensors((args, kwargs))
-        empty = [tensor for tensor in inputs if tensor.dim() and not tensor.numel()]
-        if not empty:
+        if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
             return None
         self._of_run.saw_forward((args, kwargs))
         if not self._of_run.may_be_due:
             return None
-        self._dimensions = {tensor.shape.index(0) for tensor in empty}
-        self._lengths = {1}
-        samples = self._of_run.samples
-
-        def with_row(tensor: Tensor) -> Tensor:
-            if tensor.dim() and not tensor.numel():
-                return self._with_row(tensor, samples)
-            return tensor
-
-        new_args = map_tensors(args, with_row)
-        new_kwargs = map_tensors(kwargs, with_row)
+        self._placeholder = Placeholder(self._of_run.samples)
+        new_args, new_kwargs = self._placeholder.added_to((args, kwargs))
         context = _without_traces(module)
         context.__enter__()
         self._entered.append(context)
@@ -128,57 +115,7 @@ class _Placeholder:
             return None
         sync_batchnorm.placeholder.computed = False
         self._entered.pop().__exit__(None, None, None)
-        return map_tensors(output, self._cut)
-
-    def _with_row(self, tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
-        row = placeholder_of(tensor, samples)
-        length = 1
-        for size in row.shape:
-            length *= size
-            self._lengths.add(length)
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return row
-        made: Tensor = _AddRow.apply(tensor, row)  # type: ignore[no-untyped-call]
-        return made
-
-    def _cut(self, tensor: Tensor) -> Tensor:
-        dimension = None
-        if tensor.dim() and tensor.shape[0] in self._lengths and 0 in self._dimensions:
-            dimension = 0
-        else:
-            for each in sorted(self._dimensions):
-                if each < tensor.dim() and tensor.shape[each] == 1 and dimension is None:
-                    dimension = each
-        cut: Tensor = _CutRows.apply(tensor, dimension)  # type: ignore[no-untyped-call]
-        return cut
-
-
-def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
-    """One row in the place of none.
-
-    A batch without rows is a view of a real sample, and so are views of it: then the row is that
-    sample's. Of another tensor it is a sample's row of the same shape, else made up.
-
-    Args:
-        tensor: of no elements.
-        samples: tensors with at least one row.
-    """
-    shape = [max(1, size) for size in tensor.shape]
-    last = tensor.storage_offset()
-    last += sum((n - 1) * stride for n, stride in zip(shape, tensor.stride(), strict=True))
-    if last < tensor.untyped_storage().nbytes() // tensor.element_size():
-        found = tensor.detach().as_strided(shape, tensor.stride(), tensor.storage_offset())
-        return found.clone()
-    for sample in samples:
-        if sample.dim() and len(sample) and list(sample.shape[1:]) == shape[1:]:
-            return sample[:1].detach().to(tensor.device, tensor.dtype, copy=True)
-    if tensor.dtype == torch.bool:
-        return tensor.new_zeros(shape)
-    if not tensor.is_floating_point():
-        return tensor.new_ones(shape)
-    count = torch.Size(shape).numel()
-    # Rows with a spread: the deviation of equal numbers is 0, and its derivative infinite.
-    return torch.linspace(0.1, 1, count, device=tensor.device).to(tensor.dtype).view(shape)
+        return map_tensors(output, lambda tensor: marked(self._placeholder.cut_off(tensor)))
 
 
 @contextmanager
@@ -212,37 +149,3 @@ def _without_traces(module: nn.Module) -> Iterator[None]:
                 for buffer, version, value in buffers:
                     if buffer._version != version:
                         buffer.copy_(value)
-
-
-class _AddRow(torch.autograd.Function):
-    """Puts a row in the place of a tensor without rows, which gets no gradient of it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, row: Tensor) -> Tensor:
-        ctx.shape = tensor.shape
-        return row
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.new_zeros(ctx.shape), None
-
-
-class _CutRows(torch.autograd.Function):
-    """A tensor without its rows, on the same memory; its gradient is zero, whatever comes."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dimension: int | None) -> Tensor:
-        ctx.shape = tensor.shape
-        if dimension is None:
-            return tensor.clone()
-        shape = list(tensor.shape)
-        shape[dimension] = 0
-        cut = tensor.new_empty(0)
-        cut.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, tensor.stride())
-        return cut
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.new_zeros(ctx.shape), None

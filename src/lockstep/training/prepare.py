@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lockstep.batch.consistency import DRAW_BEFORE_PREPARE, check_samples
 from lockstep.batch.loader import Loader
 from lockstep.batch.micro_batches import MicroBatchPlan
-from lockstep.batch.pytree import storages
+from lockstep.batch.pytree import storages, tensors
 from lockstep.batch.shares import first_shares, parse_micro_batch
 from lockstep.batch.source import Source, make_source
 from lockstep.batch.stream import make_loader
@@ -595,7 +595,8 @@ class _ForwardWatch:
         if torch.compiler.is_compiling() or self._step is None:
             return
         if torch.is_grad_enabled():
-            self._step.saw_forward(storages((args, kwargs)))
+            derived = any(tensor.requires_grad for tensor in tensors((args, kwargs)))
+            self._step.saw_forward(storages((args, kwargs)), derived=derived)
 
 
 class ReplicaStates:
