@@ -41,11 +41,11 @@ def train(kind: str, folder: str) -> dict[str, Any]:
     for _ in range(1000):
         nothing.call()
     clock = spent["clock"] / 1000
-    for event in ("stepped", "_enter"):
+    for event in ("stepped", "_enter_phase"):
         timed(Recorder, event, spent, event)
     calls: Counter[str] = Counter()
-    enter = Recorder._enter
-    Recorder._enter = lambda *args: calls.update(enters=1) or enter(*args)  # type: ignore
+    enter = Recorder._enter_phase
+    Recorder._enter_phase = lambda *args: calls.update(enters=1) or enter(*args)  # type: ignore
     seconds, costs = [], []
     with lockstep.init(seed=0, strategy="ddp", report=folder) as world:
         model, data, local = problem(kind)
@@ -53,7 +53,7 @@ def train(kind: str, folder: str) -> dict[str, Any]:
         model, optimizer = world.prepare(model, optimizer)
         loader = world.loader(data, local * world.size, shuffle=True)
         recorder = next(c for c in world._run.step.callbacks if isinstance(c, Recorder))
-        begun, rows = time.perf_counter(), recorder._rows
+        begun, rows = time.perf_counter(), recorder._num_rows
         while len(seconds) < STEPS[kind]:
             for images, labels in loader:
                 world.backward(F.cross_entropy(model(images), labels))
@@ -61,14 +61,14 @@ def train(kind: str, folder: str) -> dict[str, Any]:
                 optimizer.zero_grad()
                 now = time.perf_counter()
                 seconds.append(now - begun)
-                wrote, rows = recorder._rows > rows, recorder._rows
-                own = spent["stepped"] + spent["_enter"] - clock * (1 + calls["enters"])
+                wrote, rows = recorder._num_rows > rows, recorder._num_rows
+                own = spent["stepped"] + spent["_enter_phase"] - clock * (1 + calls["enters"])
                 costs.append((wrote, max(0.0, own)))
                 spent.clear()
                 calls.clear()
                 begun = time.perf_counter()
                 if len(seconds) == STEPS[kind] // 2:
-                    recorder._every = 10**9  # what steps without a row cost
+                    recorder._steps_per_row = 10**9  # what steps without a row cost
     half = STEPS[kind] // 2
     row = median(cost for wrote, cost in costs[5:half] if wrote)
     count = median(cost for wrote, cost in costs[half + 1 : STEPS[kind]] if not wrote)
@@ -77,20 +77,21 @@ def train(kind: str, folder: str) -> dict[str, Any]:
 
 def rows_of(steps: int) -> int:
     """Rows that so many steps are written in."""
-    from lockstep.extensions.report.record import _ROWS
+    from lockstep.extensions.report.record import ROWS_BEFORE_DOUBLING
 
     rows, every = 0, 1
     while steps > 0:
         rows, steps = rows + 1, steps - every
-        every *= 1 + (rows % _ROWS == 0)
+        every *= 1 + (rows % ROWS_BEFORE_DOUBLING == 0)
     return rows
 
 
 def page() -> dict[str, float]:
     """Megabytes and seconds of the page of an hour at 8 ranks."""
     from lockstep.extensions.report.page import render
-    from lockstep.extensions.report.reading import COLUMNS, PHASES, Record
-    from lockstep.extensions.report.record import _ROWS
+    from lockstep.extensions.report.reading import Record
+    from lockstep.extensions.report.record import ROWS_BEFORE_DOUBLING
+    from lockstep.extensions.report.record_format import COLUMNS, PHASES
 
     steps, every, at = 18_000, 1, 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +105,7 @@ def page() -> dict[str, float]:
                 at = 0.2 * step
                 phases = [0.2 * every / len(PHASES)] * len(PHASES)
                 lines.append([step, every, at, 0.3, 1 / step, 0.1, 256, 10**9, 0, 0, *phases])
-                every *= 1 + (rows % _ROWS == 0)
+                every *= 1 + (rows % ROWS_BEFORE_DOUBLING == 0)
             text = "".join(json.dumps(line) + "\n" for line in lines)
             Path(folder, f"0-a.rank{rank}.record").write_text(text)
         begun = time.perf_counter()

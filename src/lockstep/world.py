@@ -26,13 +26,13 @@ from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import main_process_first
 from lockstep.distributed.seeding import seed_everything, seed_rank
 from lockstep.errors import UsageError, warn
+from lockstep.extensions.report.closing import print_closing
 from lockstep.extensions.report.console import print_choices, print_line, title_of
 from lockstep.extensions.report.metrics import RunningMeans
+from lockstep.extensions.report.network_advice import NetworkAdvice
 from lockstep.extensions.report.progress import (
-    NetworkAdvice,
     check_loader,
     check_shown,
-    print_closing,
     progress,
 )
 from lockstep.settings import Choice, resolve_settings

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.extensions.report.reading import COLUMNS
+from lockstep.extensions.report.record_format import COLUMNS
 from lockstep.step import PHASES
 
 USUAL = {"data": 0.01, "forward": 0.03, "backward": 0.06, "optimizer": 0.01, "other": 0.002}

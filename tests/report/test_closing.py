@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.communication.link import Traffic
-from lockstep.extensions.report.progress import print_closing
+from lockstep.extensions.report.closing import print_closing
 from lockstep.step import Step
 
 

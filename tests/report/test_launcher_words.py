@@ -33,9 +33,9 @@ def test_a_rank_that_is_killed_and_the_restart(tmp_path: Path) -> None:
     ended = launch(arguments, tmp_path)
     assert ended.returncode == 0, ended.stderr
     record = Record(tmp_path / "runs" / "a")
-    assert [start.ranks for start in record.starts] == [2, 2]
+    assert [start.num_ranks for start in record.starts] == [2, 2]
     assert record.starts[1].end == "ok"
-    assert [told["kind"] for start in record.starts for told in start.told] == [
+    assert [line["kind"] for start in record.starts for line in start.launcher_lines] == [
         "failure",
         "restart",
         "end",
@@ -57,8 +57,8 @@ def test_a_rank_that_fails_before_init(tmp_path: Path) -> None:
     assert launch(arguments, tmp_path).returncode == 1
     record = Record(tmp_path / "runs" / "a")
     (start,) = record.starts
-    assert (start.joined, start.ranks, start.end) == (False, 2, "failed")
-    assert start.main.about["command"] == ["train.py", "--width", "2"]
+    assert (start.reached_init, start.num_ranks, start.end) == (False, 2, "failed")
+    assert start.main.header["command"] == ["train.py", "--width", "2"]
     error, note = find(record)
     assert error.text.startswith("FIRST FAILURE: rank 1 on host")
     lines = "  ValueError: odd", "  train.py:3: raise ValueError('odd')", "exit code 1"

@@ -22,9 +22,17 @@ from click.testing import CliRunner
 
 from lockstep.batch import ledger
 from lockstep.cli.main import main
-from lockstep.extensions.report.analysis import Finding, find, scaling, speed, work_by_rank, working
-from lockstep.extensions.report.page import _ledger
-from lockstep.extensions.report.reading import COLUMNS, Record
+from lockstep.extensions.report.analysis import (
+    Finding,
+    find,
+    scaling,
+    speed,
+    work_by_rank,
+    working_fraction,
+)
+from lockstep.extensions.report.page import ledger_text
+from lockstep.extensions.report.reading import Record
+from lockstep.extensions.report.record_format import COLUMNS
 from lockstep.extensions.report.trackers import scalars
 
 BAD = "<script>alert(1)</script>"
@@ -147,7 +155,7 @@ def test_a_run_that_failed_before_it_had_joined(tmp_path: Path) -> None:
         {"time": 1.7e9, **start},
     )
     record = Record(tmp_path)
-    assert [(s.joined, s.ranks, s.end) for s in record.starts] == [
+    assert [(s.reached_init, s.num_ranks, s.end) for s in record.starts] == [
         (True, 2, "ok"),
         (False, 8, "failed"),
         (False, 8, None),
@@ -224,17 +232,17 @@ def test_the_page_is_not_the_record(tmp_path: Path) -> None:
 
 def test_a_run_is_over_where_its_launcher_starts_it_no_more(tmp_path: Path) -> None:
     made.write(tmp_path, rows=2, end="failed")
-    assert Record(tmp_path).over
+    assert Record(tmp_path).is_over
     start = {"kind": "start", "time": 0.9e9, "ranks": 2, "command": ["train.py"]}
     failure = {"kind": "failure", "time": 1.1e9, "exit_code": 1}
     told(tmp_path, "a", start)
-    assert not Record(tmp_path).over
+    assert not Record(tmp_path).is_over
     told(tmp_path, "a", start, failure)
-    assert Record(tmp_path).over
+    assert Record(tmp_path).is_over
     told(tmp_path, "a", start, failure, {"kind": "restart", "time": 1.2e9})
-    assert not Record(tmp_path).over
+    assert not Record(tmp_path).is_over
     made.write(tmp_path, rows=2, number=2)
-    assert Record(tmp_path).over
+    assert Record(tmp_path).is_over
 
 
 def test_two_runs_that_write_into_one_folder_at_a_time(tmp_path: Path) -> None:
@@ -263,14 +271,14 @@ def test_scaling_is_against_one_rank(tmp_path: Path) -> None:
         (1, 1.0),
         (4, round((0.112 + 0.013) / (0.112 / 3 + 0.013), 6)),
     ]
-    assert working(four.starts[0]) == pytest.approx(0.112 / 3 / (0.112 / 3 + 0.013))
-    assert working(one.starts[0]) is None
+    assert working_fraction(four.starts[0]) == pytest.approx(0.112 / 3 / (0.112 / 3 + 0.013))
+    assert working_fraction(one.starts[0]) is None
     made.write(tmp_path / "sharded", 2, strategy="fsdp")
-    assert working(Record(tmp_path / "sharded").starts[0]) is None
+    assert working_fraction(Record(tmp_path / "sharded").starts[0]) is None
     found = speed(one.starts[0])
     assert found is not None
-    assert (found.steps, found.batch) == (97, 256.0)
-    assert found.samples_s == pytest.approx(256 / made.STEP_S)
+    assert (found.steps, found.samples_per_step) == (97, 256.0)
+    assert found.samples_per_second == pytest.approx(256 / made.STEP_S)
     assert work_by_rank(one.starts[0])[0] == pytest.approx(0.112)
 
 
@@ -349,7 +357,7 @@ def test_lines_that_are_not_understood_hide_nothing_else(tmp_path: Path) -> None
     (tmp_path / "copy.rank0.record").write_text("[1]\n" + "[" * 10**5 + "\n")
     record = Record(tmp_path)
     unread = len(stray) + len(of_launcher) + 3
-    assert record.unread == unread
+    assert record.num_unread_lines == unread
     assert [len(r.rows) for r in record.starts[0].records.values()] == [9, 9]
     assert f"not understood: {unread} lines of the files" in pages(tmp_path)
     told(tmp_path, "a", {"kind": "finding", "time": 1e9})  # without a word
@@ -448,13 +456,13 @@ def test_a_ledger_is_judged_again_where_it_has_grown(tmp_path: Path, monkeypatch
     rows = tmp_path / "1-a.rank0.ledger"
     rows.write_bytes(b"1")
     record = Record(tmp_path)
-    assert [_ledger(record) for _ in range(2)] == ["all is well\na note"] * 2
+    assert [ledger_text(record) for _ in range(2)] == ["all is well\na note"] * 2
     assert judged == [tmp_path]
     (tmp_path / "1-a.rank0.record").write_bytes(b"")  # another file may grow
-    _ledger(record)
+    ledger_text(record)
     assert len(judged) == 1
     rows.write_bytes(b"12")
-    _ledger(record)
+    ledger_text(record)
     assert len(judged) == 2
 
 

@@ -20,8 +20,7 @@ from ranks import run_ranks
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
-from lockstep.extensions.report import progress as bar_module
-from lockstep.extensions.report import progress as progress_module
+from lockstep.extensions.report import displays
 from lockstep.extensions.report.console import Choice, print_choices, print_line
 from lockstep.extensions.report.metrics import RunningMeans
 from lockstep.extensions.report.progress import progress, reduce_every
@@ -68,13 +67,13 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     yield
-    assert bar_module._live is None, "a bar was left open"
+    assert displays._live_display is None, "a bar was left open"
 
 
 @pytest.fixture
 def draw_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bar_module.Bar, "interval", 0.0)
-    monkeypatch.setattr(progress_module.Display, "interval", 0.0)
+    monkeypatch.setattr(displays.Bar, "interval", 0.0)
+    monkeypatch.setattr(displays.Display, "interval", 0.0)
 
 
 def untimed(text: str) -> str:
@@ -184,8 +183,8 @@ def test_a_launcher_with_a_terminal_gets_a_line_that_is_drawn_again() -> None:
     script = """
 import sys
 sys.path[:0] = sys.argv[1:]
-from test_progress import PlainLoader, PlainWorld, bar_module
-bar_module.LauncherBar.interval = 0.0
+from test_progress import PlainLoader, PlainWorld, displays
+displays.LauncherBar.interval = 0.0
 for item in PlainWorld().progress(PlainLoader(2, 8, 8), "epoch 3"):
     print("item", item)
 """
@@ -270,8 +269,8 @@ def test_uncaught_exception_has_the_last_word_and_no_bar_is_left(held: bool) -> 
 import builtins, sys
 sys.path[:0] = sys.argv[1:]
 from pseudo_terminal import stdout_is_a_terminal
-from test_progress import PlainLoader, PlainWorld, bar_module
-bar_module.Bar.interval = 0.0
+from test_progress import PlainLoader, PlainWorld, displays
+displays.Bar.interval = 0.0
 def main():
     HOW PlainWorld().progress(PlainLoader(5, 8, 8), "epoch 3")):
         if item == 3:

@@ -30,7 +30,7 @@ SAMPLES, BATCH = 20, 4
 def train(folder: Path, epochs: int, kill_after: int = 0) -> list[float]:
     """The losses of the global batches."""
     losses = []
-    writing._WRITE_EVERY_S = 0.0 if kill_after else 1.0
+    writing.WRITE_INTERVAL_S = 0.0 if kill_after else 1.0
     with lockstep.init(seed=1, report=folder) as world:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -55,12 +55,12 @@ def test_the_record_of_several_ranks(size: int, tmp_path: Path) -> None:
     losses, *_ = run_ranks(train, size, tmp_path, 2)
     record = Record(tmp_path)
     (start,) = record.starts
-    assert (start.ranks, sorted(start.records), start.end) == (size, list(range(size)), "ok")
+    assert (start.num_ranks, sorted(start.records), start.end) == (size, list(range(size)), "ok")
     steps, recorded = start.loss()
     assert steps.tolist() == list(range(1, 11))
     np.testing.assert_allclose(recorded, losses, rtol=1e-5)
     for rank, of_rank in start.records.items():
-        assert of_rank.about["rank"] == rank
+        assert of_rank.header["rank"] == rank
         assert of_rank.column("samples").tolist() == [BATCH] * 10
         assert set(of_rank.column("learning_rate")) == {0.5}
         assert of_rank.column("memory").min() > 0
@@ -81,9 +81,9 @@ def test_a_rank_that_is_killed_leaves_what_it_had_written(tmp_path: Path) -> Non
         run_ranks(train, 2, tmp_path, 2, 7)
     train(tmp_path, 1)
     killed, whole = Record(tmp_path).starts
-    assert (killed.ranks, killed.end, killed.records[1].end) == (2, "failed", None)
+    assert (killed.num_ranks, killed.end, killed.records[1].end) == (2, "failed", None)
     assert killed.records[1].column("step").tolist() == list(range(1, 8))
-    assert (whole.ranks, whole.end) == (1, "ok")
+    assert (whole.num_ranks, whole.end) == (1, "ok")
     assert whole.time > killed.time
 
 
@@ -104,7 +104,7 @@ def test_it_is_read_while_it_grows_and_where_it_was_cut_off(tmp_path: Path) -> N
 
 
 def test_rows_of_a_long_run_are_of_ever_more_steps(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(writing, "_ROWS", 4)
+    monkeypatch.setattr(writing, "ROWS_BEFORE_DOUBLING", 4)
     losses = train(tmp_path, 8)
     main = Record(tmp_path).starts[0].main
     steps = main.column("steps").tolist()
@@ -211,9 +211,9 @@ def test_warnings_are_in_it(tmp_path: Path) -> None:
 
 def test_rows_are_json_of_seven_digits() -> None:
     for value, told in ((1 / 3, 0.3333333), (12345678, 12345678), (1.5e-9, 1.5e-9), (1e300, 1e300)):
-        assert json.loads(writing._text([1, value, 0.5])) == [1, told, 0.5]
+        assert json.loads(writing.line_as_json([1, value, 0.5])) == [1, told, 0.5]
     for value in (None, math.nan, math.inf, -math.inf):
-        (read,) = json.loads(writing._text([value]))
+        (read,) = json.loads(writing.line_as_json([value]))
         assert read is value or str(read) == str(value)
 
 
@@ -226,7 +226,7 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: Any)
             raise OSError(28, "No space left on device")
         return json.dumps(line)
 
-    monkeypatch.setattr(writing, "_text", text)
+    monkeypatch.setattr(writing, "line_as_json", text)
     with pytest.warns(LockstepWarning, match="(?s)No space left on device.*its record ends here"):
         assert len(train(tmp_path, 1, kill_after=99)) == 5
     assert Record(tmp_path).starts[0].main.column("step").tolist() == [1, 2]
@@ -256,7 +256,7 @@ def test_there_is_no_record(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"give one of the folders in it .*: a, b"):
         Record(tmp_path)
     (start,) = Record(tmp_path / "a").starts
-    assert (start.ranks, start.end, start.main.rows) == (1, None, [])
+    assert (start.num_ranks, start.end, start.main.rows) == (1, None, [])
     (tmp_path / "1-a.rank0.record").write_text('{"record": 2}\n')
     with pytest.raises(CheckpointError, match="is of version 2"):
         Record(tmp_path)

@@ -4,14 +4,12 @@ import math
 
 import pytest
 
-from lockstep.extensions.report.progress import (
+from lockstep.extensions.report.console import clock, duration, number, rate
+from lockstep.extensions.report.pass_text import (
+    BarLayout,
     PassState,
-    bar_parts,
-    clock,
-    duration,
-    number,
+    bar_layout,
     plain_line,
-    rate,
     summary_line,
 )
 
@@ -59,8 +57,8 @@ def test_rate_and_times() -> None:
 def test_lines() -> None:
     means = "loss 1.250  acc 0.5000  1 600 samples/s"
     assert plain_line(HALF) == f"epoch 3  50/100  {means}  0:02 left"
-    assert summary_line(HALF, complete=True) == f"epoch 3  {means}  2.0 s"
-    assert summary_line(HALF, complete=False) == (
+    assert summary_line(HALF, is_complete=True) == f"epoch 3  {means}  2.0 s"
+    assert summary_line(HALF, is_complete=False) == (
         f"epoch 3  stopped after 50 of 100 global batches  {means}  2.0 s"
     )
 
@@ -68,8 +66,10 @@ def test_lines() -> None:
 def test_a_pass_of_unknown_length() -> None:
     at = PassState(done=7, samples=70, seconds=1.0)
     assert plain_line(at) == "7 global batches  70 samples/s"
-    assert summary_line(at, complete=False) == "stopped after 7 global batches  70 samples/s  1.0 s"
-    assert bar_parts(at, 80) == ("", None, 0, "7  70 samples/s")
+    assert (
+        summary_line(at, is_complete=False) == "stopped after 7 global batches  70 samples/s  1.0 s"
+    )
+    assert bar_layout(at, 80) == BarLayout("", None, 0, "7  70 samples/s")
 
 
 def test_time_left_counts_only_what_this_pass_did() -> None:
@@ -80,13 +80,15 @@ def test_time_left_counts_only_what_this_pass_did() -> None:
 
 @pytest.mark.parametrize("width", range(20, 120))
 def test_a_row_fits_any_width(width: int) -> None:
-    description, part, bar, after = bar_parts(HALF, width)
-    assert part == 0.5
-    assert len(f"{description}  {'-' * bar}{'  ' if bar else ''}{after}") <= width
-    assert after.startswith("50/100")
+    layout = bar_layout(HALF, width)
+    assert layout.fraction == 0.5
+    bar = "-" * layout.bar_width + "  " if layout.bar_width else ""
+    assert len(f"{layout.description}  {bar}{layout.text}") <= width
+    assert layout.text.startswith("50/100")
     if width >= 100:
-        assert after == "50/100  loss 1.250  acc 0.5000  1 600 samples/s  0:02 left"
+        assert layout.text == "50/100  loss 1.250  acc 0.5000  1 600 samples/s  0:02 left"
 
 
 def test_an_empty_epoch_has_no_bar() -> None:
-    assert bar_parts(PassState(description="x", total=0), 80)[1:3] == (None, 0)
+    layout = bar_layout(PassState(description="x", total=0), 80)
+    assert (layout.fraction, layout.bar_width) == (None, 0)

@@ -345,9 +345,9 @@ def _check_together(ctx: click.Context) -> None:
                 )
     report = ctx.params["report"]
     if report in ("tensorboard", "wandb"):
-        from lockstep.extensions.report.reading import SUFFIX
+        from lockstep.extensions.report.record_format import RECORD_SUFFIX
 
-        if not any(Path(report).glob(f"*{SUFFIX}")):
+        if not any(Path(report).glob(f"*{RECORD_SUFFIX}")):
             do = f"name one, and afterwards: lockstep report FOLDER --to {report}"
             raise SettingError(f"--report {report}", "it takes a folder for the record", do)
     if ctx.params["hosts"] is not None and ctx.params["slurm"]:

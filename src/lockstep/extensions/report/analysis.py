@@ -1,302 +1,447 @@
-"""What a record tells of a run: where the time goes, who is slow, what happened. Pure."""
+"""What a record says about a run: where the time goes, which rank is slow, what went wrong.
+
+A `Record` has one or several *starts* (a run may be started again after a failure), and a start has
+the record of each rank. A *row* of such a record covers one or several steps and says how many
+seconds the rank spent in each *phase* of them (`PHASES`); waiting for other ranks is the phase
+`communication`, and all other phases are *work*. Nothing here reads files or writes anything.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from lockstep.extensions.report.console import duration
-from lockstep.extensions.report.reading import OWN, RankRecord, Record, Start
+from lockstep.extensions.report.reading import LauncherLine, RankRecord, Record, Start
+from lockstep.extensions.report.record_format import PHASES_WITHOUT_WAITING
 from lockstep.step import PHASES
-from lockstep.wording import count_noun, format_ranges, format_ranks, group_by_key, join_first
+from lockstep.wording import count_noun, format_ranges, format_ranks, join_first
 
-EVERY_STEP = tuple(phase for phase in OWN if phase not in ("checkpoint", "evaluation"))
-"""The phases in which a rank does its part of each step."""
-_SLOW = 0.1
-"""Of a step: a rank that works so much longer than the others is a straggler."""
-_MOST_WARNINGS = 20
-COMMUNICATE_WITHIN = ("fsdp", "hsdp", "pipeline")
-"""Strategies whose forward and backward passes wait for other ranks, which is not told apart."""
-_MUCH = {
-    "data": (0.2, "wait for data", "use more num_workers, or a cheaper transform"),
-    "communication": (0.3, "wait for each other and for the network", "docs: slow networks"),
-    "checkpoint": (0.1, "wait for checkpoints", "save less often, or to a faster disk"),
+WORK_PHASES = tuple(
+    phase for phase in PHASES_WITHOUT_WAITING if phase not in ("checkpoint", "evaluation")
+)
+"""The phases in which a rank works on its part of a step. Checkpoints and evaluations are left out,
+because often one rank alone has them."""
+STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES = ("fsdp", "hsdp", "pipeline")
+"""Their forward and backward passes wait for other ranks inside of torch, where that time is not
+measured: it counts as work."""
+
+STRAGGLER_MIN_EXCESS = 0.1
+"""A rank is a straggler if it works longer than usual by this fraction of a step."""
+MAX_STRAGGLERS = 5
+MAX_WARNINGS = 20
+
+
+class LongPhase(NamedTuple):
+    """When too much of a step goes into one phase on all ranks, and what helps."""
+
+    min_fraction: float
+    """Of the time of a step."""
+    ranks_do: str
+    advice: str
+
+
+LONG_PHASES = {
+    "data": LongPhase(0.2, "wait for data", "use more num_workers, or a cheaper transform"),
+    "communication": LongPhase(
+        0.3, "wait for each other and for the network", "docs: slow networks"
+    ),
+    "checkpoint": LongPhase(0.1, "wait for checkpoints", "save less often, or to a faster disk"),
 }
-"""Of a step, on the rank with the least of it: from where on it is said, and what to do."""
+
+ENDINGS = {
+    "failed": "by a failure",
+    "interrupted": "by a signal",
+    "restarted": "as the machines of the run changed",
+    None: "without a word: it was killed",
+}
+"""How a start ended that did not end well, by `Start.end`."""
+
+LEVEL_OF_LAUNCHER_KIND = {"failure": "error", "interrupted": "error", "finding": "warning"}
+LOG_FOLDER_PREFIX = "traceback and logs: "
+"""How the line of a launcher's message begins that names its folder of logs."""
 
 
 class Finding(NamedTuple):
-    """Something that is worth looking at."""
+    """Something about the run that somebody should look at."""
 
     level: str
     """`error`, `warning` or `note`."""
     text: str
     evidence: tuple[str, ...] = ()
-    """Lines that show it."""
+    """Lines that support it."""
 
 
 class Speed(NamedTuple):
     """How fast one start of a run was."""
 
     ranks: int
-    samples_s: float
-    """Samples a second, of all ranks together."""
-    step_s: float
-    """Seconds of a step."""
+    samples_per_second: float
+    """On all ranks together."""
+    seconds_per_step: float
     steps: int
-    """That were measured."""
-    batch: float
-    """Samples of a step."""
+    """How many steps were measured."""
+    samples_per_step: float
 
 
-def steady(record: RankRecord) -> slice:
-    """The rows after the first ones, in which buffers are made and caches filled."""
+def steady_rows(record: RankRecord) -> slice:
+    """Returns all rows but the first three, in which buffers are made and caches filled.
+
+    Of a record with fewer than twelve rows only the first quarter is left out.
+    """
     return slice(min(3, len(record.rows) // 4), None)
 
 
-def per_step(record: RankRecord) -> dict[str, float]:
-    """Seconds of a step by phase; empty where there are no rows."""
-    rows = steady(record)
-    steps = record.column("steps")[rows].sum()
-    if not steps:
+def seconds_per_step(record: RankRecord) -> dict[str, float]:
+    """Returns the seconds of a step by phase, or an empty dict if there are no rows."""
+    rows = steady_rows(record)
+    num_steps = record.column("steps")[rows].sum()
+    if not num_steps:
         return {}
-    return {phase: float(record.column(phase)[rows].sum() / steps) for phase in PHASES}
+    return {phase: float(record.column(phase)[rows].sum() / num_steps) for phase in PHASES}
+
+
+def phases_by_rank(start: Start) -> dict[int, dict[str, float]]:
+    """Returns the seconds of a step by phase, for each rank that has rows, in order."""
+    by_rank = {}
+    for rank, record in sorted(start.records.items()):
+        phases = seconds_per_step(record)
+        if phases:
+            by_rank[rank] = phases
+    return by_rank
 
 
 def work_by_rank(start: Start) -> dict[int, float]:
-    """Seconds of a step in which each rank worked, and did not wait for others."""
-    found = {rank: per_step(record) for rank, record in sorted(start.records.items())}
-    return {rank: sum(of[p] for p in EVERY_STEP) for rank, of in found.items() if of}
+    """Returns the seconds of a step in which each rank worked and did not wait for others."""
+    return {
+        rank: sum(phases[phase] for phase in WORK_PHASES)
+        for rank, phases in phases_by_rank(start).items()
+    }
 
 
 def speed(start: Start) -> Speed | None:
-    """How fast a start was, evaluation and checkpoints left out; None: no step is written down."""
-    main = start.main
-    rows = steady(main)
-    seconds = main.seconds((*EVERY_STEP, "communication"))[rows].sum()
-    steps, samples = main.column("steps")[rows].sum(), main.column("samples")[rows].sum()
-    if not steps or not seconds:
+    """Returns how fast a start was, or None if it has no rows.
+
+    The time of evaluations and checkpoints is left out.
+    """
+    record = start.main
+    rows = steady_rows(record)
+    seconds = record.seconds((*WORK_PHASES, "communication"))[rows].sum()
+    num_steps = record.column("steps")[rows].sum()
+    num_samples = record.column("samples")[rows].sum()
+    if not num_steps or not seconds:
         return None
-    batch, times = float(samples / steps), float(seconds / steps)
-    return Speed(start.ranks, float(samples / seconds), times, int(steps), batch)
+    return Speed(
+        ranks=start.num_ranks,
+        samples_per_second=float(num_samples / seconds),
+        seconds_per_step=float(seconds / num_steps),
+        steps=int(num_steps),
+        samples_per_step=float(num_samples / num_steps),
+    )
 
 
 def scaling(starts: Sequence[Start]) -> list[tuple[Speed, float]]:
-    """The longest of each number of ranks, and how many times as fast as one rank it was.
+    """Compares starts with different numbers of ranks, by the longest start of each number.
 
-    Empty where one rank alone is not known, or nothing else is.
+    Returns:
+        For each number of ranks its speed, and how many times as fast as one rank it was. Empty if
+        there is no start with one rank, or no start with several.
     """
-    by_ranks = group_by_key((found.ranks, found) for found in filter(None, map(speed, starts)))
-    longest = {n: max(found, key=lambda speed: speed.steps) for n, found in by_ranks.items()}
-    if 1 not in longest or len(longest) < 2 or not longest[1].samples_s:
+    longest: dict[int, Speed] = {}
+    for start in starts:
+        found = speed(start)
+        if found is None:
+            continue
+        if found.ranks not in longest or found.steps > longest[found.ranks].steps:
+            longest[found.ranks] = found
+    if 1 not in longest or len(longest) < 2:
         return []
-    return [(longest[n], longest[n].samples_s / longest[1].samples_s) for n in sorted(longest)]
+    one_rank = longest[1].samples_per_second
+    if not one_rank:
+        return []
+    return [
+        (longest[ranks], longest[ranks].samples_per_second / one_rank) for ranks in sorted(longest)
+    ]
 
 
-def working(start: Start) -> float | None:
-    """Of the time of all ranks, the part in which they did not wait for each other; None: not
-    known. So many times the number of ranks is the most that they can be as fast as one.
+def working_fraction(start: Start) -> float | None:
+    """Returns the fraction of the ranks' time in which they did not wait for each other.
+
+    Multiplied by the number of ranks it says how many times as fast as one rank they are at most.
+
+    Returns:
+        The fraction, or None if it is not known: on GPUs, for which the CPU's times say little, for
+        a strategy that communicates within passes, and on one rank.
     """
-    about = start.main.about
-    on_cpu = not str(about.get("device", "")).startswith("cuda")
-    work = work_by_rank(start)
-    if not on_cpu or about.get("strategy") in COMMUNICATE_WITHIN or len(work) < 2:
+    header = start.main.header
+    on_gpu = str(header.get("device", "")).startswith("cuda")
+    if on_gpu or header.get("strategy") in STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES:
         return None
-    waited = sum(per_step(start.records[rank])["communication"] for rank in work)
-    return sum(work.values()) / max(sum(work.values()) + waited, 1e-12)
+    phases = phases_by_rank(start)
+    if len(phases) < 2:
+        return None
+    worked = sum(work_by_rank(start).values())
+    waited = sum(seconds["communication"] for seconds in phases.values())
+    return worked / max(worked + waited, 1e-12)
 
 
 def find(record: Record) -> list[Finding]:
-    """All that is worth looking at, the worst first."""
-    found: list[Finding] = []
-    found += _told(record)
-    for number, (before, after) in enumerate(
-        zip(record.starts, record.starts[1:], strict=False), 1
-    ):
-        found += _restarted(number, before, after)
+    """Returns all that somebody should look at: errors first, then warnings, then notes."""
+    findings = [*_launcher_findings(record)]
+    for number in range(1, len(record.starts)):
+        findings += _restart_findings(number, record.starts[number - 1], record.starts[number])
     last = record.starts[-1]
-    found += [*_losses(last), *_stragglers(last), *_phases(last), *_warnings(record)]
-    found += _unknown(last)
-    if record.unread:
-        found.append(
-            Finding("note", f"not understood: {count_noun(record.unread, 'line')} of the files")
-        )
-    order = ("error", "warning", "note")
-    return sorted(found, key=lambda finding: order.index(finding.level))
+    findings += _loss_findings(last)
+    findings += _straggler_findings(last)
+    findings += _phase_findings(last)
+    findings += _warning_findings(record)
+    findings += _gap_findings(last)
+    if record.num_unread_lines:
+        lines = count_noun(record.num_unread_lines, "line")
+        findings.append(Finding("note", f"not understood: {lines} of the files"))
+    levels = ("error", "warning", "note")
+    return sorted(findings, key=lambda finding: levels.index(finding.level))
 
 
-_LEVELS = {"failure": "error", "interrupted": "error", "finding": "warning"}
+class _LauncherMessage(NamedTuple):
+    """What a launcher wrote, without the name of its log folder.
+
+    The launchers of several machines write the same message about one failure, each with a folder
+    of its own.
+    """
+
+    kind: str
+    lines: tuple[str, ...]
 
 
-def _told(record: Record) -> Iterator[Finding]:
-    """What the launchers have found; the launchers of several machines say the same."""
-    said = group_by_key(
-        ((told["kind"], *_without_folder(told)), (number, told))
-        for number, start in enumerate(record.starts, 1)
-        for told in start.told
-        if told["kind"] in _LEVELS
-    )
-    for (kind, head, *rest), places in said.items():
-        numbers = sorted({number for number, _ in places})
-        first, (_, last) = places[0][1], places[-1]
-        when = f"said by the launcher on {first['host']}, {clock_time(first['time'])}"
-        when += f", in start {format_ranges(numbers)}" if len(record.starts) > 1 else ""
-        often = sum(told["by"] == last["by"] for _, told in places)
-        when += f"; {often} times, the last {clock_time(last['time'])}" if often > 1 else ""
-        code = [f"exit code {last['exit_code']}"] if "exit_code" in last else []
-        folder = last["text"].splitlines()[-1:] if last["text"].count(_FOLDER) else []
-        yield Finding(_LEVELS[kind], head, (*rest, *folder, *code, when))
+def _launcher_findings(record: Record) -> Iterator[Finding]:
+    """Yields each different message of the launchers once."""
+    occurrences: dict[_LauncherMessage, list[tuple[int, LauncherLine]]] = {}
+    for number, start in enumerate(record.starts, 1):
+        for line in start.launcher_lines:
+            if line["kind"] in LEVEL_OF_LAUNCHER_KIND:
+                message = _LauncherMessage(line["kind"], _lines_without_log_folder(line["text"]))
+                occurrences.setdefault(message, []).append((number, line))
+    for message, places in occurrences.items():
+        start_numbers = sorted({number for number, _ in places})
+        launcher_lines = [line for _, line in places]
+        evidence = [*message.lines[1:]]
+        last = launcher_lines[-1]
+        if LOG_FOLDER_PREFIX in last["text"]:
+            evidence.append(last["text"].splitlines()[-1])
+        if "exit_code" in last:
+            evidence.append(f"exit code {last['exit_code']}")
+        in_starts = f", in start {format_ranges(start_numbers)}" if len(record.starts) > 1 else ""
+        evidence.append(_when(launcher_lines, in_starts))
+        yield Finding(LEVEL_OF_LAUNCHER_KIND[message.kind], message.lines[0], tuple(evidence))
 
 
-_FOLDER = "traceback and logs: "
+def _when(lines: Sequence[LauncherLine], in_starts: str) -> str:
+    """Says which launcher wrote a message, when, and how often.
+
+    Args:
+        lines: every occurrence of the message, in the order of time.
+        in_starts: which starts of the run that concerns.
+    """
+    first = lines[0]
+    last = lines[-1]
+    text = f"said by the launcher on {first['host']}, {clock_time(first['time'])}{in_starts}"
+    # Counted for one launcher: the other launchers wrote it as often.
+    times = sum(1 for line in lines if line["file"] == last["file"])
+    if times > 1:
+        text += f"; {times} times, the last {clock_time(last['time'])}"
+    return text
 
 
-def _without_folder(told: Mapping[str, Any]) -> list[str]:
-    return [line for line in told["text"].splitlines() if not line.startswith(_FOLDER)] or [""]
+def _lines_without_log_folder(text: str) -> tuple[str, ...]:
+    lines = [line for line in text.splitlines() if not line.startswith(LOG_FOLDER_PREFIX)]
+    return tuple(lines) if lines else ("",)
 
 
 def clock_time(seconds: float) -> str:
-    """`2026-11-23 22:15:03`, in the time zone of the reader."""
+    """Returns `2026-11-23 22:15:03`, in the time zone of the reader, for a `time.time()`."""
     return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
 
 
-def _restarted(number: int, before: Start, after: Start) -> Iterator[Finding]:
-    mains = before.main, after.main
-    hosts = {main.about.get("host") for main in mains}
+def first_step(record: RankRecord) -> float:
+    """Returns the number of the first step of a record that has rows, counted from 1."""
+    return float(record.column("step")[0] - record.column("steps")[0] + 1)
+
+
+def _restart_findings(number: int, before: Start, after: Start) -> Iterator[Finding]:
+    """Yields what is wrong between a start, whose number this is, and the next one."""
+    hosts = {before.main.header.get("host"), after.main.header.get("host")}
+    # The clocks of two hosts may differ, so times are compared on one host only.
     if before.last_time > after.time and len(hosts) == 1:
         yield Finding(
             "warning",
             f"starts {number} and {number + 1} ran at the same time: give each run a folder of its "
             "own",
-            (f"start {number} still trained at {clock_time(before.last_time)}",
-             f"start {number + 1} began at {clock_time(after.time)}"),
-        )  # fmt: skip
+            (
+                f"start {number} still trained at {clock_time(before.last_time)}",
+                f"start {number + 1} began at {clock_time(after.time)}",
+            ),
+        )
         return
     if before.end == "ok":
         return
-    words = f"start {number} of {count_noun(before.ranks, 'rank')} ended {ENDS[before.end]}"
-    steps = [main.column("step") for main in mains]
-    firsts = [step[0] - main.column("steps")[0] + 1 for step, main in zip(steps, mains, strict=True)
-              if len(step)]  # fmt: skip
-    evidence = [] if before.joined else ["none of its ranks came to lockstep.init"]
-    if len(firsts) == 2:
-        again = steps[0] >= firsts[1]
-        seconds = float(mains[0].seconds()[again].sum())
-        if again.any():
-            words += f"; the next one trained steps {firsts[1]:.0f} to {steps[0][-1]:.0f} again"
+    text = f"start {number} of {count_noun(before.num_ranks, 'rank')} ended {ENDINGS[before.end]}"
+    evidence = []
+    if not before.reached_init:
+        evidence.append("none of its ranks came to lockstep.init")
+    if before.main.rows and after.main.rows:
+        steps = before.main.column("step")
+        last_step = steps[-1]
+        next_first_step = first_step(after.main)
+        is_repeated = steps >= next_first_step
+        if is_repeated.any():
+            text += f"; the next one trained steps {next_first_step:.0f} to {last_step:.0f} again"
+            seconds = float(before.main.seconds()[is_repeated].sum())
             evidence.append(f"time spent on steps that were trained again: {duration(seconds)}")
-        evidence.append(f"its last step: {steps[0][-1]:.0f}, the next one's first: {firsts[1]:.0f}")
-    gap = after.time - before.last_time
-    evidence.append(f"from its last sign to the next start: {duration(gap)}")
-    yield Finding("warning", words, tuple(evidence))
+        evidence.append(
+            f"its last step: {last_step:.0f}, the next one's first: {next_first_step:.0f}"
+        )
+    pause = after.time - before.last_time
+    evidence.append(f"from its last sign to the next start: {duration(pause)}")
+    yield Finding("warning", text, tuple(evidence))
 
 
-ENDS = {
-    "failed": "by a failure",
-    "interrupted": "by a signal",
-    "restarted": "as the machines of the run changed",
-    None: "without a word: it was killed",
-}
-"""How a start may end that does not end well."""
-
-
-def _losses(start: Start) -> Iterator[Finding]:
+def _loss_findings(start: Start) -> Iterator[Finding]:
+    """Yields an error if the loss became NaN or infinite, with the two losses before it."""
     steps, losses = start.loss()
-    if len(losses) and not np.isfinite(losses).all():
-        bad = int(np.argmin(np.isfinite(losses)))
-        shown = [f"step {steps[n]:.0f}: {losses[n]:.6g}" for n in range(max(0, bad - 2), bad + 1)]
-        words = f"the loss is not finite from step {steps[bad]:.0f} on"
-        yield Finding("error", words, tuple(shown))
+    is_finite = np.isfinite(losses)
+    if is_finite.all():
+        return
+    bad = int(np.argmin(is_finite))  # the first False
+    evidence = []
+    for index in range(max(0, bad - 2), bad + 1):
+        evidence.append(f"step {steps[index]:.0f}: {losses[index]:.6g}")
+    text = f"the loss is not finite from step {steps[bad]:.0f} on"
+    yield Finding("error", text, tuple(evidence))
 
 
-def _stragglers(start: Start) -> Iterator[Finding]:
+def _straggler_findings(start: Start) -> Iterator[Finding]:
+    """Yields a warning for each rank that works longer than the others, which wait for it."""
+    phases = phases_by_rank(start)
     work = work_by_rank(start)
     if len(work) < 2:
         return
+    # The slowest rank is left out, so that of two ranks the faster one is usual.
     usual = float(np.median(sorted(work.values())[:-1]))
-    phases = {rank: per_step(start.records[rank]) for rank in work}
-    slow = {}
+    slow_ranks = []
     for rank, seconds in work.items():
-        step = sum(phases[rank][phase] for phase in (*EVERY_STEP, "communication"))
-        if seconds - usual >= _SLOW * step:
-            slow[rank] = seconds
-    # Where half of the ranks are slow they are of two kinds, and each of them is named.
-    for rank, seconds in sorted(slow.items(), key=lambda item: -item[1])[:5]:
-        others = [of for other, of in phases.items() if other not in slow] or [*phases.values()]
-        more = {p: phases[rank][p] - float(np.median([of[p] for of in others])) for p in OWN}
-        most = max(EVERY_STEP, key=lambda phase: more[phase])
+        step_seconds = seconds + phases[rank]["communication"]
+        if seconds - usual >= STRAGGLER_MIN_EXCESS * step_seconds:
+            slow_ranks.append(rank)
+    other_phases = [seconds for rank, seconds in phases.items() if rank not in slow_ranks]
+    if not other_phases:
+        # All ranks count as slow if all their times are 0.
+        other_phases = [*phases.values()]
+    usual_phases = {
+        phase: float(np.median([seconds[phase] for seconds in other_phases]))
+        for phase in PHASES_WITHOUT_WAITING
+    }
+    slowest_first = sorted(slow_ranks, key=lambda rank: -work[rank])
+    for rank in slowest_first[:MAX_STRAGGLERS]:
+        host = start.records[rank].header.get("host", "an unknown host")
+        excess = {phase: phases[rank][phase] - usual_phases[phase] for phase in WORK_PHASES}
+        longest_excess = max(WORK_PHASES, key=lambda phase: excess[phase])
+        evidence = []
+        for phase in WORK_PHASES:
+            own_ms = phases[rank][phase] * 1e3
+            usual_ms = usual_phases[phase] * 1e3
+            evidence.append(f"{phase}: {own_ms:.3g} ms, the others {usual_ms:.3g} ms")
         yield Finding(
             "warning",
-            f"rank {rank} on {start.records[rank].about.get('host', 'an unknown host')} is a "
-            f"straggler: it works {seconds * 1e3:.3g} ms a step, the others {usual * 1e3:.3g} ms, "
-            f"and they wait for it; most of the difference is in {most}",
-            tuple(
-                f"{phase}: {phases[rank][phase] * 1e3:.3g} ms, "
-                f"the others {(phases[rank][phase] - more[phase]) * 1e3:.3g} ms"
-                for phase in EVERY_STEP
-            ),
+            f"rank {rank} on {host} is a straggler: it works {work[rank] * 1e3:.3g} ms a step, the "
+            f"others {usual * 1e3:.3g} ms, and they wait for it; most of the difference is in "
+            f"{longest_excess}",
+            tuple(evidence),
         )
-    if len(slow) > 5:
-        yield Finding("warning", f"{format_ranks(sorted(slow))} are slower than the others")
+    if len(slow_ranks) > MAX_STRAGGLERS:
+        yield Finding("warning", f"{format_ranks(sorted(slow_ranks))} are slower than the others")
 
 
-def _phases(start: Start) -> Iterator[Finding]:
-    by_rank = [of for record in start.records.values() if (of := per_step(record))]
-    for phase, (least, words, do) in _MUCH.items():
-        part = min((of[phase] / max(sum(of.values()), 1e-12) for of in by_rank), default=0.0)
-        if part >= least:
-            yield Finding("warning", f"all ranks {words} for {part:.0%} of the time: {do}")
+def _phase_findings(start: Start) -> Iterator[Finding]:
+    """Yields a warning for each phase that takes too much of a step, even on the fastest rank."""
+    phases = phases_by_rank(start)
+    if not phases:
+        return
+    for phase, limit in LONG_PHASES.items():
+        fractions = [
+            seconds[phase] / max(sum(seconds.values()), 1e-12) for seconds in phases.values()
+        ]
+        fraction = min(fractions)
+        if fraction >= limit.min_fraction:
+            yield Finding(
+                "warning",
+                f"all ranks {limit.ranks_do} for {fraction:.0%} of the time: {limit.advice}",
+            )
 
 
-def _warnings(record: Record) -> Iterator[Finding]:
-    """What rank 0 was warned of; in several starts it may be the same."""
-    said = group_by_key((w["warning"], w["step"]) for s in record.starts for w in s.main.warnings)
-    for text, steps in [*said.items()][:_MOST_WARNINGS]:
-        head, *rest = text.splitlines() or [""]
-        after = join_first([str(step) for step in steps])
-        yield Finding("warning", head, (*rest, f"warned after step {after}"))
+def _warning_findings(record: Record) -> Iterator[Finding]:
+    """Yields the first warnings that the run gave on rank 0, each different one once."""
+    steps_by_text: dict[str, list[str]] = {}
+    for start in record.starts:
+        for warning in start.main.warnings:
+            steps_by_text.setdefault(warning["warning"], []).append(str(warning["step"]))
+    for text in [*steps_by_text][:MAX_WARNINGS]:
+        lines = text.splitlines() or [""]
+        after_steps = f"warned after step {join_first(steps_by_text[text])}"
+        yield Finding("warning", lines[0], (*lines[1:], after_steps))
 
 
-def _unknown(start: Start) -> Iterator[Finding]:
-    about = start.main.about
-    rows = {rank for rank, record in start.records.items() if record.rows}
-    if rows and len(rows) < start.ranks:
-        silent = format_ranks({*range(start.ranks)} - rows)
-        words = f"no steps of {silent} are in the folder; without them the loss is not known"
-        yield Finding("note", words)
-    if not start.joined and start.end is not None:
+def _gap_findings(start: Start) -> Iterator[Finding]:
+    """Yields notes on what the record cannot tell about a start."""
+    header = start.main.header
+    ranks_with_rows = {rank for rank, record in start.records.items() if record.rows}
+    if ranks_with_rows and len(ranks_with_rows) < start.num_ranks:
+        missing = format_ranks(set(range(start.num_ranks)) - ranks_with_rows)
+        yield Finding(
+            "note", f"no steps of {missing} are in the folder; without them the loss is not known"
+        )
+    if not start.reached_init and start.end is not None:
         yield Finding(
             "note",
             "no rank came to lockstep.init, which begins the record of its steps: what is known is "
             "what the launcher has seen",
         )
-    if str(about.get("device", "")).startswith("cuda"):
+    strategy = header.get("strategy")
+    if str(header.get("device", "")).startswith("cuda"):
         yield Finding(
             "note",
             "the times are those of the CPU, which runs ahead of the GPU: the GPU's part, waiting "
             "for other GPUs among it, shows where the CPU waits for it",
         )
-    elif about.get("strategy") in COMMUNICATE_WITHIN and start.ranks > 1:
+    elif strategy in STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES and start.num_ranks > 1:
         yield Finding(
             "note",
-            f"{about['strategy']} communicates within forward and backward passes; that part of "
+            f"{strategy} communicates within forward and backward passes; that part of "
             "the communication is not known apart from them",
         )
 
 
-def totals(start: Start) -> Mapping[str, float]:
-    """Samples, steps, seconds, bytes sent by rank 0 and the most memory of any rank."""
-    main = start.main
-    if not main.rows:
-        return {"steps": 0.0, "samples": 0.0, "seconds": 0.0, "sent": 0.0, "memory": 0.0}
-    memory = [r.column("memory").max() for r in start.records.values() if r.rows]
-    return {
-        "steps": float(main.column("steps").sum()),
-        "samples": float(main.column("samples").sum()),
-        "seconds": float(main.column("at")[-1]),
-        "sent": float(main.column("sent")[-1] + main.column("shared")[-1]),
-        "memory": float(max(memory)),
-    }
+class Totals(NamedTuple):
+    """What a start did from its beginning to its end."""
+
+    seconds: float
+    bytes_sent: float
+    """By rank 0, to other ranks and into shared memory."""
+    peak_memory: float
+    """Bytes on the rank that needed most."""
+
+
+def totals(start: Start) -> Totals | None:
+    """Returns what a start did in all, or None if it has no rows."""
+    record = start.main
+    if not record.rows:
+        return None
+    peaks = [record.column("memory").max() for record in start.records.values() if record.rows]
+    return Totals(
+        seconds=float(record.column("at")[-1]),
+        bytes_sent=float(record.column("sent")[-1] + record.column("shared")[-1]),
+        peak_memory=float(max(peaks)),
+    )

@@ -1,14 +1,19 @@
 """The charts of a report, drawn by matplotlib as SVG.
 
-Colours are variables of the page's style sheet, which has them for light and for dark. Where there
-are more points or ranks than can be told apart, neighbours are averaged.
+A *start* is one start of the run (it may be started again after a failure), with a record of each
+rank; a *row* of a record covers one or several steps. If there are more rows or ranks than a chart
+can show, neighbours are averaged.
+
+The page's style sheet has the colours as variables, for light and for dark. Matplotlib takes no
+variables, so the charts are drawn with *placeholder colours*, which are replaced in the SVG.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,20 +22,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from lockstep.extensions.report.analysis import EVERY_STEP, per_step, work_by_rank
-from lockstep.extensions.report.reading import OWN, Floats, Record, Start, evaluation_name
+from lockstep.extensions.report.analysis import WORK_PHASES, phases_by_rank, work_by_rank
+from lockstep.extensions.report.reading import Floats, Record, Start, evaluation_name
+from lockstep.extensions.report.record_format import PHASES_WITHOUT_WAITING
 from lockstep.step import PHASES
 
-_ORDER = (*OWN, "communication")
-"""From below: what a rank does itself, then waiting for others."""
-_POINTS = 800
-_BINS = 160
-"""Of time, in the chart of all ranks over time."""
-_BARS = 32
-"""Ranks that have a bar each; more are drawn as one outline."""
-_NAMES = ("text", "grid", "line", *PHASES)
-_PLACES = {name: f"#0{number:x}0b0{number:x}" for number, name in enumerate(_NAMES)}
-"""Colours that stand for the variables: an SVG of matplotlib's takes colours alone."""
+STACKED_PHASES = (*PHASES_WITHOUT_WAITING, "communication")
+"""From the bottom to the top: what a rank does itself, then waiting for others."""
+MAX_POINTS = 800  # of a line
+MAX_COLUMNS = 160  # of the chart that shows all ranks over the steps
+MAX_BARS = 32  # if there are more ranks they are drawn as one outline
+MAX_POINTS_WITH_MARKERS = 39
+PAGE_WIDTH = 9.0  # inches
+
+_COLOR_VARIABLES = ("text", "grid", "line", *PHASES)
+_PLACEHOLDER_COLORS = {
+    variable: f"#0{number:x}0b0{number:x}" for number, variable in enumerate(_COLOR_VARIABLES)
+}
+"""The color that stands for each variable: #000b00, #010b01, ..."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "lockstep",
@@ -40,26 +49,29 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.edgecolor": _PLACES["grid"],
-    "axes.labelcolor": _PLACES["text"],
-    "grid.color": _PLACES["grid"],
+    "axes.edgecolor": _PLACEHOLDER_COLORS["grid"],
+    "axes.labelcolor": _PLACEHOLDER_COLORS["text"],
+    "grid.color": _PLACEHOLDER_COLORS["grid"],
     "grid.linewidth": 0.6,
-    "text.color": _PLACES["text"],
-    "text.parse_math": False,  # a metric's name may hold dollars
-    "xtick.color": _PLACES["text"],
-    "ytick.color": _PLACES["text"],
+    "text.color": _PLACEHOLDER_COLORS["text"],
+    "text.parse_math": False,  # a metric's name may have dollar signs
+    "xtick.color": _PLACEHOLDER_COLORS["text"],
+    "ytick.color": _PLACEHOLDER_COLORS["text"],
     "legend.frameon": False,
 }
+_METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
+# The id of an element, or a reference to one: id="text_1", href="#text_1", url(#text_1).
+_ID_OR_REFERENCE = re.compile(r'\b(id="|href="#|url\(#)(?=[\w.-])')
 
 
-def chart(name: str, height: float, draw: Callable[[Axes], Any], width: float = 9.0) -> str:
-    """One chart as SVG.
+def chart(name: str, height: float, draw: Callable[[Axes], Any], width: float = PAGE_WIDTH) -> str:
+    """Draws a chart and returns it as SVG.
 
     Args:
-        name: its own on the page.
+        name: the name of the chart, which no other chart of the page has.
         height: in inches.
-        draw: draws it.
-        width: in inches; the whole page has 9.
+        draw: called with the axes to draw on.
+        width: in inches.
     """
     with rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -71,136 +83,189 @@ def chart(name: str, height: float, draw: Callable[[Axes], Any], width: float = 
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # Where several charts are on one page, what they refer to must be told apart.
-    svg = re.sub(r'\b(id="|href="#|url\(#)(?=[\w.-])', rf"\1{name}-", svg)
-    for variable, place in _PLACES.items():
-        svg = svg.replace(place, f"var(--{variable})")
+    svg = _METADATA.sub("", svg)
+    # Ids must differ from those of the page's other charts.
+    svg = _ID_OR_REFERENCE.sub(rf"\1{name}-", svg)
+    for variable, color in _PLACEHOLDER_COLORS.items():
+        svg = svg.replace(color, f"var(--{variable})")
     return svg
 
 
-def averaged(values: Floats, weights: Floats, points: int = _POINTS) -> Floats:
-    """Means over neighbours, so that there are no more than so many points."""
-    if len(values) <= points:
-        return values
-    bounds = np.linspace(0, len(values), points + 1).astype(int)[:-1]
-    sums = np.add.reduceat(values * weights, bounds)
-    found: Floats = sums / np.maximum(np.add.reduceat(weights, bounds), 1e-12)
-    return found
-
-
-Line = tuple[Floats, Floats]
-"""Steps and values."""
-
-
-def lines(name: str, label: str, parts: Sequence[Line], *, unit: str | None = None) -> str:
-    """A value over the steps; one part for each start of the run.
+def averaged(values: Floats, weights: Floats, max_points: int = MAX_POINTS) -> Floats:
+    """Averages neighbours, so that at most `max_points` values remain.
 
     Args:
-        name: of the chart, on the page.
-        label: of the axis.
-        parts: the lines.
-        unit: what is counted, with prefixes such as kilo; None: plain numbers.
+        values: the values, shape (N,).
+        weights: the weight of each value in its average, shape (N,).
+        max_points: how many values may remain.
+    """
+    if len(values) <= max_points:
+        return values
+    group_begins = np.linspace(0, len(values), max_points + 1).astype(int)[:-1]
+    weighted_sums = np.add.reduceat(values * weights, group_begins)
+    weight_sums = np.add.reduceat(weights, group_begins)
+    means: Floats = weighted_sums / np.maximum(weight_sums, 1e-12)
+    return means
+
+
+@dataclass
+class Line:
+    """The values of a curve in one start of the run."""
+
+    steps: Floats
+    values: Floats
+
+
+@dataclass
+class Curve:
+    """A value over the steps of the run."""
+
+    title: str
+    label: str
+    """Of the vertical axis."""
+    unit: str | None
+    """The unit, which is shown with prefixes such as kilo; None for plain numbers."""
+    lines: list[Line]
+    """One for each start of the run; those of starts without a value are empty."""
+
+
+def draw_curve(name: str, curve: Curve) -> str:
+    """Draws a curve; a dashed line marks where the run was started again.
+
+    Args:
+        name: the name of the chart, which no other chart of the page has.
+        curve: what is drawn; some line of it must have values.
     """
 
     def draw(axes: Axes) -> None:
-        for steps, values in parts:
-            ones = np.ones(len(steps))
-            shown = averaged(steps, ones), averaged(values, ones)
-            marker = "." if len(steps) < 40 else ""
-            axes.plot(*shown, color=_PLACES["line"], linewidth=1.6, marker=marker)
-        for steps, _ in parts[1:]:
-            if len(steps):
-                axes.axvline(float(steps[0]), color=_PLACES["text"], linewidth=0.8, linestyle="--")
-        axes.set_xlim(left=min(float(steps[0]) for steps, _ in parts if len(steps)))
+        for line in curve.lines:
+            weights = np.ones(len(line.steps))
+            axes.plot(
+                averaged(line.steps, weights),
+                averaged(line.values, weights),
+                color=_PLACEHOLDER_COLORS["line"],
+                linewidth=1.6,
+                marker="." if len(line.steps) <= MAX_POINTS_WITH_MARKERS else "",
+            )
+        for line in curve.lines[1:]:
+            if len(line.steps):
+                restart = float(line.steps[0])
+                axes.axvline(
+                    restart, color=_PLACEHOLDER_COLORS["text"], linewidth=0.8, linestyle="--"
+                )
+        axes.set_xlim(left=min(float(line.steps[0]) for line in curve.lines if len(line.steps)))
         axes.set_xlabel("step")
-        axes.set_ylabel(label)
+        axes.set_ylabel(curve.label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if unit is not None:
-            axes.yaxis.set_major_formatter(EngFormatter(unit))
+        if curve.unit is not None:
+            axes.yaxis.set_major_formatter(EngFormatter(curve.unit))
 
     return chart(name, 2.4, draw, width=5.5)
 
 
 def by_rank(start: Start) -> str:
-    """Where the time of a step goes, for each rank; waiting for others on top."""
-    found = {rank: of for rank, r in sorted(start.records.items()) if (of := per_step(r))}
-    ranks = np.array([*found])
+    """Draws where the time of a step goes on each rank; waiting for others is on top."""
+    phases = phases_by_rank(start)
+    ranks = np.array([*phases])
 
     def draw(axes: Axes) -> None:
-        base = np.zeros(len(ranks))
-        for phase in _ORDER:
-            height = np.array([of[phase] for of in found.values()]) * 1e3
+        bottom = np.zeros(len(ranks))
+        for phase in STACKED_PHASES:
+            height = np.array([seconds[phase] for seconds in phases.values()]) * 1e3
             if not height.any():
                 continue
-            color = _PLACES[phase]
-            if len(ranks) <= _BARS:
-                axes.bar(ranks, height, 0.8, bottom=base, color=color, label=phase)
+            color = _PLACEHOLDER_COLORS[phase]
+            if len(ranks) <= MAX_BARS:
+                axes.bar(ranks, height, 0.8, bottom=bottom, color=color, label=phase)
             else:
                 edges = np.append(ranks - 0.5, ranks[-1] + 0.5)
-                axes.stairs(base + height, edges, baseline=base, fill=True, color=color,
-                            label=phase)  # fmt: skip
-            base = base + height
+                top = bottom + height
+                axes.stairs(top, edges, baseline=bottom, fill=True, color=color, label=phase)
+            bottom = bottom + height
         axes.set_xlabel("rank")
         axes.set_ylabel("ms a step")
-        if len(ranks) <= _BARS:
+        if len(ranks) <= MAX_BARS:
             axes.set_xticks(ranks)
         else:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlim(ranks[0] - 0.6, max(ranks[-1], ranks[0] + 3) + 0.6)
+        # Room for four bars at least, so that those of one rank are not as wide as the page.
+        last_place = max(ranks[-1], ranks[0] + 3)
+        axes.set_xlim(ranks[0] - 0.6, last_place + 0.6)
         axes.grid(visible=False, axis="x")
-        _legend(axes)
+        _draw_legend(axes)
 
     return chart("by-rank", 3.4, draw)
 
 
 def over_time(start: Start) -> str:
-    """Where the time of a step goes, as the run goes on: the mean over the ranks."""
-    rows = min(len(record.rows) for record in start.records.values() if record.rows)
+    """Draws where the time of a step goes, over the steps of the run: the mean over the ranks."""
     records = [record for record in start.records.values() if record.rows]
-    steps = records[0].column("steps")[:rows]
-    number = averaged(records[0].column("step")[:rows], steps)
+    # A rank may not have written its last rows yet.
+    num_rows = min(len(record.rows) for record in records)
+    steps_of_row = records[0].column("steps")[:num_rows]
+    step_numbers = averaged(records[0].column("step")[:num_rows], steps_of_row)
 
     def draw(axes: Axes) -> None:
-        heights = {}
-        for phase in _ORDER:
-            seconds = np.mean([record.column(phase)[:rows] for record in records], axis=0)
-            heights[phase] = averaged(seconds / steps, steps) * 1e3
+        heights: dict[str, Floats] = {}
+        for phase in STACKED_PHASES:
+            by_record = [record.column(phase)[:num_rows] for record in records]
+            seconds_of_row = np.mean(by_record, axis=0)
+            heights[phase] = averaged(seconds_of_row / steps_of_row, steps_of_row) * 1e3
         shown = {phase: height for phase, height in heights.items() if height.any()}
-        axes.stackplot(number, *shown.values(), labels=[*shown], linewidth=0,
-                       colors=[_PLACES[phase] for phase in shown])  # fmt: skip
-        # A few steps that took very long, such as those with a checkpoint, would hide the others.
-        total = np.sum([*heights.values()], axis=0)
-        axes.set_ylim(0, min(float(total.max()), 4 * float(np.median(total))) * 1.05 or 1)
-        axes.set_xlim(number[0], number[-1] if len(number) > 1 else number[0] + 1)
+        axes.stackplot(
+            step_numbers,
+            *shown.values(),
+            labels=[*shown],
+            linewidth=0,
+            colors=[_PLACEHOLDER_COLORS[phase] for phase in shown],
+        )
+        axes.set_ylim(0, _top_of_stack(heights))
+        right = step_numbers[-1] if len(step_numbers) > 1 else step_numbers[0] + 1
+        axes.set_xlim(step_numbers[0], right)
         axes.set_xlabel("step")
         axes.set_ylabel("ms a step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _legend(axes)
+        _draw_legend(axes)
 
     return chart("over-time", 3.0, draw)
 
 
+def _top_of_stack(heights: Mapping[str, Floats]) -> float:
+    """Returns where the vertical axis ends: at most at four times the median of all steps.
+
+    A few steps that took very long, such as those with a checkpoint, would hide the others.
+    """
+    totals = np.sum([*heights.values()], axis=0)
+    top = min(float(totals.max()), 4 * float(np.median(totals)))
+    return top * 1.05 or 1.0
+
+
 def slow_ranks(start: Start) -> str:
-    """How much longer or shorter than usual each rank works, as the run goes on."""
+    """Draws how much longer or shorter than the median rank each one works, over the steps."""
     ranks = [*work_by_rank(start)]
     records = [start.records[rank] for rank in ranks]
-    rows = min(len(record.rows) for record in records)
-    steps = records[0].column("steps")[:rows]
-    number = averaged(records[0].column("step")[:rows], steps, _BINS)
-    work = np.array([averaged(r.seconds(EVERY_STEP)[:rows] / steps, steps, _BINS) for r in records])
+    num_rows = min(len(record.rows) for record in records)
+    steps_of_row = records[0].column("steps")[:num_rows]
+    step_numbers = averaged(records[0].column("step")[:num_rows], steps_of_row, MAX_COLUMNS)
+    work_of_rank = []
+    for record in records:
+        seconds_per_step = record.seconds(WORK_PHASES)[:num_rows] / steps_of_row
+        work_of_rank.append(averaged(seconds_per_step, steps_of_row, MAX_COLUMNS))
+    work = np.array(work_of_rank)
     usual = np.maximum(np.median(work, axis=0), 1e-12)
-    relative = np.clip(work / usual - 1, -1, 1) * 100
+    percent = np.clip(work / usual - 1, -1, 1) * 100
+    left = step_numbers[0]
+    right = max(step_numbers[-1], step_numbers[0] + 1)
 
     def draw(axes: Axes) -> None:
         image = axes.imshow(
-            relative,
+            percent,
             aspect="auto",
             interpolation="nearest",
             cmap="RdBu_r",
             vmin=-60,
             vmax=60,
-            extent=(number[0], max(number[-1], number[0] + 1), ranks[-1] + 0.5, ranks[0] - 0.5),
+            extent=(left, right, ranks[-1] + 0.5, ranks[0] - 0.5),
         )
         axes.set_xlabel("step")
         axes.set_ylabel("rank")
@@ -212,40 +277,60 @@ def slow_ranks(start: Start) -> str:
     return chart("slow-ranks", min(5.0, 1.6 + 0.12 * len(ranks)), draw)
 
 
-def _legend(axes: Axes) -> None:
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(PHASES), fontsize=10,
-                handlelength=1.0, columnspacing=1.2)  # fmt: skip
+def _draw_legend(axes: Axes) -> None:
+    """Draws the legend above the chart, in one line."""
+    axes.legend(
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=len(PHASES),
+        fontsize=10,
+        handlelength=1.0,
+        columnspacing=1.2,
+    )
 
 
-def series(record: Record) -> list[tuple[str, str, str | None, list[Line]]]:
-    """What is drawn over the steps: title, label, unit, and a line for each start."""
+def curves(record: Record) -> list[Curve]:
+    """Returns all curves of a record that have a finite value."""
     starts = record.starts
-    found: list[tuple[str, str, str | None, list[Line]]] = [
-        ("Loss", "loss", None, [start.loss() for start in starts])
-    ]
-    names: dict[str, list[Line]] = {}
-    for number, start in enumerate(starts):
-        points: dict[str, list[tuple[float, float]]] = {}
-        for told in start.main.logged:
-            kind = "running mean of a pass" if told["training"] else evaluation_name(told)
-            for name, value in told["logged"].items():
-                points.setdefault(f"{name} ({kind})", []).append((told["step"], value))
-        for name, pairs in points.items():
-            parts = names.setdefault(name, [])
-            parts += [(np.empty(0), np.empty(0))] * (number - len(parts))
-            parts.append((np.array([p[0] for p in pairs]), np.array([p[1] for p in pairs])))
-    found += [(name, name.partition(" (")[0], None, parts) for name, parts in sorted(names.items())]
-    mains = [(start.main.column("step"), start.main.curves()) for start in starts]
-    found += [
-        (title, label, unit, [(steps, curves[name]) for steps, curves in mains])
-        for title, label, unit, name in (
-            ("Throughput", "samples/s", "", "samples_per_second"),
-            ("Learning rate", "learning rate", None, "learning_rate"),
-            ("Memory, the most so far on rank 0", "memory", "B", "memory_bytes"),
-        )
-    ]
-    return [
-        (title, label, unit, parts)
-        for title, label, unit, parts in found
-        if any(len(values) and np.isfinite(values).any() for _, values in parts)
-    ]
+    found = [Curve("Loss", "loss", None, [Line(*start.loss()) for start in starts])]
+    found += _logged_curves(starts)
+    steps_of_start = [start.main.column("step") for start in starts]
+    curves_of_start = [start.main.curves() for start in starts]
+    for title, label, unit, name in (
+        ("Throughput", "samples/s", "", "samples_per_second"),
+        ("Learning rate", "learning rate", None, "learning_rate"),
+        ("Memory, the most so far on rank 0", "memory", "B", "memory_bytes"),
+    ):
+        lines = []
+        for steps, values_by_name in zip(steps_of_start, curves_of_start, strict=True):
+            lines.append(Line(steps, values_by_name[name]))
+        found.append(Curve(title, label, unit, lines))
+    return [curve for curve in found if _has_finite_value(curve)]
+
+
+def _has_finite_value(curve: Curve) -> bool:
+    return any(np.isfinite(line.values).any() for line in curve.lines)
+
+
+def _logged_curves(starts: Sequence[Start]) -> list[Curve]:
+    """Returns a curve for each name that the script logged, in training and in evaluations."""
+    lines_by_title: dict[str, list[Line]] = {}
+    for start_index, start in enumerate(starts):
+        points_by_title: dict[str, list[tuple[float, float]]] = {}
+        for logged in start.main.logged:
+            kind = "running mean of a pass" if logged["training"] else evaluation_name(logged)
+            for name, value in logged["logged"].items():
+                title = f"{name} ({kind})"
+                points_by_title.setdefault(title, []).append((logged["step"], value))
+        for title, points in points_by_title.items():
+            lines = lines_by_title.setdefault(title, [])
+            while len(lines) < start_index:
+                lines.append(Line(np.empty(0), np.empty(0)))  # not logged in that start
+            steps = np.array([step for step, _ in points])
+            values = np.array([value for _, value in points])
+            lines.append(Line(steps, values))
+    found = []
+    for title in sorted(lines_by_title):
+        label = title.partition(" (")[0]
+        found.append(Curve(title, label, None, lines_by_title[title]))
+    return found

@@ -1,7 +1,8 @@
-"""What rank 0 prints: plain lines and the block of choices, above a running bar if there is one.
+"""What rank 0 prints: plain lines and the block of choices, and how numbers and times are written.
 
-Nothing here asks for the rank: the caller is rank 0. `rich` is imported where it is needed, so
-that importing lockstep does not pay for it.
+While a progress bar is shown, all lines go through the *bar's console*, the object of `rich` that
+draws the bar, so that they appear above it. Nothing here asks for the rank: the caller is rank 0.
+`rich` is imported where it is needed, so that importing lockstep does not pay for it.
 """
 
 from __future__ import annotations
@@ -18,18 +19,24 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-_INDENT = 2
-_MIN_NAME, _MAX_VALUE, _MIN_REASON = 10, 24, 24
+# Columns of the block of choices.
+INDENT = 2
+MIN_NAME_WIDTH = 10
+MIN_REASON_WIDTH = 24
+MAX_ALIGNED_VALUE_WIDTH = 24  # the reason of a longer value follows it without alignment
+GAP = 2
 
-_with_bar: Console | None = None
+_bar_console: Console | None = None
 
 
 def open_console() -> Console:
-    """The console of the running bar, or a new one on stdout as it is now."""
+    """Returns the console of the running bar, or a new one on the present stdout."""
     from rich.console import Console
 
+    if _bar_console is not None:
+        return _bar_console
     columns = launcher_columns()
-    return _with_bar or Console(
+    return Console(
         markup=False,
         emoji=False,
         highlight=False,
@@ -39,138 +46,180 @@ def open_console() -> Console:
 
 
 def launcher_columns() -> int | None:
-    """How wide a line may be on the terminal of the launcher, which reads stdout through a pipe.
+    """Returns the width of the launcher's terminal, if the launcher prints our stdout there.
 
-    None: stdout is a terminal itself, or goes elsewhere.
+    The launcher reads this process's stdout through a pipe and tells the width by a variable. None
+    if stdout is a terminal itself, or goes elsewhere.
     """
     columns = os.environ.get("LOCKSTEP_TERMINAL_COLUMNS", "")
-    piped = not sys.stdout.isatty() and sys.stdout is sys.__stdout__
-    return int(columns) if piped and columns.isdigit() else None
+    if not columns.isdigit():
+        return None
+    # The script may have replaced sys.stdout, and what it writes there goes elsewhere.
+    is_replaced = sys.stdout is not sys.__stdout__
+    if sys.stdout.isatty() or is_replaced:
+        return None
+    return int(columns)
 
 
 def on_terminal() -> bool:
-    """Whether stdout can be drawn on; a pipe cannot, whatever is set to force colours on it."""
+    """Returns True if a bar can be drawn on stdout.
+
+    `rich` takes a pipe for a terminal where FORCE_COLOR is set; a bar cannot be drawn on it.
+    """
     return sys.stdout.isatty() and open_console().is_interactive
 
 
 def set_bar_console(console: Console | None) -> None:
-    """A bar runs on `console` from now on, so all lines must go through it; None: no longer."""
-    global _with_bar
-    _with_bar = console
+    """Sets the console of the running bar, through which all lines go; None if no bar runs."""
+    global _bar_console
+    _bar_console = console
 
 
 def print_line(text: str = "") -> None:
-    """Prints lines as they are, above the running bar if there is one; for rank 0 alone."""
-    if _with_bar is None:
+    """Prints the text as it is, above the running bar if there is one."""
+    if _bar_console is None:
         sys.stdout.write(encodable(text, sys.stdout.encoding) + "\n")
         sys.stdout.flush()
     else:
         from rich.text import Text
 
-        _with_bar.print(Text.from_ansi(encodable(text, _with_bar.encoding)), soft_wrap=True)
+        line = Text.from_ansi(encodable(text, _bar_console.encoding))
+        _bar_console.print(line, soft_wrap=True)
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """The text with `?` for what a stream of this encoding cannot print: no run ends over a dot."""
-    encoding = encoding or "utf-8"
+    """Returns the text with `?` in place of each character that the encoding does not have."""
+    if not encoding:
+        encoding = "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
 
 
-def title_of(size: int, hosts: int, version: str) -> str:
-    """Stands above the choices of a run of so many processes."""
-    several = "es" * (size > 1), "s" * (hosts > 1)
-    return f"lockstep {version} · {size} process{several[0]} on {hosts} host{several[1]}"
+def title_of(num_processes: int, num_hosts: int, version: str) -> str:
+    """Returns the line above the block of choices: `lockstep 0.1.0 · 2 processes on 1 host`."""
+    processes = "process" if num_processes == 1 else "processes"
+    hosts = "host" if num_hosts == 1 else "hosts"
+    return f"lockstep {version} · {num_processes} {processes} on {num_hosts} {hosts}"
 
 
 def print_choices(title: str, choices: Sequence[Choice]) -> None:
-    """Prints the title and one aligned line a choice; for rank 0 alone.
+    """Prints the title and one aligned line per choice.
 
-    On a terminal long reasons are wrapped between words; on anything else a choice is one line, so
-    that a log can be searched.
+    On a terminal long reasons are wrapped between words. Elsewhere each choice is one line, so that
+    a log can be searched.
     """
     if not _may_be_styled():
-        for parts in choice_rows(title, choices, None):
-            print_line("".join(parts))
+        for name, value, reason in choice_rows(title, choices, None):
+            print_line(name + value + reason)
         return
     from rich.text import Text
 
     console = open_console()
-    width = launcher_columns() or (console.width if on_terminal() else None)
-    for parts in choice_rows(title, choices, width):
-        name, value, reason = (encodable(part, console.encoding) for part in parts)
+    width = launcher_columns()
+    if width is None and on_terminal():
+        width = console.width
+    for row in choice_rows(title, choices, width):
+        name, value, reason = [encodable(part, console.encoding) for part in row]
         console.print(Text.assemble((name, "dim"), (value, "bold"), reason), soft_wrap=True)
 
 
 def _may_be_styled() -> bool:
-    """Whether `rich` should decide; a pipe that nobody forces to be more needs none of it."""
-    forced = any(os.environ.get(name) for name in ("FORCE_COLOR", "TTY_COMPATIBLE"))
-    terminal = sys.stdout.isatty() or launcher_columns() is not None
-    return terminal or forced or "IPython" in sys.modules or _with_bar is not None
+    """Returns False if stdout is an ordinary pipe or file, so that `rich` need not be imported."""
+    if _bar_console is not None:
+        return True
+    if sys.stdout.isatty() or launcher_columns() is not None:
+        return True
+    if os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE"):
+        return True
+    return "IPython" in sys.modules  # a notebook
 
 
 def choice_rows(
     title: str, choices: Sequence[Choice], width: int | None
 ) -> list[tuple[str, str, str]]:
-    """The block as rows of name, value and reason, each padded to stand where it belongs.
+    """Lays out the block of choices as rows of name, value and reason.
 
     Args:
         title: the line above the block.
         choices: in the order in which they are shown.
-        width: columns to stay within, where words are short enough; None: any.
+        width: the number of columns to wrap at, or None not to wrap. A word that is longer than a
+            line is not broken.
+
+    Returns:
+        The rows. Each part is padded with blanks, so that joined together they form the line.
     """
     rows = [("", line, "") for line in _wrap(title, width)]
-    name_width = max([_MIN_NAME, *(len(c.name) for c in choices)]) + 2
-    fitting = [len(c.value) for c in choices if len(c.value) <= _MAX_VALUE]
-    value_width = max([0, *fitting]) + 2
-    room = None if width is None else width - _INDENT - name_width
+    longest_name = max((len(choice.name) for choice in choices), default=0)
+    name_width = max(MIN_NAME_WIDTH, longest_name) + GAP
+    value_lengths = [len(choice.value) for choice in choices]
+    aligned_lengths = [length for length in value_lengths if length <= MAX_ALIGNED_VALUE_WIDTH]
+    value_width = max(aligned_lengths, default=0) + GAP
+    # What is left of a line for value and reason.
+    remaining = None if width is None else width - INDENT - name_width
+    reasons_fit_beside = remaining is None or remaining - value_width >= MIN_REASON_WIDTH
     for name, value, reason in choices:
-        text, hanging = f"{value}  {reason}", 2
-        if len(value) + 2 <= value_width and (room is None or room - value_width >= _MIN_REASON):
-            text, hanging = value.ljust(value_width) + reason, value_width
-        first, *others = _wrap(text.rstrip(), room, hanging)
-        shown = len(value)
-        rows.append((" " * _INDENT + name.ljust(name_width), first[:shown], first[shown:]))
-        rows += [(" " * (_INDENT + name_width), "", line) for line in others]
+        if reasons_fit_beside and len(value) + GAP <= value_width:
+            text = value.ljust(value_width) + reason
+            hanging_indent = value_width
+        else:
+            text = value + " " * GAP + reason
+            hanging_indent = GAP
+        first_line, *more_lines = _wrap(text.rstrip(), remaining, hanging_indent)
+        padded_name = " " * INDENT + name.ljust(name_width)
+        rows.append((padded_name, first_line[: len(value)], first_line[len(value) :]))
+        for line in more_lines:
+            rows.append((" " * len(padded_name), "", line))
     return rows
 
 
-def _wrap(text: str, width: int | None, hanging: int = 0) -> list[str]:
-    """Lines of whole words, all but the first of them indented; one line where width is None."""
+def _wrap(text: str, width: int | None, hanging_indent: int = 0) -> list[str]:
+    """Splits the text into lines between words; all but the first are indented.
+
+    With a width of None the text stays one line.
+    """
     if width is None:
         return [text]
-    return textwrap.wrap(
+    lines = textwrap.wrap(
         text,
-        max(width, hanging + 1),
-        subsequent_indent=" " * hanging,
+        max(width, hanging_indent + 1),
+        subsequent_indent=" " * hanging_indent,
         break_long_words=False,
         break_on_hyphens=False,
-    ) or [text]
+    )
+    return lines or [text]
 
 
 def thousands(number: float) -> str:
-    """`5 432`; two significant digits below ten."""
-    return f"{number:.2g}" if 0 < number < 9.95 else f"{number:,.0f}".replace(",", " ")
+    """Returns `5 432` for 5432.1; numbers below ten have two significant digits."""
+    if 0 < number < 9.95:
+        return f"{number:.2g}"
+    return f"{number:,.0f}".replace(",", " ")
 
 
 def rate(samples: int, seconds: float) -> str:
-    """`5 432 samples/s`."""
-    return f"{thousands(samples / seconds if seconds > 0 else 0.0)} samples/s"
+    """Returns `5 432 samples/s`."""
+    samples_per_second = samples / seconds if seconds > 0 else 0.0
+    return f"{thousands(samples_per_second)} samples/s"
 
 
 def clock(seconds: float) -> str:
-    """`0:07`, `2:05`, `1:02:05`."""
-    minutes, rest = divmod(round(seconds), 60)
+    """Returns `0:07`, `2:05` or `1:02:05`."""
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours != 0:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"
 
 
 def duration(seconds: float) -> str:
-    """`1.9 s` below a minute, else as `clock`."""
+    """Returns `1.9 s` below a minute, and otherwise what `clock` returns."""
     return f"{seconds:.1f} s" if seconds < 59.95 else clock(seconds)
 
 
 def number(value: float) -> str:
-    """Four significant digits or all before the point: `0.04120`, `12.35`, `54321`, `1.200e-05`."""
-    # What `#.4g` would write with an exponent, as far as it can be read without one.
-    text = f"{value:.0f}" if 9999.5 <= abs(value) < 9999999.5 else f"{value:#.4g}"
-    return text.rstrip(".")
+    """Returns four significant digits, or all digits before the point if there are up to seven.
+
+    For example `0.04120`, `12.35`, `54321`, `1.200e-05`.
+    """
+    if 9999.5 <= abs(value) < 9999999.5:
+        return f"{value:.0f}"  # the format below would write 5.432e+04
+    return f"{value:#.4g}".rstrip(".")

@@ -1,6 +1,7 @@
-"""The page of a run that goes on, served on this machine alone.
+"""The page of a run that is still running, served on this machine alone.
 
-It is drawn again where it is asked for and the record has grown, at most once in a while.
+The page is drawn again when a browser asks for it and the record has grown, but not too often:
+drawing takes seconds of a core, which the training may need too.
 """
 
 from __future__ import annotations
@@ -19,44 +20,53 @@ from lockstep.extensions.report.page import render
 from lockstep.extensions.report.reading import Record
 
 ADDRESS = "127.0.0.1"
-_REFRESH_S = 5.0
-_OLD_S = 60.0
-"""A page that is older is drawn again though nothing was added: it says for how long that is so."""
-_NAMES = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
+REFRESH_S = 5.0
+"""The browser loads the page again after this time."""
+MAX_AGE_S = 60.0
+"""An older page is drawn again even if the record did not grow: it says since when nothing came."""
+# The header `Host` of a request to this machine: localhost:8000, 127.0.0.1, [::1]:80.
+_OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
 
 
 class LivePage:
-    """The page as it is now.
+    """The page of a record, drawn again as the record grows.
 
     Args:
-        record: of the run; read again here.
-        baselines: of other runs.
+        record: the record of the run, which is refreshed here.
+        baselines: records of other runs to compare the throughput with.
     """
 
     def __init__(self, record: Record, baselines: Sequence[Record] = ()) -> None:
-        self._record, self._baselines = record, baselines
+        self._record = record
+        self._baselines = baselines
         self._lock = threading.Lock()
-        self._text, self._until, self._old_from = "", 0.0, 0.0
+        self._text = ""
+        self._next_look_s = 0.0
+        """Until then the page is not drawn again."""
+        self._outdated_s = 0.0
+        """From then on the page is drawn again even if the record did not grow."""
 
     def text(self) -> str:
-        """The page; drawing it takes seconds of a core, which the training may need too."""
+        """Returns the page, drawn again if it is time and there is something new."""
         with self._lock:
-            begun = time.monotonic()
-            if begun >= self._until:
-                if self._record.refresh() or begun >= self._old_from:
-                    self._old_from = begun + _OLD_S
-                    self._text = render(self._record, self._baselines, refresh_s=_REFRESH_S)
-                took = time.monotonic() - begun
-                self._until = time.monotonic() + max(_REFRESH_S / 2, 10 * took)
+            begin_s = time.monotonic()
+            if begin_s < self._next_look_s:
+                return self._text
+            if self._record.refresh() or begin_s >= self._outdated_s:
+                self._outdated_s = begin_s + MAX_AGE_S
+                self._text = render(self._record, self._baselines, refresh_s=REFRESH_S)
+            # At most a tenth of the time goes into drawing.
+            end_s = time.monotonic()
+            self._next_look_s = end_s + max(REFRESH_S / 2, 10 * (end_s - begin_s))
             return self._text
 
 
 def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
-    """A server of the page on loopback; the caller runs and closes it.
+    """Makes a server of the page on loopback; the caller runs and closes it.
 
     Args:
-        page: what it serves.
-        port: 0: any.
+        page: the page.
+        port: the port to listen on; 0 for any.
 
     Raises:
         SettingError: the port is taken.
@@ -64,12 +74,13 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def handle(self) -> None:
-            with contextlib.suppress(ConnectionError):  # the browser has gone
+            with contextlib.suppress(ConnectionError):  # the browser has closed the connection
                 super().handle()
 
         def do_GET(self) -> None:
-            # Another name for this address may be a foreign page's, which would read the answer.
-            if not _NAMES.fullmatch(self.headers.get("Host") or ""):
+            # A foreign site could let its own name point to this address, to read the answer in
+            # its visitor's browser (DNS rebinding). Its name stands in the header then.
+            if not _OWN_HOST.fullmatch(self.headers.get("Host") or ""):
                 self.send_error(HTTPStatus.FORBIDDEN)
                 return
             if urlsplit(self.path).path != "/":
@@ -88,7 +99,7 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Says nothing of requests."""
+            """Prints nothing about requests."""
 
     try:
         server = ThreadingHTTPServer((ADDRESS, port), Handler)
@@ -106,16 +117,16 @@ def serve(
     """Serves the page until Ctrl-C.
 
     Args:
-        record: of the run.
-        baselines: of other runs.
-        port: 0: any.
-        say: called with where it is.
+        record: the record of the run.
+        baselines: records of other runs to compare the throughput with.
+        port: the port to listen on; 0 for any.
+        say: called with a line that names the page's address.
 
     Raises:
         SettingError: the port is taken, or matplotlib is not installed.
     """
     page = LivePage(record, baselines)
-    page.text()  # what stands against it is heard now
+    page.text()  # raises at once if the page cannot be drawn
     with make_server(page, port) as server:
         say(f"http://{ADDRESS}:{server.server_port}/ on this machine alone; Ctrl-C ends it")
         server.serve_forever(poll_interval=0.2)

@@ -1,14 +1,18 @@
-"""One self-contained page of a run's record: no script, nothing from the network.
+"""The page of a record: one HTML file without scripts that loads nothing from the network.
 
-All text of the run's is escaped by Jinja; what is not is the SVG of matplotlib's, which escapes the
-names in it itself.
+A record has one or several *starts*, since a run may be started again after a failure, and each
+start has a record of every rank. What the record says is worked out in `analysis`, the charts are
+drawn in `charts`, and the template is `page.html`.
+
+Jinja escapes all text that comes from the run. Only the SVG of the charts is not escaped;
+matplotlib escapes the names in it.
 """
 
 from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,34 +20,41 @@ from typing import Any, NamedTuple
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.extensions.report import analysis
 from lockstep.extensions.report.console import clock, duration, number, thousands
-from lockstep.extensions.report.reading import RankRecord, Record, Start
+from lockstep.extensions.report.reading import (
+    Floats,
+    LauncherLine,
+    RankRecord,
+    Record,
+    Start,
+)
 from lockstep.step import PHASES
 from lockstep.units import format_bytes
 from lockstep.wording import count_noun, replace_unprintable
 
-_SILENT_S = 60.0
-"""A start without an end, of which nothing came for so long and four steps, is not running."""
-_SHOWN_LINES = 12
-"""Of the evidence of a finding; what follows is folded."""
+SILENT_S = 60.0
+"""A start without an end is not running if it wrote nothing for this long and for four steps."""
+SHOWN_EVIDENCE_LINES = 12
+"""More lines of evidence for a finding are folded."""
 
 
 class Chart(NamedTuple):
-    """A chart and what it shows, in words."""
+    """A chart of the page."""
 
     title: str
-    text: str
+    caption: str
+    """What the chart shows, also for readers who cannot see it."""
     svg: str
 
 
 def render(
     record: Record, baselines: Sequence[Record] = (), *, refresh_s: float | None = None
 ) -> str:
-    """The page.
+    """Returns the page of a record as HTML.
 
     Args:
-        record: of the run.
-        baselines: of other runs, such as one on one rank, to compare the throughput with.
-        refresh_s: seconds after which a browser is to load it again; None: never.
+        record: the record of the run.
+        baselines: records of other runs, such as one on one rank, to compare the throughput with.
+        refresh_s: after how many seconds a browser loads the page again; None for never.
 
     Raises:
         SettingError: matplotlib is not installed.
@@ -51,126 +62,133 @@ def render(
     try:
         import matplotlib as _  # noqa: F401
         from jinja2 import Environment
-        from markupsafe import Markup
     except ImportError as error:
         raise SettingError(
             "lockstep report",
             f"{error.name} is not installed",
             "pip install 'torch-lockstep[report]'",
         ) from None
-    last = record.starts[-1]
-    about = last.main.about
     environment = Environment(autoescape=True, trim_blocks=True)
-
-    def figure(chart: Chart) -> str:
-        head = Markup('<figure><h3>{}</h3><div class="wide" tabindex="0" role="group">').format(
-            chart.title
-        )
-        svg = chart.svg.replace(
-            "<svg", Markup('<svg role="img" aria-label="{}"').format(chart.text), 1
-        )
-        return Markup("{}{}</div><figcaption>{}</figcaption></figure>").format(
-            head, Markup(svg), chart.text
-        )
-
     template = environment.from_string(Path(__file__).with_name("page.html").read_text())
-    command = about.get("command") or ["a run"]
-    rates = analysis.scaling([s for each in (*baselines, record) for s in each.starts])
-    ledger, now = _ledger(record), analysis.clock_time(time.time())
-    choices = [*last.main.choices, *_versions(about)]
-    several = last.joined and last.ranks > 1
-    times, curves = _time_charts(last), _curves(record)
-    shown: dict[str, Any] = {
-        "Findings": True, "Time": times, "Curves": curves, "Scaling": rates or several,
-        "Starts": True, "Choices": choices, "Samples": ledger,
-    }  # fmt: skip
-    text = template.render(
-        figure=figure,
-        refresh_s=refresh_s,
-        title=f"{Path(command[0]).name} · {_state(last)}",
-        subtitle=f"{shlex.join(command)} · {record.folder} · read {now}",
-        parts=[name for name, content in shown.items() if content],
-        numbers=_numbers(record, last),
-        findings=analysis.find(record),
-        time=times,
-        curves=curves,
-        phases=PHASES,
-        ranks=[_rank_row(r) for _, r in sorted(last.records.items())],
-        scaling=[
-            (
-                s.ranks,
-                thousands(s.batch),
-                s.steps,
-                thousands(s.samples_s),
-                f"{times:.2f}",
-                f"{times / s.ranks:.0%}",
-            )
-            for s, times in rates
-        ],
-        working=_working(last),
-        several=several,
-        starts=[_start_row(n, start) for n, start in enumerate(record.starts, 1)],
-        shown=_SHOWN_LINES,
-        choices=choices,
-        ledger=ledger,
-    )
-    return text.encode(errors="backslashreplace").decode()  # a folder's name may be no text
+    text = template.render(**_template_variables(record, baselines), refresh_s=refresh_s)
+    # The name of a folder may have bytes that are not text and cannot be encoded.
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _template_variables(record: Record, baselines: Sequence[Record]) -> dict[str, Any]:
+    """Returns what the template fills in; the page shows the last start of the run at length."""
+    last = record.starts[-1]
+    command = last.main.header.get("command") or ["a run"]
+    read_at = analysis.clock_time(time.time())
+    variables = {
+        "title": f"{Path(command[0]).name} · {_state(last)}",
+        "subtitle": f"{shlex.join(command)} · {record.folder} · read {read_at}",
+        "numbers": _key_numbers(record, last),
+        "findings": analysis.find(record),
+        "shown": SHOWN_EVIDENCE_LINES,
+        "time": _time_charts(last),
+        "phases": PHASES,
+        "ranks": [_rank_row(rank_record) for _, rank_record in sorted(last.records.items())],
+        "curves": _curve_charts(record),
+        "scaling": _scaling_rows(record, baselines),
+        "several": last.reached_init and last.num_ranks > 1,
+        "working": _working_sentence(last),
+        "starts": [_start_row(number, start) for number, start in enumerate(record.starts, 1)],
+        "choices": [*last.main.choices, *_versions(last.main.header)],
+        "ledger": ledger_text(record),
+        "figure": _figure_html,
+    }
+    variables["parts"] = _parts(variables)
+    return variables
+
+
+def _parts(variables: Mapping[str, Any]) -> list[str]:
+    """Returns the parts of the page that are not empty; the links at its top lead to them."""
+    has_content = {
+        "Findings": True,
+        "Time": bool(variables["time"]),
+        "Curves": bool(variables["curves"]),
+        "Scaling": bool(variables["scaling"] or variables["several"]),
+        "Starts": True,
+        "Choices": bool(variables["choices"]),
+        "Samples": bool(variables["ledger"]),
+    }
+    return [part for part, is_shown in has_content.items() if is_shown]
+
+
+def _figure_html(chart: Chart) -> str:
+    """Returns a chart as HTML. `Markup.format` escapes what it inserts, unless that is Markup."""
+    from markupsafe import Markup
+
+    labelled_svg = Markup('<svg role="img" aria-label="{}"').format(chart.caption)
+    svg = Markup(chart.svg.replace("<svg", labelled_svg, 1))
+    return Markup(
+        '<figure><h3>{}</h3><div class="wide" tabindex="0" role="group">{}</div>'
+        "<figcaption>{}</figcaption></figure>"
+    ).format(chart.title, svg, chart.caption)
 
 
 def _state(start: Start) -> str:
-    """How a start has ended, or that it runs, as far as that can be told."""
+    """Says how a start has ended, or that it is running if its last row is recent enough."""
     if start.end is not None:
-        words = {"ok": "ended well", "restarted": "ended, to start again"}
-        before = " without" if start.end == "ok" else " before"
-        before = "" if start.joined else f"{before} lockstep.init"
-        return words.get(start.end, start.end) + before
-    longest = max(max(r.column("longest_s"), default=0.0) for r in start.records.values())
-    steps = max(max(r.column("steps"), default=1.0) for r in start.records.values())
-    quiet = time.time() - start.last_time
-    if not start.joined:
-        return f"not at lockstep.init, {clock(quiet)} after its start"
-    if quiet < _SILENT_S + 4 * longest * steps:
+        endings = {"ok": "ended well", "restarted": "ended, to start again"}
+        text = endings.get(start.end, start.end)
+        if not start.reached_init:
+            text += " without lockstep.init" if start.end == "ok" else " before lockstep.init"
+        return text
+    silent_s = time.time() - start.last_time
+    if not start.reached_init:
+        return f"not at lockstep.init, {clock(silent_s)} after its start"
+    records = start.records.values()
+    longest_step_s = max(max(record.column("longest_s"), default=0.0) for record in records)
+    steps_per_row = max(max(record.column("steps"), default=1.0) for record in records)
+    if silent_s < SILENT_S + 4 * longest_step_s * steps_per_row:
         return "running"
-    return f"without a word for {clock(quiet)}"
+    return f"without a word for {clock(silent_s)}"
 
 
-def _numbers(record: Record, last: Start) -> list[tuple[str, str]]:
-    found = analysis.totals(last)
-    _, losses = last.loss()
-    speed = analysis.speed(last)
-    hosts = {str(r.about.get("host")) for r in last.records.values()}
-    where = f" on {count_noun(len(hosts), 'host')}" if last.joined else ""
-    within = last.ranks > 1 and last.main.about.get("strategy") in analysis.COMMUNICATE_WITHIN
-    numbers = [("ranks", f"{last.ranks}{where}")]
-    if len(last.main.rows):
+def _key_numbers(record: Record, last: Start) -> list[tuple[str, str]]:
+    """Returns the numbers at the top of the page, each with its name."""
+    hosts = {str(rank_record.header.get("host")) for rank_record in last.records.values()}
+    on_hosts = f" on {count_noun(len(hosts), 'host')}" if last.reached_init else ""
+    numbers = [("ranks", f"{last.num_ranks}{on_hosts}")]
+    if last.main.rows:
         numbers.append(("last step", thousands(last.main.column("step")[-1])))
+    speed = analysis.speed(last)
     if speed is not None:
-        numbers.append(("throughput", f"{thousands(speed.samples_s)} samples/s"))
-        numbers.append(("time of a step", duration_of(speed.step_s)))
+        numbers.append(("throughput", f"{thousands(speed.samples_per_second)} samples/s"))
+        numbers.append(("time of a step", milliseconds_or_seconds(speed.seconds_per_step)))
+    _, losses = last.loss()
     if len(losses):
         numbers.append(("last loss", number(float(losses[-1]))))
     numbers.append(("starts", str(len(record.starts))))
-    if len(last.main.rows):
-        numbers += [
-            ("trained for", duration(found["seconds"])),
-            ("most memory of a rank", format_bytes(int(found["memory"]))),
-            (
-                "sent by rank 0",
-                "not known: torch sends" if within else format_bytes(int(found["sent"])),
-            ),
-        ]
+    totals = analysis.totals(last)
+    if totals is not None:
+        numbers.append(("trained for", duration(totals.seconds)))
+        numbers.append(("most memory of a rank", format_bytes(int(totals.peak_memory))))
+        numbers.append(("sent by rank 0", _sent(last, totals.bytes_sent)))
     return numbers
 
 
-def duration_of(seconds: float) -> str:
-    """`12.3 ms`, `1.25 s`."""
+def _sent(start: Start, num_bytes: float) -> str:
+    strategy = start.main.header.get("strategy")
+    within_passes = strategy in analysis.STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
+    if start.num_ranks > 1 and within_passes:
+        return "not known: torch sends"
+    return format_bytes(int(num_bytes))
+
+
+def milliseconds_or_seconds(seconds: float) -> str:
+    """Returns `12.3 ms` or `1.25 s`."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _time_charts(last: Start) -> list[Chart]:
+def _time_charts(start: Start) -> list[Chart]:
+    """Returns the charts of where the time of a step goes; none if there are no rows."""
     from lockstep.extensions.report import charts
 
-    if not analysis.work_by_rank(last):
+    num_ranks_with_rows = len(analysis.work_by_rank(start))
+    if num_ranks_with_rows == 0:
         return []
     found = [
         Chart(
@@ -178,118 +196,168 @@ def _time_charts(last: Start) -> list[Chart]:
             "Milliseconds of a step that each rank spends on each phase, first steps left out; "
             "communication is waiting for others, on top: the rank that waits least is the one "
             "that the others wait for.",
-            charts.by_rank(last),
+            charts.by_rank(start),
         ),
         Chart(
             "As the run goes on",
             "Milliseconds of a step by phase, mean over the ranks.",
-            charts.over_time(last),
+            charts.over_time(start),
         ),
     ]
-    if len(analysis.work_by_rank(last)) > 1:
+    if num_ranks_with_rows > 1:
         found.append(
             Chart(
                 "Ranks that are slower than the others",
                 "How much longer (red) or shorter (blue) than the median rank each works on a "
                 "step, waiting left out, as the run goes on.",
-                charts.slow_ranks(last),
+                charts.slow_ranks(start),
             )
         )
     return found
 
 
-def _curves(record: Record) -> list[Chart]:
+def _curve_charts(record: Record) -> list[Chart]:
     from lockstep.extensions.report import charts
 
-    return [
-        Chart(
-            title,
-            _range(label, parts, format_bytes if unit == "B" else number),
-            charts.lines(f"curve-{n}", label, parts, unit=unit),
-        )
-        for n, (title, label, unit, parts) in enumerate(charts.series(record))
-    ]
+    found = []
+    for index, curve in enumerate(charts.curves(record)):
+        steps = [line.steps for line in curve.lines if len(line.steps)]
+        values = [line.values for line in curve.lines if len(line.values)]
+        as_text = format_bytes if curve.unit == "B" else number
+        caption = _curve_caption(curve.label, steps, values, as_text)
+        found.append(Chart(curve.title, caption, charts.draw_curve(f"curve-{index}", curve)))
+    return found
 
 
-def _range(label: str, parts: Sequence[Any], word: Callable[[Any], str]) -> str:
-    """What a line shows, for those who do not see it."""
-    steps = [s for s, _ in parts if len(s)]
-    values = [v for _, v in parts if len(v)]
-    least, most = min(float(v.min()) for v in values), max(float(v.max()) for v in values)
+def _curve_caption(
+    label: str,
+    steps: Sequence[Floats],
+    values: Sequence[Floats],
+    as_text: Callable[[float], str],
+) -> str:
+    """Says in a sentence what a curve shows, for readers who cannot see it.
+
+    Args:
+        label: what the values are.
+        steps: the steps of each start of the run.
+        values: the values of each start, at these steps.
+        as_text: writes a value.
+    """
+    first_step = min(steps_of_start[0] for steps_of_start in steps)
+    last_step = max(steps_of_start[-1] for steps_of_start in steps)
+    least = min(float(values_of_start.min()) for values_of_start in values)
+    most = max(float(values_of_start.max()) for values_of_start in values)
+    first = float(values[0][0])
+    last = float(values[-1][-1])
     return (
-        f"{label} from step {min(s[0] for s in steps):.0f} to {max(s[-1] for s in steps):.0f}: "
-        f"begins at {word(float(values[0][0]))}, ends at {word(float(values[-1][-1]))}, "
-        f"least {word(least)}, most {word(most)}."
+        f"{label} from step {first_step:.0f} to {last_step:.0f}: "
+        f"begins at {as_text(first)}, ends at {as_text(last)}, "
+        f"least {as_text(least)}, most {as_text(most)}."
     )
 
 
-def _working(start: Start) -> str:
-    """How much faster than one rank they can be, from what each of them has measured."""
-    part = analysis.working(start)
-    if part is None:
+def _scaling_rows(record: Record, baselines: Sequence[Record]) -> list[tuple[object, ...]]:
+    """Returns the rows of the table that compares the run with one rank."""
+    starts: list[Start] = []
+    for baseline in baselines:
+        starts += baseline.starts
+    starts += record.starts
+    rows: list[tuple[object, ...]] = []
+    for speed, times_one_rank in analysis.scaling(starts):
+        rows.append(
+            (
+                speed.ranks,
+                thousands(speed.samples_per_step),
+                speed.steps,
+                thousands(speed.samples_per_second),
+                f"{times_one_rank:.2f}",
+                f"{times_one_rank / speed.ranks:.0%}",
+            )
+        )
+    return rows
+
+
+def _working_sentence(start: Start) -> str:
+    """Says how much faster than one rank the ranks can be at most; empty if that is not known."""
+    fraction = analysis.working_fraction(start)
+    if fraction is None:
         return ""
     return (
-        f"The {start.ranks} ranks worked for {part:.0%} of the time and waited for each other for "
-        f"the rest, so they were no more than {start.ranks * part:.3g} times as fast as one."
+        f"The {start.num_ranks} ranks worked for {fraction:.0%} of the time and waited for each "
+        f"other for the rest, so they were no more than {start.num_ranks * fraction:.3g} times as "
+        "fast as one."
     )
 
 
 def _rank_row(record: RankRecord) -> dict[str, Any]:
-    found = analysis.per_step(record)
-    longest = record.column("longest_s")[analysis.steady(record)]
+    """Returns the cells of a rank in the table of times."""
+    phases = analysis.seconds_per_step(record)
+    longest_s = record.column("longest_s")[analysis.steady_rows(record)]
     return {
         "rank": record.rank,
-        "host": record.about.get("host", "not known"),
-        "phases": [f"{found[phase] * 1e3:.3g}" if found else "" for phase in PHASES],
-        "longest": duration_of(float(longest.max())) if len(longest) else "",
+        "host": record.header.get("host", "not known"),
+        "phases": [f"{phases[phase] * 1e3:.3g}" if phases else "" for phase in PHASES],
+        "longest": milliseconds_or_seconds(float(longest_s.max())) if len(longest_s) else "",
         "memory": format_bytes(int(record.column("memory").max())) if record.rows else "",
     }
 
 
 def _start_row(number: int, start: Start) -> dict[str, Any]:
-    steps = start.main.column("step")
-    first = steps[0] - start.main.column("steps")[0] + 1 if len(steps) else 0
+    """Returns the cells of a start in the table of starts."""
+    steps = "none"
+    if start.main.rows:
+        last_step = start.main.column("step")[-1]
+        steps = f"{analysis.first_step(start.main):.0f} to {last_step:.0f}"
+    css_class = start.end if start.end in ("ok", "failed") else ""
+    failures = [line for line in start.launcher_lines if line["kind"] == "failure"]
     return {
         "number": number,
         "time": analysis.clock_time(start.time),
-        "ranks": start.ranks,
-        "steps": f"{first:.0f} to {steps[-1]:.0f}" if len(steps) else "none",
+        "ranks": start.num_ranks,
+        "steps": steps,
         "end": _state(start),
-        "level": {"ok": "ok", "failed": "failed"}.get(start.end or "", ""),
-        "why": next((_why(told) for told in start.told if told["kind"] == "failure"), ""),
+        "level": css_class,
+        "why": _failure_in_one_line(failures[0]) if failures else "",
     }
 
 
-def _why(told: dict[str, Any]) -> str:
-    """The first lines of a failure: which rank, and what it raised."""
-    return ": ".join(line.strip().rstrip(":") for line in told["text"].splitlines()[:2])
+def _failure_in_one_line(failure: LauncherLine) -> str:
+    """Joins the first two lines of a failure: which rank it was, and what it raised."""
+    lines = failure["text"].splitlines()[:2]
+    return ": ".join(line.strip().rstrip(":") for line in lines)
 
 
-def _versions(about: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _versions(header: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Returns the versions as rows for the table of choices, which have no reason."""
     names = ("lockstep", "torch", "python")
-    return [(name, str(about[name]), "") for name in names if name in about]
+    return [(name, str(header[name]), "") for name in names if name in header]
 
 
-def _ledger(record: Record) -> str:
-    """What the sample ledger tells, where the run has kept one."""
+def ledger_text(record: Record) -> str:
+    """Returns what the sample ledger of the run says; empty if the run kept none."""
     from lockstep.batch.ledger import SUFFIX
 
-    told = record.starts[-1].main.about.get("ledger")
-    if not told:
+    ledger_folder = record.starts[-1].main.header.get("ledger")
+    if not ledger_folder:
         return ""
     try:
-        # On another machine it may lie elsewhere, or with the record.
-        folder = Path(told) if Path(told).is_dir() else record.folder
+        folder = Path(ledger_folder)
+        if not folder.is_dir():
+            # The record is read on another machine; the ledger may have come with it.
+            folder = record.folder
         files = sorted(folder.glob(f"*{SUFFIX}"))
-        return _judged(folder, tuple((path, path.stat().st_size) for path in files))
+        return _judge_ledger(folder, tuple((path, path.stat().st_size) for path in files))
     except CheckpointError as error:
         return error.parts
 
 
 @lru_cache(maxsize=1)
-def _judged(folder: Path, sizes: tuple[tuple[Path, int], ...]) -> str:
-    """The same; a page that is drawn again does not judge again what has not grown."""
+def _judge_ledger(folder: Path, files_and_sizes: tuple[tuple[Path, int], ...]) -> str:
+    """Judges a ledger. The sizes make the cache forget the result when a file has grown."""
     from lockstep.batch.ledger import judge
 
-    lines = judge(folder).lines()
-    return "\n".join(replace_unprintable(line) if "\n" not in line else line for line in lines)
+    lines = []
+    for line in judge(folder).lines():
+        # A finding has two lines, whose line break is not to be replaced.
+        lines.append(line if "\n" in line else replace_unprintable(line))
+    return "\n".join(lines)

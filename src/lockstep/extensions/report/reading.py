@@ -1,17 +1,19 @@
-"""Reads what the ranks of a run have written down, and what their launchers have.
+"""Reads the record of a run: what its ranks and its launchers wrote down.
 
-Needs no torch. A file may still grow: reading it again costs as much as what has been added.
+A `Record` is one folder. It has one or several *starts*, since a run may be started again after a
+failure, and each `Start` has the file of every rank (`RankRecord`) and the lines that the launchers
+wrote meanwhile. A *row* covers one or several optimizer steps; `record_format` lists its columns.
+
+A file may still grow while it is read: reading the folder again costs as much as what was added.
+Torch is not needed here.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,135 +21,86 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import CheckpointError
+from lockstep.extensions.report.record_format import (
+    COLUMN_INDEX,
+    FORMAT_VERSION,
+    RANK_INFIX,
+    RECORD_SUFFIX,
+    parse_line,
+)
 from lockstep.step import PHASES
 from lockstep.wording import join_first
 
-FORMAT = 1
-NAME, SUFFIX = ".rank", ".record"
-LAUNCHER = ".launcher"
-"""In the name of a launcher's file."""
-COLUMNS = (
-    "step", "steps", "at", "longest_s", "loss", "learning_rate", "samples", "memory", "sent",
-    "shared", *PHASES,
-)  # fmt: skip
-"""Of a row: the number of its last step, from 1; how many steps it is of; seconds from the start of
-the record; seconds of the longest step; the mean over its steps of this rank's part of the loss,
-whose mean over the ranks is the loss of the global batch; the learning rate; samples on all ranks;
-the most memory so far, in bytes; bytes sent to other ranks and written into shared memory since the
-start; and seconds spent on each phase, in all of its steps."""
-_COLUMN = {name: number for number, name in enumerate(COLUMNS)}
-_LOSS = _COLUMN["loss"]
-OWN = tuple(phase for phase in PHASES if phase != "communication")
-"""The phases in which a rank does not wait for others."""
-
-_ENDS = {"failure": "failed", "interrupted": "interrupted", "end": "ok"}
-"""What the line of a launcher says of how a start has ended."""
-
 Floats = npt.NDArray[np.float64]
+LauncherLine = dict[str, Any]
+"""What a launcher wrote: `kind`, `text`, `host`, `time`, and `file`, the name of the file.
+
+Its kinds are `start` (it starts the ranks), `failure`, `interrupted` (by a signal), `restart` (it
+is about to start the ranks again), `end` (all ranks ended well) and `finding` (what the watchdog
+saw)."""
+
+_ENDING_OF_KIND = {"failure": "failed", "interrupted": "interrupted", "end": "ok"}
+"""The kinds of launchers' lines that end a start, and how the start has ended then."""
 
 
-_BEGUN = {"ranks": 0.0, "time": 0.0, "host": "", "command": [""]}
-_SCHEMA: dict[str, dict[str, Any]] = {
-    "record": _BEGUN,
-    "choices": {"choices": [("", "", "")]},
-    "logged": {"logged": {"": math.nan}, "training": True, "pass": "", "step": 0.0},
-    "warning": {"warning": "", "step": 0.0},
-    "end": {"end": ""},
-    "kind": {"kind": "", "time": 0.0, "text": "", "host": ""},
-    "start": {"kind": "", "text": "", **_BEGUN},
-}
-"""What a line that is no row is like: the first of them that it has says of what kind it is."""
-
-
-def _matches(value: Any, form: Any) -> bool:
-    """Whether it has the types of the form, and the names of a dict or any names for `""`, the
-    length of a tuple, and finite numbers, or any for NaN.
-    """
-    match form:
-        case {"": of}:
-            return isinstance(value, dict) and all(_matches(v, of) for v in value.values())
-        case dict():
-            return isinstance(value, dict) and all(
-                _matches(value.get(n), of) for n, of in form.items()
-            )
-        case tuple():
-            return _matches(value, [""]) and len(value) == len(form)
-        case list():
-            return isinstance(value, list) and all(_matches(v, form[0]) for v in value)
-        case float():
-            finite = isinstance(value, int | float) and abs(value) < 2**63
-            return finite or (math.isnan(form) and isinstance(value, float))
-    return isinstance(value, type(form))
-
-
-def _parse(line: bytes) -> Any:
-    """What a line says, a row in floats; None: nothing."""
-    with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
-        value = json.loads(line)
-        if b"\\ud" in line:  # halves of what is no text, such as bytes of a file's name
-            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-        if isinstance(value, list):
-            row = [math.nan if number is None else float(number) for number in value]
-            others = sum(row[:_LOSS]) + sum(row[_LOSS + 2 :])  # loss and rate may be not finite
-            whole = len(row) == len(COLUMNS) and row[1] > 0 and math.isfinite(others)
-            return row if whole else None
-        kind = next((kind for kind in _SCHEMA if kind in value), "")
-        if kind == "kind" and value[kind] == "start":
-            kind = "start"
-        later = kind == "record" and isinstance(value[kind], int) and value[kind] > FORMAT
-        return value if kind and (later or _matches(value, _SCHEMA[kind])) else None
-    return None
-
-
-class _Lines:
-    """A file of lines of JSON that may still grow."""
+class _GrowingFile:
+    """A file of lines to which another process may still add."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._at = path, 0
-        self.unread = 0
-        """Lines that were not understood, as of a disk that was full, and then was not."""
+        self._path = path
+        self._position = 0
+        self.num_unread_lines = 0
+        """How many lines were not understood."""
 
-    def new(self) -> Iterator[Any]:
-        """The values of the whole lines that have been added."""
+    def read_new_lines(self) -> Iterator[Any]:
+        """Yields the row or object of each complete line that was added since the last call."""
         with open(self._path, "rb") as file:
-            file.seek(self._at)
+            file.seek(self._position)
             data = file.read()
-        whole = data.rfind(b"\n") + 1
-        self._at += whole
-        for line in data[:whole].splitlines():
-            value = _parse(line)
+        complete_bytes = data.rfind(b"\n") + 1
+        self._position += complete_bytes
+        for line in data[:complete_bytes].splitlines():
+            value = parse_line(line)
             if value is None:
-                self.unread += 1
+                self.num_unread_lines += 1
             else:
                 yield value
 
 
-def evaluation_name(told: dict[str, Any]) -> str:
-    """Which one it was: what its pass is called, where that is not the number of the epoch."""
-    return re.sub(r"^(epoch \d+)?$", "evaluation", told["pass"])
+def evaluation_name(logged: dict[str, Any]) -> str:
+    """Returns what to call an evaluation whose means were logged.
+
+    That is the description which the script gave its pass, such as "validation". A pass without a
+    description, or one that is called "epoch 3" like the pass of training, is "evaluation".
+    """
+    description: str = logged["pass"]
+    if re.fullmatch(r"(epoch \d+)?", description):
+        return "evaluation"
+    return description
 
 
 @dataclass
 class RankRecord:
-    """What one rank has written in one start of the run."""
+    """What one rank wrote in one start of the run."""
 
     rank: int
-    about: dict[str, Any] = field(default_factory=dict)
-    """The first line: `host`, `device`, `command`, ...; empty: it was not written."""
+    header: dict[str, Any] = field(default_factory=dict)
+    """The first line of the file: `host`, `device`, `command`, ...; empty if it is missing."""
     choices: list[list[str]] = field(default_factory=list)
-    """Name, value and reason of each."""
+    """A [name, value, reason] for each choice that the run printed."""
     logged: list[dict[str, Any]] = field(default_factory=list)
+    """The means that the script passed to `World.log`."""
     warnings: list[dict[str, Any]] = field(default_factory=list)
     end: str | None = None
-    """`ok` or `failed`; None: it was killed, or still runs."""
+    """`ok` or `failed`; None if the rank was killed or still runs."""
     rows: list[list[float]] = field(default_factory=list)
 
     def add(self, line: Any) -> None:
-        """Takes up a line of the file."""
+        """Adds a row or an object that was read from the file."""
         if isinstance(line, list):
             self.rows.append(line)
         elif "record" in line:
-            self.about = line
+            self.header = line
         elif "choices" in line:
             self.choices += line["choices"]
         elif "logged" in line:
@@ -158,16 +111,18 @@ class RankRecord:
             self.end = line["end"]
 
     def column(self, name: str) -> Floats:
-        """The values of a column, one a row."""
-        return np.array([row[_COLUMN[name]] for row in self.rows], dtype=np.float64)
+        """Returns one column of `COLUMNS`, with one value per row."""
+        index = COLUMN_INDEX[name]
+        return np.array([row[index] for row in self.rows], dtype=np.float64)
 
     def seconds(self, phases: Sequence[str] = PHASES) -> Floats:
-        """Of each row, in some of the phases together."""
-        summed: Floats = np.sum([self.column(p) for p in phases], axis=0, dtype=np.float64)
-        return summed
+        """Returns the seconds that each row spent in the given phases together."""
+        by_phase = [self.column(phase) for phase in phases]
+        total: Floats = np.sum(by_phase, axis=0, dtype=np.float64)
+        return total
 
     def curves(self) -> dict[str, Floats]:
-        """What is drawn over the steps, but for the loss: by name, a value a row."""
+        """Returns all curves over the steps except the loss: by name, one value per row."""
         seconds = self.seconds()
         return {
             "learning_rate": self.column("learning_rate"),
@@ -179,82 +134,103 @@ class RankRecord:
 
 @dataclass
 class Start:
-    """One start of the run."""
+    """One start of the run: from the moment its ranks were started to their end."""
 
     name: str
+    """What the names of its files begin with: the nanoseconds of its time, `-`, an id."""
     records: dict[int, RankRecord] = field(default_factory=dict)
-    joined: bool = True
-    """The ranks came to `lockstep.init`; if not, all that is known is what the launcher wrote."""
-    told: list[dict[str, Any]] = field(default_factory=list)
-    """What the launchers have written from here to the next start: `kind`, `text`, `host`, `time`;
-    `by`, the name of the file."""
+    """The records of its ranks, by rank."""
+    reached_init: bool = True
+    """False if no rank reached `lockstep.init`: then only the launcher wrote about this start."""
+    launcher_lines: list[LauncherLine] = field(default_factory=list)
+    """What launchers wrote from this start to the next one, in the order of time."""
 
     @property
     def time(self) -> float:
         """When it began, as `time.time()`."""
-        return int(self.name.partition("-")[0]) / 1e9
+        nanoseconds = self.name.partition("-")[0]
+        return int(nanoseconds) / 1e9
 
     @property
     def main(self) -> RankRecord:
-        """That of rank 0, or of the first that there is."""
+        """The record of rank 0, or of the lowest rank if rank 0 wrote none."""
         return self.records[min(self.records)]
 
     @property
-    def ranks(self) -> int:
-        """How many the run had, whether they have written or not."""
-        told = (int(record.about["ranks"]) for record in self._written())
-        return max([len(self.records), *told])
+    def num_ranks(self) -> int:
+        """How many ranks this start had, including those whose files are missing."""
+        sizes = [int(record.header["ranks"]) for record in self._records_with_header()]
+        return max([len(self.records), *sizes])
 
     @property
     def last_time(self) -> float:
-        """When its last row was written, or it began."""
-        written = [record for record in self._written() if record.rows]
-        ends = [float(r.about["time"]) + r.rows[-1][_COLUMN["at"]] for r in written]
-        return max([self.time, *ends])
+        """When the last row was written, or when the start began if there is no row."""
+        latest = self.time
+        for record in self._records_with_header():
+            if record.rows:
+                seconds_to_last_row = record.rows[-1][COLUMN_INDEX["at"]]
+                latest = max(latest, float(record.header["time"]) + seconds_to_last_row)
+        return latest
 
     @property
     def end(self) -> str | None:
-        """`ok`: all ranks came to the end; `failed`: one has failed; `interrupted`: by a signal to
-        the launcher; `restarted`: with other machines; None: nobody has said it.
+        """How the start ended, by what its launchers and its ranks wrote.
+
+        `ok` if all ranks ended well, `failed` if one of them failed, `interrupted` if a signal to
+        the launcher ended it, `restarted` if the launcher began again with other machines, None if
+        nobody wrote anything about the end.
         """
-        kinds = [told["kind"] for told in self.told]
-        said = {_ENDS[kind] for kind in kinds if kind in _ENDS}
-        for end in ("interrupted", "failed"):
-            if end in said:
-                return end
-        if "restart" in kinds:
-            return "restarted"
-        ends = {record.end for record in self.records.values()}
-        if "failed" in ends:
+        launcher_kinds = {line["kind"] for line in self.launcher_lines}
+        rank_ends = {record.end for record in self.records.values()}
+        if "interrupted" in launcher_kinds:
+            return "interrupted"
+        if "failure" in launcher_kinds:
             return "failed"
-        all_well = ends == {"ok"} and len(self.records) == self.ranks
-        return "ok" if "ok" in said or all_well else None
+        if "restart" in launcher_kinds:
+            return "restarted"
+        if "failed" in rank_ends:
+            return "failed"
+        all_ranks_ended_well = rank_ends == {"ok"} and len(self.records) == self.num_ranks
+        if "end" in launcher_kinds or all_ranks_ended_well:
+            return "ok"
+        return None
 
     def loss(self) -> tuple[Floats, Floats]:
-        """Steps, and the loss of their global batches: the mean over the ranks that count.
+        """Returns the steps and the loss of their global batches: the mean over the ranks.
 
-        Rows that not all of them have written yet are left out; without a rank's file, all are.
+        Ranks that only repeat the work of another rank, as in a pipeline, are left out. So are rows
+        that some rank has not written yet. Both arrays are empty if the file of a rank is missing,
+        or if the script never called `World.backward`, which is given the loss.
         """
-        counting = [r for r in self._written() if r.about.get("contributes")]
-        if not counting or len(self._written()) < self.ranks:
-            return np.empty(0), np.empty(0)
-        by_rank = [dict(zip(zip(r.column("step").tolist(), r.column("steps").tolist(), strict=True),
-                            r.column("loss").tolist(), strict=True)) for r in counting]  # fmt: skip
-        keys = [key for key in by_rank[0] if all(key in others for others in by_rank[1:])]
-        losses = np.array([np.mean([losses[key] for losses in by_rank]) for key in keys])
-        if np.isnan(losses).all():  # it was not given to `World.backward`
-            return np.empty(0), np.empty(0)
-        return np.array([key[0] for key in keys]), losses
+        nothing = (np.empty(0), np.empty(0))
+        records = self._records_with_header()
+        contributing = [record for record in records if record.header.get("contributes")]
+        if not contributing or len(records) < self.num_ranks:
+            return nothing
+        # Rows of two ranks belong together if they end at the same step and cover as many steps.
+        loss_by_row = []
+        for record in contributing:
+            rows = zip(record.column("step").tolist(), record.column("steps").tolist(), strict=True)
+            loss_by_row.append(dict(zip(rows, record.column("loss").tolist(), strict=True)))
+        steps = []
+        means = []
+        for row in loss_by_row[0]:
+            if all(row in losses for losses in loss_by_row):
+                steps.append(row[0])
+                means.append(np.mean([losses[row] for losses in loss_by_row]))
+        if np.isnan(means).all():
+            return nothing
+        return np.array(steps), np.array(means)
 
-    def _written(self) -> list[RankRecord]:
-        return [record for record in self.records.values() if record.about]
+    def _records_with_header(self) -> list[RankRecord]:
+        return [record for record in self.records.values() if record.header]
 
 
 class Record:
-    """All that is in a folder.
+    """All that is in the folder of a record.
 
     Args:
-        folder: that `lockstep run --report` was given.
+        folder: the folder that was given to `lockstep run --report`.
 
     Raises:
         CheckpointError: there is no record, or one of a later version.
@@ -263,92 +239,134 @@ class Record:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.starts: list[Start] = []
-        self._of_ranks: dict[str, Start] = {}
-        self._of_launchers: dict[str, list[dict[str, Any]]] = {}
-        self._lines: dict[str, _Lines] = {}
+        """In the order of time."""
+        self._starts_of_ranks: dict[str, Start] = {}
+        """The starts that reached `lockstep.init`, by their names."""
+        self._launcher_lines: dict[str, list[LauncherLine]] = {}
+        """By the name of the launcher's file."""
+        self._files: dict[str, _GrowingFile] = {}
         self.refresh()
         if not self.starts:
-            inside = sorted({path.parent.name for path in self.folder.glob(f"*/*{SUFFIX}")})
-            found = "the folder holds none" if self.folder.is_dir() else "there is no such folder"
-            do = "train with lockstep run --report FOLDER, and give that folder"
-            if inside:
-                do = f"give one of the folders in it that hold one: {join_first(inside)}"
-            if self.folder.is_file():
-                found, do = "it is a file", f"give its folder: {self.folder.parent}"
-            raise CheckpointError(f"the record of a run in {self.folder}", found, do)
+            raise _no_record(self.folder)
 
     def refresh(self) -> bool:
-        """Reads what has been added since; whether that was anything.
+        """Reads what was added since the last call; returns True if there was anything.
 
         Raises:
-            CheckpointError: it cannot be read, or is of a later version.
+            CheckpointError: the folder cannot be read, or its record is of a later version.
         """
-        changed = False
+        num_lines = 0
         try:
-            for path in sorted(self.folder.glob(f"*{SUFFIX}")):
-                name, _, rank = path.name.removesuffix(SUFFIX).rpartition(NAME)
-                lines = self._lines.setdefault(path.name, _Lines(path)).new()
-                if not (rank.isdecimal() and name.partition("-")[0].isdecimal()):
-                    told = self._of_launchers.setdefault(path.name, [])
-                    before = len(told)
-                    told += [{**line, "by": path.name} for line in lines if "kind" in line]
-                    changed |= len(told) > before
-                    continue
-                # A file that is still empty tells that there is such a rank.
-                start = self._of_ranks.setdefault(name, Start(name))
-                record = start.records.setdefault(int(rank), RankRecord(int(rank)))
-                for line in lines:
-                    changed = True
-                    if isinstance(line, dict) and line.get("record", FORMAT) != FORMAT:
-                        raise CheckpointError(
-                            f"the record of a run in {self.folder}",
-                            f"{path.name} is of version {line['record']}, and {FORMAT} is read",
-                            "read it with the Lockstep that wrote it",
-                        )
-                    record.add(line)
+            for path in sorted(self.folder.glob(f"*{RECORD_SUFFIX}")):
+                num_lines += self._read_file(path)
         except OSError as error:
             raise CheckpointError(
                 f"the record of a run in {self.folder}",
                 f"it cannot be read: {error}",
                 "make it readable, or copy the folder",
             ) from error
-        every = [*self._of_ranks.values(), *self._not_joined()]
-        self.starts = sorted(every, key=lambda start: start.name)
-        told = sorted((t for of in self._of_launchers.values() for t in of), key=itemgetter("time"))
-        for start, after in zip(self.starts, [*self.starts[1:], None], strict=False):
-            start.told = [
-                t
-                for t in told
-                if t["kind"] != "start"
-                and (start is self.starts[0] or t["time"] >= start.time)
-                and (after is None or t["time"] < after.time)
-            ]
-        return changed
+        starts = [*self._starts_of_ranks.values(), *self._starts_without_ranks()]
+        self.starts = sorted(starts, key=lambda start: start.name)
+        self._assign_launcher_lines()
+        return num_lines > 0
+
+    def _read_file(self, path: Path) -> int:
+        """Adds the new lines of one file; returns how many were understood."""
+        lines = self._files.setdefault(path.name, _GrowingFile(path)).read_new_lines()
+        start_name, _, rank = path.name.removesuffix(RECORD_SUFFIX).rpartition(RANK_INFIX)
+        nanoseconds = start_name.partition("-")[0]
+        if not (rank.isdecimal() and nanoseconds.isdecimal()):
+            return self._add_launcher_lines(path.name, lines)
+        # An empty file counts too: it tells that there is such a rank.
+        start = self._starts_of_ranks.setdefault(start_name, Start(start_name))
+        record = start.records.setdefault(int(rank), RankRecord(int(rank)))
+        num_lines = 0
+        for line in lines:
+            num_lines += 1
+            if isinstance(line, dict) and line.get("record", FORMAT_VERSION) != FORMAT_VERSION:
+                raise CheckpointError(
+                    f"the record of a run in {self.folder}",
+                    f"{path.name} is of version {line['record']}, and {FORMAT_VERSION} is read",
+                    "read it with the Lockstep that wrote it",
+                )
+            record.add(line)
+        return num_lines
+
+    def _add_launcher_lines(self, file_name: str, lines: Iterator[Any]) -> int:
+        known = self._launcher_lines.setdefault(file_name, [])
+        num_lines = 0
+        for line in lines:
+            if "kind" in line:
+                known.append({**line, "file": file_name})
+                num_lines += 1
+        return num_lines
+
+    def _assign_launcher_lines(self) -> None:
+        """Gives each start the lines that launchers wrote from its beginning to the next start."""
+        lines = [line for line in self._all_launcher_lines() if line["kind"] != "start"]
+        lines.sort(key=lambda line: line["time"])
+        for number, start in enumerate(self.starts):
+            # What was written before the first start belongs to the first.
+            begin = start.time if number > 0 else -math.inf
+            is_last = number == len(self.starts) - 1
+            end = math.inf if is_last else self.starts[number + 1].time
+            start.launcher_lines = [line for line in lines if begin <= line["time"] < end]
+
+    def _all_launcher_lines(self) -> list[LauncherLine]:
+        all_lines = []
+        for lines in self._launcher_lines.values():
+            all_lines += lines
+        return all_lines
 
     @property
-    def unread(self) -> int:
-        """Lines that were not understood."""
-        return sum(lines.unread for lines in self._lines.values())
+    def num_unread_lines(self) -> int:
+        """How many lines of all files were not understood."""
+        return sum(file.num_unread_lines for file in self._files.values())
 
     @property
-    def over(self) -> bool:
-        """The last start has ended, and its launcher, where it had one, begins no other."""
-        last, before = self.starts[-1], self.starts[-2].time if self.starts[1:] else -math.inf
-        told = (t for of in self._of_launchers.values() for t in of if t["kind"] == "start")
-        kinds = {t["kind"] for t in last.told}
-        if any(before < t["time"] <= last.time for t in told):
-            return bool(kinds & _ENDS.keys()) and "restart" not in kinds
+    def is_over(self) -> bool:
+        """True if the last start has ended and its launcher, if it had one, starts no other."""
+        last = self.starts[-1]
+        time_before = self.starts[-2].time if len(self.starts) > 1 else -math.inf
+        kinds = {line["kind"] for line in last.launcher_lines}
+        for line in self._all_launcher_lines():
+            if line["kind"] == "start" and time_before < line["time"] <= last.time:
+                # A launcher began the last start, so its lines say whether there will be another.
+                has_ended = not kinds.isdisjoint(_ENDING_OF_KIND)
+                return has_ended and "restart" not in kinds
         return last.end is not None
 
-    def _not_joined(self) -> Iterator[Start]:
-        """Those of which no rank came to `lockstep.init`, as far as launchers know of them."""
-        times = [start.time for start in self._of_ranks.values()]
-        for told in self._of_launchers.values():
-            for number, line in enumerate(told):
+    def _starts_without_ranks(self) -> Iterator[Start]:
+        """Yields the starts of which only launchers know, since no rank reached `lockstep.init`."""
+        times_of_ranks = [start.time for start in self._starts_of_ranks.values()]
+        for lines in self._launcher_lines.values():
+            for index, line in enumerate(lines):
                 if line["kind"] != "start":
                     continue
-                ends = (t["time"] for t in told[number + 1 :] if t["kind"] in _ENDS)
-                until = next(ends, math.inf)
-                if not any(line["time"] <= time <= until for time in times):
-                    name = f"{int(line['time'] * 1e9):020d}-{line['by']}"
-                    yield Start(name, {0: RankRecord(0, line)}, joined=False)
+                begin = line["time"]
+                end = _time_of_end(lines[index + 1 :])
+                if any(begin <= time <= end for time in times_of_ranks):
+                    continue
+                name = f"{int(begin * 1e9):020d}-{line['file']}"
+                yield Start(name, {0: RankRecord(0, line)}, reached_init=False)
+
+
+def _time_of_end(lines: Sequence[LauncherLine]) -> float:
+    """Returns the time of the first line that ends a start, or infinity if there is none."""
+    for line in lines:
+        if line["kind"] in _ENDING_OF_KIND:
+            return float(line["time"])
+    return math.inf
+
+
+def _no_record(folder: Path) -> CheckpointError:
+    """Returns the error of a folder without a record, with advice on what was meant instead."""
+    found = "the folder holds none" if folder.is_dir() else "there is no such folder"
+    advice = "train with lockstep run --report FOLDER, and give that folder"
+    subfolders = sorted({path.parent.name for path in folder.glob(f"*/*{RECORD_SUFFIX}")})
+    if subfolders:
+        advice = f"give one of the folders in it that hold one: {join_first(subfolders)}"
+    if folder.is_file():
+        found = "it is a file"
+        advice = f"give its folder: {folder.parent}"
+    return CheckpointError(f"the record of a run in {folder}", found, advice)

@@ -1,16 +1,13 @@
-"""The record of a run: every rank writes down how its steps go, for `lockstep report`.
+"""Writes the record of a run: every rank notes how its steps go, for `lockstep report`.
 
-A folder holds one file for each rank and each start of the run, whose name tells which. A file is
-lines of JSON that are only ever added to, once a second: what a killed process leaves behind is
-whole but for its last line, and lacks the last second. A line is
+A *row* is a JSON list with what this rank measured in one or several optimizer steps in a row (see
+`record_format`); choices, logged means, warnings and the end of the run are JSON objects. A row
+covers one step at first, and twice as many after every 64 rows, so that a run of a million steps
+writes nine hundred. The rows of all ranks cover the same steps.
 
-* `{"record": 1, ...}`, the first: who writes, and what the columns of its rows are;
-* a list, a row: the sums over one or several steps in a row (`COLUMNS`);
-* `{"choices": ...}`, `{"logged": ...}`, `{"warning": ...}`, `{"end": ...}`.
-
-A row is of one step in the beginning, and of twice as many after every 64 rows: a run of a million
-steps writes nine hundred. The rows of all ranks are of the same steps. Nothing is sent for it,
-and no device is waited for.
+Each rank and each start of the run has a file of its own, to which lines are only ever added, once
+a second. A process that is killed leaves a file that lacks the last second, and perhaps a part of
+its last line. No rank sends anything for the record, and no rank waits for its device.
 """
 
 from __future__ import annotations
@@ -24,7 +21,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,40 +31,50 @@ from lockstep.batch.ledger import open_on_all_ranks
 from lockstep.communication.link import traffic
 from lockstep.distributed.process_group import Run
 from lockstep.errors import on_warning, warn
-from lockstep.extensions.report.reading import COLUMNS, FORMAT, NAME, SUFFIX
+from lockstep.extensions.report.record_format import (
+    COLUMN_INDEX,
+    COLUMNS,
+    FORMAT_VERSION,
+    RANK_INFIX,
+    RECORD_SUFFIX,
+)
 from lockstep.step import PHASES, Callback
 
-_ROWS = 64
-"""After so many rows the next ones are of twice as many steps."""
-_MEMORY_EVERY_S = _WRITE_EVERY_S = 1.0
+ROWS_BEFORE_DOUBLING = 64
+"""After this number of rows, the next rows cover twice as many steps each."""
+WRITE_INTERVAL_S = 1.0
+MEMORY_INTERVAL_S = 1.0
 
 
 class Recorder(Callback):
     """Writes down how this rank's steps go.
 
     Args:
-        folder: where; made when it is needed.
-        run: whose steps.
-        optimizers: all prepared ones, for the learning rate; the list may still grow.
-        about: what else stands in the first line.
+        folder: the folder of the record, which is made if it does not exist.
+        run: the run whose steps are recorded.
+        optimizers: all prepared optimizers, whose first gives the learning rate. More may be added
+            to the list later.
+        header: more fields for the first line of the file.
 
     Raises:
-        SettingError: on all ranks, where one cannot write there.
+        SettingError: some rank cannot write there; raised on all ranks.
     """
 
     def __init__(
-        self, folder: str, run: Run, optimizers: Sequence[torch.optim.Optimizer], **about: Any
+        self, folder: str, run: Run, optimizers: Sequence[torch.optim.Optimizer], **header: Any
     ) -> None:
-        topology, self._folder = run.topology, folder
-        self._step, self._optimizers, self._device = run.step, optimizers, run.device
+        topology = run.topology
+        self._folder = folder
+        self._step = run.step
+        self._optimizers = optimizers
+        self._device = run.device
         self._is_main = topology.is_main
-        self._lines: list[object] = []
-        self._file: io.FileIO | None = open_on_all_ranks(
-            folder, run.collectives, f"{NAME}{topology.rank}{SUFFIX}", "report"
-        )
+        name = f"{RANK_INFIX}{topology.rank}{RECORD_SUFFIX}"
+        self._file: io.FileIO | None = open_on_all_ranks(folder, run.collectives, name, "report")
+        self._unwritten_lines: list[object] = []
         self._write(
             {
-                "record": FORMAT,
+                "record": FORMAT_VERSION,
                 "rank": topology.rank,
                 "ranks": topology.size,
                 "contributes": run.collectives.contributes,
@@ -77,170 +85,225 @@ class Recorder(Callback):
                 "python": platform.python_version(),
                 "torch": torch.__version__,
                 "columns": COLUMNS,
-                **about,
+                **header,
             }
         )
-        self._began = self._last = self._since = time.perf_counter()
-        self._blocked, self._phase = traffic.blocked_s, "other"
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._every, self._rows = 1, 0
-        self._steps = self._samples = self._losses = 0
-        self._loss: float | Tensor = 0.0
-        self._longest_s = 0.0
-        self._memory, self._memory_at = 0, -_MEMORY_EVERY_S
-        self._written_at = 0.0
-        self._means: dict[str, Any] | None = None
-        self._copied: _Row | None = None
+        self._begin_s = time.perf_counter()
+        self._written_at_s = 0.0  # as all times with "at", in seconds since _begin_s
+        self._peak_memory_bytes = 0
+        self._memory_measured_at_s = -MEMORY_INTERVAL_S
+        # The phase that goes on: since when, and how long this rank had been blocked by then.
+        self._phase = "other"
+        self._phase_begin_s = self._begin_s
+        self._blocked_before_phase_s = traffic.blocked_s
+        # What the next row will have.
+        self._last_step_end_s = self._begin_s
+        self._longest_step_s = 0.0
+        self._phase_seconds = dict.fromkeys(PHASES, 0.0)
+        self._num_steps = 0
+        self._num_samples = 0
+        self._loss_sum: float | Tensor = 0.0
+        self._num_losses = 0
+        self._steps_per_row = 1
+        self._num_rows = 0
+        self._logged: dict[str, Any] | None = None
+        self._row_without_loss: _RowWithoutLoss | None = None
         run.step.enter_phase = self._wait_for_training
         run.at_end.append(self.close)
         if self._is_main:
-            on_warning.append(self._warned)
+            on_warning.append(self._write_warning)
 
     def close(self, failed: bool) -> None:
-        """Writes the last row, and how the run has ended on this rank; then nothing more."""
-        if self._warned in on_warning:
-            on_warning.remove(self._warned)
+        """Writes the last row and how the run ended on this rank; nothing is written after it."""
+        if self._write_warning in on_warning:
+            on_warning.remove(self._write_warning)
         if self._file is not None and not self._file.closed:
-            # What has broken the device may make it wait for ever.
-            if self._steps and not (failed and self._device.type == "cuda"):
+            # After a failure a GPU may never finish its work, so the loss is not waited for.
+            device_may_hang = failed and self._device.type == "cuda"
+            if self._num_steps > 0 and not device_may_hang:
                 self._end_row(self._step.number - 1)
-            self._write_copied(wait=not failed)
+            self._finish_row_without_loss(wait=not failed)
             self._write({"end": "failed" if failed else "ok", "time": time.time()})
             self._close_file()
         self._step.enter_phase = lambda phase: "other"
 
     def stepped(self, number: int) -> None:
-        """Counts the step, and writes a row when it is time."""
+        """Adds the step to the present row, and ends the row if it covers enough steps."""
         now = time.perf_counter()
-        self._longest_s = max(self._longest_s, now - self._last)
-        self._last = now
+        self._longest_step_s = max(self._longest_step_s, now - self._last_step_end_s)
+        self._last_step_end_s = now
         running = self._step.running
-        self._steps += 1
-        self._samples += running.micro_batch.count
+        self._num_steps += 1
+        self._num_samples += running.micro_batch.count
         loss = running.loss
         if isinstance(loss, Tensor):
-            self._loss = self._loss + (loss if loss.is_cuda else loss.item())
-            self._losses += 1
-        if self._steps == self._every:
+            # A loss on a GPU is summed up there: reading its value would wait for the GPU.
+            self._loss_sum = self._loss_sum + (loss if loss.is_cuda else loss.item())
+            self._num_losses += 1
+        if self._num_steps == self._steps_per_row:
             self._end_row(number)
 
     def announced(self, choices: Sequence[tuple[str, str, str]]) -> None:
-        """Writes down what was chosen."""
+        """Writes down the choices that the run printed."""
         self._write({"choices": choices})
 
     def logged(self, description: str, means: Mapping[str, float], *, complete: bool) -> None:
-        """Writes down what `world.log` was given: once a row, and at the end of a pass."""
-        if self._is_main and means:
-            self._means = {
-                "logged": dict(means),
-                "pass": description,
-                "training": torch.is_grad_enabled(),
-                "step": self._step.number,
-                "complete": complete,
-            }
-            if complete:
-                self._write(self._means)
-                self._means = None
+        """Writes down the means of `world.log`: once per row, and at the end of a pass."""
+        if not self._is_main or not means:
+            return
+        self._logged = {
+            "logged": dict(means),
+            "pass": description,
+            "training": torch.is_grad_enabled(),
+            "step": self._step.number,
+            "complete": complete,
+        }
+        if complete:
+            self._write(self._logged)
+            self._logged = None
 
-    def _warned(self, text: str) -> None:
+    def _write_warning(self, text: str) -> None:
         self._write({"warning": text, "step": self._step.number, "time": time.time()})
 
     def _wait_for_training(self, phase: str) -> str:
-        """What comes before the first batch belongs to no step."""
+        """Stands for `Step.enter_phase` until the first batch: the time before it is left out."""
         if phase in ("data", "backward", "optimizer"):
-            self._last = self._since = time.perf_counter()
-            self._blocked, self._phase = traffic.blocked_s, phase
-            self._step.enter_phase = self._enter
+            now = time.perf_counter()
+            self._last_step_end_s = now
+            self._phase = phase
+            self._phase_begin_s = now
+            self._blocked_before_phase_s = traffic.blocked_s
+            self._step.enter_phase = self._enter_phase
         return "other"
 
-    def _enter(self, phase: str) -> str:
-        now, before, since = time.perf_counter(), self._phase, self._since
-        if self._blocked != traffic.blocked_s:
-            waited = traffic.blocked_s - self._blocked
-            self._seconds["communication"] += waited
-            self._blocked += waited
-            since += waited
-        self._seconds[before] += now - since
-        self._phase, self._since = phase, now
-        return before
+    def _enter_phase(self, phase: str) -> str:
+        """Ends the present phase and begins another; returns the name of the one that ended.
+
+        The time in which this rank waited for others counts as communication, in whichever phase
+        it waited.
+        """
+        now = time.perf_counter()
+        ended_phase = self._phase
+        begin_s = self._phase_begin_s
+        if self._blocked_before_phase_s != traffic.blocked_s:
+            blocked_s = traffic.blocked_s - self._blocked_before_phase_s
+            self._phase_seconds["communication"] += blocked_s
+            self._blocked_before_phase_s += blocked_s
+            begin_s += blocked_s
+        self._phase_seconds[ended_phase] += now - begin_s
+        self._phase = phase
+        self._phase_begin_s = now
+        return ended_phase
 
     def _end_row(self, number: int) -> None:
+        """Ends the present row with the step of this number, counted from 0."""
+        # The present phase goes on, but its time up to now belongs to this row.
         self._step.enter_phase(self._phase)
-        self._write_copied(wait=True)
-        at = self._since - self._began
-        if at - self._memory_at >= _MEMORY_EVERY_S:
-            self._memory, self._memory_at = self._peak_memory(), at
-        values = [
-            number + 1, self._steps, at, self._longest_s, None, self._learning_rate(),
-            self._samples, self._memory, traffic.sent, traffic.shared, *self._seconds.values(),
-        ]  # fmt: skip
-        self._copied = _Row(values, *self._loss_on_host())
-        self._write_copied(wait=False)
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._steps = self._samples = self._losses = 0
-        self._loss, self._longest_s = 0.0, 0.0
-        self._rows += 1
-        if self._rows % _ROWS == 0:
-            self._every *= 2
-        if self._means is not None:
-            self._lines.append(self._means)
-            self._means = None
-        if at - self._written_at >= _WRITE_EVERY_S:
-            self._written_at = at
+        self._finish_row_without_loss(wait=True)
+        now_s = self._phase_begin_s - self._begin_s
+        if now_s - self._memory_measured_at_s >= MEMORY_INTERVAL_S:
+            self._peak_memory_bytes = self._measure_peak_memory()
+            self._memory_measured_at_s = now_s
+        row = {
+            "step": number + 1,
+            "steps": self._num_steps,
+            "at": now_s,
+            "longest_s": self._longest_step_s,
+            "loss": None,
+            "learning_rate": self._learning_rate(),
+            "samples": self._num_samples,
+            "memory": self._peak_memory_bytes,
+            "sent": traffic.sent,
+            "shared": traffic.shared,
+            **self._phase_seconds,
+        }
+        self._row_without_loss = self._start_copying_loss([row[name] for name in COLUMNS])
+        self._finish_row_without_loss(wait=False)
+        self._phase_seconds = dict.fromkeys(PHASES, 0.0)
+        self._num_steps = 0
+        self._num_samples = 0
+        self._loss_sum = 0.0
+        self._num_losses = 0
+        self._longest_step_s = 0.0
+        self._num_rows += 1
+        if self._num_rows % ROWS_BEFORE_DOUBLING == 0:
+            self._steps_per_row *= 2
+        if self._logged is not None:
+            self._unwritten_lines.append(self._logged)
+            self._logged = None
+        if now_s - self._written_at_s >= WRITE_INTERVAL_S:
+            self._written_at_s = now_s
             self._write()
 
-    def _loss_on_host(self) -> tuple[float | Tensor | None, Any]:
-        """The mean of the row's losses, and what tells when it has come from the device."""
-        if not self._losses:
-            return None, None
-        mean = self._loss / self._losses
+    def _start_copying_loss(self, row: list[Any]) -> _RowWithoutLoss:
+        """Computes the mean loss of the row; from a GPU it is copied without waiting for it."""
+        if self._num_losses == 0:
+            return _RowWithoutLoss(row, None, None)
+        mean = self._loss_sum / self._num_losses
         if not isinstance(mean, Tensor):
-            return mean, None
-        host = torch.empty((), dtype=mean.dtype, pin_memory=True)
-        host.copy_(mean.reshape(()), non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(mean.device))
-        return host, event
+            return _RowWithoutLoss(row, mean, None)
+        on_host = torch.empty((), dtype=mean.dtype, pin_memory=True)
+        on_host.copy_(mean.reshape(()), non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(mean.device))
+        return _RowWithoutLoss(row, on_host, copied)
 
-    def _write_copied(self, *, wait: bool) -> None:
-        """Writes the row whose loss was on its way, if it has come."""
-        row = self._copied
-        if row is None or (row.event is not None and not row.event.query() and not wait):
+    def _finish_row_without_loss(self, *, wait: bool) -> None:
+        """Puts the loss into the row that awaits it, if its copy has arrived.
+
+        Args:
+            wait: wait for the copy if it has not arrived.
+        """
+        row = self._row_without_loss
+        if row is None:
             return
-        if row.event is not None:
-            row.event.synchronize()
-        row.values[_LOSS] = None if row.loss is None else float(row.loss)
-        self._copied = None
-        self._lines.append(row.values)
+        if row.copied is not None:
+            if not wait and not row.copied.query():
+                return
+            row.copied.synchronize()
+        row.values[COLUMN_INDEX["loss"]] = None if row.loss is None else float(row.loss)
+        self._row_without_loss = None
+        self._unwritten_lines.append(row.values)
 
     def _learning_rate(self) -> float | None:
-        """That of the first parameter group; one that is a tensor on a device is left there."""
-        for optimizer in self._optimizers:
-            rate = optimizer.param_groups[0].get("lr")
-            if isinstance(rate, Tensor):
-                return rate.item() if rate.device.type == "cpu" else None
-            return None if rate is None else float(rate)
-        return None
+        """Returns the learning rate of the first parameter group of the first optimizer.
 
-    def _peak_memory(self) -> int:
-        """Bytes: the most that tensors took on a GPU, or this process in main memory."""
+        A rate that is a tensor on a GPU is not read, since that would wait for the GPU.
+        """
+        if not self._optimizers:
+            return None
+        rate = self._optimizers[0].param_groups[0].get("lr")
+        if rate is None:
+            return None
+        if isinstance(rate, Tensor):
+            return rate.item() if rate.device.type == "cpu" else None
+        return float(rate)
+
+    def _measure_peak_memory(self) -> int:
+        """Returns the peak of tensors' memory on a GPU, or of the process's main memory: bytes."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
-        unit = 1 if sys.platform == "darwin" else 1024  # see getrusage(2)
+        # getrusage(2) counts in kilobytes, but in bytes on macOS.
+        unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def _close_file(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # a network's file system may say only now that it is full
+            with suppress(OSError):  # a network file system may report a full disk only now
                 self._file.close()
 
-    def _write(self, *added: object) -> None:
-        """Writes the lines that wait, and some more."""
-        lines, self._lines = [*self._lines, *added], []
+    def _write(self, *new_lines: object) -> None:
+        """Writes the lines that were not written yet and then the new ones.
+
+        If that fails the record ends here with a warning, and the training goes on.
+        """
+        lines = [*self._unwritten_lines, *new_lines]
+        self._unwritten_lines = []
         if self._file is None or self._file.closed or not lines:
             return
         try:
-            data = "".join([f"{_text(line)}\n" for line in lines]).encode()
+            text = "".join([f"{line_as_json(line)}\n" for line in lines])
+            data = text.encode()
             if self._file.write(data) == len(data):
                 return
             problem = "the disk is full"
@@ -254,23 +317,24 @@ class Recorder(Callback):
         )
 
 
-_LOSS = COLUMNS.index("loss")
-
-
-def _text(line: object) -> str:
-    """A line as JSON; a row with no more digits than anybody reads."""
+def line_as_json(line: object) -> str:
+    """Returns a line of the record as JSON. The floats of a row have seven significant digits."""
     if isinstance(line, list):
-        shown = [f"{value:.7g}" if isinstance(value, float) else str(value) for value in line]
-        text = f"[{','.join(shown)}]"
-        if "n" not in text:  # of None, nan or inf
+        values = [f"{value:.7g}" if isinstance(value, float) else str(value) for value in line]
+        text = f"[{','.join(values)}]"
+        # None, nan and inf are written differently in JSON. All three have an "n".
+        if "n" not in text:
             return text
-    # A loss may be NaN or infinite, which is no JSON elsewhere; Python reads it.
+    # Strict JSON has no NaN and no infinity, which a loss may be. Python writes and reads them.
     return json.dumps(line)
 
 
-class _Row(NamedTuple):
-    """One that is complete but for its loss."""
+@dataclass
+class _RowWithoutLoss:
+    """A row whose loss may still be on its way from the GPU."""
 
     values: list[Any]
     loss: float | Tensor | None
-    event: Any
+    """None if the script gave no loss to `World.backward`."""
+    copied: Any
+    """A CUDA event that tells when `loss` has arrived; None if it is there already."""

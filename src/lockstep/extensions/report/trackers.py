@@ -1,72 +1,71 @@
-"""The curves of a run's record, written through TensorBoard or Weights & Biases.
+"""Writes the curves of a record through TensorBoard or Weights & Biases.
 
-In a process of its own: what a library does with network and disk is none of the training's time.
+It runs in a process of its own, after the training or beside it, so that the training does not wait
+for network and disk. A record has one or several *starts*, since a run may be started again after a
+failure; a *scalar* is one value of one curve.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from lockstep.errors import SettingError
 from lockstep.extensions.report.reading import Record, Start, evaluation_name
 from lockstep.wording import count_noun
 
-_EVERY_S = 5.0
+POLL_INTERVAL_S = 5.0
 
 
 class Scalar(NamedTuple):
-    """A value of a step."""
+    """The value of a curve at a step."""
 
     step: int
     name: str
     value: float
     time: float
-    """As `time.time()`."""
+    """When it was measured, as `time.time()`."""
 
 
-def scalars(start: Start) -> Iterator[Scalar]:
-    """All values of one start of the run, in the order of their steps."""
-    main = start.main
-    begun = float(main.about.get("time", start.time))
-    steps = main.column("step")
-    at = dict(zip(steps.tolist(), (begun + main.column("at")).tolist(), strict=True))
-    found = [
-        Scalar(int(step), name, float(value), at[step])
-        for name, values in main.curves().items()
-        for step, value in zip(steps.tolist(), values.tolist(), strict=True)
-        if value == value
-    ]
-    found += [
-        Scalar(int(step), "loss", float(value), at.get(step, begun))
-        for step, value in zip(*start.loss(), strict=True)
-    ]
-    for told in main.logged:
-        kind = "training" if told["training"] else evaluation_name(told)
-        step = max((s for s in at if s <= told["step"]), default=None)
-        when = begun if step is None else at[step]
-        found += [
-            Scalar(told["step"], f"{kind}/{name}", value, when)
-            for name, value in told["logged"].items()
-        ]
-    return iter(sorted(found, key=lambda scalar: scalar[:2]))
+def scalars(start: Start) -> list[Scalar]:
+    """Returns all values of one start of the run, sorted by step and name."""
+    record = start.main
+    begin = float(record.header.get("time", start.time))
+    steps = record.column("step").tolist()
+    times = (begin + record.column("at")).tolist()
+    time_of_step = dict(zip(steps, times, strict=True))
+    found = []
+    for name, values in record.curves().items():
+        for step, value in zip(steps, values.tolist(), strict=True):
+            is_nan = value != value
+            if not is_nan:
+                found.append(Scalar(int(step), name, float(value), time_of_step[step]))
+    loss_steps, losses = start.loss()
+    for step, loss in zip(loss_steps, losses, strict=True):
+        found.append(Scalar(int(step), "loss", float(loss), time_of_step.get(step, begin)))
+    for logged in record.logged:
+        kind = "training" if logged["training"] else evaluation_name(logged)
+        # The time of the last row before the script logged the values.
+        steps_before = [step for step in time_of_step if step <= logged["step"]]
+        logged_at = time_of_step[max(steps_before)] if steps_before else begin
+        for name, value in logged["logged"].items():
+            found.append(Scalar(logged["step"], f"{kind}/{name}", value, logged_at))
+    return sorted(found, key=lambda scalar: (scalar.step, scalar.name))
 
 
-def _writer(record: Record, tracker: str) -> Any:
-    """What has `add_scalar` and `close`.
+def _make_writer(record: Record, tracker: str) -> Any:
+    """Returns an object with the methods `add_scalar` and `close` of TensorBoard's writer.
 
     Raises:
         SettingError: the library is not installed.
     """
-    folder = record.folder / tracker
     try:
         if tracker == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
-            return SummaryWriter(str(folder))
-        return _Wandb(record)
+            return SummaryWriter(str(record.folder / tracker))
+        return _WandbWriter(record)
     except ImportError as error:
         raise SettingError(
             f"lockstep report --to {tracker}",
@@ -75,31 +74,32 @@ def _writer(record: Record, tracker: str) -> Any:
         ) from None
 
 
-class _Wandb:
-    """A run of Weights & Biases, whose own variables say where it goes (WANDB_PROJECT, ...)."""
+class _WandbWriter:
+    """A run of Weights & Biases. Its own variables (WANDB_PROJECT, ...) say where it is kept."""
 
     def __init__(self, record: Record) -> None:
         import wandb
 
         last = record.starts[-1]
-        config = {name: value for name, value, _ in last.main.choices} | last.main.about
+        config: dict[str, Any] = {name: value for name, value, _ in last.main.choices}
+        config.update(last.main.header)
         self._run = wandb.init(name=record.folder.name, dir=str(record.folder), config=config)
         self._run.define_metric("*", step_metric="step")
 
     def add_scalar(self, name: str, value: float, step: int, walltime: float) -> None:
-        """Writes a value."""
+        """Logs a value."""
         self._run.log({name: value, "step": step})
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Sends what was not sent yet."""
         self._run.finish()
 
 
 class Exporter:
-    """Writes what a record has, and later what has been added to it.
+    """Writes the values of a record, and later those that were added to it.
 
     Args:
-        record: of the run.
+        record: the record of the run.
         tracker: `tensorboard` or `wandb`.
 
     Raises:
@@ -107,29 +107,34 @@ class Exporter:
     """
 
     def __init__(self, record: Record, tracker: str) -> None:
-        self._record, self._writer = record, _writer(record, tracker)
-        self._written: Counter[tuple[str, str, int]] = Counter()
+        self._record = record
+        self._writer = _make_writer(record, tracker)
+        # How many values were written of each start, name and step: one step may have several,
+        # since several passes of evaluation may follow it.
+        self._num_written: Counter[tuple[str, str, int]] = Counter()
 
     def write(self) -> int:
-        """Writes what is new; how many values that are."""
-        seen: Counter[tuple[str, str, int]] = Counter()
-        before = self._written.total()
+        """Writes the values that were not written yet; returns how many these are."""
+        num_in_record: Counter[tuple[str, str, int]] = Counter()
+        total_before = self._num_written.total()
         for start in self._record.starts:
-            for step, name, value, when in scalars(start):
-                key = start.name, name, step
-                seen[key] += 1  # after a step there may be several passes that evaluate
-                if seen[key] > self._written[key]:
-                    self._written[key] += 1
-                    self._writer.add_scalar(name, value, step, walltime=when)
-        return self._written.total() - before
+            for scalar in scalars(start):
+                key = (start.name, scalar.name, scalar.step)
+                num_in_record[key] += 1
+                if num_in_record[key] > self._num_written[key]:
+                    self._num_written[key] += 1
+                    self._writer.add_scalar(
+                        scalar.name, scalar.value, scalar.step, walltime=scalar.time
+                    )
+        return self._num_written.total() - total_before
 
     def close(self) -> None:
-        """Ends the library's part."""
+        """Closes the writer of the library."""
         self._writer.close()
 
 
 def write(record: Record, tracker: str) -> str:
-    """Writes all curves; says how many values they have."""
+    """Writes all values once; returns a line that says how many there were."""
     exporter = Exporter(record, tracker)
     try:
         return f"{count_noun(exporter.write(), 'value')} written through {tracker}"
@@ -138,16 +143,19 @@ def write(record: Record, tracker: str) -> str:
 
 
 def follow(record: Record, tracker: str) -> str:
-    """Writes the curves as they grow, until the run is over, or Ctrl-C."""
+    """Writes the values as the record grows, until the run is over or until Ctrl-C.
+
+    Returns a line that says how many values there were.
+    """
     exporter = Exporter(record, tracker)
-    count = exporter.write()
+    num_values = exporter.write()
     try:
-        while not record.over:
-            time.sleep(_EVERY_S)
+        while not record.is_over:
+            time.sleep(POLL_INTERVAL_S)
             if record.refresh():
-                count += exporter.write()
+                num_values += exporter.write()
     except KeyboardInterrupt:
         pass
     finally:
         exporter.close()
-    return f"{count_noun(count, 'value')} written through {tracker}"
+    return f"{count_noun(num_values, 'value')} written through {tracker}"

@@ -1,0 +1,36 @@
+"""The last lines that rank 0 prints about a training: how fast it was, what it sent and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.communication.link import Traffic
+from lockstep.extensions.report.analysis import STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
+from lockstep.extensions.report.console import duration, print_line, rate, thousands
+from lockstep.step import Step
+from lockstep.units import format_bytes
+
+
+def print_closing(step: Step, folders: Sequence[str], sent: Traffic, strategy: str) -> None:
+    """Prints the last lines of a training, or nothing if no optimizer step was made.
+
+    Args:
+        step: the step of the run, which has counted its samples.
+        folders: the folders of the checkpoints that were saved.
+        sent: what rank 0 sent to other ranks.
+        strategy: the name of the run's strategy.
+    """
+    if not step.number:
+        return
+    samples = step.samples
+    seconds = step.seconds
+    if samples:
+        speed = f"{thousands(samples)} samples in {duration(seconds)}, {rate(samples, seconds)}"
+        print_line(f"  trained     {speed}")
+    # With these strategies torch sends the data, and Lockstep cannot count it.
+    is_counted = strategy not in STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
+    if sent.sent and is_counted:
+        shared = f", {format_bytes(sent.shared)} into shared memory" if sent.shared else ""
+        print_line(f"  sent        {format_bytes(sent.sent)} by rank 0 to other ranks{shared}")
+    if folders:
+        print_line(f"  checkpoint  {folders[-1]}")

@@ -1,0 +1,126 @@
+"""Advice on the network, printed once after the first steps of a run on several machines.
+
+It says how much of a step is *waiting* for other machines, how much faster compression or another
+strategy would be (`communication.link` estimates it), and whether one machine is slower than the
+others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import statistics
+import time
+from dataclasses import dataclass
+
+from lockstep.communication import routing
+from lockstep.communication.compression import costs
+from lockstep.communication.link import (
+    Link,
+    Network,
+    advice,
+    run_delay_s,
+    slow_machine,
+    traffic,
+)
+from lockstep.distributed.process_group import Run
+from lockstep.extensions.report.console import print_line
+from lockstep.step import Callback
+
+WARMUP_STEPS = 3  # in which buckets are made and caches filled
+MEASURED_STEPS = 10
+BYTES_PER_GRADIENT = 4  # float32
+
+
+@dataclass(frozen=True)
+class _ClocksAfterStep:
+    """The readings of three clocks when a step has ended. Differences give the step's times."""
+
+    now_s: float
+    waited_s: float
+    """Seconds since the run began in which this rank waited for other machines."""
+    run_delay_s: float
+    """Seconds since the thread began in which it was ready to run but had no core."""
+
+
+class NetworkAdvice(Callback):
+    """Measures the first steps and prints the advice on rank 0.
+
+    Communication: one exchange of a few bytes, after the last measured step.
+
+    Args:
+        run: the run, on several machines.
+        link: the measured connection between the machines.
+    """
+
+    def __init__(self, run: Run, link: Link) -> None:
+        self._run = run
+        self._link = link
+        self._clocks: list[_ClocksAfterStep] = []
+
+    def stepped(self, number: int) -> None:
+        """Reads the clocks after a step; after the last measured step the advice is printed."""
+        if len(self._clocks) == WARMUP_STEPS + MEASURED_STEPS:
+            return
+        self._clocks.append(_ClocksAfterStep(time.perf_counter(), traffic.waited_s, run_delay_s()))
+        if len(self._clocks) == WARMUP_STEPS + MEASURED_STEPS:
+            self._print_advice()
+
+    def _print_advice(self) -> None:
+        step_times = []
+        waiting_times = []
+        run_delays = []
+        for before, after in itertools.pairwise(self._clocks[WARMUP_STEPS - 1 :]):
+            step_times.append(after.now_s - before.now_s)
+            waiting_times.append(after.waited_s - before.waited_s)
+            run_delays.append(after.run_delay_s - before.run_delay_s)
+        # Medians, since the network may have been interrupted for a while.
+        step_s = statistics.median(step_times)
+        waiting_s = statistics.median(waiting_times)
+        delay_s = statistics.median(run_delays)
+        topology = self._run.topology
+        machine = f"machine {topology.node_rank} ({socket.gethostname()})"
+        waiting_of_ranks = self._run.collectives.exchange([machine, waiting_s])
+        if not topology.is_main:
+            return
+        # A machine waits as long as that of its ranks that waits least.
+        waiting_of_machine: dict[str, float] = {}
+        for name, seconds in waiting_of_ranks:
+            least = waiting_of_machine.get(name, seconds)
+            waiting_of_machine[name] = min(least, seconds)
+        network = self._describe_network(step_s, min(waiting_of_machine.values()), delay_s)
+        num_gradients = network.gradient_bytes // BYTES_PER_GRADIENT
+        compressions = costs(num_gradients // network.local_size, self._link.machines)
+        print_line(f"  network     {advice(network, self._link, compressions)}")
+        warning = slow_machine(step_s, waiting_of_machine)
+        if warning:
+            print_line(f"  network     {warning}")
+
+    def _describe_network(self, step_s: float, waiting_s: float, delay_s: float) -> Network:
+        """Returns what the advice is computed from: times per step, and what is sent.
+
+        Args:
+            step_s: seconds of a step.
+            waiting_s: seconds of a step in which the rank that waits least waits.
+            delay_s: seconds of a step in which the training thread had no core.
+        """
+        models = []
+        for reference in self._run.prepared:
+            model = reference()
+            if model is not None:
+                models.append(model)
+        num_trained = 0
+        for model in models:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    num_trained += parameter.numel()
+        compute_s = step_s - waiting_s
+        return Network(
+            compute_s=compute_s,
+            waiting_s=waiting_s,
+            gradient_bytes=BYTES_PER_GRADIENT * num_trained,
+            local_size=self._run.topology.size // self._link.machines,
+            hierarchical=routing.shared_memory() is not None,
+            compressed=any(getattr(model, "compressed", None) is not None for model in models),
+            run_delay_s=min(delay_s, compute_s),
+        )

@@ -1,0 +1,151 @@
+"""The format of a run's record: the names of its files, the columns of its rows, its lines.
+
+A *record* is a folder of files with one JSON value per line. Every rank writes one file for each
+*start* of the run (a run that is started again after a failure has several starts), and so does
+every launcher. A *row* is a line with a JSON list: what a rank measured in one or several
+optimizer steps in a row, one value for each of `COLUMNS`. All other lines are JSON objects.
+
+Lines that are not understood are skipped: a full disk may cut a line in the middle, and the line
+written after it then begins there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.step import PHASES
+
+FORMAT_VERSION = 1
+# A rank's file is named TIME-ID.rankN.record and a launcher's file TIME-ID.launcher.record, where
+# TIME is `time.time_ns()` and ID a random number. All ranks of a start have the same TIME and ID.
+RECORD_SUFFIX = ".record"
+RANK_INFIX = ".rank"
+
+COLUMNS = (
+    "step",  # the number of the row's last step, counted from 1
+    "steps",  # how many steps the row covers
+    "at",  # seconds since the record was begun
+    "longest_s",  # seconds of the longest step of the row
+    "loss",  # this rank's part of the loss, averaged over the row's steps; the mean over all ranks
+    # is the loss of the global batch
+    "learning_rate",
+    "samples",  # samples trained by all ranks together
+    "memory",  # the peak memory so far, in bytes
+    "sent",  # bytes sent to other ranks since the start
+    "shared",  # bytes written into shared memory since the start
+    *PHASES,  # seconds spent in each phase, in all steps of the row
+)
+COLUMN_INDEX = {name: index for index, name in enumerate(COLUMNS)}
+
+PHASES_WITHOUT_WAITING = tuple(phase for phase in PHASES if phase != "communication")
+"""The phases in which a rank does not wait for other ranks."""
+
+_MAY_BE_NOT_FINITE = (COLUMN_INDEX["loss"], COLUMN_INDEX["learning_rate"])
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_finite_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < 2**63
+
+
+def _is_list_of_text(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _are_choices(value: object) -> bool:
+    """Returns True for a list of [name, value, reason]."""
+    if not isinstance(value, list):
+        return False
+    return all(_is_list_of_text(choice) and len(choice) == 3 for choice in value)
+
+
+def _are_means(value: object) -> bool:
+    """Returns True for a dict from names to numbers. A mean may be NaN or infinite."""
+    if not isinstance(value, dict):
+        return False
+    return all(_is_finite_number(mean) or isinstance(mean, float) for mean in value.values())
+
+
+_Fields = dict[str, Callable[[object], bool]]
+
+_FIELDS_OF_A_BEGINNING: _Fields = {
+    "ranks": _is_finite_number,
+    "time": _is_finite_number,
+    "host": _is_text,
+    "command": _is_list_of_text,
+}
+_FIELDS_BY_KEY: dict[str, _Fields] = {
+    "record": _FIELDS_OF_A_BEGINNING,
+    "choices": {"choices": _are_choices},
+    "logged": {
+        "logged": _are_means,
+        "training": _is_bool,
+        "pass": _is_text,
+        "step": _is_finite_number,
+    },
+    "warning": {"warning": _is_text, "step": _is_finite_number},
+    "end": {"end": _is_text},
+    "kind": {"kind": _is_text, "time": _is_finite_number, "text": _is_text, "host": _is_text},
+}
+"""The fields that an object must have. The first of these keys that it has tells what it is:
+`record`, the first line of a rank; `kind`, a line of a launcher."""
+_FIELDS_OF_A_LAUNCHER_START: _Fields = {
+    "kind": _is_text,
+    "text": _is_text,
+    **_FIELDS_OF_A_BEGINNING,
+}
+
+
+def parse_line(line: bytes) -> list[float] | dict[str, Any] | None:
+    """Returns the row or the object on a line, or None if the line is not understood."""
+    try:
+        value = json.loads(line)
+        # The name of a file may have bytes that are not text. Python keeps each of them as half a
+        # surrogate pair, such as \udcff, which cannot be encoded; here it becomes a question mark.
+        if b"\\ud" in line:
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+        if isinstance(value, list):
+            return _parse_row(value)
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return None
+    if isinstance(value, dict) and _is_known_object(value):
+        return value
+    return None
+
+
+def _parse_row(values: list[Any]) -> list[float] | None:
+    """Returns the values of a row as floats, None as NaN; or None if it is not a whole row."""
+    row = [math.nan if value is None else float(value) for value in values]
+    if len(row) != len(COLUMNS) or row[COLUMN_INDEX["steps"]] <= 0:
+        return None
+    # The sum is finite only if each of its terms is.
+    total = sum(value for index, value in enumerate(row) if index not in _MAY_BE_NOT_FINITE)
+    return row if math.isfinite(total) else None
+
+
+def _is_known_object(value: dict[str, Any]) -> bool:
+    for key, fields in _FIELDS_BY_KEY.items():
+        if key not in value:
+            continue
+        if is_of_later_version(value):
+            return True
+        if key == "kind" and value["kind"] == "start":
+            fields = _FIELDS_OF_A_LAUNCHER_START
+        return all(is_valid(value.get(name)) for name, is_valid in fields.items())
+    return False
+
+
+def is_of_later_version(value: dict[str, Any]) -> bool:
+    """Returns True for the first line of a file that a later version of Lockstep has written."""
+    version = value.get("record")
+    return isinstance(version, int) and version > FORMAT_VERSION
