@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.save import Part, begin_checkpoint, write_checkpoint
@@ -37,7 +38,8 @@ def write(
     folder: Path, step: int, files: dict[str, Any], manifest: dict[str, Any], keep: int
 ) -> Path:
     """Writes these files as the checkpoint of a run on one process."""
-    temporary = begin_checkpoint(folder, step)
+    temporary = layout.temporary_folder(folder, step)
+    begin_checkpoint(temporary)
     path = write_checkpoint(temporary, Part(files), {**manifest, "step": step}, keep=keep)
     assert path is not None
     return path

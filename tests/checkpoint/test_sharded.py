@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,11 +189,9 @@ def test_a_rank_that_is_gone_is_not_waited_for_without_end(monkeypatch: Any) -> 
         store = Store()
 
     monkeypatch.setattr(save, "_PATIENCE_S", 0.1)
-    abandoned = threading.Event()
-    abandoned.set()
     joined: Any = Joined()
     with pytest.raises(CheckpointError, match="not all ranks have written their shards"):
-        save.Others(joined, ".step", [1]).reports(abandoned)
+        save.Others(joined, ".step", [1]).reports(lambda: True)
 
 
 def test_what_ranks_have_told_does_not_stay_in_the_store() -> None:
@@ -202,7 +199,7 @@ def test_what_ranks_have_told_does_not_stay_in_the_store() -> None:
     told = save.Others(joined, ".step", [1, 2])
     told.tell(2, None)
     told.tell(1, {"files": {}})
-    assert told.reports(threading.Event()) == {1: {"files": {}}, 2: None}
+    assert told.reports(lambda: False) == {1: {"files": {}}, 2: None}
     assert not joined.store.check(["lockstep/checkpoint/.step/1"])
     assert not joined.store.check(["lockstep/checkpoint/.step/2"])
 
@@ -220,7 +217,8 @@ def test_a_shard_that_is_lost_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_rank_0_does_not_see(tmp_path: Path) -> None:
-    temporary = save.begin_checkpoint(tmp_path, 3)
+    temporary = layout.temporary_folder(tmp_path, 3)
+    save.begin_checkpoint(temporary)
     report = {"files": {"model-rank-00001.safetensors": [8, "crc32:0"]}, "boxes": {}, "entries": {}}
     with pytest.raises(CheckpointError, match="is not to be seen from rank 0"):
         save.write_checkpoint(

@@ -27,6 +27,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any, Literal
 
+from lockstep.checkpoint import termination
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import SettingError
 from lockstep.settings import is_whole_number
@@ -186,24 +187,19 @@ class Requests:
 
     def _install(self, number: int) -> None:
         main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(number) is signal.SIG_DFL:
+        if main and termination.is_default(number):
             self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
             # In a child, such as a worker of a DataLoader, when a scheduler sends it to everybody.
             if number != signal.SIGUSR1:
-                _end_by(number)
+                termination.end_by(number)
         elif not self._listening:
-            _end_by(number)
+            termination.end_by(number)
         elif number == signal.SIGUSR1:
             self._save = True
         elif self._stop_since is None:
             self._stop_since = time.monotonic()
         elif time.monotonic() - self._stop_since > _AGAIN_S:
-            _end_by(number)
-
-
-def _end_by(number: int) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+            termination.end_by(number)

@@ -2,8 +2,11 @@
 
 Each rank writes its own part, in a thread while the training goes on, into a hidden folder, and
 flushes it to disk. When all have done so, rank 0 writes the manifest, and one rename puts the
-checkpoint in place. Older checkpoints go only after that. A process that is killed at any point
-leaves the last complete checkpoint readable, and a hidden folder that the next save removes.
+checkpoint in place. Older checkpoints go only after that.
+
+A rank that fails, or is ended by Ctrl-C or SIGTERM, removes the hidden folder, unless its part has
+been written and reported. A process that is killed by SIGKILL cannot: the next save removes it. The
+last complete checkpoint stays readable at any point.
 
 Communication: one message of each rank that writes to rank 0, through the run's store; at the end
 of the run all tell each other how it went.
@@ -16,6 +19,7 @@ looks like a checkpoint (read in torch 2.11 and 2.13).
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 import warnings
@@ -28,7 +32,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint import layout, storage, termination
 from lockstep.checkpoint.encoding import Box, on_cpu
 from lockstep.checkpoint.formats.safetensors import write_tensors
 from lockstep.checkpoint.lock import Lock
@@ -39,8 +43,11 @@ from lockstep.errors import CheckpointError, LockstepError
 
 _PAUSE_S = 0.05
 """Between two looks whether the other ranks are done."""
-_PATIENCE_S = 10.0
-"""How long they are waited for once the run has failed."""
+_PATIENCE_S = 5.0
+"""Seconds for which the other ranks are waited for once the run has failed. It must be less than
+launchers wait between asking a rank to end and killing it, which is 10 s or more."""
+_STOPPING_S = 2.0
+"""Seconds that the writing thread has to stop by itself; it looks after each part of a file."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +61,16 @@ class Part:
     entries: Mapping[str, Any] = field(default_factory=dict)
     """Trees of what rank 0 lacks of a state, by the state's name."""
 
-    def write(self, folder: Path) -> Report:
-        """Writes the files and flushes them to disk."""
-        written = {name: write_tensors(folder / name, self.files[name]) for name in self.files}
+    def write(self, folder: Path, check: Callable[[], object] = lambda: None) -> Report:
+        """Writes the files and flushes them to disk.
+
+        Args:
+            folder: is there already.
+            check: called again and again meanwhile; may raise what ends the writing.
+        """
+        written = {}
+        for name, tensors in self.files.items():
+            written[name] = write_tensors(folder / name, tensors, check)
         return {"files": written, "boxes": self.boxes, "entries": self.entries}
 
 
@@ -83,11 +97,14 @@ class Others:
         if self._joined is not None:
             self._joined.store.set(self._key(rank), json.dumps(report))
 
-    def reports(self, abandoned: threading.Event) -> dict[int, Report | None]:
+    def reports(
+        self, run_failed: Callable[[], bool], check: Callable[[], object] = lambda: None
+    ) -> dict[int, Report | None]:
         """What the other ranks have said, once all have.
 
         Args:
-            abandoned: set where the run has failed, and not all may be there any more.
+            run_failed: whether the run has failed, so that not all ranks may be there any more.
+            check: called again and again meanwhile; may raise what ends the waiting.
 
         Raises:
             CheckpointError: after that one of them has not said anything for a while.
@@ -97,8 +114,10 @@ class Others:
         store, keys = self._joined.store, list(map(self._key, self._ranks))
         patience = _PATIENCE_S
         while not store.check(keys):
+            check()
             time.sleep(_PAUSE_S)
-            patience -= _PAUSE_S if abandoned.is_set() else 0
+            if run_failed():
+                patience -= _PAUSE_S
             if patience <= 0:
                 raise CheckpointError(
                     f"saving the checkpoint {self._name}",
@@ -115,13 +134,13 @@ class Others:
 
 
 def begin_checkpoint(
-    folder: Path, step: int, passed_over: Collection[str] = (), lock: Lock | None = None
-) -> Path:
+    temporary: Path, passed_over: Collection[str] = (), lock: Lock | None = None
+) -> None:
     """Makes the hidden folder that the checkpoint of one step is written to; rank 0 calls it.
 
     Args:
-        folder: holds the run's checkpoints; made where it is missing.
-        step: global batches done.
+        temporary: its path, as `layout.temporary_folder` gives it. The folder around it, which
+            holds the run's checkpoints, is made where it is missing.
         passed_over: names of checkpoints that are known to be damaged: they do not count.
         lock: on the folder, which is to be held from now on.
 
@@ -129,6 +148,8 @@ def begin_checkpoint(
         CheckpointError: the folder is a file, is not writable, or is another run's; or it holds a
             checkpoint of a later step, which a run that had resumed could not have left behind.
     """
+    folder = temporary.parent
+    step = layout.step_of(temporary)
     with layout.plain_errors("saving the checkpoint", layout.step_folder(folder, step)):
         _make_folders(folder)
         if lock is not None:
@@ -142,9 +163,7 @@ def begin_checkpoint(
             )
         for path in layout.leftovers(folder):
             _remove_if_possible(path)
-        temporary = layout.temporary_folder(folder, step)
         storage.make_folder(temporary)
-    return temporary
 
 
 def write_checkpoint(
@@ -156,6 +175,7 @@ def write_checkpoint(
     best: Literal["min", "max"] | None = None,
     passed_over: Collection[str] = (),
     others: Callable[[], Mapping[int, Report | None]] = dict,
+    check: Callable[[], object] = lambda: None,
 ) -> Path | None:
     """Writes the part of rank 0, waits for those of the others, and puts all in place.
 
@@ -167,6 +187,7 @@ def write_checkpoint(
         best: which `metric` of their manifests lets one remain beside those.
         passed_over: names of checkpoints that are known to be damaged: they do not count.
         others: waits for the reports of the other ranks that write.
+        check: called again and again meanwhile; may raise what ends the writing.
 
     Returns:
         The folder of the new checkpoint; a former one of the same step is replaced. None where
@@ -179,18 +200,19 @@ def write_checkpoint(
     final = layout.step_folder(folder, int(manifest["step"]))
     with layout.plain_errors("saving the checkpoint", final):
         try:
-            reports = {0: part.write(temporary), **others()}
+            reports = {0: part.write(temporary, check), **others()}
             if None in reports.values():
-                _remove_if_possible(temporary)
+                remove_unfinished(temporary)
                 return None
             full = _full_manifest(manifest, reports)
             _check_there(temporary, full["files"])
             with storage.new_file(temporary / layout.MANIFEST) as file:
                 storage.write(file, storage.sealed(full))
             storage.sync_folder(temporary)
+            check()
             _put_in_place(temporary, final)
         except BaseException:
-            _remove_if_possible(temporary)
+            remove_unfinished(temporary)
             raise
         _remove_old(folder, keep, best, {*passed_over} - {final.name})
     return final
@@ -254,7 +276,12 @@ def _put_in_place(temporary: Path, final: Path) -> None:
         storage.rename(final, aside)
     elif final.exists():
         storage.remove_tree(final)
-    storage.rename(temporary, final)
+    try:
+        storage.rename(temporary, final)
+    except OSError:
+        if aside.exists():
+            storage.rename(aside, final)
+        raise
     storage.sync_folder(final.parent)
     if aside.exists():
         _remove_if_possible(aside)
@@ -276,10 +303,24 @@ def _counting(folder: Path, passed_over: Collection[str]) -> list[Path]:
     return [path for path in layout.list_checkpoints(folder) if path.name not in passed_over]
 
 
+def remove_unfinished(temporary: Path) -> None:
+    """Removes a hidden folder to which other threads or ranks may still write.
+
+    Renaming it first decides in one operation whether the checkpoint is complete or goes: two
+    renames of one folder cannot both succeed. And nobody makes files in it any more.
+    """
+    with suppress(OSError):
+        storage.remove_tree(layout.hide(temporary))
+
+
 def _remove_if_possible(path: Path) -> None:
     # What stays is hidden, and the next save tries again.
     with suppress(OSError):
         storage.remove_tree(path)
+
+
+class GivenUp(Exception):
+    """Ends the thread that writes a checkpoint which is not wanted any more."""
 
 
 class Writer:
@@ -297,16 +338,31 @@ class Writer:
         self._doing = f"saving a checkpoint in {folder}"
         self._collectives = collectives
         self._thread: threading.Thread | None = None
+        self._thread_ended = threading.Event()
         self._error: Exception | None = None
+        self._unfinished: Path | None = None
+        """The hidden folder that this rank has begun to write to, until its part is in it."""
+        self._given_up = threading.Event()
+        self._failed = False
+        """Whether the run has."""
         self.open = False
         """Whether all ranks have heard that something was begun, and not yet how it ended."""
-        self.abandoned = threading.Event()
-        """Set when the run has failed."""
 
     @property
     def busy(self) -> bool:
         """Something is being written."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and not self._thread_ended.is_set()
+
+    def begin(self, temporary: Path, passed_over: Collection[str]) -> None:
+        """Makes the hidden folder of a checkpoint; see `begin_checkpoint`."""
+        self.remember(temporary)
+        begin_checkpoint(temporary, passed_over, self.lock)
+
+    def remember(self, temporary: Path) -> None:
+        """Says which hidden folder `start` will write to, and `give_up` is to remove."""
+        self._given_up.clear()
+        self._unfinished = temporary
+        termination.protect(self._end_at_signal)
 
     def start(self, work: Callable[[], object]) -> None:
         """Begins with the work; what was begun before must be over."""
@@ -314,27 +370,88 @@ class Writer:
         def run() -> None:
             try:
                 work()
+                self._unfinished = None
+            except GivenUp:
+                pass  # who has given it up says so
             except Exception as error:
                 self._error = error
+            finally:
+                self._thread_ended.set()
 
+        self._thread_ended.clear()
         self._thread = threading.Thread(target=run, name="lockstep-checkpoint")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads are allowed
+            self._thread = None
+            raise
 
-    def finish(self) -> None:
+    def drop(self) -> None:
+        """Takes `begin`, `remember` and `start` back, where the save has failed since."""
+        self.give_up()
+        if not self.busy:
+            termination.unprotect(self._end_at_signal)
+
+    def check(self) -> None:
+        """Called by the thread while it writes; raises GivenUp where it is to stop."""
+        if self._given_up.is_set():
+            raise GivenUp("the run was ended before it was written")
+
+    def run_failed(self) -> bool:
+        """Whether the run has failed, so that other ranks may not write their parts."""
+        # Python waits for our thread after the main thread has ended, and before `close` is called.
+        ended_by_error = hasattr(sys, "last_type") and not threading.main_thread().is_alive()
+        return self._failed or ended_by_error
+
+    def give_up(self) -> None:
+        """Removes what is half written. Does nothing where this rank has written its part.
+
+        The thread stops if it can; where it waits for a disk, the folder goes without it.
+        """
+        temporary = self._unfinished
+        if temporary is None:
+            return
+        self._given_up.set()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread_ended.wait(_STOPPING_S)
+        self._unfinished = None
+        remove_unfinished(temporary)
+
+    def _end_at_signal(self) -> None:
+        self.give_up()
+        self.lock.release()
+
+    def finish(self, timeout: float | None = None) -> None:
         """Returns when all is written. Its result must be told to all ranks.
+
+        Args:
+            timeout: seconds, after which what is not complete is given up; None: no limit.
 
         Raises:
             Exception: what went wrong since the last call, once.
         """
         if self._thread is not None:
+            # Not Thread.join: in Python 3.11 and 3.12 one that Ctrl-C interrupts takes the thread
+            # for one that has ended.
+            if not self._thread_ended.wait(timeout):
+                self.give_up()
+                raise GivenUp("there was no time left for it")
             self._thread.join()
             self._thread = None
-        error, self._error = self._error, None
+        termination.unprotect(self._end_at_signal)
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 
-    def close(self, failed: bool) -> None:
+    def close(self, failed: bool, timeout: float | None = None) -> None:
         """Finishes at the end of the run; on all ranks, but for those that have failed.
+
+        What is half written then, because a signal has ended the waiting, is removed.
+
+        Args:
+            failed: this process ends with an error.
+            timeout: as in `finish`, where it has failed.
 
         Raises:
             CheckpointError: the last checkpoint could not be written.
@@ -342,12 +459,20 @@ class Writer:
 
         def work() -> None:
             try:
-                self.finish()
+                self.finish(timeout)
             finally:
+                self.give_up()
+                termination.unprotect(self._end_at_signal)
                 self.lock.release()
 
-        if failed:
-            self.abandoned.set()
+        self._failed = self._failed or failed
+        if self.busy:
+            # Again: at SIGTERM, which a loop with `checkpoint.step()` takes for a request, the
+            # process ends from now on.
+            termination.protect(self._end_at_signal)
+            if failed and not threading.main_thread().is_alive():
+                # Python has waited for the thread already, and Ctrl-C has ended that.
+                timeout = 0.0
         if failed or not self.open:
             try:
                 work()

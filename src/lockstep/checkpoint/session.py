@@ -42,7 +42,6 @@ from lockstep.checkpoint.save import (
     Others,
     Part,
     Writer,
-    begin_checkpoint,
     write_checkpoint,
 )
 from lockstep.distributed import seeding
@@ -59,6 +58,8 @@ M = TypeVar("M", bound=Callable[..., Any])
 _IN_MEMORY = "the last round, from memory"
 _STOPPED = 128 + 15
 """What a shell says of a process that SIGTERM has ended."""
+_STOPPING_S = 5.0
+"""Seconds for a save that is being written when the run fails after SIGTERM."""
 
 
 def _in_phase(method: M) -> M:
@@ -144,7 +145,7 @@ class Checkpoint:
         self._moment = Moment(policy.every, run.collectives, requests)
         self._stepped = 0
         # Not this object, which holds a copy of the state: nobody may want it any more.
-        run.at_end.extend([self._writer.close, lambda failed: requests.close()])
+        run.at_end.append(partial(_end, self._writer, requests))
 
     @_in_phase
     def save(self, metric: float | Tensor | None = None) -> Path | None:
@@ -187,30 +188,19 @@ class Checkpoint:
             if rank:
                 return (part, {}), None
             manifest = self._manifest(states, answers[0]["metric"], trees)
-            temporary = begin_checkpoint(
-                self.folder, manifest["step"], self._passed_over, self._writer.lock
-            )
+            temporary = layout.temporary_folder(self.folder, manifest["step"])
+            self._writer.begin(temporary, self._passed_over)
             return (part, manifest), temporary.name
 
-        # One exchange: no rank writes before all have their copies, and the folder is there.
-        (part, manifest), names = exchange_on_all_ranks(self._collectives, self._doing, hand_over)
-        temporary = self.folder / names[0]
-        told = Others(self._joined, names[0], others)
-        if rank == 0:
-            self._writer.start(
-                partial(
-                    write_checkpoint,
-                    temporary,
-                    part,
-                    manifest,
-                    keep=self._policy.keep,
-                    best=self._policy.best,
-                    passed_over=self._passed_over,
-                    others=partial(told.reports, self._writer.abandoned),
-                )
+        try:
+            # One exchange: no rank writes before all have their copies, and the folder is there.
+            (part, manifest), names = exchange_on_all_ranks(
+                self._collectives, self._doing, hand_over
             )
-        elif rank in others:
-            self._writer.start(partial(_write_part, temporary, part, told, rank))
+            self._start_writing(part, manifest, names[0], others)
+        except BaseException:  # also Ctrl-C: the folder may be there, and nobody writes to it
+            self._writer.drop()
+            raise
         self._writer.open = True
         if not self._policy.asynchronous:
             self.wait()
@@ -218,6 +208,31 @@ class Checkpoint:
         path = layout.step_folder(self.folder, int(states["world"]["step"]))
         self._passed_over = tuple(name for name in self._passed_over if name != path.name)
         return path
+
+    def _start_writing(
+        self, part: Part, manifest: dict[str, Any], name: str, others: list[int]
+    ) -> None:
+        """Starts the thread of a rank that writes, to the hidden folder of this name."""
+        writer = self._writer
+        rank = self._collectives.topology.rank
+        temporary = self.folder / name
+        told = Others(self._joined, name, others)
+        if rank == 0:
+            write = partial(
+                write_checkpoint,
+                temporary,
+                part,
+                manifest,
+                keep=self._policy.keep,
+                best=self._policy.best,
+                passed_over=self._passed_over,
+                others=partial(told.reports, writer.run_failed, writer.check),
+                check=writer.check,
+            )
+            writer.start(write)
+        elif rank in others:
+            writer.remember(temporary)
+            writer.start(partial(_write_part, temporary, part, told, rank, writer.check))
 
     def step(self) -> Path | None:
         """To be called after each optimizer step: saves when `every` says so, or a signal asks.
@@ -539,6 +554,14 @@ class Checkpoint:
         return [name for name, value in self._state.items() if isinstance(value, nn.Module)]
 
 
+def _end(writer: Writer, requests: Requests, failed: bool) -> None:
+    """What the end of the run does."""
+    # Whoever has sent SIGTERM kills before long.
+    timeout = _STOPPING_S if failed and requests.stop else None
+    requests.close()
+    writer.close(failed, timeout)
+
+
 @contextmanager
 def _explained(doing: str, do: str) -> Iterator[None]:
     """Turns whatever a state that does not fit leads to into a `CheckpointError`."""
@@ -548,12 +571,14 @@ def _explained(doing: str, do: str) -> Iterator[None]:
         raise CheckpointError(doing, f"{type(error).__name__}: {error}", do) from error
 
 
-def _write_part(temporary: Path, part: Part, told: Others, rank: int) -> None:
+def _write_part(
+    temporary: Path, part: Part, told: Others, rank: int, check: Callable[[], object]
+) -> None:
     """What the thread of another rank than 0 does."""
     report = None
     try:
         with layout.plain_errors("saving the checkpoint", temporary):
-            report = part.write(temporary)
+            report = part.write(temporary, check)
     finally:
         told.tell(rank, report)
 

@@ -22,8 +22,11 @@ import secrets
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from lockstep.checkpoint import termination
 
 _MODE = 0o666
 """Of new files, less what the umask takes away."""
@@ -97,12 +100,9 @@ def new_file(path: Path) -> Iterator[int]:
 def in_place(path: Path) -> Iterator[Path]:
     """A name to write to; what is there afterwards takes the place of `path`, or nothing does."""
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
-    try:
+    with termination.undone_unless_finished(partial(temporary.unlink, missing_ok=True)):
         yield temporary
         rename(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
 
 

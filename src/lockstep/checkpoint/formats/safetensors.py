@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint import layout, storage, termination
 from lockstep.checkpoint.encoding import DTYPES, separate
 from lockstep.checkpoint.sharding import LazyTensor, as_shape, dtype_name
 from lockstep.distributed.collectives import to_bytes
@@ -151,7 +151,9 @@ class Written(NamedTuple):
     checksum: str
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], check: Callable[[], object] = lambda: None
+) -> Written:
     """Writes a new safetensors file and flushes it to disk.
 
     Straight from the tensors' memory, which `safetensors.torch.save_file` copies first; and what
@@ -161,6 +163,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     Args:
         path: of a file that is not there yet.
         tensors: by name, contiguous and on the CPU.
+        check: called before each part of the file; may raise what ends the writing.
 
     Raises:
         CheckpointError: the format has no name for a tensor's dtype.
@@ -169,6 +172,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     with storage.new_file(path) as file:
         for data in content_of(path, tensors):
             for begin in range(0, len(data), _CHUNK):
+                check()
                 chunk = data[begin : begin + _CHUNK]
                 crc = zlib.crc32(chunk, crc)
                 storage.write(file, chunk)
@@ -296,7 +300,14 @@ def write_weights(
         layout.make_way(path)
         former = _former(index)
         files = _free_names(path, len(groups)) if several else [path]
-        try:
+
+        def remove_new_parts() -> None:
+            in_use = _former(index)  # all of them, if the new index is in place already
+            for file in files if several else ():
+                if file not in in_use:
+                    file.unlink(missing_ok=True)
+
+        with termination.undone_unless_finished(remove_new_parts):
             for file, names in zip(files, groups, strict=True):
                 with storage.in_place(file) as temporary:
                     memory: set[int] = set()
@@ -305,10 +316,6 @@ def write_weights(
                     write_tensors(temporary, dict(zip(names, own, strict=True)))
             if several:
                 _write_index(index, files, groups, sum(sizes.values()))
-        except BaseException:
-            for file in files if several else ():
-                file.unlink(missing_ok=True)
-            raise
         written = [index, *files] if several else files
         for old in {path, index, *former}.difference(written):
             old.unlink(missing_ok=True)
