@@ -296,7 +296,10 @@ def test_a_launcher_that_knows_nothing_of_lockstep(tmp_path: Path, number: int) 
     (tmp_path / "train.py").write_text(STUCK)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     line = [*torchrun, "--nproc-per-node=2", "train.py", "fsdp", "asynchronous", "waits"]
-    with subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as run:
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}  # torchrun leaves its logs there
+    with subprocess.Popen(
+        line, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
+    ) as run:
         assert run.stdout is not None
         while "rank 0 writes" not in run.stdout.readline():
             assert run.poll() is None
