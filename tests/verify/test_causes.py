@@ -14,6 +14,7 @@ from lockstep.verify.compare import (
     FLOAT32,
     FLOAT64,
     Divergence,
+    Forward,
     RankUpdate,
     ScriptCall,
     Taken,
@@ -351,6 +352,52 @@ def test_batches_of_no_loader_are_known_by_what_the_model_was_called_with(
     if code == "LS110":  # pieces of the same batch are no larger one
         pieces = [called(gradient, *contents, shape="half") for contents in own]
         assert found(pieces, one)[1].code == "LS210"
+
+
+@pytest.mark.parametrize(
+    ("own", "code"),
+    [
+        ([("a", "b", "c"), ("d", "e", "f")], "LS110"),
+        ([("a", "b", "c"), ("a", "b", "c")], "LS101"),
+        ([("a", "b"), ("b", "c")], "LS101"),
+        ([("a",), ("b",)], "LS102"),
+        ([("a", "b"), ("d",)], "LS111"),
+        ([("a", "b"), ("c",)], "LS210"),
+    ],
+)
+def test_other_inputs_of_models_are_a_cause_though_the_samples_are_not_known(
+    own: list[tuple[str, ...]], code: str
+) -> None:
+    """Worker processes read a stream, so that what they drew is not known."""
+
+    def called(gradient: np.ndarray, *contents: str) -> RankUpdate:
+        loaded = taken(ids=None, contents=(), shape="", workers=True)
+        seen = taken(ids=(), contents=contents)
+        rows = np.array([[ord(letter), ord(letter) ** 2] for letter in contents], dtype=float)
+        beside = np.zeros((len(contents), 0))
+        forward = Forward(model="Net, forward pass 1", shape="f", inputs=rows, beside=beside)
+        return update(gradient, loaded, inputs=[seen], forwards=[forward])
+
+    one, gradient = called(WHOLE, "a", "b", "c"), RANDOM.normal(size=(6, 4))
+    divergence, cause = found([called(gradient, *contents) for contents in own], one)
+    assert divergence.what == "gradients"
+    assert cause.code == code
+    same = len({*own[0], *own[1]} & {*"abc"})
+    numbers = f"3 inputs, on 2 processes with {len(own[0] + own[1])}; {same} are the same"
+    assert f"the models were called with {numbers}" in cause.seen
+
+
+def test_in_float32_a_part_that_one_process_does_not_have_weighs_nothing() -> None:
+    noise = 1e-5 * RANDOM.normal(size=(6, 4))
+    one = update(ONE + noise, taken(ids=None, contents=(), shape=""))
+    many = []
+    for rank in two(WHOLE):
+        rank.taken = one.taken
+        many.append(rank)
+    (divergence,) = divergences([Update([one])], [Update(many)], FLOAT32)
+    cause = cause_of(divergence)
+    assert cause.code == "LS110"
+    assert cause.seen[0] == "the gradient of one process is that of part 1 of 2 alone"
 
 
 def test_in_float32_a_ratio_of_some_gradients_is_known_in_spite_of_rounding() -> None:

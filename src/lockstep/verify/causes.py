@@ -312,7 +312,8 @@ def _of_weights(
     right, used = weights(expected, parts, case.exact), weights(found, parts, case.exact)
     if right is None:
         return None
-    least = 1e-6 * max(abs(weight) for weight in right)
+    # Of a part that one process does not have, rounding leaves a weight.
+    least = max(1e-6, case.exact) * max(abs(weight) for weight in right)
     if used is None:
         if not _all_equal(right, case.exact):
             return None
@@ -359,7 +360,8 @@ def _of_parts_left_out(case: Divergence, right: Sequence[float], used: Sequence[
         seen = "the gradient of one process is a sum of the same parts, but not a mean of them"
         return Cause("LS210", (seen, *_loss_line(case), *patterns(case)))
     which = shown([number + 1 for number in alone])
-    text = f"the gradient of one process is that of part {which} of {len(right)} alone"
+    word = "parts" if len(alone) > 1 else "part"
+    text = f"the gradient of one process is that of {word} {which} of {len(right)} alone"
     parts = "a part is what one backward pass of one rank left, in the order of ranks"
     return Cause("LS110", (text, parts, *_loss_line(case)))
 
@@ -442,10 +444,10 @@ def _unknown(case: Divergence, *seen: str) -> Cause:
 def _of_other_inputs(one: Sequence[Counter[str]], many: Sequence[Counter[str]], size: int) -> str:
     """The code of other inputs than one process has."""
     expected, found = sum(one, Counter[str]()), sum(many, Counter[str]())
-    if found.total() == size * expected.total() and not expected - found:
-        return "LS110"
     if not expected - found and set(found) == set(expected):
         return "LS101"
+    if found.total() == size * expected.total() and not expected - found:
+        return "LS110"
     if not found - expected:
         return "LS102"
     return "LS111"
