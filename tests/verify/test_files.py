@@ -6,6 +6,7 @@ import builtins
 import io
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,38 @@ import warm
 
 from lockstep.verify.files import FilesBefore, restore
 
+BEFORE = {
+    "log": "1\n",
+    "state": "a",
+    "moved": "b",
+    "gone": "c",
+    "old/best": "d",
+    "old/deep/er": "d",
+    "read": "e",
+}
+
 
 @pytest.fixture
-def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def user(tmp_path: Path) -> Path:
+    """A folder with files, a link and an empty folder."""
+    folder = tmp_path / "user"
+    for name, text in BEFORE.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "latest").symlink_to("state")
+    (folder / "empty").mkdir()
+    return folder
+
+
+@pytest.fixture
+def watched(user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run, whose changes of files are seen."""
     monkeypatch.setattr(builtins, "open", builtins.open)
     monkeypatch.setattr(io, "open", io.open)
-    for name in ("remove", "unlink", "rename", "replace", "truncate"):
+    for name in (
+        *("remove", "unlink", "rename", "replace", "truncate"),
+        *("open", "mkdir", "rmdir", "symlink", "link"),
+    ):
         monkeypatch.setattr(os, name, getattr(os, name))
     monkeypatch.setattr(shutil, "rmtree", shutil.rmtree)
     run = tmp_path / "runs" / "0"
@@ -29,14 +55,20 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run
 
 
-def test_what_was_written_over_moved_or_removed_comes_back(watched: Path, tmp_path: Path) -> None:
-    user = tmp_path / "user"
-    (user / "old").mkdir(parents=True)
-    before = {"log": "1\n", "state": "a", "moved": "b", "gone": "c", "old/best": "d", "read": "e"}
-    for name, text in before.items():
-        descriptor = os.open(user / name, os.O_WRONLY | os.O_CREAT)
-        os.write(descriptor, text.encode())
-        os.close(descriptor)
+def found_in(folder: Path) -> dict[str, str]:
+    """All that is in a folder: texts of files, targets of links, and folders."""
+    found = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            found[name] = f"-> {os.readlink(path)}"
+        else:
+            found[name] = "folder" if path.is_dir() else path.read_text()
+    return found
+
+
+def test_what_was_written_over_moved_or_removed_comes_back(watched: Path, user: Path) -> None:
+    before = found_in(user)
     with open(user / "log", "a") as file:
         file.write("2\n")
     (user / "state").write_text("other")
@@ -48,9 +80,67 @@ def test_what_was_written_over_moved_or_removed_comes_back(watched: Path, tmp_pa
     assert (user / "read").read_text() == "e"
     (watched / "own").write_text("of the run")
     restore(watched)
-    found = {p.relative_to(user).as_posix(): p for p in user.rglob("*") if p.is_file()}
-    assert {name: path.read_text() for name, path in found.items()} == before
+    assert found_in(user) == before
     assert (watched / "own").exists()
+
+
+def _opens_a_descriptor(user: Path) -> None:
+    descriptor = os.open(user / "state", os.O_WRONLY | os.O_TRUNC)
+    os.write(descriptor, b"other")
+    os.close(descriptor)
+    os.close(os.open(user / "new", os.O_WRONLY | os.O_CREAT))
+
+
+def _makes_a_link_anew(user: Path) -> None:
+    os.remove(user / "latest")
+    os.symlink("new", user / "latest")
+    (user / "best").symlink_to("state")
+    os.link(user / "state", user / "same")
+
+
+def _writes_through_a_link(user: Path) -> None:
+    (user / "latest").write_text("other")
+
+
+def _replaces_a_link(user: Path) -> None:
+    (user / "new").symlink_to("gone")
+    os.replace(user / "new", user / "latest")
+
+
+def _moves_a_folder(user: Path) -> None:
+    os.makedirs(user / "made" / "part")
+    (user / "made" / "part" / "state").write_text("x")
+    os.rename(user / "made", user / "kept")
+    os.rename(user / "old", user / "older")
+    (user / "older" / "best").write_text("y")
+
+
+def _makes_and_removes_folders(user: Path) -> None:
+    os.makedirs(user / "one" / "two")
+    (user / "three").mkdir()
+    os.rmdir(user / "empty")
+    shutil.move(user / "old" / "deep", user / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _opens_a_descriptor,
+        _makes_a_link_anew,
+        _writes_through_a_link,
+        _replaces_a_link,
+        _moves_a_folder,
+        _makes_and_removes_folders,
+    ],
+)
+def test_links_and_folders_are_as_before_too(
+    watched: Path, user: Path, change: Callable[[Path], None]
+) -> None:
+    before = found_in(user)
+    change(user)
+    assert found_in(user) != before
+    restore(watched)
+    assert found_in(user) == before
 
 
 RESUMES = """

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from lockstep.verify.compare import RankUpdate, Update
-from lockstep.verify.lines_up import lined_up
+from lockstep.verify.lines_up import lined_up, with_idle_ranks
 
+RANDOM = np.random.default_rng(2)
 MODELS = {"A": "Encoder/weight", "B": "Probe/weight"}
 
 
@@ -71,6 +72,41 @@ def test_a_step_that_some_ranks_leave_to_others_is_theirs_alone(
     # The first update says of all ranks with what they began.
     for rank in updates[0] if updates else ():
         assert "Encoder/weight" in rank.initial
+
+
+@pytest.mark.parametrize("known", ["parameters", "rates"])
+@pytest.mark.parametrize("pretrains", [0, 1])
+def test_a_rank_that_trained_a_model_before_is_known_by_the_step_that_is_alike(
+    known: str, pretrains: int
+) -> None:
+    """Both optimizers are of one class and hold the same parameters."""
+
+    def step(optimizer: int, number: int, value: float) -> list[RankUpdate]:
+        left = value if known == "parameters" else float(RANDOM.normal())
+        return [
+            RankUpdate(
+                optimizer=optimizer,
+                kind="SGD",
+                step=number,
+                parameters={"Net/weight": np.full(3, left)},
+                initial={"Net/weight": np.ones(3)},
+                rates=[0.1] if known == "parameters" else [value],
+            )
+        ]
+
+    alone = [step(0, 0, 5.0), step(1, 0, 7.0), step(1, 1, 7.0)]
+    other = [step(0, 0, 7.0), step(0, 1, 7.0)]
+    ranks = [other, other]
+    ranks[pretrains] = alone
+    stepped = [[rank.stepped for rank in update] for update in lined_up(ranks)]
+    before = [rank == pretrains for rank in range(2)]
+    assert stepped == [before, [True, True], [True, True]]
+
+
+def test_a_rank_that_took_no_part_has_not_stepped() -> None:
+    updates = with_idle_ranks(lined_up([rank_of("AA"), rank_of("AA")]), (0, 2))
+    assert told(updates) == [".A.A", ".A.A"]
+    assert not updates[0][0].counts
 
 
 def test_of_two_steps_by_one_backward_pass_the_samples_are_those_of_all_ranks() -> None:

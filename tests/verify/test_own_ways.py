@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import warm
 
+from lockstep.wording import format_ranks
+
 SCRIPTS = Path(__file__).with_name("own_ways")
 THOROUGH = pytest.mark.thorough
 
@@ -49,6 +51,15 @@ def thorough(*words: str, nproc: int = 2, steps: int = 3) -> object:
         thorough("probe", "module", "first", nproc=3),
         thorough("probe", "module", "rank=1", "first"),
         thorough("probe", "module", "pretrains", steps=9),
+        thorough("without_modules"),
+        thorough("without_modules", nproc=3),
+        thorough("without_modules", "grad", steps=9),
+        thorough("helper", steps=9),
+        thorough("helper", nproc=3, steps=9),
+        thorough("helper", "pretrains", steps=9),
+        thorough("helper", "pretrains", "same", steps=9),
+        thorough("helper", "pretrains", "rank=1", nproc=3, steps=9),
+        thorough("helper", "pretrains", "same", "rank=1", steps=9),
         thorough("joins", steps=9),
         thorough("joins", nproc=3, steps=9),
         thorough("joins", steps=50),
@@ -87,6 +98,8 @@ def test_what_is_right_is_equal(words: tuple[str, ...], nproc: int, steps: int) 
         pytest.param(("probe", "keeps", "rank=1"), "LS304", 3, marks=THOROUGH),
         pytest.param(("probe", "keeps", "module"), "LS304", 2, marks=THOROUGH),
         pytest.param(("probe", "keeps", "module", "first"), "LS304", 2, marks=THOROUGH),
+        pytest.param(("without_modules", "keeps"), "LS304", 2, marks=THOROUGH),
+        pytest.param(("without_modules", "keeps"), "LS304", 3, marks=THOROUGH),
         pytest.param(("stale",), "LS314", 2, marks=THOROUGH),
         pytest.param(("groups",), "LS315", 4, marks=THOROUGH),
     ],
@@ -113,6 +126,21 @@ def test_of_parts_that_cannot_be_joined_nothing_is_known(words: tuple[str, ...],
     assert verdict.word == "NOT KNOWN"
     assert verdict.lines()[0].endswith(f"the ranks hold different tensors, {told}")
     assert verdict.as_json()["findings"] == []
+
+
+@THOROUGH
+@pytest.mark.parametrize("words", [("helper", "pretrains"), ("helper", "rank=1"), ("helper",)])
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_of_ranks_that_have_not_begun_to_train_nothing_is_known(
+    words: tuple[str, ...], nproc: int
+) -> None:
+    script, *arguments = words
+    verdict = warm.verify(SCRIPTS / f"{script}.py", *arguments, nproc=nproc)
+    waiting = [rank for rank in range(nproc) if rank != int("rank=1" in words)]
+    seen = f"the first 3 optimizer steps, no step of {format_ranks(waiting)} was seen"
+    assert verdict.word == "NOT KNOWN", verdict.lines()
+    assert verdict.lines()[0].endswith(seen)
+    assert "--steps" in verdict.lines()[1]
 
 
 @pytest.mark.parametrize(

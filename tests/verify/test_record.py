@@ -80,6 +80,50 @@ def test_a_rank_that_ended_before_the_others_is_the_finding(tmp_path: Path) -> N
         assert run.code == ""
 
 
+@pytest.mark.parametrize(
+    ("until", "passes", "steps", "code", "idle"),
+    [
+        ("step 3", 0, (3, 0), "", (1,)),
+        ("step 3", 1, (3, 0), "", (1,)),  # of its first step
+        ("step 3", 3, (3, 0), "LS405", ()),
+        ("step 3", 0, (3, 1), "LS405", ()),
+        ("", 0, (3, 0), "LS405", ()),
+    ],
+)
+def test_a_rank_that_waited_for_one_that_was_stopped_has_not_failed(
+    tmp_path: Path, until: str, passes: int, steps: tuple[int, int], code: str, idle: Sequence[int]
+) -> None:
+    def start(run: Path, way: Way) -> str:
+        for rank in range(2):
+            writer = UpdateWriter(run, rank)
+            for number in range(steps[rank]):
+                writer.write(RankUpdate(step=number))
+            if rank == 0:
+                writer.end(None, until=until, passes=0)
+            else:
+                writer.end(RuntimeError("Connection closed by peer"), passes=passes)
+        return ""
+
+    run = record(TWO, tmp_path / "run", start)
+    assert (run.code, bool(run.error), run.idle) == (code, bool(code), idle)
+    if idle:
+        assert [update[1].stepped for update in run.updates] == [False] * 3
+
+
+def test_a_rank_that_is_left_as_it_was_is_found_though_nothing_failed(tmp_path: Path) -> None:
+    def start(run: Path, way: Way) -> str:
+        for rank in range(2):
+            writer = UpdateWriter(run, rank)
+            for number in range(0 if rank else 3):
+                writer.write(RankUpdate(step=number))
+            writer.end(None, passes=3 * rank, passes_without_step=3 * rank)
+        return ""
+
+    run = record(TWO, tmp_path / "run", start)
+    assert run.code == "LS304"
+    assert "of rank 1 have not changed in 3 backward passes" in run.error
+
+
 def test_a_process_that_is_lost(tmp_path: Path) -> None:
     run = recorded(tmp_path, (0, None))
     assert (run.error, run.output) == ("the loss of a process", "one\ntwo")

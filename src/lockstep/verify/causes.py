@@ -642,6 +642,8 @@ def _of_batchnorm(case: Divergence) -> Cause | None:
 
 def _of_length(case: Divergence) -> Cause:
     one, many = len(case.reference), len(case.other)
+    if not case.other:
+        return Cause("LS405", (f"one process took {one} steps, and some rank took none",))
     return Cause("LS405", (f"one process took {one} steps, {case.size} took {many}",))
 
 

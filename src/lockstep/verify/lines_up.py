@@ -7,9 +7,11 @@ sent to the others. Pure, as `compare` is.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
+
+import numpy as np
 
 from lockstep.verify.compare import Array, RankUpdate, Update
 from lockstep.wording import group_by_key
@@ -96,19 +98,21 @@ def _with_common_numbers(ranks: Sequence[list[Step]]) -> list[list[Step]]:
 def _matched(own: dict[int, RankUpdate], known: dict[int, RankUpdate]) -> dict[int, int]:
     """The common numbers of a rank's optimizers, by their own; new ones are added to `known`.
 
-    Optimizers are the same if they hold the same parameters; of several, the one of the same class.
+    Optimizers are the same if they hold the same parameters; of several, the one most alike is.
     Those that hold a part each have the same number and class.
     """
-    numbers: dict[int, int] = {}
+    candidates = []
     for number, update in own.items():
-        shared: dict[int, int] = {}
-        for other in known.keys() - set(numbers.values()):
-            shared[other] = len(update.parameters.keys() & known[other].parameters.keys())
-        most = max(shared.values(), default=0)
-        if most > 0:
-            alike = [other for other in sorted(shared) if shared[other] == most]
-            of_class = [other for other in alike if known[other].kind == update.kind]
-            numbers[number] = (of_class or alike)[0]
+        for other, of_others in known.items():
+            shared = len(update.parameters.keys() & of_others.parameters.keys())
+            if shared:
+                # Of several that are equally alike, the first.
+                likeness = (shared, *_likeness(update, of_others), -other, -number)
+                candidates.append((likeness, number, other))
+    numbers: dict[int, int] = {}
+    for _, number, other in sorted(candidates, reverse=True):
+        if number not in numbers and other not in numbers.values():
+            numbers[number] = other
     for number, update in own.items():
         if number in numbers:
             continue
@@ -120,6 +124,22 @@ def _matched(own: dict[int, RankUpdate], known: dict[int, RankUpdate]) -> dict[i
             numbers[number] = max(known, default=-1) + 1
             known[numbers[number]] = update
     return numbers
+
+
+def _likeness(one: RankUpdate, other: RankUpdate) -> tuple[bool, bool, bool]:
+    """How much the first steps of two optimizers are alike: the more important first.
+
+    Ranks that train together have the same parameters after a step. A rank may have trained them
+    before, by another optimizer of the same class.
+    """
+    names = one.parameters.keys() & other.parameters.keys()
+    left_the_same = all(
+        one.parameters[name].shape == other.parameters[name].shape
+        and np.allclose(one.parameters[name], other.parameters[name], rtol=1e-6, equal_nan=True)
+        for name in names
+    )
+    of_same_options = list(one.rates) == list(other.rates) and one.options == other.options
+    return one.kind == other.kind, left_the_same, of_same_options
 
 
 def _split(steps: Sequence[Step], common: set[int]) -> list[list[Step]]:
@@ -140,18 +160,38 @@ def _of_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
             stepped[_key(step)][rank] = step
     updates = []
     for made in stepped.values():
-        first = next(iter(made.values()))[0]
-        missed = RankUpdate(
-            optimizer=first.optimizer,
-            kind=first.kind,
-            step=first.step,
-            stepped=False,
-            dtype=first.dtype,
-            counts=False,
-        )
+        missed = missed_by(next(iter(made.values()))[0])
         of_ranks = [made.get(rank, [missed]) for rank in range(len(ranks))]
         updates.append(Update(chain(*of_ranks)))
     return updates
+
+
+def missed_by(update: RankUpdate) -> RankUpdate:
+    """What is recorded of a rank that has not made the step that another one has made."""
+    return RankUpdate(
+        optimizer=update.optimizer,
+        kind=update.kind,
+        step=update.step,
+        stepped=False,
+        dtype=update.dtype,
+        counts=False,
+    )
+
+
+def with_idle_ranks(updates: Sequence[Update], idle: Collection[int]) -> list[Update]:
+    """Updates of the ranks that trained, with the ranks that took no part in any of them.
+
+    Args:
+        updates: without those ranks.
+        idle: their numbers.
+    """
+    found = []
+    for update in updates:
+        ranks = [*update]
+        for rank in sorted(idle):
+            ranks.insert(rank, missed_by(update[0]))
+        found.append(Update(ranks))
+    return found
 
 
 def _share_a_backward_pass(some: Update, together: Update) -> bool:

@@ -458,7 +458,7 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
     finally:
         names = (
             *("of_lockstep", "until", "by_choice", "started", "internal"),
-            *("kept_batches", "loaders", "passes_without_step"),
+            *("kept_batches", "loaders", "passes_without_step", "passes"),
         )
         known = {name: getattr(recorder, name) for name in names}
         known["ways"] = [*recorder.branches.since().items()]

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from lockstep.run.watch.exit_status import describe
 from lockstep.settings import INSTEAD
 from lockstep.verify.compare import Array, Place, RankUpdate, Update
 from lockstep.verify.files import restore
-from lockstep.verify.lines_up import lined_up, steps_of
+from lockstep.verify.lines_up import lined_up, steps_of, with_idle_ranks
 from lockstep.verify.names import renamed
 
 OWN_PROCESSES = (
@@ -174,7 +175,7 @@ class Way:
     nproc: int
     script: Script
     steps: int = 3
-    """Of the first optimizer, at most."""
+    """Of the optimizer that makes the most, at most."""
     seconds: float | None = None
     """After these no further step is made, but for the first 3; None: all of them are."""
     precision: str = "fp64"
@@ -244,11 +245,13 @@ class Recorded:
     """Of each rank, sums over the parameters that its next forward pass would begin with."""
     ways: Sequence[Mapping[Place, int]] = ()
     """Of each rank, the outcomes of tests since its last update."""
+    idle: Sequence[int] = ()
+    """Ranks of which no step was seen, while others trained."""
 
     @property
     def steps(self) -> int:
-        """Of the first optimizer."""
-        return sum(update[0].optimizer == 0 for update in self.updates)
+        """Of the optimizer that has made the most."""
+        return most_steps([update[0] for update in self.updates])
 
 
 def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorded:
@@ -272,16 +275,7 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
     ended = {n: rank / _ENDED for n, rank in enumerate(ranks)}
     ends = {n: json.loads(p.read_text(encoding="utf-8")) for n, p in ended.items() if p.exists()}
     updates = [list(_read_rank(rank)) for rank in ranks]
-    # What failed later has often failed because of it, and a connection breaks because of another.
-    failed = [n for n, end in ends.items() if end["error"]]
-    failed.sort(key=lambda n: (not ends[n]["code"], ends[n]["lost_peer"], ends[n]["time"]))
-    first: dict[str, Any] = ends[failed[0]] if failed else {}
-    if first.get("lost_peer") and (idle := _idle(failed[0], ends, updates)):
-        first |= {"error": idle, "code": "LS304"}
-    elif first.get("lost_peer") and (left := _left(failed[0], ends, updates, way.steps)):
-        first |= {"error": f"{left}\nrank {failed[0]}: {first['error']}", "code": "LS405"}
-    if first.get("lost_peer") and _has_all(failed[0], ends, updates, way.steps):
-        first = {}
+    first = _first_failure(ends, updates, way.steps)
     lost = "the loss of a process" if len(ends) < way.nproc else ""
 
     def first_told(what: str) -> str:
@@ -290,9 +284,11 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
     if internal := first_told("internal"):
         raise recording_failed(f"{way.name} of {way.script.path}", internal)
 
+    idle = () if first or lost else _idle(ends, updates)
+    trained = [steps_of(each) for rank, each in enumerate(updates) if rank not in idle]
     return Recorded(
         way,
-        lined_up([steps_of(each) for each in updates]),
+        with_idle_ranks(lined_up(trained), idle),
         first.get("error", lost),
         first.get("code", ""),
         output="\n".join(output.splitlines()[-_TAIL:]) if first.get("exited", True) else "",
@@ -308,23 +304,75 @@ def record(way: Way, folder: Path, start: Callable[[Path, Way], str]) -> Recorde
             for n in sorted(ends)
         ],
         ways=[{(*place,): way for place, way in ends[n].get("ways", ())} for n in sorted(ends)],
+        idle=idle,
     )
 
 
-def _has_all(
+def most_steps(updates: Sequence[RankUpdate]) -> int:
+    """How many steps the optimizer has made that made the most."""
+    return max(Counter(update.optimizer for update in updates).values(), default=0)
+
+
+def _first_failure(
+    ends: Mapping[int, dict[str, Any]], updates: Sequence[list[RankUpdate]], wanted: int
+) -> dict[str, Any]:
+    """What went wrong first, with what that rank has told of its end; empty: nothing did."""
+    failed = [rank for rank, end in ends.items() if end["error"]]
+    if not failed:
+        for rank in sorted(ends):
+            if seen := _unchanged(rank, ends, updates):
+                return {"error": seen, "code": "LS304"}
+        return {}
+    # What failed later has often failed because of it, and a connection breaks because of another.
+    failed.sort(key=lambda n: (not ends[n]["code"], ends[n]["lost_peer"], ends[n]["time"]))
+    rank = failed[0]
+    first = ends[rank]
+    if not first["lost_peer"]:
+        return first
+    if seen := _unchanged(rank, ends, updates):
+        return {**first, "error": seen, "code": "LS304"}
+    if _peers_were_stopped(rank, ends, updates, wanted):
+        return {}
+    if left := _left(rank, ends, updates, wanted):
+        return {**first, "error": f"{left}\nrank {rank}: {first['error']}", "code": "LS405"}
+    return first
+
+
+def _peers_were_stopped(
     rank: int, ends: Mapping[int, dict[str, Any]], updates: Sequence[list[RankUpdate]], wanted: int
 ) -> bool:
-    """Whether a rank that lost its peers had made all steps, and they had been stopped for that.
+    """Whether a rank lost its peers only because enough steps of theirs had been recorded.
 
     Ranks that do not step alike, as under `Join` or with one optimizer for all, are not stopped at
-    the same place.
+    the same place. A rank without a step may have waited for another one that pretrained.
     """
     peers = [end for other, end in ends.items() if other != rank and not end["error"]]
-    made = sum(update.optimizer == 0 for update in updates[rank])
-    return made >= wanted and bool(peers) and all(end.get("until") for end in peers)
+    if not peers or not all(end.get("until") for end in peers):
+        return False
+    begins = ends[rank].get("passes", LEAST_STEPS) < LEAST_STEPS
+    return most_steps(updates[rank]) >= wanted or (begins and not updates[rank])
 
 
 def _idle(
+    ends: Mapping[int, dict[str, Any]], updates: Sequence[list[RankUpdate]]
+) -> tuple[int, ...]:
+    """Ranks that had not begun to train while others did.
+
+    Where the others were stopped after enough steps, a rank without a step of its own may have made
+    the backward passes of its first one.
+    """
+    if not any(updates):
+        return ()
+    stopped = any(end.get("until") for end in ends.values())
+    most = LEAST_STEPS if stopped else 1
+    return tuple(
+        rank
+        for rank in sorted(ends)
+        if not updates[rank] and ends[rank].get("passes", LEAST_STEPS) < most
+    )
+
+
+def _unchanged(
     rank: int, ends: Mapping[int, dict[str, Any]], updates: Sequence[list[RankUpdate]]
 ) -> str:
     """That a rank has trained without a step while others stepped, in words; empty: it has not."""
@@ -343,7 +391,7 @@ def _left(
     rank: int, ends: Mapping[int, dict[str, Any]], updates: Sequence[list[RankUpdate]], wanted: int
 ) -> str:
     """That a rank's peer was gone because it had ended, in words; empty: that was not why."""
-    steps = [sum(update.optimizer == 0 for update in each) for each in updates]
+    steps = [most_steps(each) for each in updates]
     gone = [other for other, end in ends.items() if not end["error"]]
     if not gone or steps[rank] >= wanted:
         return ""

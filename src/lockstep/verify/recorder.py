@@ -172,6 +172,8 @@ class _Beside:
     """Ids of BatchNorm layers that took statistics of what this rank alone has."""
     untrained: set[int] = field(default_factory=set)
     """The same of the outermost model that is being called without gradients."""
+    behind: dict[int, tuple[Tensor, Array]] = field(default_factory=dict)
+    """What the last loss reaches on a rank without models, by the ids, with sums over it."""
     looked: bool = False
     """At what the step begins with."""
     taken: int = 0
@@ -183,7 +185,7 @@ class Recorder(Callback):
 
     Args:
         writer: of this rank.
-        way: after how many steps of the first optimizer the script ends.
+        way: after how many steps of one optimizer the script ends.
         patches: what is switched off in the models.
     """
 
@@ -254,6 +256,11 @@ class Recorder(Callback):
     def loaders(self) -> int:
         """How many of torch's DataLoaders were iterated to train."""
         return sum(isinstance(loader, DataLoader) for loader in self._passes)
+
+    @property
+    def passes(self) -> int:
+        """Backward passes since the last optimizer step of this rank."""
+        return len(self._update.losses)
 
     @property
     def passes_without_step(self) -> int:
@@ -327,6 +334,7 @@ class Recorder(Callback):
             return
         self._patches.went_through(loss)
         self._hook_parameters(*chain(*map(parameters_of, self.models.built)))
+        self._look_at_parameters_behind(loss)
         update, passes = self._update, self._beside.forwards
         if not self._writer.count and len(passes) > 1:
             passes = self._beside.forwards = self._passes_of(loss)
@@ -617,6 +625,25 @@ class Recorder(Callback):
         named = ((n, p) for n, p in self.models.parameters() if n in began)
         return any(not np.array_equal(sums_of(p), began[n]) for n, p in named)
 
+    def _look_at_parameters_behind(self, loss: Tensor) -> None:
+        """Sees on a rank that calls no module and has no optimizer that others send parameters.
+
+        Such a rank may call functions with the parameters of a module. They are known by the loss.
+        """
+        if self.models.built or self._taken or any(True for _ in self.models.parameters()):
+            return
+        before = self._beside.behind
+        now = {}
+        for node in nodes_behind(loss.grad_fn):
+            parameter = getattr(node, "variable", None)
+            if isinstance(parameter, Tensor) and not is_sharded(parameter):
+                now[id(parameter)] = (parameter, sums_of(parameter))
+        for number, (_, sums) in now.items():
+            if number in before and not np.array_equal(sums, before[number][1]):
+                self._close_round()
+                break
+        self._beside.behind = now
+
     def _close_round(self) -> None:
         """Records what led to a change of the parameters that no optimizer of this rank made."""
         update, named = self._update, list(self.models.parameters())
@@ -759,7 +786,8 @@ class Recorder(Callback):
         if optimizer not in self._taken:
             self._taken[optimizer] = 0
             self.models.stepped.append(optimizer)
-        if next(iter(self._taken)) is optimizer:
+        # Where optimizers step by turns, the others finish their turn before the script ends.
+        if self._taken[optimizer] == max(self._taken.values()):
             self.end_if_enough()
 
         def told(value: Any) -> Any:
@@ -869,8 +897,12 @@ class Recorder(Callback):
 
     @guarded
     def end_if_enough(self) -> None:
-        """Ends the script where its steps have been recorded."""
-        done = next(iter(self._taken.values()), self._rounds)
+        """Ends the script where its steps have been recorded.
+
+        The optimizer that has made the most steps decides. The first one may have trained something
+        before, on this rank alone.
+        """
+        done = max(self._taken.values(), default=self._rounds)
         way, micro = self._way, self._micro_batch
         late = way.seconds is not None and time.monotonic() > self._begun + way.seconds
         others = micro.replica is not None and (self._update.taken or not micro.last)

@@ -41,6 +41,7 @@ from lockstep.verify.shards import (
     outcomes_agree,
     without_steps,
 )
+from lockstep.wording import format_ranks
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,8 @@ class Verdict:
     """What differs and is no finding, as the parameters are equal all the same, in words."""
     unknown: str = ""
     """Why nothing can be said, in words; empty: something can."""
+    unknown_do: str = ""
+    """What to do then."""
 
     @property
     def word(self) -> str:
@@ -268,7 +271,7 @@ class Verdict:
     def _lines(self) -> list[str]:
         head = f"{self.word:9}  {self.other.way.name}"
         if self.unknown:
-            return [f"{head}: {self.unknown}", f"  do      {_OF_PARTS_DO}"]
+            return [f"{head}: {self.unknown}", f"  do      {self.unknown_do}"]
         if self.word == "EQUAL":
             lines = [f"{head}: {_compared(self.reference)}", *self._precision()]
             if self.but:
@@ -312,6 +315,7 @@ _OF_PARTS_DO = (
     "where each rank begins with its part of the tensors of one process, the parts are joined and "
     "compared: make the whole tensors from one seed, and let each rank keep its part"
 )
+_MORE_STEPS = "compare more steps (`--steps`), so that all ranks come to train"
 _IN_THE_END = (
     "where an optimizer's step begins each rank has gradients or tensors of its own; before every "
     "next forward pass the parameters of all ranks are those of one process"
@@ -447,7 +451,7 @@ def _judge(reference: Recorded, other: Recorded) -> Verdict:
         one, many, but = without_steps(one), without_steps(many), _IN_THE_END
     reference, other = replace(reference, updates=one), replace(other, updates=many)
     if whole.unknown and not other.error:
-        return Verdict(reference, other, unknown=whole.unknown)
+        return Verdict(reference, other, unknown=whole.unknown, unknown_do=_OF_PARTS_DO)
     count = comparable(reference.updates, other.updates, tolerance)
     if count < max(len(reference.updates), len(other.updates)):
         until = f"step {count}, as rounding has grown since to more than is passed over"
@@ -481,7 +485,17 @@ def _judge(reference: Recorded, other: Recorded) -> Verdict:
         told = told or (more.case is not None and (more.case.what, more.case.update) in places)
         if not told and (cases or more.case is None):  # ranks may differ by rounding
             found.append(more)
+    if other.idle and not found:
+        if other.until:
+            return Verdict(reference, other, unknown=_not_yet(other), unknown_do=_MORE_STEPS)
+        but = f"neither backward() nor an optimizer step of {format_ranks(other.idle)} was seen"
     return Verdict(reference, other, tuple(found), but)
+
+
+def _not_yet(other: Recorded) -> str:
+    """That ranks had not begun to train when the comparison ended, in words."""
+    steps = f"the first {other.steps} optimizer steps"
+    return f"while other ranks made {steps}, no step of {format_ranks(other.idle)} was seen"
 
 
 def check_reference(
