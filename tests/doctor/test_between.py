@@ -330,7 +330,7 @@ class Answering:
     closed: ClassVar[dict[str, dict[str, str]]] = {}
 
     def __init__(self, host: Host, ssh: Any, module: str) -> None:
-        self.host, self.here, self.patience = host, False, 0.0
+        self.host, self.here, self.answer_timeout_s = host, False, 0.0
 
     async def connect(self, **request: Any) -> dict[str, Any]:
         return await self.ask(**request)
@@ -338,7 +338,7 @@ class Answering:
     async def close(self) -> None: ...
 
     async def ask(self, ask: str, **request: Any) -> dict[str, Any]:
-        self.asked.append((ask, self.patience, request))
+        self.asked.append((ask, self.answer_timeout_s, request))
         if self.host.name == "b" and ask == self.dies_in:
             raise Problem("it died", "look at it")
         facts = {"checks": {"variables": {}}, "fixed": []}

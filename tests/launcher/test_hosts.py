@@ -23,7 +23,7 @@ from lockstep.run.machines.hosts import (
     forwarded,
     ssh_command,
 )
-from lockstep.run.machines.ssh import Remote
+from lockstep.run.machines.ssh_connection import Remote
 from lockstep.run.machines.ssh_errors import Problem, ssh_failure
 from lockstep.run.start.plan import check_flags_elsewhere, shutdown_timeout
 
@@ -418,13 +418,13 @@ def test_the_first_machine_does_not_take_the_users_login_for_the_way_to_it(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SSH_CONNECTION", "198.51.100.7 50000 198.51.100.8 22")
     request = {"folder": str(tmp_path), "script": None}
-    there = remote.look({**request, "here": False})
+    there = remote.describe_machine({**request, "here": False})
     assert (there["own"], there["first"]) == ("198.51.100.8", "198.51.100.7")
-    here = remote.look({**request, "here": True})
+    here = remote.describe_machine({**request, "here": True})
     assert here["own"] != "198.51.100.8"
     assert here["first"] == ""
     monkeypatch.setenv("SSH_CONNECTION", "UNKNOWN 65535 UNKNOWN 65535")  # over a pipe
-    piped = remote.look({**request, "here": False})
+    piped = remote.describe_machine({**request, "here": False})
     assert (piped["own"], piped["first"]) == (here["own"], "")
 
 
@@ -439,7 +439,7 @@ def test_a_copy_ends_with_what_asked_for_it(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     async def cancelled() -> int:
-        copying = asyncio.create_task(Remote(Host("203.0.113.7"), ["ssh"]).copy(None))
+        copying = asyncio.create_task(Remote(Host("203.0.113.7"), ["ssh"]).copy_folder(None))
         pid = int(await asyncio.to_thread((tmp_path / "began").read_text))
         copying.cancel()
         await asyncio.wait([copying])
@@ -490,7 +490,7 @@ def test_a_machine_that_is_late_is_told_and_ended(tmp_path: Path) -> None:
 
     async def asked() -> None:
         late = Remote(Host("203.0.113.7"), [str(tmp_path / "ssh")])
-        late.patience = 0.1
+        late.answer_timeout_s = 0.1
         with pytest.raises(Problem, match="no answer in time"):
             await late.connect(ask="time")
         await late.close()

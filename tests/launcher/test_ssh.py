@@ -23,9 +23,9 @@ import pytest
 from launched import Launched, launch
 from namespaces import until
 
-from lockstep.run.machines import remote, ssh
+from lockstep.run.machines import remote, ssh_connection, ssh_run
 from lockstep.run.machines.hosts import Host
-from lockstep.run.machines.ssh import Remote
+from lockstep.run.machines.ssh_connection import Remote
 from lockstep.run.machines.ssh_errors import ConnectionDropped, Problem
 
 HOST = "203.0.113.7"
@@ -155,14 +155,14 @@ def test_an_answer_that_comes_in_two_parts(before: bytes, cut: int) -> None:
     async def both() -> Remote:
         one = Remote(Host(HOST), [], show)
         one._mark, one._answers = b"\x1elockstep 0123456789abcdef ", asyncio.Queue()
-        one._grace = 1.0
+        one._shutdown_timeout_s = 1.0
         answer = one._mark + b'{"exit": 7}\n'
-        await one._take("stdout", before + answer[:cut])
-        await one._take("stdout", answer[cut:])
-        await one._take("stdout", b"\n")
+        await one._process_output("stdout", before + answer[:cut])
+        await one._process_output("stdout", answer[cut:])
+        await one._process_output("stdout", b"\n")
         return one
 
-    assert asyncio.run(both()).code == 7
+    assert asyncio.run(both()).exit_code == 7
     assert b"".join(shown).rstrip(b"\r") in (before, b"50%")
 
 
@@ -173,7 +173,7 @@ def test_rsync_leaves_a_process_behind(tmp_path: Path, monkeypatch: pytest.Monke
     rsync.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    asyncio.run(Remote(Host(HOST), ["ssh"]).copy(b"a\0b\0"))
+    asyncio.run(Remote(Host(HOST), ["ssh"]).copy_folder(b"a\0b\0"))
     os.kill(int(Path("left").read_text()), signal.SIGKILL)
     assert Path("names").read_bytes() == b"a\0b\0"
 
@@ -181,7 +181,7 @@ def test_rsync_leaves_a_process_behind(tmp_path: Path, monkeypatch: pytest.Monke
 def test_rsync_is_tried_again_where_the_server_drops_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssh, "_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(ssh_connection, "RETRY_PAUSES_S", (0.01, 0.01))
     rsync = tmp_path / "rsync"
     rsync.write_text(
         "#!/bin/sh\necho . >> tries; cat > names\n"
@@ -190,7 +190,7 @@ def test_rsync_is_tried_again_where_the_server_drops_connections(
     rsync.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    asyncio.run(Remote(Host(HOST), ["ssh"]).copy(b"a\0b\0"))
+    asyncio.run(Remote(Host(HOST), ["ssh"]).copy_folder(b"a\0b\0"))
     assert Path("names").read_bytes() == b"a\0b\0"
 
 
@@ -202,11 +202,11 @@ def test_an_rsync_that_does_not_end_when_it_is_asked_is_killed(
     rsync.chmod(0o755)
     os.mkfifo(tmp_path / "told")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ssh, "_FINISH_S", 0.1)
+    monkeypatch.setattr(ssh_connection, "FINISH_TIMEOUT_S", 0.1)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     async def asked_to_end() -> None:
-        copying = asyncio.create_task(Remote(Host(HOST), ["ssh"]).copy(b""))
+        copying = asyncio.create_task(Remote(Host(HOST), ["ssh"]).copy_folder(b""))
         while not Path("begun").exists():
             await asyncio.sleep(0.01)
         copying.cancel()
@@ -219,7 +219,7 @@ def test_an_rsync_that_does_not_end_when_it_is_asked_is_killed(
 def test_what_is_left_behind_and_goes_on_writing_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssh, "_FINISH_S", 0.3)
+    monkeypatch.setattr(ssh_connection, "FINISH_TIMEOUT_S", 0.3)
     first = "(while :; do echo . >&2; sleep 0.1; done) & echo $! > left"
     monkeypatch.chdir(tmp_path)
 
@@ -227,7 +227,7 @@ def test_what_is_left_behind_and_goes_on_writing_holds_nothing_up(
         one = Remote(Host(HOST), [fake_ssh(tmp_path, first)], **module(tmp_path, monkeypatch))
         await one.connect()
         one._input.close()  # type: ignore[union-attr]
-        await asyncio.wait_for(one.ended(), 600)
+        await asyncio.wait_for(one.wait_for_end(), 600)
         await one.close()
 
     try:
@@ -239,7 +239,7 @@ def test_what_is_left_behind_and_goes_on_writing_holds_nothing_up(
 def test_a_try_that_is_cut_short_does_not_hide_why_those_before_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ssh, "_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(ssh_connection, "RETRY_PAUSES_S", (0.01, 0.01))
     until, tries = time.monotonic() + 0.5, iter([ConnectionDropped("drops", "")])
 
     async def attempt() -> None:
@@ -249,7 +249,7 @@ def test_a_try_that_is_cut_short_does_not_hide_why_those_before_failed(
         raise Problem("no answer in time", "")
 
     with pytest.raises(ConnectionDropped):
-        asyncio.run(Remote(Host(HOST), ["ssh"])._until_not_dropped(attempt, until))
+        asyncio.run(Remote(Host(HOST), ["ssh"])._retry_if_dropped(attempt, until))
 
 
 def test_no_room_for_the_names_of_what_is_copied(
@@ -257,7 +257,7 @@ def test_no_room_for_the_names_of_what_is_copied(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(Problem, match="No such file or directory") as told:
-        asyncio.run(Remote(Host(HOST), ["ssh"]).copy(b"a\0"))
+        asyncio.run(Remote(Host(HOST), ["ssh"]).copy_folder(b"a\0"))
     assert "TMPDIR" in told.value.args[1]
 
 
@@ -265,20 +265,20 @@ def test_a_machine_that_gives_no_sign_of_life_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one behind an open ControlMaster, for whose connection ssh does not look."""
-    monkeypatch.setattr(ssh, "_FINISH_S", 0.1)
-    monkeypatch.setattr(ssh, "SILENT_S", 0.3)
+    monkeypatch.setattr(ssh_connection, "FINISH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(ssh_connection, "SILENCE_TIMEOUT_S", 0.3)
 
     async def lost() -> Remote:
         silent = Remote(Host(HOST), [fake_ssh(tmp_path)], **module(tmp_path, monkeypatch))
         assert await silent.connect() == {"here": "I am"}
         silent.send = lambda **_: None  # type: ignore[method-assign]
-        silent.start([], {}, keep=False, grace=1.0)
-        await silent.ended()
+        silent.start_launcher([], {}, keep=False, shutdown_timeout_s=1.0)
+        await silent.wait_for_end()
         await silent.close()
         return silent
 
     found = asyncio.run(lost())
-    assert found.code is None
+    assert found.exit_code is None
     assert found._process
     assert not alive(found._process.pid)
 
@@ -287,7 +287,7 @@ def test_a_machine_that_gives_no_sign_of_life_is_lost(
 def test_a_server_that_drops_connections_is_tried_again(
     drops: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssh, "_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(ssh_connection, "RETRY_PAUSES_S", (0.01, 0.01))
     first = (
         f'echo . >> tries; [ $(wc -l < tries) -le {drops} ] && {{ echo "{DROPS}" >&2; exit 255; }}'
     )
@@ -312,12 +312,12 @@ def test_a_server_that_drops_connections_is_tried_again(
 def test_all_tries_together_have_the_time_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssh, "_PAUSES_S", (1000.0,))
+    monkeypatch.setattr(ssh_connection, "RETRY_PAUSES_S", (1000.0,))
     first = f'echo "{DROPS}" >&2; exit 255'
 
     async def asked() -> None:
         one = Remote(Host(HOST), [fake_ssh(tmp_path, first)], **module(tmp_path, monkeypatch))
-        one.patience = 60.0
+        one.answer_timeout_s = 60.0
         try:
             await asyncio.wait_for(one.connect(), 400)  # less than a pause
         finally:
@@ -382,11 +382,11 @@ def test_what_is_sent_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / ".gitignore").write_text("data/*\n!data/small\n")
-    assert ssh._files_of_git() is None
+    assert ssh_run.list_git_files() is None
     subprocess.run(["git", "init", "-q"], check=True)
-    files = ssh._files_of_git() or b""
+    files = ssh_run.list_git_files() or b""
     assert sorted(files.split(b"\0")) == [b"", b".gitignore", b"data/small", b"train.py"]
     (tmp_path / ".gitignore").write_text("*\n")
-    assert ssh._files_of_git() is None
+    assert ssh_run.list_git_files() is None
     monkeypatch.setenv("PATH", "")
-    assert ssh._files_of_git() is None
+    assert ssh_run.list_git_files() is None

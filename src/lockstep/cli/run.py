@@ -20,7 +20,7 @@ from lockstep.run.machines.hosts import (
     forwarded,
     ssh_command,
 )
-from lockstep.run.machines.ssh import run_on_hosts
+from lockstep.run.machines.ssh_run import run_on_hosts
 from lockstep.run.start.plan import (
     HangRules,
     LaunchSpec,

@@ -22,7 +22,7 @@ from lockstep.run.machines.hosts import (
     resolve_all,
     working_folder,
 )
-from lockstep.run.machines.ssh import Remote, on_all
+from lockstep.run.machines.ssh_connection import Remote, run_on_all
 
 Answers = dict[str, dict[str, Any]]
 """By the name of the machine."""
@@ -73,8 +73,8 @@ class _Asking:
         """All, or some, at the same time; those that fail, or are late, take no part any more."""
         able = [self._remotes[n] for n in names or self._remotes if n not in self.failed]
         for remote in able:
-            remote.patience = seconds
-        found, problems = await on_all(able, work)
+            remote.answer_timeout_s = seconds
+        found, problems = await run_on_all(able, work)
         for remote, problem in problems.items():
             self.failed[remote.host.name] = Finding(ERROR, *problem.args)
         return {remote.host.name: answer for remote, answer in found.items()}

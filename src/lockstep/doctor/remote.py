@@ -25,7 +25,7 @@ from typing import Any
 from lockstep import doctor
 from lockstep.distributed.network import interface_of, resolve
 from lockstep.doctor import data
-from lockstep.run.machines.remote import answer, listen, look
+from lockstep.run.machines.remote import describe_machine, listen, send_answer
 
 _TOKEN = 32
 _CONNECT_S, _ANSWER_S, _MEASURED_S = 4.0, 4.0, 1.0
@@ -62,7 +62,7 @@ def _digest(file: Path) -> dict[str, Any] | None:
 
 def serve(token: str) -> dict[str, Any]:
     """Answers those that send the token, until this process ends."""
-    listener, found = listen(0, instead=False)
+    listener, found = listen(0, any_port_if_taken=False)
     if listener is None:
         return found
     threading.Thread(target=_accept, args=(listener, token.encode()), daemon=True).start()
@@ -175,7 +175,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 _ASKED: dict[str, Callable[..., dict[str, Any]]] = {
-    "look": lambda **request: look(request),
+    "look": lambda **request: describe_machine(request),
     "time": lambda: {"time": time.time()},
     "facts": facts,
     "serve": serve,
@@ -192,7 +192,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print must not stand among the answers
     for line in sys.stdin:
         request = json.loads(line)
-        answer(_ASKED[request.pop("ask")](**request), output)
+        send_answer(_ASKED[request.pop("ask")](**request), output)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,25 @@
-"""The end of `lockstep run --hosts` on each machine: what ssh starts there.
+"""The helper process that `lockstep run --hosts` starts on each machine, by ssh.
 
-It does what the first machine asks for (`hosts`), which comes as lines of JSON on its standard
-input: it looks at what is here, lets the machines find each other, and then starts the launcher,
-whose output it passes on. Answers are lines of its standard output that begin with `MARK` and the
-nonce that it was started with; the last one says how the launcher ended.
+It serves the *first machine*, the one on which the user started the run: it describes its machine,
+tests connections to other machines, and then starts the *launcher*, whose output it passes on.
+*Requests* are JSON lines on its standard input; *answers* are lines of its standard output that
+begin with ANSWER_MARK and a *nonce*, a random text that is this process's argument:
 
-    {"folder", "script", "here"}   this machine: versions, address, and what is missing; `here`: it
-                              is the first one
-    {"listen"}                the port at which the run will be served, which is free now
-    {"reach"}                 why an address and port cannot be reached; empty: they can. And the
-                              address of this machine that lies on the way
+    {"folder", "script", "here"}   answered with a description of this machine: versions, address,
+                              and what is missing; `here`: it is the first machine itself
+    {"listen", "instead"}     listens at a port; answered with the port
+    {"reach"}                 tests the connection to an address and port; answered with the reason
+                              why it fails (empty: it works), and this machine's address on it
     {"start", "environment", "keep", "grace"}   starts `lockstep` with these arguments; its ranks
                               have `grace` seconds to end
-    {"signal"}                passes a signal on
-    an empty line             the first machine is still there
+    {"signal"}                sends a signal to the launcher
+    an empty line             a heartbeat: the first machine is still there
 
-The end of its input, or silence for `SILENT_S`, means that the first machine or the way to it is
-gone: the launcher is then ended, and with it the ranks, unless the run is to go on (`keep`) while
-nobody sees what it prints. The launcher ends too when this process is killed. While it runs, an
-answer of `ALIVE` tells the first machine now and then that this one is there.
+The last answer has the launcher's exit code. While the launcher runs, ALIVE is sent as a heartbeat.
+
+When the input ends, or is silent for SILENCE_TIMEOUT_S, the first machine or the connection to it
+is lost. Then the launcher is ended, and with it the ranks, unless `keep` says that the run goes on
+while nobody sees its output. The launcher also ends when this process is killed.
 """
 
 from __future__ import annotations
@@ -45,67 +46,88 @@ from lockstep import __version__
 from lockstep.distributed.network import address_reaching, is_loopback_address, wait_until
 from lockstep.run.start.zygote import die_with_parent
 
-MARK = b"\x1elockstep "
-"""Before an answer; \\x1e is the record separator, as in RFC 7464."""
+ANSWER_MARK = b"\x1elockstep "
+"""The beginning of an answer; \\x1e is the record separator, as in RFC 7464."""
 ALIVE = {"alive": True}
 HEARTBEAT_S = 2.0
-SILENT_S = 12.0
-_REACH_S = 5.0
-_LONG = bytes(1 << 14)
-"""Fills more than one packet, also where they are jumbo frames."""
-_LOOK_S = 0.2
-_KILL_AFTER_S = 110.0
-"""A launcher that was asked to end and has not, beside what it gives its ranks."""
-_PIECE = 4096
-"""A pipe that select() calls writable takes so many bytes at once (PIPE_BUF, pipe(7))."""
-_FINISH_S = 2.0
-_WRITING = threading.Lock()
-"""Held from select() to write() on standard output, where answers and the launcher's lines mix."""
+SILENCE_TIMEOUT_S = 12.0
+CONNECT_TIMEOUT_S = 5.0
+LONG_MESSAGE = bytes(1 << 14)
+"""Fills more than one packet, also on a network with jumbo frames."""
+MESSAGE_LOST = (
+    "short messages arrive, long ones do not, as where the MTU of an interface is larger than that "
+    "of the way"
+)
+POLL_INTERVAL_S = 0.2
+KILL_LAUNCHER_AFTER_S = 110.0
+"""When a launcher that was asked to end is killed, in addition to the time of its ranks."""
+READ_BYTES = 1 << 16
+WRITE_BYTES = 4096
+"""A pipe that select() reports as writable takes this much at once (PIPE_BUF, pipe(7))."""
+LAST_OUTPUT_TIMEOUT_S = 2.0
+
+STDIN = 0
+STDOUT = 1
+STDERR = 2
+STDOUT_LOCK = threading.Lock()
+"""Held from select() to write() on standard output, so that answers and the launcher's output do
+not get mixed."""
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all machines of a run, by name."""
+    """Returns the versions that must be the same on all machines of a run, by name."""
     try:
-        torch = version("torch")
+        torch_version = version("torch")
     except PackageNotFoundError:
-        torch = "none"
-    python = ".".join(platform.python_version_tuple()[:2])
-    return {"Lockstep": __version__, "Python": python, "torch": torch}
+        torch_version = "none"
+    major, minor, _ = platform.python_version_tuple()
+    return {"Lockstep": __version__, "Python": f"{major}.{minor}", "torch": torch_version}
 
 
-def missing_here(folder: str, script: str | None) -> str:
-    """Enters the run's folder; what is missing here, in words; empty: nothing."""
+def describe_machine(request: dict[str, Any]) -> dict[str, Any]:
+    """Enters the run's folder and describes this machine for the first one.
+
+    Args:
+        request: `folder`; `script`: its path, or None if it is a module; `here`: this is the first
+            machine itself.
+
+    Returns:
+        `versions`; `missing`: what is missing, for a message, or empty; `own`: the address of this
+        machine that ssh has reached; `first`: the address from which ssh came, empty if this
+        machine was not reached by ssh; `machine`: a text that differs between machines, since one
+        machine may have several names; `time`: its clock.
+    """
+    own_address = ""
+    first_address = ""
+    # SSH_CONNECTION has the address and port of the client, then of the server; see ssh(1). On the
+    # first machine it is that of the user's own login.
+    ssh_connection = os.environ.get("SSH_CONNECTION", "")
+    if ssh_connection and not request["here"]:
+        first_address, _, own_address, _ = ssh_connection.split(" ")
+    if first_address == "UNKNOWN":  # ssh was not connected by a network but by a pipe
+        first_address = ""
+        own_address = ""
+    if not own_address or is_loopback_address(own_address):
+        own_address = address_reaching() or ""
+    return {
+        "versions": versions(),
+        "missing": _enter_folder(request["folder"], request["script"]),
+        "own": own_address,
+        "first": first_address,
+        "machine": f"{socket.gethostname()} {_boot_id()}",
+        "time": time.time(),
+    }
+
+
+def _enter_folder(folder: str, script: str | None) -> str:
+    """Enters the run's folder; returns what is missing, for a message, or an empty text."""
     try:
         os.chdir(folder)
     except OSError as error:
         return f"{folder}: {error.strerror}"
-    there = script is None or Path(script).exists()
-    return "" if there else f"{Path(folder, script or '')}: there is no such file"
-
-
-def look(request: dict[str, Any]) -> dict[str, Any]:
-    """This machine, as far as the first one must know it.
-
-    `own` is the address of this machine that the first one has reached, `first` the one from which
-    it came, empty where no ssh lies between them. `machine` tells machines apart that may have
-    several names. `time` is what the clock says.
-    """
-    # SSH_CONNECTION: address and port of the client, then of the server; see ssh(1). On the first
-    # machine it is that of the user's own login.
-    connection = "" if request["here"] else os.environ.get("SSH_CONNECTION", "")
-    client, _, server, _ = (connection or "   ").split(" ")
-    if client == "UNKNOWN":  # ssh goes over a pipe
-        client = server = ""
-    if not server or is_loopback_address(server):
-        server = address_reaching() or ""
-    return {
-        "versions": versions(),
-        "missing": missing_here(request["folder"], request["script"]),
-        "own": server,
-        "first": client,
-        "machine": f"{socket.gethostname()} {_boot_id()}",
-        "time": time.time(),
-    }
+    if script is not None and not Path(script).exists():
+        return f"{Path(folder, script)}: there is no such file"
+    return ""
 
 
 def _boot_id() -> str:
@@ -115,176 +137,237 @@ def _boot_id() -> str:
         return ""
 
 
-def listen(port: int, instead: bool) -> tuple[socket.socket | None, dict[str, Any]]:
-    """Listens at a port; where it is taken and `instead`, at any other."""
-    ipv6 = socket.has_dualstack_ipv6()
-    # All other machines connect at once, and nobody accepts.
-    options: dict[str, Any] = {"dualstack_ipv6": ipv6, "backlog": 4096}
-    if ipv6:
-        options["family"] = socket.AF_INET6
+def listen(port: int, any_port_if_taken: bool) -> tuple[socket.socket | None, dict[str, Any]]:
+    """Listens at a port on all interfaces.
+
+    Returns:
+        The socket, and the answer to the first machine: the port. If it is taken: None, and the
+        error.
+    """
+    has_ipv6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_ipv6 else socket.AF_INET
     try:
-        found = socket.create_server(("", port), **options)
+        listener = socket.create_server(
+            ("", port),
+            family=family,
+            dualstack_ipv6=has_ipv6,
+            backlog=4096,  # all other machines connect at once, and nobody accepts
+        )
     except OSError as error:
-        return listen(0, False) if instead else (None, {"error": error.strerror})
-    return found, {"port": found.getsockname()[1]}
+        if any_port_if_taken:
+            return listen(0, any_port_if_taken=False)
+        return None, {"error": error.strerror}
+    return listener, {"port": listener.getsockname()[1]}
 
 
-def reach(address: str, port: int) -> dict[str, str]:
-    """Why nothing can be reached there, in words; and the address of this machine on the way."""
+def try_connection(address: str, port: int) -> dict[str, str]:
+    """Tests whether another machine that listens can be reached, with a long message.
+
+    Returns:
+        `why`: the reason why it fails, or empty; `own`: this machine's address on the connection.
+    """
     try:
-        with socket.create_connection((address, port), timeout=_REACH_S) as connection:
-            connection.sendall(_LONG)
-            arrived = wait_until(lambda: not _unsent(connection), time.monotonic() + _REACH_S)
-            own = str(connection.getsockname()[0])
+        with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as connection:
+            connection.sendall(LONG_MESSAGE)
+            has_arrived = wait_until(
+                lambda: _unconfirmed_bytes(connection) == 0, time.monotonic() + CONNECT_TIMEOUT_S
+            )
+            own_address = str(connection.getsockname()[0])
     except OSError as error:
-        return {"why": error.strerror or f"no answer within {_REACH_S:g} s", "own": ""}
-    return {"why": "" if arrived else _TOO_LONG, "own": own}
+        return {
+            "why": error.strerror or f"no answer within {CONNECT_TIMEOUT_S:g} s",
+            "own": "",
+        }
+    return {"why": "" if has_arrived else MESSAGE_LOST, "own": own_address}
 
 
-_TOO_LONG = (
-    "short messages arrive, long ones do not, as where the MTU of an interface is larger than that "
-    "of the way"
-)
+def _unconfirmed_bytes(connection: socket.socket) -> int:
+    """Returns how many bytes the other machine's kernel has not confirmed yet."""
+    count = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(count, sys.byteorder)
 
 
-def _unsent(connection: socket.socket) -> int:
-    """Bytes that the other machine has not confirmed; nobody needs to read them there."""
-    return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-
-
-class Input:
-    """The lines that come; nothing is read further than to the end of the last one."""
+class RequestReader:
+    """Reads the requests of the first machine from standard input."""
 
     def __init__(self) -> None:
-        self._unfinished = b""
-        self._heard = time.monotonic()
+        self._unfinished_line = b""
+        self._last_heard = time.monotonic()
 
     @property
-    def silent(self) -> bool:
-        """Whether nothing was heard for too long."""
-        return time.monotonic() - self._heard > SILENT_S
+    def is_silent(self) -> bool:
+        """True if nothing was heard for too long."""
+        return time.monotonic() - self._last_heard > SILENCE_TIMEOUT_S
 
-    def lines(self, timeout: float) -> list[dict[str, Any]] | None:
-        """The messages that come within so many seconds, or have come; None: there will be none."""
-        if not select.select([0], [], [], timeout)[0]:
+    def receive(self, timeout: float) -> list[dict[str, Any]] | None:
+        """Returns the requests that have come, after waiting up to `timeout` seconds for some.
+
+        Returns:
+            The requests; empty: nothing but heartbeats has come; None: the input has ended.
+        """
+        readable, _, _ = select.select([STDIN], [], [], timeout)
+        if not readable:
             return []
-        data = os.read(0, 1 << 16)
-        self._heard = time.monotonic()
-        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
-        return [json.loads(line) for line in lines if line] if data else None
+        data = os.read(STDIN, READ_BYTES)
+        self._last_heard = time.monotonic()
+        if not data:
+            return None
+        *lines, self._unfinished_line = (self._unfinished_line + data).split(b"\n")
+        return [json.loads(line) for line in lines if line]
 
 
-def answer(values: Mapping[str, object], output: int = 1) -> None:
-    """Sends an answer; it may be that nobody is there any more."""
-    with contextlib.suppress(OSError), _WRITING:
-        os.write(output, _line(values))
+def send_answer(values: Mapping[str, object], output: int = STDOUT) -> None:
+    """Sends an answer; ignores that nobody may be there any more."""
+    with contextlib.suppress(OSError), STDOUT_LOCK:
+        os.write(output, _encode_answer(values))
 
 
-def _line(values: Mapping[str, object]) -> bytes:
-    return MARK + f"{sys.argv[1]} {json.dumps(values)}\n".encode()
+def _encode_answer(values: Mapping[str, object]) -> bytes:
+    nonce = sys.argv[1]
+    return ANSWER_MARK + f"{nonce} {json.dumps(values)}\n".encode()
 
 
-def write(target: int, data: bytes) -> int:
-    """How many bytes went at once; 0: there was no room within `_LOOK_S`."""
-    with _WRITING if target == 1 else contextlib.nullcontext():
-        writable = select.select([], [target], [], _LOOK_S)[1]
-        return os.write(target, data[:_PIECE]) if writable else 0
+def write_if_possible(target: int, data: bytes) -> int:
+    """Writes the beginning of some data to a pipe.
+
+    Returns:
+        How many bytes were written; 0: there was no room within POLL_INTERVAL_S.
+    """
+    lock = STDOUT_LOCK if target == STDOUT else contextlib.nullcontext()
+    with lock:
+        _, writable, _ = select.select([], [target], [], POLL_INTERVAL_S)
+        if not writable:
+            return 0
+        return os.write(target, data[:WRITE_BYTES])
 
 
-def start(request: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Starts the launcher, which ends with this process."""
-    parent = os.getpid()
+def start_launcher(request: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Starts the launcher, which ends when this process does."""
+    parent_pid = os.getpid()
     environment = {**os.environ, **request["environment"]}
-    # What the environment of this Python has installed as commands, such as ninja.
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', os.defpath)}"
+    # So that commands which are installed beside this Python, such as ninja, are found.
+    commands_folder = Path(sys.executable).parent
+    environment["PATH"] = f"{commands_folder}:{environment.get('PATH', os.defpath)}"
     return subprocess.Popen(
         [sys.executable, "-m", "lockstep", *request["start"]],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: die_with_parent(parent),
+        preexec_fn=lambda: die_with_parent(parent_pid),
     )
 
 
-def forward_output(source: IO[bytes], target: int, gone: threading.Event) -> None:
-    """Copies what the launcher prints; once nobody is there, reads it and throws it away."""
-    while data := os.read(source.fileno(), 1 << 16):
-        while data and not gone.is_set():
+def forward_output(source: IO[bytes], target: int, nobody_reads: threading.Event) -> None:
+    """Copies the launcher's output to this process's; runs in a thread.
+
+    Once nobody reads it any more, it is read and thrown away, so that the launcher does not block.
+    """
+    while data := os.read(source.fileno(), READ_BYTES):
+        while data and not nobody_reads.is_set():
             try:
-                data = data[write(target, data) :]
+                num_written = write_if_possible(target, data)
             except OSError:
-                gone.set()
+                nobody_reads.set()
+            else:
+                data = data[num_written:]
 
 
-def watch(
+def watch_launcher(
     launcher: subprocess.Popen[bytes],
-    requests: Input,
-    messages: list[dict[str, Any]] | None,
+    reader: RequestReader,
+    requests: list[dict[str, Any]],
     *,
     keep: bool,
     grace: float,
 ) -> int:
-    """Does what the first machine asks for until the launcher has ended; its exit code."""
-    gone, kill_at, answer_at = threading.Event(), float("inf"), 0.0
-    copying = [
-        threading.Thread(target=forward_output, args=(source, target, gone), daemon=True)
-        for target, source in enumerate((launcher.stdout, launcher.stderr), 1)
-    ]
-    for thread in copying:
+    """Passes signals and output on until the launcher has ended.
+
+    Args:
+        launcher: the process.
+        reader: reads further requests.
+        requests: signals that have come already.
+        keep: let the launcher go on if the first machine is lost.
+        grace: the seconds that the ranks have to end.
+
+    Returns:
+        The launcher's exit code, 128 + N if signal N ended it.
+    """
+    nobody_reads = threading.Event()
+    threads = []
+    for target, source in ((STDOUT, launcher.stdout), (STDERR, launcher.stderr)):
+        thread = threading.Thread(
+            target=forward_output, args=(source, target, nobody_reads), daemon=True
+        )
         thread.start()
-    there = True
-    while (code := launcher.poll()) is None:
-        for message in messages or ():
-            launcher.send_signal(signal.Signals[message["signal"]])
-        if there:
-            messages = requests.lines(_LOOK_S)
-            there = messages is not None and not requests.silent
-            if there:
-                with contextlib.suppress(OSError):
-                    if time.monotonic() >= answer_at and write(1, _line(ALIVE)):
-                        answer_at = time.monotonic() + HEARTBEAT_S
-                continue
-            gone.set()
+        threads.append(thread)
+    first_machine_lost = False
+    kill_at = float("inf")
+    next_heartbeat = 0.0
+    while True:
+        exit_code = launcher.poll()
+        if exit_code is not None:
+            break
+        for request in requests:
+            launcher.send_signal(signal.Signals[request["signal"]])
+        requests = []
+        if first_machine_lost:
+            time.sleep(POLL_INTERVAL_S)
+            if time.monotonic() > kill_at:
+                launcher.kill()
+            continue
+        received = reader.receive(POLL_INTERVAL_S)
+        if received is None or reader.is_silent:
+            first_machine_lost = True
+            nobody_reads.set()
             if not keep:
                 launcher.send_signal(signal.SIGTERM)
-                kill_at = time.monotonic() + _KILL_AFTER_S + grace
-        else:
-            messages = None
-            time.sleep(_LOOK_S)
-        if time.monotonic() > kill_at:
-            launcher.kill()
-    for thread in copying:  # a process that the ranks have left behind may hold its output open
-        thread.join(_FINISH_S)
-    gone.set()
-    return code if code >= 0 else 128 - code
+                kill_at = time.monotonic() + KILL_LAUNCHER_AFTER_S + grace
+            continue
+        requests = received
+        if time.monotonic() >= next_heartbeat:
+            with contextlib.suppress(OSError):
+                if write_if_possible(STDOUT, _encode_answer(ALIVE)):
+                    next_heartbeat = time.monotonic() + HEARTBEAT_S
+    for thread in threads:
+        # Not for long: a process that the ranks have left behind may hold the output open.
+        thread.join(LAST_OUTPUT_TIMEOUT_S)
+    nobody_reads.set()
+    if exit_code < 0:
+        return 128 - exit_code
+    return exit_code
 
 
 def main() -> int:
-    """Serves the first machine until the launcher has ended, or the first machine is gone."""
-    requests, listener = Input(), None
-    while (messages := requests.lines(SILENT_S)) is not None and not requests.silent:
-        while messages:
-            message = messages.pop(0)
-            if "folder" in message:
-                answer(look(message))
-            elif "listen" in message:
-                listener, found = listen(message["listen"], message["instead"])
-                answer(found)
-            elif "reach" in message:
-                answer(reach(*message["reach"]))
-            elif "start" in message:
+    """Serves the first machine until the launcher has ended, or the first machine is lost."""
+    reader = RequestReader()
+    listener: socket.socket | None = None
+    while True:
+        requests = reader.receive(SILENCE_TIMEOUT_S)
+        if requests is None or reader.is_silent:
+            return 1
+        while requests:
+            request = requests.pop(0)
+            if "folder" in request:
+                send_answer(describe_machine(request))
+            elif "listen" in request:
+                listener, answer = listen(request["listen"], request["instead"])
+                send_answer(answer)
+            elif "reach" in request:
+                address, port = request["reach"]
+                send_answer(try_connection(address, port))
+            elif "start" in request:
                 if listener is not None:
-                    listener.close()
-                # Not ignored, which the launcher would inherit.
-                for number in (signal.SIGHUP, signal.SIGINT):
-                    signal.signal(number, lambda *_: None)
-                launcher = start(message)
-                rules = {name: message[name] for name in ("keep", "grace")}
-                code = watch(launcher, requests, messages, **rules)
-                answer({"exit": code})
-                return code
-    return 1
+                    listener.close()  # the launcher needs the port
+                # A handler that does nothing, because the launcher would inherit SIG_IGN.
+                signal.signal(signal.SIGHUP, lambda *_: None)
+                signal.signal(signal.SIGINT, lambda *_: None)
+                launcher = start_launcher(request)
+                exit_code = watch_launcher(
+                    launcher, reader, requests, keep=request["keep"], grace=request["grace"]
+                )
+                send_answer({"exit": exit_code})
+                return exit_code
 
 
 if __name__ == "__main__":

@@ -1,0 +1,543 @@
+"""The connection to one machine of a run, and to the helper process that ssh starts there.
+
+The *helper* (`lockstep.run.machines.remote`) receives requests, JSON lines on its standard input,
+and sends *answers*, marked lines of its standard output. When it is asked to, it starts the
+launcher, whose output it passes on between its answers. On this machine it runs without ssh.
+Nothing secret is in a command line: the run's token and variables go through standard input.
+
+A *drop* means that the ssh server closed the connection before anything else, as sshd does when
+too many connections begin at once (MaxStartups); then the connection is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import math
+import os
+import random
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import IO, Any, TypeVar
+
+from lockstep.run.machines.hosts import SSH_OPTIONS, Host, working_folder
+from lockstep.run.machines.remote import ALIVE, ANSWER_MARK, SILENCE_TIMEOUT_S, versions
+from lockstep.run.machines.ssh_errors import ConnectionDropped, Problem, ssh_failure
+from lockstep.run.start.output import finished_lines
+
+T = TypeVar("T")
+ShowLine = Callable[[Host, str, bytes], Awaitable[None]]
+"""Called with a host, "stdout" or "stderr", and a line that was printed there."""
+
+RETRY_PAUSES_S = (1.0, 2.0, 4.0)
+"""Pauses before a dropped connection is tried again."""
+ANSWER_TIMEOUT_S = 25.0
+FINISH_TIMEOUT_S = 2.0
+LAUNCHER_END_S = 20.0
+"""What a launcher needs to end, in addition to what it gives its ranks, as after Ctrl-C."""
+POLL_INTERVAL_S = 0.05
+MAX_READS_AFTER_END = 64
+"""Enough to read everything that a process wrote before it ended."""
+READ_BYTES = 1 << 16
+MAX_ERROR_OUTPUT_BYTES = 1 << 16
+
+
+class Remote:
+    """A machine of the run, and the helper process there.
+
+    Args:
+        host: the machine.
+        ssh: the ssh program and the user's options for it.
+        show: called with each line that is printed there after the launcher was started.
+        module: the Python module that is started there as the helper.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        ssh: Sequence[str],
+        show: ShowLine | None = None,
+        module: str = "lockstep.run.machines.remote",
+    ) -> None:
+        self.host = host
+        self.here = host.here
+        self._ssh = ssh
+        self._show = show
+        self._module = module
+        self.answer_timeout_s = ANSWER_TIMEOUT_S
+        self.exit_code: int | None = None
+        """The launcher's exit code; None: it has not ended, or the connection was lost."""
+        self.facts: dict[str, Any] = {}
+        """The helper's first answer; see `remote.describe_machine`."""
+        self.clock_offset_s = 0.0
+        """By how much the clock there is ahead of the one here, at least; negative: behind."""
+        self.listen_address = ("", 0)
+        """The address and port at which the helper listens."""
+        self.unfinished_lines = {"stdout": b"", "stderr": b""}
+        """What was printed there after the last end of a line, by stream."""
+        self._begun_answers = {"stdout": b"", "stderr": b""}
+        """What may be the beginning of an answer, by stream."""
+        self._error_output = b""
+        """The standard error before the launcher was started."""
+        self._shutdown_timeout_s: float | None = None
+        """The seconds that its ranks have to end; None: the launcher was not started yet."""
+        self._process: subprocess.Popen[bytes] | None = None
+        """ssh, or rsync, or the helper itself on this machine."""
+        self._input: asyncio.WriteTransport | None = None
+        self._reading_tasks: list[asyncio.Task[None]] = []
+
+    async def connect(self, **request: Any) -> dict[str, Any]:
+        """Starts the helper and returns its answer to a first request.
+
+        Raises:
+            Problem: there is no ssh, or no answer within `answer_timeout_s`, retries included.
+        """
+        deadline = time.monotonic() + self.answer_timeout_s
+
+        async def attempt() -> dict[str, Any]:
+            await self._start_helper()
+            self.send(**request)
+            return await self._receive_answer(deadline - time.monotonic())
+
+        return await self._retry_if_dropped(attempt, deadline)
+
+    async def _retry_if_dropped(
+        self, attempt: Callable[[], Coroutine[Any, Any, T]], deadline: float = math.inf
+    ) -> T:
+        """Repeats an attempt, after a pause, as long as the ssh server drops the connection.
+
+        Args:
+            attempt: raises Problem if it fails.
+            deadline: (monotonic) after which no further attempt begins.
+        """
+        drop: ConnectionDropped | None = None
+        pauses = list(RETRY_PAUSES_S)
+        while True:
+            try:
+                return await attempt()
+            except ConnectionDropped as error:
+                drop = error
+                if not pauses:
+                    raise
+                # At random, so that not all machines try again at the same time.
+                pause = random.uniform(0.5, 1.0) * pauses.pop(0)
+                if time.monotonic() + pause > deadline:
+                    raise
+            except Problem:
+                # An attempt that the deadline cut short says nothing about the cause.
+                if drop is not None and time.monotonic() >= deadline:
+                    raise drop from None
+                raise
+            await self.close()
+            await asyncio.sleep(pause)
+
+    async def _start_helper(self) -> None:
+        """Starts the helper, by ssh if it is on another machine, and the reading of its output."""
+        nonce = secrets.token_hex(8)
+        self._mark = ANSWER_MARK + f"{nonce} ".encode()
+        self._error_output = b""
+        self._reading_tasks = []
+        self.unfinished_lines = {"stdout": b"", "stderr": b""}
+        self._begun_answers = {"stdout": b"", "stderr": b""}
+        # Gets the answers, and None when there will be no more.
+        self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        # Not asyncio's subprocess: it waits for all processes that hold the output open, also
+        # when the event loop is closed.
+        process = _start_process(
+            self.host.command(self._module, nonce, self._ssh),
+            "install OpenSSH's client, or name another program with --ssh",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in the terminal is for this process alone
+        )
+        self._process = process
+        loop = asyncio.get_running_loop()
+        self._input, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
+        for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
+            reader = asyncio.StreamReader()
+            transport, _ = await loop.connect_read_pipe(
+                partial(asyncio.StreamReaderProtocol, reader), pipe
+            )
+            reading = asyncio.create_task(self._read_stream(stream, reader, transport))
+            self._reading_tasks.append(reading)
+
+    async def open(self, request: Mapping[str, Any], was_copied: bool) -> None:
+        """Starts the helper, and checks what it says about its machine.
+
+        Args:
+            request: see `remote.describe_machine`.
+            was_copied: the working folder was sent to the machine before.
+
+        Raises:
+            Problem: the helper could not be started, a version differs, or something is missing.
+        """
+        time_before = time.time()
+        self.facts = await self.connect(**request, here=self.here)
+        time_after = time.time()
+        # The helper has read its clock at some moment between the two.
+        remote_time = self.facts["time"]
+        if remote_time > time_after:
+            self.clock_offset_s = remote_time - time_after
+        elif remote_time < time_before:
+            self.clock_offset_s = remote_time - time_before
+        else:
+            self.clock_offset_s = 0.0
+        for name, version_here in versions().items():
+            version_there = self.facts["versions"].get(name)
+            if version_there != version_here:
+                raise Problem(
+                    f"{name} {version_there} there, {version_here} here",
+                    f"install {name} {version_here} there, for {sys.executable}, or the other one "
+                    "here",
+                )
+        if self.facts["missing"]:
+            advice = "the folder must be on a disk that all machines share, or be sent: --copy"
+            if was_copied:
+                advice = "--copy sends what is in this folder and not ignored by git"
+            raise Problem(self.facts["missing"], advice)
+
+    async def copy_folder(self, file_names: bytes | None) -> None:
+        """Sends the working folder by rsync. Other files in the folder there are left alone.
+
+        Args:
+            file_names: the names of the files to send, each followed by a zero byte; None: all
+                files except those that .gitignore names.
+
+        Raises:
+            Problem: the folder could not be sent.
+        """
+        folder = working_folder()
+        command = [
+            "rsync",
+            "-azsr",
+            "--keep-dirlinks",  # a link to a folder there stays a link
+            "--exclude=.git",
+            # Makes the folder, which rsync before 3.2.3 cannot do.
+            f"--rsync-path=mkdir -p {shlex.quote(folder)} && rsync",
+            "-e",
+            shlex.join([*self._ssh, *SSH_OPTIONS]),
+        ]
+        if file_names is None:
+            command.append("--filter=:- .gitignore")
+        else:
+            command += ["--from0", "--files-from=-", "--ignore-missing-args"]
+        command += [f"{folder}/", f"{self.host.name}:{folder}/"]
+        await self._retry_if_dropped(partial(self._run_rsync, command, file_names or b""))
+
+    async def _run_rsync(self, command: Sequence[str], file_names: bytes) -> None:
+        # Files and not pipes: a process that rsync leaves behind may hold a pipe open.
+        with _temporary_file(file_names) as names_file, _temporary_file() as error_file:
+            process = _start_process(
+                command,
+                "install rsync",
+                stdin=names_file,
+                stderr=error_file,
+                start_new_session=True,
+            )
+            self._process = process
+            try:
+                await _wait_for_exit(process)
+            finally:
+                if process.returncode is None:  # this task was cancelled by a signal
+                    os.killpg(process.pid, signal.SIGTERM)
+                    if not await wait_all([_wait_for_exit(process)], FINISH_TIMEOUT_S):
+                        self.kill()
+                        await _wait_for_exit(process)
+            error_file.seek(0)
+            error_output = error_file.read().decode(errors="replace")
+        if process.returncode:
+            advice = f"see whether {working_folder()} can be written on it, and has room"
+            raise ssh_failure(self.host, process.returncode, error_output, self._ssh, advice)
+
+    async def ask(self, **request: Any) -> dict[str, Any]:
+        """Sends a request and returns the answer.
+
+        Raises:
+            Problem: there is no answer.
+        """
+        self.send(**request)
+        return await self._receive_answer(self.answer_timeout_s)
+
+    async def _receive_answer(self, timeout: float) -> dict[str, Any]:
+        answer = None
+        with contextlib.suppress(TimeoutError):
+            answer = await asyncio.wait_for(self._answers.get(), timeout)
+            if answer is None:  # the output has ended; standard error may still say why
+                await wait_all([self.wait_for_end()], FINISH_TIMEOUT_S)
+        if answer is None:
+            exit_code = self._process.poll() if self._process else None
+            error_output = self._error_output.decode(errors="replace")
+            raise ssh_failure(self.host, exit_code, error_output, self._ssh)
+        return answer
+
+    async def listen(self, address: str, port: int, any_port_if_taken: bool = False) -> None:
+        """Has the helper listen, so that the other machines can test the connection to it.
+
+        Args:
+            address: by which the other machines reach it; kept in `listen_address`.
+            port: 0: any free port.
+            any_port_if_taken: listen at another port if this one is taken.
+
+        Raises:
+            Problem: the port is taken.
+        """
+        answer = await self.ask(listen=port, instead=any_port_if_taken)
+        if "error" in answer:
+            advice = "give another --master-port, or leave it out"
+            raise Problem(f"port {port}: {answer['error']}", advice)
+        self.listen_address = (address, int(answer["port"]))
+
+    async def reach(self, other: Remote) -> str:
+        """Tests the connection from this machine to another one whose helper listens.
+
+        Returns:
+            The address of this machine on that connection.
+
+        Raises:
+            Problem: the other machine is not reached, or by short messages only.
+        """
+        answer = await self.ask(reach=other.listen_address)
+        reason = answer["why"]
+        if reason:
+            address, port = other.listen_address
+            advice = (
+                "a firewall must let them reach each other at all ports; --master-addr and "
+                "--master-port give another place of the first; `lockstep doctor --hosts` looks at "
+                "all ways"
+            )
+            if "MTU" in reason:
+                advice = "set the MTU of their interfaces to what the way carries, as root"
+            raise Problem(
+                f"{other.host.name} cannot be reached from it at {address}, port {port}: {reason}",
+                advice,
+            )
+        return str(answer["own"])
+
+    def start_launcher(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        keep: bool,
+        shutdown_timeout_s: float,
+    ) -> None:
+        """Has the helper start the launcher.
+
+        Args:
+            arguments: of `lockstep`.
+            environment: variables for the launcher and its ranks.
+            keep: let the ranks go on if the connection to this machine is lost.
+            shutdown_timeout_s: the seconds that its ranks have to end.
+        """
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self.unfinished_lines = {"stdout": b"", "stderr": b""}
+        self.send(
+            start=list(arguments),
+            environment=dict(environment),
+            keep=keep,
+            grace=shutdown_timeout_s,
+        )
+
+    def send(self, **request: Any) -> None:
+        """Sends a request, or without arguments a heartbeat; does nothing if the helper is gone."""
+        if self._is_running() and self._input and not self._input.is_closing():
+            line = json.dumps(request) if request else ""
+            self._input.write(line.encode() + b"\n")
+
+    @property
+    def _launcher_started(self) -> bool:
+        return self._shutdown_timeout_s is not None
+
+    def _is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    async def _read_stream(
+        self, stream: str, reader: asyncio.StreamReader, transport: asyncio.ReadTransport
+    ) -> None:
+        """Reads a stream of the helper to its end, and closes it."""
+        try:
+            await self._read_until_end(stream, reader)
+        finally:
+            transport.close()
+        # Shows the last line, also if its end is missing.
+        has_unfinished_line = bool(self.unfinished_lines[stream].strip())
+        await self._process_output(stream, b"\n" if has_unfinished_line else b"")
+        if stream == "stdout":
+            self._answers.put_nowait(None)
+
+    async def _read_until_end(self, stream: str, reader: asyncio.StreamReader) -> None:
+        """Reads a stream until it is closed, or a while after the process has ended.
+
+        A process that ssh has left behind may hold the stream open, and go on writing to it.
+        """
+        silent_s = 0.0
+        remaining_wait_s = FINISH_TIMEOUT_S
+        reads_after_end = 0
+        while True:
+            was_running = self._is_running()
+            read_started = time.monotonic()
+            timeout = FINISH_TIMEOUT_S if remaining_wait_s > 0 else FINISH_TIMEOUT_S / 4
+            try:
+                data = await asyncio.wait_for(reader.read(READ_BYTES), timeout)
+            except TimeoutError:
+                data = None
+            waited_s = time.monotonic() - read_started
+            if not was_running:
+                remaining_wait_s -= waited_s
+                reads_after_end += 1
+                if reads_after_end > MAX_READS_AFTER_END:
+                    break
+                if data is None and remaining_wait_s <= 0:
+                    break
+            if data is None:
+                silent_s += waited_s
+                if self._launcher_started and stream == "stdout" and silent_s > SILENCE_TIMEOUT_S:
+                    self.kill()
+                continue
+            if not data:
+                break
+            silent_s = 0.0
+            await self._process_output(stream, data)
+        self._begun_answers[stream] = b""  # an answer that has not come whole
+
+    async def _process_output(self, stream: str, data: bytes) -> None:
+        """Takes the answers out of what was printed, and shows the lines between them."""
+        text = self.unfinished_lines[stream] + self._begun_answers[stream] + data
+        while True:
+            start = text.find(self._mark)
+            end = text.find(b"\n", start)
+            if start < 0 or end < 0:
+                break
+            answer = json.loads(text[start + len(self._mark) : end])
+            text = text[:start] + text[end + 1 :]
+            if answer != ALIVE:
+                self.exit_code = answer.get("exit")
+                self._answers.put_nowait(answer)
+        # What may be the beginning of the next answer is neither shown nor part of a line.
+        start = text.rfind(self._mark[:1])
+        if start < 0 or not self._mark.startswith(text[start : start + len(self._mark)]):
+            start = len(text)
+        self._begun_answers[stream] = text[start:]
+        lines, self.unfinished_lines[stream] = finished_lines(text[:start])
+        if not self._launcher_started:
+            if stream == "stderr":
+                self._error_output = (self._error_output + data)[-MAX_ERROR_OUTPUT_BYTES:]
+            return
+        for line in lines:
+            if self._show is not None:
+                await self._show(self.host, stream, line)
+
+    async def wait_for_end(self) -> None:
+        """Waits until the launcher there has ended, or the connection has."""
+        if self._reading_tasks:
+            await asyncio.wait(self._reading_tasks)
+        if self._process:
+            await _wait_for_exit(self._process)
+
+    def kill(self) -> None:
+        """Ends the connection at once."""
+        if not self._process or self._process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if self.here:
+                # Only the helper: the launcher, in the same process group, then ends by itself.
+                os.kill(self._process.pid, signal.SIGKILL)
+            else:
+                os.killpg(self._process.pid, signal.SIGKILL)  # ssh and its ProxyCommand
+
+    async def close(self) -> None:
+        """Ends what still runs there, and the connection."""
+        if self._input:
+            self._input.close()
+        timeout = FINISH_TIMEOUT_S
+        if self._shutdown_timeout_s is not None:
+            timeout = LAUNCHER_END_S + self._shutdown_timeout_s
+        if not await wait_all([self.wait_for_end()], timeout):
+            self.kill()
+            await wait_all([self.wait_for_end()], 2 * FINISH_TIMEOUT_S)
+        for task in self._reading_tasks:
+            task.cancel()
+
+
+async def run_on_all(
+    remotes: Sequence[Remote], work: Callable[[Remote], Coroutine[Any, Any, T]]
+) -> tuple[dict[Remote, T], dict[Remote, Problem]]:
+    """Does the same work with all machines at the same time.
+
+    Returns:
+        The results of the machines on which it succeeded, and the problems of the others.
+    """
+    results: dict[Remote, T] = {}
+    problems: dict[Remote, Problem] = {}
+    outcomes = await asyncio.gather(*(work(remote) for remote in remotes), return_exceptions=True)
+    for remote, outcome in zip(remotes, outcomes, strict=True):
+        if isinstance(outcome, Problem):
+            problems[remote] = outcome
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            results[remote] = outcome
+    return results, problems
+
+
+async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]], timeout: float) -> bool:
+    """Runs coroutines at the same time, and cancels those that are not done after the timeout.
+
+    Returns:
+        True if all were done within the timeout (seconds).
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    if not tasks:
+        return True
+    _, pending = await asyncio.wait(tasks, timeout=timeout)
+    for task in pending:
+        task.cancel()
+    return not pending
+
+
+def _start_process(command: Sequence[str], advice: str, **options: Any) -> subprocess.Popen[bytes]:
+    """Starts a process here.
+
+    Args:
+        command: the program and its arguments.
+        advice: what to do if there is no such program.
+        **options: of `subprocess.Popen`.
+
+    Raises:
+        Problem: it cannot be started.
+    """
+    try:
+        return subprocess.Popen(command, **options)
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            advice = "allow more open files here: `ulimit -n`"
+        found = f"{command[0]} cannot be started here: {error.strerror}"
+        raise Problem(found, advice) from None
+
+
+async def _wait_for_exit(process: subprocess.Popen[bytes]) -> None:
+    while process.poll() is None:
+        await asyncio.sleep(POLL_INTERVAL_S)
+
+
+@contextlib.contextmanager
+def _temporary_file(content: bytes = b"") -> Iterator[IO[bytes]]:
+    """Opens a temporary file with some content, at its beginning; raises Problem if it cannot."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(tempfile.TemporaryFile())
+            file.write(content)
+            file.seek(0)
+        except OSError as error:
+            found = f"no file for rsync can be written here: {error.strerror}"
+            raise Problem(found, "make room in /tmp, or set TMPDIR to another folder") from None
+        yield file

@@ -1,0 +1,375 @@
+"""A run on several machines over ssh (`lockstep run --hosts`), from its start to its end.
+
+It may be started on one of the machines or on any other one, such as a laptop. On each machine a
+*helper* process is started by ssh (`Remote`, see `ssh_connection`), which then starts the launcher.
+
+Everything that can be known before a launcher is started is asked on all machines at once, and all
+problems are reported in one error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import subprocess
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from lockstep.distributed.network import address_reaching, is_here
+from lockstep.errors import EXIT_LOST_RANK, HostError
+from lockstep.run.machines.hosts import (
+    DEFAULT_MASTER_PORT,
+    NUM_NEIGHBORS_TRIED,
+    Host,
+    HostsSpec,
+    resolve_all,
+    working_folder,
+)
+from lockstep.run.machines.remote import HEARTBEAT_S, SILENCE_TIMEOUT_S
+from lockstep.run.machines.run_token import TOKEN_VARIABLE
+from lockstep.run.machines.ssh_connection import (
+    LAUNCHER_END_S,
+    POLL_INTERVAL_S,
+    Remote,
+    run_on_all,
+    wait_all,
+)
+from lockstep.run.start.output import FlushDeadline, Sink, last_state, sinks
+from lockstep.wording import count_noun
+
+FORWARDED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
+FAILED_ELSEWHERE_SIGNAL = "SIGUSR2"
+"""Ends a launcher whose ranks have not started."""
+OTHERS_NOTICE_FAILURE_S = SILENCE_TIMEOUT_S + 3.0
+"""After a machine has failed or was lost, the launchers whose ranks have started find that out by
+themselves within this time."""
+MAX_CLOCK_OFFSET_S = 5.0
+"""The same tolerance as in `run.watch.first_failure`."""
+MAX_UNPRINTED_BYTES = 4 << 20
+CANNOT_SUSPEND = "Ctrl-Z does nothing here: a run on several machines cannot be stopped for a while"
+
+
+def run_on_hosts(spec: HostsSpec, say: Callable[[str], None]) -> int:
+    """Starts a run on all of its machines, and ends it on all of them when one fails.
+
+    Args:
+        spec: what to start.
+        say: called with each line for the user.
+
+    Returns:
+        The exit code of the launcher that failed first; see `lockstep.errors`.
+
+    Raises:
+        HostError: the run cannot be started on some machine; then nothing is left running on any.
+    """
+    resolve_all(spec.hosts)
+    return asyncio.run(_HostsRun(spec, say).run())
+
+
+class _HostsRun:
+    """The run of `run_on_hosts`, inside the event loop."""
+
+    def __init__(self, spec: HostsSpec, say: Callable[[str], None]) -> None:
+        self._spec = spec
+        self._say = say
+        self._shutdown_timeout_s = spec.shutdown_timeout_s
+        self._sinks = sinks(os.environ)
+        self._host_of_launcher_line: dict[bytes, Host] = {}
+        """The host that was the first to print a line of a launcher's own."""
+        self._remotes = [Remote(host, spec.ssh, self._show) for host in spec.hosts]
+        self._ending_signal: int | None = None
+        """The last signal that asked the run to end."""
+        self._launchers_started = False
+        self._main_task: asyncio.Task[Any] | None = None
+
+    async def run(self) -> int:
+        """Runs everything; see `run_on_hosts`."""
+        self._main_task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for name in FORWARDED_SIGNALS:
+            number = signal.Signals[name]
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._on_signal, name)
+        loop.add_signal_handler(signal.SIGTSTP, self._say, CANNOT_SUSPEND)
+        heartbeats = asyncio.create_task(self._send_heartbeats())
+        try:
+            await self._start_launchers()
+            return await self._wait_for_launchers()
+        except asyncio.CancelledError:
+            if self._ending_signal is None:
+                raise
+            return 128 + self._ending_signal
+        finally:
+            self._main_task = None
+            await asyncio.gather(*(remote.close() for remote in self._remotes))
+            heartbeats.cancel()
+            await self._flush()
+
+    def _on_signal(self, name: str) -> None:
+        """Passes a signal on to the launchers, or gives up if they are not started yet."""
+        is_first = self._ending_signal is None
+        if name != "SIGUSR1":
+            self._ending_signal = signal.Signals[name]
+        if self._launchers_started:
+            self._send_signal(name, self._remotes)
+        elif name == "SIGUSR1":
+            pass  # it asks ranks to save, and there are none yet
+        elif is_first and self._main_task:
+            self._main_task.cancel()
+        else:  # closing the connections takes the user too long
+            for remote in self._remotes:
+                remote.kill()
+
+    async def _send_heartbeats(self) -> None:
+        """Sends heartbeats to the helpers, and in between draws what the terminal has room for."""
+        while True:
+            for remote in self._remotes:
+                if remote.facts:
+                    remote.send()
+            for _ in range(int(HEARTBEAT_S / POLL_INTERVAL_S)):
+                await asyncio.sleep(POLL_INTERVAL_S)
+                self._draw()
+
+    async def _show(self, host: Host, stream: str, line: bytes) -> None:
+        """Prints a line of a machine, after the machine's name.
+
+        Every launcher says what has failed first. A line that another launcher has printed is not
+        printed again.
+        """
+        sink = self._sinks[stream]
+        # If the run has several ranks, their lines begin with "[rank".
+        is_launcher_line = line.strip() and not line.startswith(b"[rank")
+        if stream == "stderr" and len(self._remotes) > 1 and is_launcher_line:
+            # Each launcher lists the consequences that it has seen; the first list is enough.
+            key = b"consequences" if line.startswith(b"consequences: ") else line
+            if self._host_of_launcher_line.setdefault(key, host) is not host:
+                return
+        sink.write(f"[{host.name}] ".encode() + line + b"\n", self._bottom_row(sink))
+        while len(sink.waiting) > MAX_UNPRINTED_BYTES and self._ending_signal is None:
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    def _bottom_row(self, sink: Sink) -> bytes:
+        """Returns the row below the lines on a terminal: a line that is not finished yet."""
+        if not sink.terminal:
+            return b""
+        for remote in self._remotes:
+            for stream, text in remote.unfinished_lines.items():
+                if self._sinks[stream] is not sink:
+                    continue
+                state = last_state(text)
+                if state.strip():
+                    return sink.cut(f"[{remote.host.name}] ".encode() + state)
+        return b""
+
+    def _draw(self) -> None:
+        for sink in self._sinks.values():
+            sink.draw(self._bottom_row(sink))
+            sink.flush()
+
+    async def _flush(self) -> None:
+        """Prints what is still unprinted, until the terminal takes no more."""
+        deadline = FlushDeadline(self._sinks.values(), self._ending_signal is not None)
+        self._draw()
+        while not deadline.over():
+            await asyncio.sleep(POLL_INTERVAL_S)
+            self._draw()
+        lost_output = self._sinks["stdout"].lost
+        if lost_output:
+            self._say(lost_output)
+
+    async def _run_on_all(
+        self, remotes: Sequence[Remote], work: Callable[[Remote], Coroutine[Any, Any, Any]]
+    ) -> None:
+        """Does the same work with all machines at the same time.
+
+        Raises:
+            HostError: it failed for some of them; it has the problems of all.
+        """
+        _, problems = await run_on_all(remotes, work)
+        if not problems:
+            return
+        names = []
+        findings = []
+        advice = []
+        for remote, problem in problems.items():
+            name = remote.host.name
+            found, do = problem.args
+            names.append(name)
+            findings.append(f"{name}: {found}" if len(problems) > 1 else found)
+            if do not in advice:
+                advice.append(do)
+        raise HostError(
+            f"--hosts: a run on {', '.join(names)}", "; ".join(findings), "; ".join(advice)
+        )
+
+    async def _start_launchers(self) -> None:
+        """Checks all machines, finds out where the launchers can meet, and starts them.
+
+        Raises:
+            HostError: the run cannot be started on some of the machines.
+        """
+        spec = self._spec
+        if spec.copy:
+            file_names = await asyncio.to_thread(list_git_files)
+            elsewhere = [remote for remote in self._remotes if not remote.here]
+            await self._run_on_all(elsewhere, lambda remote: remote.copy_folder(file_names))
+        script = None if spec.module else spec.script[0]
+        request = {"folder": working_folder(), "script": script}
+        await self._run_on_all(self._remotes, lambda remote: remote.open(request, spec.copy))
+        self._warn_about_machines()
+        address = ""
+        port = 0
+        if len(self._remotes) > 1:
+            address, port = await self._find_meeting_place()
+        token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
+        environment = {TOKEN_VARIABLE: token, **spec.environment}
+        self._launchers_started = True
+        for node_rank, remote in enumerate(self._remotes):
+            arguments = spec.launcher_arguments(node_rank, address, port)
+            remote.start_launcher(arguments, environment, spec.keep, self._shutdown_timeout_s)
+        names = ", ".join(host.name for host in spec.hosts)
+        line = f"{count_noun(len(self._remotes), 'host')}: {names}"
+        if address:
+            line += f"; they meet at {address}, port {port}"
+        self._say(line)
+
+    def _warn_about_machines(self) -> None:
+        """Tells the user of two hosts that are one machine, and of clocks that are wrong."""
+        host_name_of_machine: dict[str, str] = {}
+        for remote in self._remotes:
+            name = remote.host.name
+            first_name = host_name_of_machine.setdefault(remote.facts["machine"], name)
+            if first_name is not name:
+                self._say(f"{first_name} and {name} are one machine: each uses its devices")
+            offset_s = remote.clock_offset_s
+            if abs(offset_s) > MAX_CLOCK_OFFSET_S:
+                where = "ahead" if offset_s > 0 else "behind"
+                self._say(
+                    f"the clock of {name} is {abs(offset_s):.0f} s {where}: which rank failed "
+                    "first may be told wrong; `timedatectl set-ntp true` there, as root"
+                )
+
+    async def _find_meeting_place(self) -> tuple[str, int]:
+        """Tests the connections between the machines.
+
+        All must reach the first one. Some connections between the others are tested as well,
+        because Gloo connects all ranks with each other.
+
+        Returns:
+            The address and port of the first machine at which the launchers meet.
+
+        Raises:
+            HostError: a machine cannot be reached from another one.
+        """
+        remotes = self._remotes
+        first = remotes[0]
+        address = self._spec.torchrun_flag("--master-addr") or self._address_of_first()
+        given_port = self._spec.torchrun_flag("--master-port")
+        port = int(given_port or DEFAULT_MASTER_PORT)
+
+        async def reach_first(remote: Remote) -> None:
+            own_address = await remote.reach(first)
+            await remote.listen(own_address, 0)
+
+        async def reach_neighbors(remote: Remote) -> None:
+            index = remotes.index(remote)
+            neighbors = remotes[index + 1 :] + remotes[:index]
+            for neighbor in neighbors[:NUM_NEIGHBORS_TRIED]:
+                await remote.reach(neighbor)
+
+        await self._run_on_all(
+            [first],
+            lambda remote: remote.listen(address, port, any_port_if_taken=given_port is None),
+        )
+        await self._run_on_all(remotes[1:], reach_first)
+        # With this variable Gloo uses other interfaces than the ones tested here.
+        if "GLOO_SOCKET_IFNAME" not in self._spec.environment:
+            await self._run_on_all(remotes, reach_neighbors)
+        return first.listen_address
+
+    def _address_of_first(self) -> str:
+        """Returns the first machine's address, as the other machines see it."""
+        first = self._remotes[0]
+        second = self._remotes[1]
+        if not first.here:
+            return str(first.facts["own"] or first.host.address)
+        # The address from which ssh came to the second machine: this one's, or a jump host's.
+        ssh_came_from = str(second.facts["first"])
+        if ssh_came_from and is_here(ssh_came_from):
+            return ssh_came_from
+        return address_reaching(second.host.address) or first.host.address
+
+    async def _wait_for_launchers(self) -> int:
+        """Waits until the launchers on all machines have ended.
+
+        When one has failed, the others are given some time to notice it by themselves.
+
+        Returns:
+            The exit code of the first that has failed, or 0.
+        """
+        exit_codes: list[int] = []
+        connection_lost = False
+        failed = False
+        remote_of_task = {
+            asyncio.create_task(remote.wait_for_end()): remote for remote in self._remotes
+        }
+        end_timeout_s = LAUNCHER_END_S + self._shutdown_timeout_s
+        while remote_of_task:
+            timeout = None
+            if failed:
+                timeout = OTHERS_NOTICE_FAILURE_S + self._shutdown_timeout_s
+            done, _ = await asyncio.wait(
+                remote_of_task, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:  # the timeout is over
+                self._send_signal("SIGTERM", remote_of_task.values())
+                endings = [remote.wait_for_end() for remote in remote_of_task.values()]
+                await wait_all(endings, end_timeout_s)
+                break
+            for task in done:
+                remote = remote_of_task.pop(task)
+                if remote.exit_code is not None:
+                    exit_codes.append(remote.exit_code)
+                    continue
+                connection_lost = True
+                if self._spec.keep:
+                    what_follows = (
+                        "its ranks go on if the other machines reach them (--on-lost keep)"
+                    )
+                else:
+                    what_follows = "the run is ended (--on-lost stop)"
+                    exit_codes.append(EXIT_LOST_RANK)
+                self._say(f"the connection to {remote.host.name} is lost; {what_follows}")
+            if any(exit_codes) and not failed:
+                failed = True
+                self._send_signal(FAILED_ELSEWHERE_SIGNAL, remote_of_task.values())
+        for exit_code in exit_codes:
+            if exit_code != 0:
+                return exit_code
+        # With --on-lost keep there is no exit code if all connections were lost.
+        if connection_lost and not exit_codes:
+            return EXIT_LOST_RANK
+        return 0
+
+    def _send_signal(self, name: str, remotes: Iterable[Remote]) -> None:
+        for remote in remotes:
+            remote.send(signal=name)
+
+
+def list_git_files() -> bytes | None:
+    """Returns the files of the working folder that git tracks, or does not ignore.
+
+    Returns:
+        The names, each followed by a zero byte; None: there is no git, the folder is in no working
+        tree, or git ignores it as a whole.
+    """
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        result = subprocess.run(command, capture_output=True)
+    except FileNotFoundError:
+        return None
+    if result.returncode != 0 or not result.stdout:
+        return None
+    return result.stdout
