@@ -32,8 +32,9 @@ from lockstep.distributed.process_group import (
 )
 from lockstep.distributed.topology import Topology
 from lockstep.optim.precision import Precision
-from lockstep.run.watch.probe import FLIGHT_RECORDER
-from lockstep.run.watch.snapshot import CollectiveCall, RankState, with_answer
+from lockstep.run.watch.probe import FLIGHT_RECORDER_VARIABLES
+from lockstep.run.watch.probe_answer import with_answer
+from lockstep.run.watch.snapshot import CollectiveCall, RankState
 from lockstep.settings import Choice, Settings
 from lockstep.step import MicroBatch, Pass, Step
 from lockstep.strategies import DDP, FSDP, sync_batchnorm
@@ -164,7 +165,7 @@ def behind_other_work(device: torch.device) -> list[list[tuple[Any, ...]]]:
 
 
 def with_recorder(device: str) -> Any:
-    os.environ.update(FLIGHT_RECORDER)
+    os.environ.update(FLIGHT_RECORDER_VARIABLES)
     return behind_other_work(device)
 
 

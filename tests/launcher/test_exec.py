@@ -92,7 +92,7 @@ def test_a_program_that_is_not_there_leaves_the_rank_as_it_was(tmp_path: Path) -
     script = """
 import os
 from pathlib import Path
-from lockstep.run.watch.probe import read_heartbeat
+from lockstep.run.watch.heartbeat import read_heartbeat
 from lockstep.run.watch.evidence import Evidence
 heartbeat = Evidence.of_this_process(os.environ, Path("none")).heartbeat
 before = read_heartbeat(heartbeat)

@@ -22,7 +22,8 @@ from lockstep.run.start.machine import (
     read_oom_counts,
 )
 from lockstep.run.start.process import Process, crash_line, exit_status_of, in_words
-from lockstep.run.watch.first_failure import first_failure, render
+from lockstep.run.watch.failure_report import render_failure
+from lockstep.run.watch.first_failure import first_failure
 
 NOTHING = OomCounts(0, 0)
 
@@ -157,7 +158,7 @@ def test_a_segmentation_fault(tmp_path: Path) -> None:
     first = first_failure([end])
     assert first is not None
     assert (first.kind, first.exit_code) == ("signal", 71)
-    assert "train.py:8: faulthandler._sigsegv()" in render(first)
+    assert "train.py:8: faulthandler._sigsegv()" in render_failure(first)
 
 
 def test_killed_and_who_asked(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from lockstep.run.start.process import Process
 from lockstep.run.watch import probe
 from lockstep.run.watch.evidence import Evidence
 from lockstep.run.watch.hang import find
-from lockstep.run.watch.messages import Verdict
-from lockstep.run.watch.probe import read_heartbeat
+from lockstep.run.watch.heartbeat import read_heartbeat
 from lockstep.run.watch.snapshot import Snapshot
-from lockstep.run.watch.supervisor import take_snapshot
+from lockstep.run.watch.take_snapshot import take_snapshot
+from lockstep.run.watch.verdict import Verdict
 
 
 class Ranks:
@@ -39,7 +39,7 @@ class Ranks:
         ]
 
     def look(self, wait_s: float = 5.0, *, lines: bool = False) -> Snapshot:
-        return take_snapshot(self.watched, lines=lines, wait_s=wait_s)
+        return take_snapshot(self.watched, lines=lines, timeout_s=wait_s)
 
     def wait_until(self, true: Callable[[Snapshot], bool]) -> None:
         limit = time.monotonic() + HANG_S
@@ -75,7 +75,10 @@ def running(fn: Callable[[int, int], None], size: int, folder: Path) -> Iterator
     store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(size):
-        environment = {**rank_environment(rank, size, store.port), **probe.FLIGHT_RECORDER}
+        environment = {
+            **rank_environment(rank, size, store.port),
+            **probe.FLIGHT_RECORDER_VARIABLES,
+        }
         process = context.Process(
             target=_rank, args=(fn, rank, size, folder / f"rank_{rank}", environment)
         )

@@ -15,27 +15,27 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.errors import SettingError
-from lockstep.run.watch.evidence import Evidence
-from lockstep.run.watch.exit_status import (
+from lockstep.run.watch.error_record import (
     ErrorRecord,
     Reserve,
-    describe,
+    describe_error,
     exit_code,
-    read_record,
-    record,
+    read_error,
+    record_error,
 )
+from lockstep.run.watch.evidence import Evidence
 
 RANK = """
 import sys
 from pathlib import Path
 from lockstep.run.watch.evidence import Evidence
-from lockstep.run.watch.exit_status import record
+from lockstep.run.watch.error_record import record_error
 
 path = sys.argv[1]
 try:
     exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__"})
 except BaseException as error:
-    record(error, Evidence.in_folder(Path(path).parent))
+    record_error(error, Evidence.in_folder(Path(path).parent))
 """
 
 
@@ -48,7 +48,7 @@ def run(tmp_path: Path, code: str, **variables: str) -> ErrorRecord:
         env={"PATH": "", "RANK": "1", **variables},
         stderr=subprocess.PIPE,
     )
-    found = read_record(Evidence.in_folder(tmp_path))
+    found = read_error(Evidence.in_folder(tmp_path))
     assert found is not None
     return found
 
@@ -160,7 +160,7 @@ def test_an_exception_group_whose_exceptions_were_never_raised_has_its_own_line(
     try:
         raise ExceptionGroup("bad samples", [ValueError("3"), ValueError("5")])
     except ExceptionGroup as group:
-        made = describe(group)
+        made = describe_error(group)
     where = "(the first of 2 exceptions in ExceptionGroup: bad samples)"
     assert made.headline == f"ValueError: 3 {where}"
     assert made.line is not None
@@ -174,12 +174,12 @@ def test_a_group_that_ends_a_script_from_an_except_block() -> None:
         except ExceptionGroup as group:
             raise SystemExit(2) from group
     except SystemExit as end:
-        made = describe(end)
+        made = describe_error(end)
     assert made.headline == "sys.exit(2) while handling ValueError: 3"
 
 
 def test_of_a_very_long_message_both_ends_are_kept() -> None:
-    made = describe(ValueError(f"bad batch {'x' * 2_000_000} of sample 7"))
+    made = describe_error(ValueError(f"bad batch {'x' * 2_000_000} of sample 7"))
     assert made.headline.startswith("ValueError: bad batch xxx")
     assert made.message.endswith("of sample 7")
     assert "characters are left out here" in made.message
@@ -190,7 +190,7 @@ OUT_OF_EVERYTHING = """
 import resource, sys
 from pathlib import Path
 from lockstep.run.watch.evidence import Evidence
-from lockstep.run.watch.exit_status import Reserve, record
+from lockstep.run.watch.error_record import Reserve, record_error
 
 folder = Path(sys.argv[1])
 reserve = Reserve()
@@ -199,7 +199,7 @@ try:
     exec(compile((folder / "train.py").read_text(), folder / "train.py", "exec"))
 except BaseException as error:
     reserve.release()
-    record(error, Evidence.in_folder(folder))
+    record_error(error, Evidence.in_folder(folder))
 """
 
 
@@ -228,7 +228,7 @@ def test_who_is_out_of_descriptors_or_memory_can_still_say_so(
     (tmp_path / "train.py").write_text(code)
     arguments = [sys.executable, "-c", OUT_OF_EVERYTHING, str(tmp_path)]
     subprocess.run(arguments, check=True, stderr=subprocess.PIPE)
-    found = read_record(Evidence.in_folder(tmp_path))
+    found = read_error(Evidence.in_folder(tmp_path))
     assert found is not None
     assert found.headline.startswith(headline)
     assert found.line == line
@@ -278,7 +278,7 @@ lines
 
 def test_an_error_in_a_process_of_the_scripts_own_is_told_as_its_own() -> None:
     """As `mp.spawn` raises it."""
-    made = describe(RuntimeError(SPAWN))
+    made = describe_error(RuntimeError(SPAWN))
     assert made.headline == "ValueError: two (in process 1)"
     assert made.line == "worker.py:5"
 
@@ -289,11 +289,11 @@ def test_what_fails_before_the_program_begins_has_no_line() -> None:
         exec(code)
     error = caught.value
     error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-    assert describe(error).line is None
+    assert describe_error(error).line is None
 
 
 def test_an_error_of_lockstep() -> None:
-    made = describe(SettingError("shares 1:2", "3 ranks", "give 3 shares"))
+    made = describe_error(SettingError("shares 1:2", "3 ranks", "give 3 shares"))
     assert (made.type, made.exit_code, made.from_lockstep) == ("SettingError", 2, True)
     assert made.headline == "SettingError: shares 1:2"
     assert "do:    give 3 shares" in made.message
@@ -318,32 +318,32 @@ def test_exit_codes(error: BaseException, code: int) -> None:
 def test_torch_elastic_finds_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elastic = tmp_path / "elastic.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(elastic))
-    record(ValueError("loss is NaN"), Evidence.in_folder(tmp_path))
+    record_error(ValueError("loss is NaN"), Evidence.in_folder(tmp_path))
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(elastic))
     message: Any = failure.message
     assert message["message"] == "ValueError: loss is NaN"
     assert failure.timestamp > 0
     written = elastic.read_text()
-    record(ValueError("another"), Evidence.in_folder(tmp_path))
+    record_error(ValueError("another"), Evidence.in_folder(tmp_path))
     assert elastic.read_text() == written  # torch's own `record` was there first
     elastic.unlink()
-    record(SystemExit(3), Evidence.in_folder(tmp_path))
+    record_error(SystemExit(3), Evidence.in_folder(tmp_path))
     assert not elastic.exists()
 
 
 def test_recording_never_raises(tmp_path: Path) -> None:
-    record(ValueError("x"), Evidence.in_folder(tmp_path / "missing"))
-    assert read_record(Evidence.in_folder(tmp_path)) is None
+    record_error(ValueError("x"), Evidence.in_folder(tmp_path / "missing"))
+    assert read_error(Evidence.in_folder(tmp_path)) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"type": "x"}'])
 def test_a_file_that_is_no_record(tmp_path: Path, text: str) -> None:
     (tmp_path / "error.json").write_text(text)
-    assert read_record(Evidence.in_folder(tmp_path)) is None
+    assert read_error(Evidence.in_folder(tmp_path)) is None
 
 
 def test_the_file_is_json_and_nothing_else_is_left(tmp_path: Path) -> None:
-    record(ValueError("x"), Evidence.in_folder(tmp_path))
+    record_error(ValueError("x"), Evidence.in_folder(tmp_path))
     values = json.loads((tmp_path / "error.json").read_text())
     assert (values["type"], values["message"]) == ("ValueError", "x")
     assert list(tmp_path.iterdir()) == [tmp_path / "error.json"]

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from lockstep.run.watch import evidence
+from lockstep.run.watch.error_record import read_error, record_error
 from lockstep.run.watch.evidence import (
-    EVIDENCE,
+    EVIDENCE_VARIABLE,
     Evidence,
-    LaunchersMemory,
-    launchers_memory,
-    write,
+    EvidenceMemory,
+    create_evidence_memory,
+    write_in_place,
 )
-from lockstep.run.watch.exit_status import read_record, record
 
 
-def made(folder: Path) -> LaunchersMemory:
-    memory = launchers_memory(folder)
+def made(folder: Path) -> EvidenceMemory:
+    memory = create_evidence_memory(folder)
     assert memory is not None
     return memory
 
@@ -37,21 +37,21 @@ def test_what_a_rank_writes_outlives_its_folder(tmp_path: Path) -> None:
         "heartbeat", "stacks.txt", "crash.txt", "flight.json", "error.json", "ask",
     }  # fmt: skip
     shutil.rmtree(folder)
-    record(ValueError("loss is NaN"), theirs)
-    found = read_record(memory.evidence)
+    record_error(ValueError("loss is NaN"), theirs)
+    found = read_error(memory.evidence)
     assert found is not None
     assert found.headline == "ValueError: loss is NaN"
     memory.keep()
     memory.close()
     assert [path.name for path in folder.iterdir()] == ["error.json"]
-    assert read_record(Evidence.in_folder(folder)) == found
+    assert read_error(Evidence.in_folder(folder)) == found
 
 
 def test_the_links_of_a_folder_become_files_where_there_is_something_in_them(
     tmp_path: Path,
 ) -> None:
     memory = made(tmp_path)
-    write(memory.evidence.answer, '{"request": 1}')
+    write_in_place(memory.evidence.answer, '{"request": 1}')
     assert json.loads((tmp_path / "flight.json").read_text()) == {"request": 1}
     memory.keep()
     memory.close()
@@ -63,7 +63,7 @@ def test_the_links_of_a_folder_become_files_where_there_is_something_in_them(
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     memory = made(tmp_path / "file" / "rank_0")
-    write(memory.evidence.error, "{}")
+    write_in_place(memory.evidence.error, "{}")
     with pytest.raises(OSError, match="file"):
         memory.keep()
     memory.close()
@@ -75,11 +75,15 @@ def test_without_memory_the_folder_is_used(tmp_path: Path, monkeypatch: pytest.M
 
     before = os.listdir("/proc/self/fd")
     monkeypatch.setattr(os, "memfd_create", fail)
-    assert launchers_memory(tmp_path) is None
+    assert create_evidence_memory(tmp_path) is None
     assert len(os.listdir("/proc/self/fd")) == len(before)
     monkeypatch.setattr(evidence.sys, "platform", "darwin")
-    assert launchers_memory(tmp_path) is None
-    for variables in ({}, {EVIDENCE: "/proc/0/fd/1 " * len(fields(Evidence))}, {EVIDENCE: "/a"}):
+    assert create_evidence_memory(tmp_path) is None
+    for variables in (
+        {},
+        {EVIDENCE_VARIABLE: "/proc/0/fd/1 " * len(fields(Evidence))},
+        {EVIDENCE_VARIABLE: "/a"},
+    ):
         found = Evidence.of_this_process(variables, tmp_path)
         assert found == Evidence.in_folder(tmp_path)
 
@@ -95,8 +99,8 @@ def test_a_text_is_never_read_in_part(tmp_path: Path, monkeypatch: pytest.Monkey
         return count
 
     monkeypatch.setattr(os, "pwrite", slowly)
-    write(path, "x" * 100)  # a longer one, of which nothing may be left
-    write(path, json.dumps({"text": "\udcff of a file's name"}))
+    write_in_place(path, "x" * 100)  # a longer one, of which nothing may be left
+    write_in_place(path, json.dumps({"text": "\udcff of a file's name"}))
     *parts, whole = seen[16:]
     assert parts
     for part in parts:

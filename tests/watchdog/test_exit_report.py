@@ -3,11 +3,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from lockstep.run.watch.exit_status import ErrorRecord, ExitReport, ExitStatus, Interruption
-from lockstep.run.watch.messages import Row, Verdict
-from lockstep.run.watch.snapshot import CollectiveCall, from_values
+from lockstep.run.watch.call_table import Mismatch
+from lockstep.run.watch.dataclass_json import from_values
+from lockstep.run.watch.error_record import ErrorRecord
+from lockstep.run.watch.exit_status import ExitReport, ExitStatus, Interruption
+from lockstep.run.watch.snapshot import CollectiveCall
 from lockstep.run.watch.stacks import Frame
-from lockstep.run.watch.wait_graph import Mismatch
+from lockstep.run.watch.verdict import Row, Verdict
 
 LINE = Frame("train.py", 7, "main")
 CALL = CollectiveCall(

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from lockstep.run.watch.exit_status import (
-    ErrorRecord,
-    ExitStatus,
-    Interruption,
-)
-from lockstep.run.watch.first_failure import first_failure, lost_node, lost_peer, render
-from lockstep.run.watch.messages import Row, Verdict
+from lockstep.run.watch.dataclass_json import from_values
+from lockstep.run.watch.error_record import ErrorRecord
+from lockstep.run.watch.exit_status import ExitStatus, Interruption
+from lockstep.run.watch.failure_report import render_failure
+from lockstep.run.watch.first_failure import first_failure, lost_node
+from lockstep.run.watch.lost_peer import find_lost_peer_text
 from lockstep.run.watch.printed_error import PrintedError
-from lockstep.run.watch.snapshot import from_values
 from lockstep.run.watch.stacks import Frame
+from lockstep.run.watch.verdict import Row, Verdict
 
 # As torch 2.13 says it, recorded from runs of two processes.
 CLOSED = (
@@ -657,7 +656,7 @@ def test_case(name: str) -> None:
             return
         assert first is not None
         assert (first.kind, first.ranks, first.exit_code) == (case.kind, case.ranks, case.code)
-        text = render(first)
+        text = render_failure(first)
         for part in case.says:
             assert part in text
         for part in case.silent:
@@ -696,14 +695,14 @@ def test_case(name: str) -> None:
     ],
 )
 def test_texts_of_lost_peers(text: str, shown: str | None) -> None:
-    assert lost_peer([text]) == shown
+    assert find_lost_peer_text([text]) == shown
 
 
 def test_a_deadlock_shows_the_source_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linecache, "getline", lambda file, line: f"code {line}\n")
     first = first_failure([], hang=replace(deadlock(), found_at=1.0))
     assert first is not None
-    assert "train.py:11: code 11" in render(first)
+    assert "train.py:11: code 11" in render_failure(first)
 
 
 def test_an_exit_status_crosses_to_another_machine() -> None:
@@ -722,7 +721,7 @@ def test_the_whole_block() -> None:
     ]
     first = first_failure(endings, folder="runs/logs")
     assert first is not None
-    assert render(first) == (
+    assert render_failure(first) == (
         "FIRST FAILURE: rank 1 on host a, after step 12\n"
         "  ValueError: loss is NaN\n"
         "  train.py:12: loss.backward()\n"

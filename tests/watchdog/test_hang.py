@@ -29,9 +29,9 @@ from fake_snapshots import (
 )
 
 from lockstep.run.watch.hang import find
-from lockstep.run.watch.messages import Verdict
 from lockstep.run.watch.snapshot import CollectiveCall, Group, NewGroup, RankState, Snapshot
 from lockstep.run.watch.stacks import Frame, Stack
+from lockstep.run.watch.verdict import Verdict
 
 PAIR = (Group("0", "default_pg", (0, 1)),)
 THREE = (Group("0", "default_pg", (0, 1, 2)),)
@@ -292,6 +292,18 @@ def test_the_same_new_group_is_no_deadlock() -> None:
     """The network may be slow; what torch takes for its default may be this very backend."""
     verdict = found(making(0, "1", 0, 1), making(1, "1", 0, 1, backend="undefined"))
     assert (verdict.kind, verdict.fatal) == ("transport", False)
+
+
+def test_a_call_in_a_destroyed_group_of_the_same_name_is_no_mismatch() -> None:
+    """Rank 2 still has a call of its own group '1', which it has destroyed."""
+    groups = (*THREE, Group("1", "pair", (0, 1)))
+    destroyed = call("all_reduce", 1, 3, group="1", state="completed")
+    verdict = found(
+        at_barrier(0, groups=groups),
+        at_barrier(1, groups=groups),
+        state(2, in_op("barrier", 40), *alike(5), destroyed, call("barrier", 6), groups=THREE),
+    )
+    assert (verdict.kind, verdict.mismatch) == ("transport", None)
 
 
 def test_members_of_a_new_group_wait_for_one_that_has_not_come() -> None:

@@ -21,8 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.communication.compression import QuantizedSum
-from lockstep.run.watch.hang import find, find_straggler
-from lockstep.run.watch.messages import Verdict, render
+from lockstep.run.watch.hang import find
+from lockstep.run.watch.messages import render
+from lockstep.run.watch.straggler import find_straggler
+from lockstep.run.watch.verdict import Verdict
 
 FOREVER = datetime.timedelta(hours=1)
 

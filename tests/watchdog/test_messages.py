@@ -5,8 +5,9 @@ import linecache
 import pytest
 from fake_snapshots import call, in_backward, own
 
-from lockstep.run.watch.messages import Row, Verdict, describe, render, verb
-from lockstep.run.watch.wait_graph import Mismatch
+from lockstep.run.watch.call_table import Mismatch
+from lockstep.run.watch.messages import conjugate, describe, render
+from lockstep.run.watch.verdict import Row, Verdict
 from lockstep.wording import format_ranks
 
 SOURCE = {20: "    loss.backward()\n", 95: "    evaluate(model, " + "a_long_argument, " * 9 + ")\n"}
@@ -111,7 +112,7 @@ def test_calls_are_told(made: object, told: str) -> None:
 
 
 def test_verbs() -> None:
-    assert verb("is stopped", 1) == "is stopped"
-    assert verb("is stopped", 2) == "are stopped"
-    assert verb("waits", 3) == "wait"
-    assert verb("cannot be seen", 3) == "cannot be seen"
+    assert conjugate("is stopped", 1) == "is stopped"
+    assert conjugate("is stopped", 2) == "are stopped"
+    assert conjugate("waits", 3) == "wait"
+    assert conjugate("cannot be seen", 3) == "cannot be seen"

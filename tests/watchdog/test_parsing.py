@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.run.watch.snapshot import Group, RankState, with_answer
+from lockstep.run.watch.probe_answer import with_answer
+from lockstep.run.watch.snapshot import Group, RankState
 from lockstep.run.watch.stacks import Frame, parse_stack
 
 ASKED = RankState(rank=0, host="a", pid=1, alive=True, answered=False)

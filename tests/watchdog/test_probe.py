@@ -27,8 +27,10 @@ from ranks import HANG_S, in_clean_process, run_ranks
 from lockstep.distributed import torch_compat
 from lockstep.run.watch import probe
 from lockstep.run.watch.evidence import Evidence
-from lockstep.run.watch.probe import SLEEPERS_SIGNAL, STACK_SIGNAL, read_heartbeat
-from lockstep.run.watch.snapshot import NewGroup, RankState, with_answer
+from lockstep.run.watch.heartbeat import read_heartbeat
+from lockstep.run.watch.probe import ALL_THREADS_SIGNAL, MAIN_THREAD_SIGNAL
+from lockstep.run.watch.probe_answer import with_answer
+from lockstep.run.watch.snapshot import NewGroup, RankState
 from lockstep.run.watch.stacks import parse_stack
 
 
@@ -39,7 +41,7 @@ def installed(folder: Path) -> Iterator[probe.Probe]:
         yield made
     finally:
         made.stop_answering()
-        probe._kept_groups.clear()
+        probe._groups_kept_alive.clear()
 
 
 @contextlib.contextmanager
@@ -50,7 +52,7 @@ def group_of_one() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        probe._kept_groups.clear()
+        probe._groups_kept_alive.clear()
         until(lambda: "pt_gloo_runloop" not in names_of_tasks())
 
 
@@ -143,15 +145,15 @@ def test_a_model_that_dies_after_its_group_does_not_take_the_group_along(tmp_pat
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         dist.destroy_process_group()
         until(lambda: "pt_gloo_runloop" in names_of_tasks())  # a thread is named by itself
-        assert len(probe._kept_groups) == 1
-        probe._kept_groups.clear()
+        assert len(probe._groups_kept_alive) == 1
+        probe._groups_kept_alive.clear()
         until(lambda: "pt_gloo_runloop" not in names_of_tasks())
 
 
 @in_clean_process
 def test_a_signal_brings_the_stack_of_the_main_thread(tmp_path: Path) -> None:
     with installed(tmp_path):
-        os.kill(os.getpid(), STACK_SIGNAL)
+        os.kill(os.getpid(), MAIN_THREAD_SIGNAL)
         stack = until(lambda: parse_stack((tmp_path / "stacks.txt").read_text()))
     assert stack[0].file == __file__
     assert stack[0].function.startswith("test_a_signal")
@@ -161,7 +163,9 @@ def test_a_signal_brings_the_stack_of_the_main_thread(tmp_path: Path) -> None:
 def test_a_second_signal_reaches_no_thread_but_the_one_that_answers(tmp_path: Path) -> None:
     held = ctypes.PyDLL(None).poll  # with the interpreter's lock, which the answer would need
     with installed(tmp_path):
-        sender = subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -{SLEEPERS_SIGNAL} {os.getpid()}"])
+        sender = subprocess.Popen(
+            ["sh", "-c", f"sleep 0.1; kill -{ALL_THREADS_SIGNAL} {os.getpid()}"]
+        )
         assert held(None, 0, 1000) == 0
         assert sender.wait(HANG_S) == 0
         text = until((tmp_path / "stacks.txt").read_text)
@@ -190,8 +194,8 @@ def test_the_users_own_handlers_are_left_alone(tmp_path: Path) -> None:
     with installed(tmp_path):
         now = {number: signal.getsignal(number) for number in signal.valid_signals()}
     # What is left once faulthandler has taken its own handler away, at the interpreter's end.
-    assert now == {**before, STACK_SIGNAL: signal.SIG_IGN, SLEEPERS_SIGNAL: signal.SIG_IGN}
-    assert STACK_SIGNAL not in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGTERM)
+    assert now == {**before, MAIN_THREAD_SIGNAL: signal.SIG_IGN, ALL_THREADS_SIGNAL: signal.SIG_IGN}
+    assert MAIN_THREAD_SIGNAL not in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGTERM)
 
 
 def test_a_crash_leaves_its_stack(tmp_path: Path) -> None:
@@ -218,7 +222,7 @@ def test_one_thread_answers_from_the_start(tmp_path: Path) -> None:
 
 
 def test_collectives_are_told_on_request(tmp_path: Path) -> None:
-    run_ranks(_tell, 2, tmp_path, env=probe.FLIGHT_RECORDER, fresh=True)
+    run_ranks(_tell, 2, tmp_path, env=probe.FLIGHT_RECORDER_VARIABLES, fresh=True)
 
 
 def _tell(folder: Path) -> None:
@@ -293,8 +297,8 @@ def test_what_is_asked_while_the_process_ends_harms_nobody(tmp_path: Path) -> No
         ask(tmp_path, "1")
         made.stop_answering()  # at exit, before the interpreter's own end
         assert "lockstep-answers" not in {thread.name for thread in threading.enumerate()}
-        faulthandler.unregister(STACK_SIGNAL)  # as the interpreter does at its end
-        os.kill(os.getpid(), STACK_SIGNAL)
+        faulthandler.unregister(MAIN_THREAD_SIGNAL)  # as the interpreter does at its end
+        os.kill(os.getpid(), MAIN_THREAD_SIGNAL)
 
 
 @in_clean_process
@@ -343,7 +347,7 @@ def test_what_is_no_heartbeat(tmp_path: Path, content: bytes) -> None:
 
 def test_torchs_private_parts_are_as_they_were() -> None:
     """Fails where a new torch has changed what `torch_compat` uses."""
-    run_ranks(_private_parts, 1, env=probe.FLIGHT_RECORDER)
+    run_ranks(_private_parts, 1, env=probe.FLIGHT_RECORDER_VARIABLES)
 
 
 def test_the_thread_that_answers_takes_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +447,7 @@ def _one_group_after_another() -> None:
 
 
 def test_calls_of_the_group_before_are_not_taken_for_those_of_the_present_one() -> None:
-    run_ranks(_one_group_after_another, 1, env=probe.FLIGHT_RECORDER, fresh=True)
+    run_ranks(_one_group_after_another, 1, env=probe.FLIGHT_RECORDER_VARIABLES, fresh=True)
 
 
 def test_a_torch_without_a_recorder_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

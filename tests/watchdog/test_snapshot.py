@@ -50,7 +50,7 @@ def test_the_members_of_a_group_come_back_in_their_order(ranks: list[int]) -> No
 
 
 def test_shortened_keeps_the_latest_calls() -> None:
-    short = shorten(Snapshot(TIME, (state(0, at(1), *alike(30)),)), calls=4)
+    short = shorten(Snapshot(TIME, (state(0, at(1), *alike(30)),)), max_calls=4)
     assert [c.seq for c in short.ranks[0].calls or ()] == [27, 28, 29, 30]
     assert shorten(full(), 100).ranks[1].calls is None
 

@@ -10,9 +10,9 @@ import pytest
 from namespaces import until
 
 from lockstep.run.machines.rendezvous import Rendezvous
-from lockstep.run.watch import supervisor
+from lockstep.run.watch import snapshot_exchange
 from lockstep.run.watch.snapshot import CollectiveCall, RankState, Snapshot
-from lockstep.run.watch.supervisor import SnapshotExchange
+from lockstep.run.watch.snapshot_exchange import SnapshotExchange
 
 
 class Table:
@@ -82,7 +82,7 @@ def pair(
 def test_one_machine_needs_nobody() -> None:
     alone = SnapshotExchange(Table().seat(0), 0, 1, lambda lines: look(0))
     alone.answer()
-    assert alone.of_all_ranks() == look(0)
+    assert alone.take_of_all_ranks() == look(0)
 
 
 def test_another_that_is_not_looking_looks_when_asked() -> None:
@@ -90,7 +90,7 @@ def test_another_that_is_not_looking_looks_when_asked() -> None:
     _, mine, other = pair(lambda lines: look(1, time=float(next(times))))
     with answering(other):
         for _ in range(2):
-            found = mine.of_all_ranks()
+            found = mine.take_of_all_ranks()
             assert found is not None
             assert [state.rank for state in found.ranks] == [0, 1]
     assert next(times) == 2, "one answer for each question"
@@ -102,7 +102,7 @@ def test_both_may_ask_at_once() -> None:
     over = threading.Event()
 
     def run(node: int) -> None:
-        merged = both[node].of_all_ranks()
+        merged = both[node].take_of_all_ranks()
         found[node] = 0 if merged is None else len(merged.ranks)
         while not over.wait(0.005):
             both[node].answer()
@@ -120,23 +120,23 @@ def test_both_may_ask_at_once() -> None:
 
 
 def test_what_was_told_before_the_question_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(snapshot_exchange, "_ANSWER_TIMEOUT_S", 0.1)
     _, mine, other = pair()
     with answering(other):
-        assert mine.of_all_ranks() is not None
-    assert mine.of_all_ranks() is None
+        assert mine.take_of_all_ranks() is not None
+    assert mine.take_of_all_ranks() is None
 
 
 def test_who_is_lost_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_ANSWER_S", 1000.0)
+    monkeypatch.setattr(snapshot_exchange, "_ANSWER_TIMEOUT_S", 1000.0)
     table, mine, _ = pair()
     table.lost.append("node 1")
-    assert mine.of_all_ranks() is None
+    assert mine.take_of_all_ranks() is None
 
 
 def test_one_launcher_asks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(snapshot_exchange.time, "monotonic", lambda: now[0])
     taken: list[bool] = []
 
     def take(lines: bool) -> Snapshot:
@@ -144,16 +144,18 @@ def test_one_launcher_asks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
         return look(1)
 
     _, mine, other = pair(take)
-    assert mine.turn_s < other.turn_s
+    assert mine.delay_s < other.delay_s
     with answering(other):
         for _ in range(2):
-            assert mine.of_all_ranks() is not None, "the first is not led by the answers"
-    assert other.of_all_ranks() is None
+            assert mine.take_of_all_ranks() is not None, "the first is not led by the answers"
+    assert other.take_of_all_ranks() is None
     assert taken == [False, False], "who does not ask does not disturb its ranks either"
     with answering(mine):
-        assert other.of_all_ranks(lines=True) is not None, "a verdict that is found is completed"
-        now[0] += supervisor._LED_S + 0.1
-        assert other.of_all_ranks() is not None
+        assert other.take_of_all_ranks(lines=True) is not None, (
+            "a verdict that is found is completed"
+        )
+        now[0] += snapshot_exchange._LED_FOR_S + 0.1
+        assert other.take_of_all_ranks() is not None
 
 
 def test_the_others_take_lines_where_the_asker_does() -> None:
@@ -165,8 +167,8 @@ def test_the_others_take_lines_where_the_asker_does() -> None:
 
     _, mine, other = pair(take)
     with answering(other):
-        mine.of_all_ranks()
-        mine.of_all_ranks(lines=True)
+        mine.take_of_all_ranks()
+        mine.take_of_all_ranks(lines=True)
     assert asked == [False, True]
 
 
@@ -178,7 +180,7 @@ def test_many_collectives_are_told_in_short(longest: int, told: int) -> None:
     )
     _, mine, other = pair(lambda lines: look(1, calls=calls), longest=longest)
     with answering(other):
-        found = mine.of_all_ranks()
+        found = mine.take_of_all_ranks()
     assert found is not None
     assert [call.seq for call in found.ranks[1].calls or ()] == list(range(100 - told, 100))
 
@@ -190,7 +192,7 @@ def test_an_answer_goes_to_the_launcher_that_has_asked_alone() -> None:
         for node in range(3)
     )
     with answering(second), answering(third):
-        found = mine.of_all_ranks()
+        found = mine.take_of_all_ranks()
     assert found is not None
     assert [state.rank for state in found.ranks] == [0, 1, 2]
     assert {(to, teller) for to, _, teller in table.told} == {(None, 0), (0, 1), (0, 2)}

@@ -25,14 +25,14 @@ from lockstep import errors
 from lockstep.communication import shared_memory
 from lockstep.run.start import worker
 from lockstep.run.watch.stacks import (
-    IN_BUFFERS,
-    IN_PIPELINE,
+    DDP_BUFFER_BROADCAST,
+    PIPELINE_TRANSFER,
     Frame,
     Stack,
     Wait,
-    is_loading,
-    own_line,
-    waits_in,
+    find_wait,
+    user_frame,
+    waits_for_data_loader,
 )
 from lockstep.strategies.pipeline.wire import Wire
 
@@ -72,7 +72,7 @@ def in_installed_program(line: int) -> Stack:
     ],
 )
 def test_own_line(stack: Stack, line: int) -> None:
-    found = own_line(stack)
+    found = user_frame(stack)
     assert found is not None
     assert found.line == line
 
@@ -81,14 +81,14 @@ def test_what_lies_below_the_program_is_not_its_line() -> None:
     """At a program's end nothing of it is on the stack: the launcher's command is not its line."""
     launcher = (Frame(worker.__file__, 170, "leave"), Frame("/opt/venv/bin/lockstep", 8, "f"))
     shutdown = Frame("/usr/lib/python3.11/threading.py", 1590, "_shutdown")
-    assert own_line((shutdown, *launcher)) == shutdown
-    assert own_line((own(3), *launcher)) == own(3)
-    assert own_line(launcher) is None
+    assert user_frame((shutdown, *launcher)) == shutdown
+    assert user_frame((own(3), *launcher)) == own(3)
+    assert user_frame(launcher) is None
 
 
 def test_no_stack_has_no_line() -> None:
-    assert own_line(None) is None
-    assert own_line(()) is None
+    assert user_frame(None) is None
+    assert user_frame(()) is None
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_no_stack_has_no_line() -> None:
         (in_op("barrier", 3), Wait("barrier")),
         (in_op("destroy_process_group", 3), Wait("destroy_process_group")),
         (in_init(3), Wait("init_process_group")),
-        (in_ddp_buffers(3), Wait("", IN_BUFFERS)),
+        (in_ddp_buffers(3), Wait("", DDP_BUFFER_BROADCAST)),
         (in_ddp_constructor(3), Wait("", "while DDP is constructed")),
-        (in_backward(3), Wait("", "in backward", sure=False)),
+        (in_backward(3), Wait("", "in backward", certain=False)),
         # The function that the user called, not the one that it is made of.
         (
             (Frame(C10D, 3151, "broadcast"), LOGGER, Frame(C10D, 4026, "broadcast_object_list"),
@@ -133,7 +133,7 @@ def test_no_stack_has_no_line() -> None:
     ],
 )  # fmt: skip
 def test_where_ranks_wait(stack: Stack, wait: Wait) -> None:
-    assert waits_in(stack) == wait
+    assert find_wait(stack) == wait
 
 
 @pytest.mark.parametrize(
@@ -150,20 +150,22 @@ def test_where_ranks_wait(stack: Stack, wait: Wait) -> None:
     ],
 )  # fmt: skip
 def test_where_ranks_do_not_wait(stack: Stack) -> None:
-    assert waits_in(stack) is None
+    assert find_wait(stack) is None
 
 
 def test_a_loader_is_told_from_others() -> None:
-    assert is_loading(in_loader(3))
-    assert not is_loading(in_op("barrier", 3))
-    assert not is_loading(None)
+    assert waits_for_data_loader(in_loader(3))
+    assert not waits_for_data_loader(in_op("barrier", 3))
+    assert not waits_for_data_loader(None)
 
 
 def test_a_pipeline_waits_in_these_functions() -> None:
-    assert waits_in(on_wire("take", 5)) == Wait("recv", IN_PIPELINE)
-    assert waits_in(on_wire("wait", 5)) == Wait("send", IN_PIPELINE)
-    assert waits_in((*in_op("recv", 5)[:2], *on_wire("receive", 5))) == Wait("recv", IN_PIPELINE)
-    assert waits_in(on_wire("expect", 5)) is None
+    assert find_wait(on_wire("take", 5)) == Wait("recv", PIPELINE_TRANSFER)
+    assert find_wait(on_wire("wait", 5)) == Wait("send", PIPELINE_TRANSFER)
+    assert find_wait((*in_op("recv", 5)[:2], *on_wire("receive", 5))) == Wait(
+        "recv", PIPELINE_TRANSFER
+    )
+    assert find_wait(on_wire("expect", 5)) is None
     named = {frame.function for name in ("take", "wait") for frame in on_wire(name, 5)[:1]}
     assert all(callable(getattr(Wire, name)) for name in named)
     assert Path(inspect.getfile(Wire)).match("lockstep/strategies/pipeline/wire.py")

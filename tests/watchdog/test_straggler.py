@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 from fake_snapshots import TIME, at, call, in_backward, state
 
-from lockstep.run.watch.hang import find_straggler
-from lockstep.run.watch.messages import Verdict
 from lockstep.run.watch.snapshot import CollectiveCall, Group, Snapshot
+from lockstep.run.watch.straggler import find_straggler
+from lockstep.run.watch.verdict import Verdict
 
 STEP_S = 0.1
 

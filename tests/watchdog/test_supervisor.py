@@ -13,10 +13,10 @@ import pytest
 from lockstep.run.start.plan import HangRules
 from lockstep.run.start.process import Process
 from lockstep.run.watch import supervisor
-from lockstep.run.watch.messages import Verdict
-from lockstep.run.watch.probe import Heartbeat
+from lockstep.run.watch.heartbeat import Heartbeat
 from lockstep.run.watch.snapshot import Snapshot
 from lockstep.run.watch.supervisor import Supervisor
+from lockstep.run.watch.verdict import Verdict
 
 DEADLOCK = Verdict("deadlock", True, (0, 1), "deadlock: nothing moves", waited_s=5.0)
 
@@ -86,7 +86,7 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
         supervisor, "write_report", lambda folder, snapshot, verdict: made.kept.append(verdict)
     )
     monkeypatch.setattr(supervisor.hang, "find", judge)
-    monkeypatch.setattr(supervisor.hang, "find_straggler", lambda snapshot: made.late)
+    monkeypatch.setattr(supervisor.straggler, "find_straggler", lambda snapshot: made.late)
     return made
 
 
@@ -203,13 +203,13 @@ def test_a_straggler_is_told_when_it_is_seen_twice(world: World) -> None:
 class Led:
     """An exchange in which a launcher of lower rank leads until it is ended."""
 
-    turn_s = 1.0
+    delay_s = 1.0
 
     def __init__(self) -> None:
         self.led = True
         self.asked: list[bool] = []
 
-    def of_all_ranks(self, *, lines: bool = False) -> Snapshot | None:
+    def take_of_all_ranks(self, *, lines: bool = False) -> Snapshot | None:
         self.asked.append(lines)
         return None if self.led else Snapshot(1.0)
 

@@ -24,19 +24,18 @@ from ranks import HANG_S, context
 from lockstep.run.start.process import Process
 from lockstep.run.watch import probe
 from lockstep.run.watch.evidence import Evidence
-from lockstep.run.watch.messages import Verdict
-from lockstep.run.watch.probe import read_heartbeat
-from lockstep.run.watch.snapshot import (
+from lockstep.run.watch.heartbeat import read_heartbeat
+from lockstep.run.watch.process_status import (
     ProcessStatus,
-    RankState,
-    Snapshot,
-    cpu_of_children,
-    from_json,
-    harmless_signal,
+    cpu_of_descendants,
+    harmless_stack_signal,
     read_process,
 )
+from lockstep.run.watch.snapshot import RankState, Snapshot, from_json
 from lockstep.run.watch.stacks import Frame
-from lockstep.run.watch.supervisor import take_snapshot, write_report
+from lockstep.run.watch.supervisor import write_report
+from lockstep.run.watch.take_snapshot import take_snapshot
+from lockstep.run.watch.verdict import Verdict
 
 
 @contextlib.contextmanager
@@ -86,7 +85,7 @@ def steps_twice() -> None:
 def until(folder: Path, process: Any, true: Callable[[RankState], bool]) -> RankState:
     limit = time.monotonic() + HANG_S
     while True:
-        (state,) = take_snapshot([Process(0, 0, folder, process.pid)], wait_s=HANG_S).ranks
+        (state,) = take_snapshot([Process(0, 0, folder, process.pid)], timeout_s=HANG_S).ranks
         if true(state):
             return state
         assert time.monotonic() < limit, state
@@ -121,7 +120,7 @@ def test_a_stopped_rank_is_not_waited_for(tmp_path: Path) -> None:
     with rank(sleeps, tmp_path) as process:
         os.kill(process.pid, signal.SIGSTOP)
         wait_until_stopped(process.pid)
-        (state,) = take_snapshot([Process(0, 0, tmp_path, process.pid)], wait_s=HANG_S).ranks
+        (state,) = take_snapshot([Process(0, 0, tmp_path, process.pid)], timeout_s=HANG_S).ranks
         assert state.stopped
         assert (state.alive, state.stack, state.answered) == (True, None, None)
         os.kill(process.pid, signal.SIGCONT)
@@ -139,7 +138,7 @@ def test_a_process_without_our_handler_is_not_signalled(tmp_path: Path) -> None:
     """The signal would end it: a script may have replaced itself by another program."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         try:
-            (state,) = take_snapshot([Process(0, 0, tmp_path, process.pid)], wait_s=HANG_S).ranks
+            (state,) = take_snapshot([Process(0, 0, tmp_path, process.pid)], timeout_s=HANG_S).ranks
             assert (state.alive, state.stack, state.steps) == (True, None, None)
         finally:
             process.communicate(b"\n")
@@ -149,14 +148,14 @@ def test_a_process_without_our_handler_is_not_signalled(tmp_path: Path) -> None:
 def test_a_heartbeat_of_an_earlier_process_is_not_believed(tmp_path: Path) -> None:
     with rank(steps_twice, tmp_path):
         pass
-    (state,) = take_snapshot([Process(0, 0, tmp_path, os.getpid())], wait_s=0.1).ranks
+    (state,) = take_snapshot([Process(0, 0, tmp_path, os.getpid())], timeout_s=0.1).ranks
     assert (state.steps, state.stack) == (None, None)
 
 
 def test_how_ranks_ended(tmp_path: Path) -> None:
     codes = [0, 3, -9]
     ended = [Process(r, r, tmp_path / str(r), 4194304, code) for r, code in enumerate(codes)]
-    snapshot = take_snapshot(ended, wait_s=HANG_S)
+    snapshot = take_snapshot(ended, timeout_s=HANG_S)
     assert [s.code for s in snapshot.ranks] == codes
     assert not any(s.alive for s in snapshot.ranks)
 
@@ -169,7 +168,7 @@ def a_task(folder: Path, state: str, times: str = "0 0", switches: int = 7) -> N
     """What the kernel says of a thread, see proc(5)."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "stat").write_text(f"77 (a) b (c) {state} 1 2 3 4 5 6 7 8 9 10 {times} 0 0 20\n")
-    caught = 1 << (probe.STACK_SIGNAL - 1) | 1 << (probe.SLEEPERS_SIGNAL - 1)
+    caught = 1 << (probe.MAIN_THREAD_SIGNAL - 1) | 1 << (probe.ALL_THREADS_SIGNAL - 1)
     (folder / "status").write_text(
         f"Name:\ta\nSigCgt:\t{caught:016x}\nvoluntary_ctxt_switches:\t{switches}\n"
     )
@@ -182,10 +181,10 @@ def test_what_the_kernel_says(tmp_path: Path) -> None:
     ticks = os.sysconf("SC_CLK_TCK")
     assert read_process(77, tmp_path) == ProcessStatus("T", 300 / ticks, 120 / ticks, 9, True)
     status = tmp_path / "77" / "status"
-    for caught in (0, 1 << (probe.STACK_SIGNAL - 1)):
+    for caught in (0, 1 << (probe.MAIN_THREAD_SIGNAL - 1)):
         status.write_text(f"Name:\ta\nSigCgt:\t{caught:016x}\n")
         assert read_process(77, tmp_path) == ProcessStatus("T", 300 / ticks, 120 / ticks, 9, False)
-    status.write_text(f"SigBlk:\t{1 << (probe.STACK_SIGNAL - 1):x}\nSigCgt:\t{2**64 - 1:x}\n")
+    status.write_text(f"SigBlk:\t{1 << (probe.MAIN_THREAD_SIGNAL - 1):x}\nSigCgt:\t{2**64 - 1:x}\n")
     assert read_process(77, tmp_path) == ProcessStatus("T", 300 / ticks, 120 / ticks, 9, False)
     (tmp_path / "77" / "task" / "77" / "stat").unlink()
     assert read_process(77, tmp_path) == ProcessStatus("T", 300 / ticks, None, None, False)
@@ -200,15 +199,15 @@ def test_no_thread_that_sleeps_is_sent_a_signal(tmp_path: Path) -> None:
     ) -> int | None:
         for number, state in enumerate((main, *others), 77):
             a_task(tmp_path / "77" / "task" / str(number), state)
-        return harmless_signal(77, before, answers=answers, root=tmp_path)
+        return harmless_stack_signal(77, before, answers=answers, root=tmp_path)
 
-    assert harmless_signal(77, 7, answers=True, root=tmp_path) is None
+    assert harmless_stack_signal(77, 7, answers=True, root=tmp_path) is None
     a_task(tmp_path / "77", "S")
-    assert signal_for("R", "S") == probe.STACK_SIGNAL
+    assert signal_for("R", "S") == probe.MAIN_THREAD_SIGNAL
     assert signal_for("R", "S", before=6) is None  # it has slept since
     assert signal_for("R", "S", before=None) is None
-    assert signal_for("S", "S") == probe.SLEEPERS_SIGNAL
-    assert signal_for("S", "D") == probe.SLEEPERS_SIGNAL
+    assert signal_for("S", "S") == probe.ALL_THREADS_SIGNAL
+    assert signal_for("S", "D") == probe.ALL_THREADS_SIGNAL
     assert signal_for("S", "R") is None
     assert signal_for("S", "S", before=6) is None
     assert signal_for("t", "t") is None
@@ -218,7 +217,7 @@ def test_no_thread_that_sleeps_is_sent_a_signal(tmp_path: Path) -> None:
 def test_only_a_futex_without_a_limit_is_gone_on_with(tmp_path: Path) -> None:
     def signal_for(other: str, before: int | None = 7, *, answers: bool = False) -> int | None:
         a_task(tmp_path / "77" / "task" / "78", other)
-        return harmless_signal(77, before, answers=answers, root=tmp_path)
+        return harmless_stack_signal(77, before, answers=answers, root=tmp_path)
 
     main = tmp_path / "77" / "task" / "77"
     a_task(main, "S")
@@ -228,11 +227,11 @@ def test_only_a_futex_without_a_limit_is_gone_on_with(tmp_path: Path) -> None:
     for text in ("running", "202 0x7f0 0x189 0x0 0x7ffd 0x0 0xffffffff 0x7ffc 0x7fff"):
         (main / "syscall").write_text(text)
         assert signal_for("S") is signal_for("R") is signal_for("R", answers=True) is None
-        assert signal_for("S", None, answers=True) == probe.SLEEPERS_SIGNAL
+        assert signal_for("S", None, answers=True) == probe.ALL_THREADS_SIGNAL
     (main / "syscall").write_text("202 0x7f0 0x189 0x0 0x0 0x0 0xffffffff 0x7ffc 0x7fff")
-    assert signal_for("S") == probe.STACK_SIGNAL
-    assert signal_for("R", answers=True) == probe.STACK_SIGNAL
-    assert signal_for("S", answers=True) == probe.SLEEPERS_SIGNAL
+    assert signal_for("S") == probe.MAIN_THREAD_SIGNAL
+    assert signal_for("R", answers=True) == probe.MAIN_THREAD_SIGNAL
+    assert signal_for("S", answers=True) == probe.ALL_THREADS_SIGNAL
     assert signal_for("R", 6) is None  # it was in another one
 
 
@@ -359,4 +358,4 @@ def test_the_processor_time_of_children(tmp_path: Path) -> None:
     put(12, 11, 400, 100)
     put(13, 1, 9000, 0)
     ticks = os.sysconf("SC_CLK_TCK")
-    assert cpu_of_children([10, 12, 77], tmp_path) == {10: 1000 / ticks, 12: 100 / ticks}
+    assert cpu_of_descendants([10, 12, 77], tmp_path) == {10: 1000 / ticks, 12: 100 / ticks}

@@ -47,7 +47,7 @@ def command(
         click.echo((follow if live else write)(record, tracker))
         return
     from lockstep.extensions.report.page import render
-    from lockstep.run.watch.evidence import write_whole
+    from lockstep.run.watch.evidence import write_atomically
 
     others = [Record(folder) for folder in baselines]
     if live:
@@ -68,7 +68,7 @@ def command(
         if path.exists() and not path.is_file():  # a pipe
             path.write_text(page, encoding="utf-8")
             return
-        write_whole(place, page)
+        write_atomically(place, page)
     except OSError as error:
         with contextlib.suppress(OSError):
             place.with_name(f"{place.name}.new").unlink()

@@ -45,7 +45,7 @@ from lockstep.distributed.torch_compat import (
 )
 from lockstep.errors import is_users, user_line
 from lockstep.run.start.worker import run_as_main
-from lockstep.run.watch.probe import on_start_processes
+from lockstep.run.watch.script_processes import replace_start_processes
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.verify.batches import random_streams, streams_that_moved
 from lockstep.verify.feed import BatchReader, BatchWriter, Fed
@@ -81,7 +81,7 @@ def install(
         folder: what the script saves goes there.
         kept: batches are written there, or read from there.
     """
-    on_start_processes(refuse_own_ranks)
+    replace_start_processes(refuse_own_ranks)
     _watch_own_processes(recorder, way.nproc)
     recorder.branches.install()
     step.add_callback(recorder)

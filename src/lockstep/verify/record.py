@@ -26,7 +26,7 @@ import numpy as np
 from lockstep.distributed.torch_compat import on_default_group
 from lockstep.errors import LockstepError, RecordingFailedError, UsageError
 from lockstep.run.start.worker import Script
-from lockstep.run.watch.exit_status import describe
+from lockstep.run.watch.error_record import describe_error
 from lockstep.settings import INSTEAD
 from lockstep.verify.compare import Array, Place, RankUpdate, Update
 from lockstep.verify.files import restore
@@ -153,7 +153,7 @@ class UpdateWriter:
 def _in_words(error: BaseException) -> str:
     if isinstance(error, LockstepError):
         return f"{type(error).__name__}: {error}"
-    made = describe(error)
+    made = describe_error(error)
     exited = isinstance(error, SystemExit)
     text = made.headline if exited else f"{made.type}: {made.message}"
     return text if made.line is None else f"{text}\n  at:    {made.line}"

@@ -39,13 +39,19 @@ from lockstep.run.start.output import Console, console_for
 from lockstep.run.start.plan import LaunchPlan, rendezvous_parameters, shutdown_timeout
 from lockstep.run.start.process import Attempt, Journal, Process, exit_status_of, started_by
 from lockstep.run.start.zygote import Event, Zygote
-from lockstep.run.watch import exit_status
-from lockstep.run.watch.evidence import FOLDER, launchers_memory
-from lockstep.run.watch.exit_status import ERROR_FILE, ExitReport, Interruption
-from lockstep.run.watch.first_failure import FirstFailure, first_failure, lost_node, render
-from lockstep.run.watch.probe import FLIGHT_RECORDER
-from lockstep.run.watch.snapshot import STOPPED, from_values, read_process
-from lockstep.run.watch.supervisor import SnapshotExchange, Supervisor, take_snapshot
+from lockstep.run.watch import error_record
+from lockstep.run.watch.dataclass_json import from_values
+from lockstep.run.watch.error_record import TORCH_ERROR_FILE_VARIABLE
+from lockstep.run.watch.evidence import FOLDER_VARIABLE, create_evidence_memory
+from lockstep.run.watch.exit_status import ExitReport, Interruption
+from lockstep.run.watch.failure_report import render_failure
+from lockstep.run.watch.first_failure import FirstFailure, first_failure, lost_node
+from lockstep.run.watch.probe import FLIGHT_RECORDER_VARIABLES
+from lockstep.run.watch.process_status import read_process
+from lockstep.run.watch.snapshot import STOPPED_STATES
+from lockstep.run.watch.snapshot_exchange import SnapshotExchange
+from lockstep.run.watch.supervisor import Supervisor
+from lockstep.run.watch.take_snapshot import take_snapshot
 from lockstep.wording import count_noun
 
 _ERROR_FILE_NAME = "elastic_error.json"
@@ -102,7 +108,7 @@ def launch_agent(
         open_rendezvous(parameters, console.announce) as rendezvous,
     ):
         variables = {
-            **{k: v for k, v in FLIGHT_RECORDER.items() if k not in os.environ},
+            **{k: v for k, v in FLIGHT_RECORDER_VARIABLES.items() if k not in os.environ},
             **socket_variables(os.environ, rendezvous.interface),
             **plan.environment,
             **({} if plan.nproc == 1 and plan.one_node else console.environment),
@@ -258,7 +264,7 @@ class Agent(api.SimpleElasticAgent):
         process.folder.mkdir(parents=True)
         roomy = _ROOMY + _ROOMY_PER_RANK * self._plan.nproc
         if resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= roomy:
-            process.memory = launchers_memory(process.folder)
+            process.memory = create_evidence_memory(process.folder)
         alone = attempt.world_size == 1
         # Its process stays in the terminal's session where it is alone: pdb and input() work.
         if alone and self._plan.keyboard and job.in_foreground():
@@ -271,8 +277,8 @@ class Agent(api.SimpleElasticAgent):
         variables = {
             # Where it starts the ranks itself, the one process is not told that it is one.
             **({} if self._plan.own_processes else place),
-            FOLDER: str(process.folder),
-            ERROR_FILE: str(process.folder / _ERROR_FILE_NAME),
+            FOLDER_VARIABLE: str(process.folder),
+            TORCH_ERROR_FILE_VARIABLE: str(process.folder / _ERROR_FILE_NAME),
             **({} if process.memory is None else process.memory.variables),
             **self._memory.variables(local_rank),
             **command.environment,
@@ -385,7 +391,7 @@ class Agent(api.SimpleElasticAgent):
             self._announce("the machines of the run have changed; starting all ranks again")
         else:
             left = worker_group.spec.max_restarts - self._failures
-            self._announce(render(self.failure))
+            self._announce(render_failure(self.failure))
             self._announce(f"starting all ranks again (--max-restarts: {left} left after this)")
         self._journal.write("restart", "all ranks are started again")
         super()._restart_workers(worker_group)
@@ -466,7 +472,7 @@ class Agent(api.SimpleElasticAgent):
         for process in attempt.running:
             process.sent.setdefault(number, time.time())
             status = read_process(process.pid or 0)
-            process.stopped |= status is not None and status.state in STOPPED
+            process.stopped |= status is not None and status.state in STOPPED_STATES
         self.pass_on(number)
 
     # What the user asks for
@@ -566,7 +572,7 @@ class Agent(api.SimpleElasticAgent):
                 self._watch_own(attempt)
             self._check_logs(attempt)
             # A rank that has raised and does not end, while others may wait for it.
-            records = [exit_status.read_record(process.evidence) for process in attempt.running]
+            records = [error_record.read_error(process.evidence) for process in attempt.running]
             if any(r and time.time() - r.time > _STUCK_AT_EXIT_S for r in records):
                 return True
         self._exchange.answer()

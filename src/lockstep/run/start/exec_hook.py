@@ -17,7 +17,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from lockstep.run.watch.evidence import EVIDENCE, FOLDER, Evidence
+from lockstep.run.watch.evidence import EVIDENCE_VARIABLE, FOLDER_VARIABLE, Evidence
 
 EXECUTED = "LOCKSTEP_EXECUTED"
 """Variable of a program that a rank has executed in its place: the rank's process id and the folder
@@ -61,7 +61,7 @@ def with_hook(env: Mapping[Any, Any], rank: int) -> dict[str, str]:
         rank: process id of the rank.
     """
     variables = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
-    for name in (FOLDER, EVIDENCE):
+    for name in (FOLDER_VARIABLE, EVIDENCE_VARIABLE):
         if name in os.environ:
             variables[name] = os.environ[name]
     paths = [_HOOK_FOLDER, variables.get("PYTHONPATH", "")]

@@ -27,13 +27,16 @@ from lockstep.run.start.machine import OomCounts, kernel_log_on, oom_between, re
 from lockstep.run.start.output import RecentOutput, tail
 from lockstep.run.start.worker import Script
 from lockstep.run.start.zygote import give_terminal
-from lockstep.run.watch.evidence import Evidence, LaunchersMemory
-from lockstep.run.watch.exit_status import ExitStatus, read_record
-from lockstep.run.watch.first_failure import FirstFailure, render
+from lockstep.run.watch.error_record import read_error
+from lockstep.run.watch.evidence import Evidence, EvidenceMemory
+from lockstep.run.watch.exit_status import ExitStatus
+from lockstep.run.watch.failure_report import render_failure
+from lockstep.run.watch.first_failure import FirstFailure
+from lockstep.run.watch.heartbeat import read_heartbeat
 from lockstep.run.watch.printed_error import printed_error
-from lockstep.run.watch.probe import RETURNED, UNLIKE, read_heartbeat
-from lockstep.run.watch.snapshot import read_process
-from lockstep.run.watch.stacks import own_line, parse_frames
+from lockstep.run.watch.process_status import read_process
+from lockstep.run.watch.script_processes import NOT_ONE_GROUP_FILE, RETURNED_FILE
+from lockstep.run.watch.stacks import parse_frames, user_frame
 
 
 @dataclass(eq=False)
@@ -58,7 +61,7 @@ class Process:
     """Its highest resident memory, where that is known."""
     fork_server: str = ""
     """How the process that started it ended, where that has ended it as well."""
-    memory: LaunchersMemory | None = None
+    memory: EvidenceMemory | None = None
     """Holds its evidence; None: that is in its folder."""
     errors: RecentOutput = field(default_factory=RecentOutput)
     """The end of its standard error."""
@@ -144,7 +147,7 @@ class Journal:
             self.write("end")
         else:
             kind = "interrupted" if failure.kind == "interrupted" else "failure"
-            self.write(kind, render(failure), exit_code=failure.exit_code)
+            self.write(kind, render_failure(failure), exit_code=failure.exit_code)
 
     def find(self, text: str) -> None:
         """Announces a finding, and adds it."""
@@ -161,8 +164,12 @@ def started_by(process: Process) -> list[Process]:
         places = [folder / f"rank_{i}" for i in range(int(folder.name.rpartition("_")[2]))]
         evidence = [Evidence.in_folder(place) for place in places]
         beats = [beat for files in evidence if (beat := read_heartbeat(files.heartbeat))]
-        codes = [0 if (place / RETURNED).exists() else None for place in places]
-        if None in codes and len(beats) == len(places) and not (folder / UNLIKE).exists():
+        codes = [0 if (place / RETURNED_FILE).exists() else None for place in places]
+        if (
+            None in codes
+            and len(beats) == len(places)
+            and not (folder / NOT_ONE_GROUP_FILE).exists()
+        ):
             made = zip(places, beats, codes, strict=True)
             return [Process(i, i, p, b.pid, code) for i, (p, b, code) in enumerate(made)]
     return []
@@ -222,7 +229,7 @@ def crash_line(crash: Path) -> str | None:
     dump = text.rpartition("Fatal Python error:")[2]
     failed = _FAILED_THREAD.split(dump)
     threads = [failed[-1].partition("\n\n")[0]] if len(failed) > 1 else dump.split("\n\n")
-    lines = [own_line(parse_frames(thread)) for thread in threads]
+    lines = [user_frame(parse_frames(thread)) for thread in threads]
     return next(
         (source_line(line.file, line.line) for line in reversed(lines) if line is not None), None
     )
@@ -247,7 +254,7 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
     log = kernel_log_on(process.pid, root) if oom and process.pid else None
     heartbeat = read_heartbeat(evidence.heartbeat)
     ends = [at for number, at in process.sent.items() if number in _THAT_END]
-    error = read_record(evidence) if code else None
+    error = read_error(evidence) if code else None
     errors = (process.errors.lines() or tail(process.folder, _TAIL_LINES)) if code else []
     return ExitStatus(
         rank=process.rank,

@@ -87,7 +87,7 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
         try:
             with worker.nothing_collected():
                 from lockstep.run.start.agent import launch_agent
-                from lockstep.run.watch.first_failure import render
+                from lockstep.run.watch.failure_report import render_failure
 
                 made, flags = _prepare(spec, environ)
             made = _with_notes(made, hints, cold)
@@ -104,7 +104,7 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
         finally:
             zygote.close()
     if agent.failure is not None:
-        announce(render(agent.failure))
+        announce(render_failure(agent.failure))
     return agent.exit_code
 
 

@@ -236,13 +236,13 @@ def _values(agent: Agent, was_set: str, timeout: float | None) -> list[Any]:
 
 
 def _failed(first: FirstFailure, attempt: Attempt, was_set: str) -> Exception:
+    from lockstep.run.watch.error_record import read_error
     from lockstep.run.watch.evidence import Evidence
-    from lockstep.run.watch.exit_status import read_record
-    from lockstep.run.watch.first_failure import render
+    from lockstep.run.watch.failure_report import render_failure
 
     folders = {process.rank: process.folder for process in attempt.processes}
     ended = first.ranks if first.kind != "deadlock" else ()  # these were ended by the launcher
-    records = {rank: read_record(Evidence.in_folder(folders[rank])) for rank in ended}
+    records = {rank: read_error(Evidence.in_folder(folders[rank])) for rank in ended}
     if any(record and record.type == NoMainGuard.__name__ for record in records.values()):
         return UsageError(
             was_set,
@@ -251,7 +251,7 @@ def _failed(first: FirstFailure, attempt: Attempt, was_set: str) -> Exception:
         )
     rank = next((rank for rank, record in records.items() if record), min(first.ranks, default=0))
     record = records.get(rank)
-    text = render(replace(first, advice=())).removeprefix("FIRST FAILURE: ")
+    text = render_failure(replace(first, advice=())).removeprefix("FIRST FAILURE: ")
     default = "fix what its traceback shows" if record else "look at what the process printed last"
     return RankFailedError(
         was_set,

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import NamedTuple, NoReturn
 
 from lockstep.run.start.exec_hook import watch_executed
-from lockstep.run.watch.evidence import FOLDER, Evidence
+from lockstep.run.watch.evidence import FOLDER_VARIABLE, Evidence
 
 _PACKAGES = str(Path(__file__).parents[3])
 """The folder that holds this package."""
@@ -120,12 +120,12 @@ def main() -> NoReturn:
 
 def _run(script: Script) -> int:
     def program(folder: Path) -> None:
-        from lockstep.run.watch import probe
+        from lockstep.run.watch import script_processes
 
         watch_executed(Evidence.of_this_process(os.environ, folder))
         if os.environ.get("WORLD_SIZE", "1") == "1":
             _let_own_processes_meet()
-            probe.install_in_own_processes(folder)
+            script_processes.watch_script_processes(folder)
         run_as_main(script)
 
     return run_recorded(program, _report)
@@ -133,9 +133,9 @@ def _run(script: Script) -> int:
 
 def install_after_exec() -> None:
     """Makes this process visible, in which a rank has executed another program in its own place."""
-    from lockstep.run.watch import exit_status, probe
+    from lockstep.run.watch import error_record, probe
 
-    evidence = Evidence.of_this_process(os.environ, Path(os.environ[FOLDER]))
+    evidence = Evidence.of_this_process(os.environ, Path(os.environ[FOLDER_VARIABLE]))
     probe.install(evidence)
     watch_executed(evidence)
     show = sys.excepthook
@@ -143,7 +143,7 @@ def install_after_exec() -> None:
     def record(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> object:
-        exit_status.record(error.with_traceback(trace), evidence)
+        error_record.record_error(error.with_traceback(trace), evidence)
         return show(kind, error, trace)
 
     sys.excepthook = record
@@ -183,15 +183,15 @@ def run_recorded(
     Returns:
         The exit code; -2 where Ctrl-C ended it.
     """
-    folder = Path(os.environ[FOLDER])
-    from lockstep.run.watch import exit_status, probe
+    folder = Path(os.environ[FOLDER_VARIABLE])
+    from lockstep.run.watch import error_record, probe
 
     evidence = Evidence.of_this_process(os.environ, folder)
-    reserve = exit_status.Reserve()
+    reserve = error_record.Reserve()
     try:
         installed = probe.install(evidence)
         body(folder)
-        installed.warn_if_alone()
+        installed.warn_if_ranks_trained_alone()
     except BaseException as error:
         reserve.release()
         error.__traceback__ = _of_the_program(error.__traceback__)
@@ -200,12 +200,12 @@ def run_recorded(
             sys.last_type, sys.last_value = type(error), error
             sys.last_traceback = error.__traceback__
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            exit_status.record(error, evidence)
+            error_record.record_error(error, evidence)
         try:
             report(error)
         except SystemExit as end:  # by the program's own sys.excepthook
-            return exit_status.exit_code(end)
-        return exit_status.exit_code(error)
+            return error_record.exit_code(end)
+        return error_record.exit_code(error)
     return 0
 
 
@@ -367,7 +367,7 @@ def import_for_ranks(modules: Sequence[str]) -> None:
     # Before a group is opened: its functions keep the group of the moment as a default argument.
     import torch.distributed.nn.functional  # noqa: F401  # isort: skip
 
-    from lockstep.run.watch import exit_status, probe  # noqa: F401
+    from lockstep.run.watch import error_record, probe, script_processes  # noqa: F401
 
     for name in modules:
         import_module(name)

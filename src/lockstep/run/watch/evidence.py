@@ -1,12 +1,12 @@
-"""The files by which a rank tells its launcher what it does, and what has ended it.
+"""The files in which a rank tells its launcher what it does, and what has ended it: its *evidence*.
 
-They are in memory that the launcher holds: whoever cleans temporary folders, a full disk and a
-quota take nothing of it, and what a rank has written there is left when the rank is gone. A rank
-opens them as `/proc/LAUNCHER/fd/NUMBER`. Links in the rank's folder lead to them while it runs;
-what is worth keeping is copied there when it has ended.
+They are files in memory that the launcher holds open. So nothing is lost by a full disk, a quota or
+a program that cleans temporary folders, and what a rank has written is still there when the rank is
+gone. A rank opens them as `/proc/LAUNCHER/fd/NUMBER`. While it runs, links in the rank's folder
+lead to them; when it has ended, what is worth keeping is copied there.
 
-Where the system has no such memory, and for processes that a script has started itself, they are
-plain files in a folder.
+If the system has no such memory, and for processes that a script has started itself, they are plain
+files in a folder.
 """
 
 from __future__ import annotations
@@ -18,122 +18,134 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-FOLDER = "LOCKSTEP_RANK_FOLDER"
-"""Variable of a rank: where its logs and evidence lie."""
-EVIDENCE = "LOCKSTEP_EVIDENCE"
-"""Variable of a rank: the paths of its files in memory, in the order of `Evidence`'s fields."""
+FOLDER_VARIABLE = "LOCKSTEP_RANK_FOLDER"
+"""Environment variable of a rank: the folder of its logs and evidence."""
+EVIDENCE_VARIABLE = "LOCKSTEP_EVIDENCE"
+"""Environment variable of a rank: the paths of its files, in the order of `Evidence`'s fields."""
 
-_NAMES = ("heartbeat", "stacks.txt", "crash.txt", "flight.json", "error.json", "ask")
-_KEPT = _NAMES[1:5]
+# In the order of `Evidence`'s fields.
+_FILE_NAMES = ("heartbeat", "stacks.txt", "crash.txt", "flight.json", "error.json", "ask")
+_PIPE_NAME = "ask"
+_FILES_WORTH_KEEPING = ("stacks.txt", "crash.txt", "flight.json", "error.json")
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Where a rank's files are."""
+    """The paths of a rank's files."""
 
     heartbeat: Path
-    """Optimizer steps and times (`probe.Heartbeat`), in shared memory."""
+    """Optimizer steps and times (`heartbeat.Heartbeat`), in shared memory."""
     stacks: Path
-    """The stacks that it was asked for by a signal."""
+    """The stacks that a signal has asked for."""
     crash: Path
-    """The stacks at a fatal signal (faulthandler)."""
+    """The stacks at a fatal signal, written by faulthandler."""
     answer: Path
-    """Its answer to the last request: torch's Flight Recorder and the stacks of all threads."""
+    """The answer to the last request: torch's Flight Recorder and the stacks of all threads."""
     error: Path
-    """The exception that ended it."""
+    """The exception that has ended the rank."""
     ask: Path
-    """A pipe that takes requests `NUMBER [lines]`, one a line."""
+    """A pipe that takes requests, one a line: `NUMBER` or `NUMBER lines`."""
 
     @classmethod
     def in_folder(cls, folder: Path) -> Evidence:
-        """The files of a folder, which need not exist."""
-        return cls(*(folder / name for name in _NAMES))
+        """Returns the paths of the files in a folder, which need not exist."""
+        return cls(*(folder / name for name in _FILE_NAMES))
 
     @classmethod
     def of_this_process(cls, environ: Mapping[str, str], folder: Path) -> Evidence:
-        """The files that a rank's launcher has made for it.
+        """Returns the paths of the files that a rank's launcher has made for it.
 
         Args:
-            environ: the rank's variables.
-            folder: of the rank; its files are here where the launcher's memory cannot be reached.
+            environ: the rank's environment variables.
+            folder: the rank's folder, used if the launcher's memory cannot be reached.
         """
-        paths = [Path(name) for name in environ.get(EVIDENCE, "").split()]
-        reached = all(os.access(path, os.R_OK | os.W_OK) for path in paths)
-        if len(paths) == len(fields(cls)) and reached:
+        paths = [Path(path) for path in environ.get(EVIDENCE_VARIABLE, "").split()]
+        all_are_named = len(paths) == len(fields(cls))
+        if all_are_named and all(os.access(path, os.R_OK | os.W_OK) for path in paths):
             return cls(*paths)
         return cls.in_folder(folder)
 
 
-class LaunchersMemory:
-    """Memory for the files of one rank.
+class EvidenceMemory:
+    """The memory that a launcher holds for the files of one rank.
 
     Args:
-        folder: of the rank, in which links to the files are made.
+        folder: the rank's folder, in which links to the files are made.
 
     Raises:
-        OSError: the system gives none.
+        OSError: the system has no such memory.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._descriptors: list[int] = []
+        self._descriptors: dict[str, int] = {}
         try:
-            for name in _NAMES[:-1]:
-                self._descriptors.append(os.memfd_create(f"lockstep-{name}"))
-            self._descriptors.append(_make_pipe())
+            for name in _FILE_NAMES:
+                if name == _PIPE_NAME:
+                    self._descriptors[name] = _open_pipe()
+                else:
+                    self._descriptors[name] = os.memfd_create(f"lockstep-{name}")
         except OSError:
             self.close()
             raise
-        paths = [Path(f"/proc/{os.getpid()}/fd/{number}") for number in self._descriptors]
-        self.evidence = Evidence(*paths)
-        self.variables = {EVIDENCE: " ".join(map(str, paths))}
-        """By which the rank finds them."""
-        for name, path in zip(_NAMES, paths, strict=True):
+        paths = {
+            name: Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+            for name, descriptor in self._descriptors.items()
+        }
+        self.evidence = Evidence(*paths.values())
+        self.variables = {EVIDENCE_VARIABLE: " ".join(str(path) for path in paths.values())}
+        """The environment variables by which the rank finds the files."""
+        for name, path in paths.items():
             with contextlib.suppress(OSError):
                 (folder / name).symlink_to(path)
 
     def keep(self) -> None:
-        """Copies what the rank has written to its folder, which is made anew if it is gone.
+        """Copies what the rank has written to its folder, which is created again if it is gone.
 
         Raises:
             OSError: the folder cannot be written.
         """
-        for name, number in zip(_NAMES, self._descriptors, strict=True):
-            size = os.fstat(number).st_size if name in _KEPT else 0
-            (self._folder / name).unlink(missing_ok=True)  # the link
-            if size:
+        for name, descriptor in self._descriptors.items():
+            path = self._folder / name
+            path.unlink(missing_ok=True)  # the link
+            if name not in _FILES_WORTH_KEEPING:
+                continue
+            size = os.fstat(descriptor).st_size
+            if size > 0:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                (self._folder / name).write_bytes(os.pread(number, size, 0))
+                path.write_bytes(os.pread(descriptor, size, 0))
 
     def close(self) -> None:
         """Frees the memory."""
         while self._descriptors:
-            os.close(self._descriptors.pop())
+            _, descriptor = self._descriptors.popitem()
+            os.close(descriptor)
 
 
-def launchers_memory(folder: Path) -> LaunchersMemory | None:
-    """Memory for one rank's files; None where the system has none that a rank can open."""
+def create_evidence_memory(folder: Path) -> EvidenceMemory | None:
+    """Creates the memory for one rank's files; None if the system has none that a rank can open."""
     if sys.platform != "linux":
         return None
     try:
-        memory = LaunchersMemory(folder)
+        memory = EvidenceMemory(folder)
     except OSError:
         return None
-    if os.path.exists(memory.evidence.heartbeat):  # /proc may not be there
+    if os.path.exists(memory.evidence.heartbeat):  # /proc may be missing
         return memory
     memory.close()
     return None
 
 
-def write(path: Path, text: str) -> None:
-    """Writes one of the files in place, so that no reader takes a part of it for all.
+def write_in_place(path: Path, text: str) -> None:
+    """Writes JSON into one of the files so that no reader mistakes a part of it for the whole.
 
-    A file is to be read as JSON, and begins with a zero byte until all of it is there.
+    The file begins with a zero byte, which is not JSON, until all of the text is there. Replacing
+    the file by a complete one is not possible, as its path stands for a descriptor.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    # Names of files may hold bytes that are no text in UTF-8.
+    # File names in the text may contain bytes that are not valid in UTF-8.
     data = text.encode("utf-8", errors="backslashreplace")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -146,23 +158,26 @@ def write(path: Path, text: str) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is never seen half written.
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file under a temporary name and renames it, so that it is never seen half written.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    temporary = path.with_name(f"{path.name}.new")
-    # Names of files may hold bytes that are no text in UTF-8.
-    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-    temporary.replace(path)
+    temporary_path = path.with_name(f"{path.name}.new")
+    # File names in the text may contain bytes that are not valid in UTF-8.
+    temporary_path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    temporary_path.replace(path)
 
 
-def _make_pipe() -> int:
-    """A pipe with both of its ends in one descriptor: writing to it finds it open, or full."""
-    reading, writing = os.pipe()
+def _open_pipe() -> int:
+    """Opens a pipe with both of its ends in one descriptor.
+
+    As the reading end is always open, a writer never gets an error for want of a reader.
+    """
+    reading_end, writing_end = os.pipe()
     try:
-        return os.open(f"/proc/self/fd/{reading}", os.O_RDWR | os.O_NONBLOCK)
+        return os.open(f"/proc/self/fd/{reading_end}", os.O_RDWR | os.O_NONBLOCK)
     finally:
-        os.close(reading)
-        os.close(writing)
+        os.close(reading_end)
+        os.close(writing_end)

@@ -1,176 +1,187 @@
-"""A verdict, and how it reads."""
+"""Writes verdicts, calls and the states of ranks as text for people."""
 
 from __future__ import annotations
 
 import textwrap
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from lockstep.errors import source_line
+from lockstep.run.watch.call_table import Mismatch
 from lockstep.run.watch.snapshot import CollectiveCall, RankState
-from lockstep.run.watch.stacks import Frame, own_line
-from lockstep.run.watch.wait_graph import Mismatch
-from lockstep.wording import format_ranks, group_by_key, join_first
+from lockstep.run.watch.stacks import Frame, user_frame
+from lockstep.run.watch.verdict import Row, Verdict
+from lockstep.wording import format_ranks, join_first
 
-WIDTH = 100
-_MOST_ROWS = 10
-"""With many ranks a verdict still fits a screen."""
-
-VerdictKind = Literal[
-    "deadlock",  # the ranks wait for each other, and nothing can end that
-    "stopped",  # the others wait for a rank that was stopped (SIGSTOP, a debugger)
-    "left",  # ... that has ended with exit code 0
-    "lost",  # ... that has died
-    "working",  # ... that still works, or has a thread that may
-    "blocked",  # ... that waits for something else: a lock, a file, a person
-    "loading",  # ... that waits for data
-    "gil",  # ... whose interpreter is blocked
-    "unknown",  # ... that cannot be seen
-    "transport",  # all ranks are in the same collective, and nothing moves
-    "straggler",  # one rank is later than the others, step after step
-]
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one rank does."""
-
-    rank: int
-    host: str
-    does: str
-    line: Frame | None
-    """The user's own line that it is at."""
-    for_s: float | None = None
-    """How long it has been doing that, where known."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One verdict about a run."""
-
-    kind: VerdictKind
-    fatal: bool
-    """Nothing that the run itself can do will end this."""
-    ranks: tuple[int, ...]
-    """Those at fault, or waited for."""
-    headline: str
-    rows: tuple[Row, ...] = ()
-    mismatch: Mismatch | None = None
-    advice: tuple[str, ...] = ()
-    waited_s: float = 0.0
-    """How long nothing has moved."""
-    found_at: float = 0.0
-    """When it was found that the run cannot go on, in wall-clock seconds."""
+MAX_WIDTH = 100
+MAX_GROUPS_SHOWN = 10
+"""With many ranks a verdict must still fit on a screen."""
+_MAX_HOSTS_SHOWN = 4
+_MAX_TENSORS_SHOWN = 3
+_MAX_CALLS_SHOWN = 20
 
 
 def render(verdict: Verdict) -> str:
-    """A verdict in plain English, in lines of at most 100 columns."""
-    advice = [f"  do: {text}" for text in verdict.advice]
-    parts = [*_wrap([verdict.headline]), *details(verdict), *_wrap(advice)]
-    return "\n".join(parts)
+    """Writes a verdict in lines of at most 100 columns."""
+    lines = _wrap([verdict.headline])
+    lines += detail_lines(verdict)
+    lines += _wrap([f"  do: {text}" for text in verdict.advice])
+    return "\n".join(lines)
 
 
-def details(verdict: Verdict) -> list[str]:
-    """The lines between a verdict's headline and its advice."""
-    lines = []
-    groups = [*group_by_key(((r.host, r.does, r.line), r) for r in verdict.rows).values()]
-    if len(groups) > _MOST_ROWS:
-        groups = [*group_by_key(((r.does, r.line), r) for r in verdict.rows).values()]
-    if len(groups) > _MOST_ROWS:  # those at fault are among the ones that are shown
-        at_fault = set(verdict.ranks)
-        groups.sort(key=lambda rows: (at_fault.isdisjoint(r.rank for r in rows), len(rows)))
-    for rows in groups[:_MOST_ROWS]:
-        row, ranks = rows[0], [row.rank for row in rows]
-        since = "" if row.for_s is None else f", for {row.for_s:.0f} s"
-        hosts = join_first(sorted({row.host for row in rows}), 4)
-        lines.append(f"  {format_ranks(ranks)} on {hosts}: {verb(row.does, len(ranks))}{since}")
-        if row.line is not None:
-            lines.append(_source(row.line, 4))
-    if left := [row.rank for rows in groups[_MOST_ROWS:] for row in rows]:
-        lines.append(f"  {format_ranks(left)}: see hang.txt")
+def detail_lines(verdict: Verdict) -> list[str]:
+    """Writes the part between a verdict's headline and its advice: what the ranks do."""
+    groups = _group_rows(verdict)
+    lines: list[str] = []
+    for rows in groups[:MAX_GROUPS_SHOWN]:
+        lines += _group_lines(rows)
+    ranks_not_shown = []
+    for rows in groups[MAX_GROUPS_SHOWN:]:
+        ranks_not_shown += [row.rank for row in rows]
+    if ranks_not_shown:
+        lines.append(f"  {format_ranks(ranks_not_shown)}: see hang.txt")
     if verdict.mismatch is not None:
         lines += _mismatch_lines(verdict.mismatch)
     return _wrap(lines)
 
 
-_PLURAL = {
+def _group_rows(verdict: Verdict) -> list[list[Row]]:
+    """Groups the ranks that do the same, on one host or, with many groups, on any host.
+
+    If there are too many groups to be shown, those with ranks at fault come first, then small ones.
+    """
+    rows_on_one_host: dict[object, list[Row]] = {}
+    rows_on_any_host: dict[object, list[Row]] = {}
+    for row in verdict.rows:
+        rows_on_one_host.setdefault((row.host, row.does, row.line), []).append(row)
+        rows_on_any_host.setdefault((row.does, row.line), []).append(row)
+    if len(rows_on_one_host) <= MAX_GROUPS_SHOWN:
+        return list(rows_on_one_host.values())
+    groups = list(rows_on_any_host.values())
+    if len(groups) > MAX_GROUPS_SHOWN:
+        ranks_at_fault = set(verdict.ranks)
+
+        def order(rows: list[Row]) -> tuple[bool, int]:
+            has_no_fault = ranks_at_fault.isdisjoint(row.rank for row in rows)
+            return has_no_fault, len(rows)
+
+        groups.sort(key=order)
+    return groups
+
+
+def _group_lines(rows: list[Row]) -> list[str]:
+    """Writes what some ranks do that all do the same."""
+    first = rows[0]
+    ranks = [row.rank for row in rows]
+    hosts = join_first(sorted({row.host for row in rows}), _MAX_HOSTS_SHOWN)
+    duration = "" if first.for_s is None else f", for {first.for_s:.0f} s"
+    does = conjugate(first.does, len(ranks))
+    lines = [f"  {format_ranks(ranks)} on {hosts}: {does}{duration}"]
+    if first.line is not None:
+        lines.append(_source(first.line, indent=4))
+    return lines
+
+
+def _mismatch_lines(mismatch: Mismatch) -> list[str]:
+    """Writes which ranks have called what, at the first call that differs."""
+    ranks_by_call: dict[tuple[str, Frame | None], list[int]] = {}
+    for rank, call in mismatch.calls:
+        if call is None:
+            text = "has not come to it"
+            line = None
+        else:
+            text = describe(call)
+            line = user_frame(call.frames)
+        ranks_by_call.setdefault((text, line), []).append(rank)
+    lines = [f"  first mismatch: call {mismatch.seq} of {mismatch.group}:"]
+    for (text, line), ranks in list(ranks_by_call.items())[:MAX_GROUPS_SHOWN]:
+        lines.append(f"    {format_ranks(ranks)}: {text}")
+        if line is not None:
+            lines.append(_source(line, indent=6))
+    if mismatch.lines_differ_since is not None:
+        number = mismatch.lines_differ_since
+        lines.append(f"    (already from call {number} on they called from different lines)")
+    return lines
+
+
+_PLURAL_OF_VERB = {
     "is": "are", "was": "were", "has": "have", "waits": "wait", "holds": "hold", "works": "work",
     "comes": "come",
 }  # fmt: skip
 
 
-def verb(text: str, count: int) -> str:
-    """Words that begin with a verb, for one rank or for several."""
-    first, space, rest = text.partition(" ")
-    return text if count == 1 else f"{_PLURAL.get(first, first)}{space}{rest}"
+def conjugate(text: str, count: int) -> str:
+    """Puts the verb that a text begins with into the plural, unless the count is 1."""
+    if count == 1:
+        return text
+    verb, space, rest = text.partition(" ")
+    return f"{_PLURAL_OF_VERB.get(verb, verb)}{space}{rest}"
 
 
 def describe(call: CollectiveCall) -> str:
-    """`all_reduce of 25 float`, `barrier`."""
+    """Describes a call by its operation, sizes and type: `all_reduce of 25 float`, `barrier`."""
     sizes = call.input_sizes or call.output_sizes
     if call.op == "barrier" or not sizes:
         return call.op
-    shown = " + ".join("x".join(map(str, size)) if size else "1" for size in sizes[:3])
-    more = f" + {len(sizes) - 3} more" if len(sizes) > 3 else ""
+    shown_sizes = []
+    for size in sizes[:_MAX_TENSORS_SHOWN]:
+        is_scalar = not size
+        shown_sizes.append("1" if is_scalar else "x".join(str(length) for length in size))
+    shown = " + ".join(shown_sizes)
+    if len(sizes) > _MAX_TENSORS_SHOWN:
+        shown += f" + {len(sizes) - _MAX_TENSORS_SHOWN} more"
     unit = call.dtypes[0] if call.dtypes else "element"
-    return f"{call.op} of {shown}{more} {unit}"
-
-
-def _mismatch_lines(mismatch: Mismatch) -> list[str]:
-    lines = [f"  first mismatch: call {mismatch.seq} of {mismatch.group}:"]
-    groups = group_by_key((_told(call), rank) for rank, call in mismatch.calls)
-    for (what, line), ranks in [*groups.items()][:_MOST_ROWS]:
-        lines.append(f"    {format_ranks(ranks)}: {what}")
-        if line is not None:
-            lines.append(_source(line, 6))
-    if (number := mismatch.lines_differ_since) is not None:
-        lines.append(f"    (already from call {number} on they called from different lines)")
-    return lines
-
-
-def _told(call: CollectiveCall | None) -> tuple[str, Frame | None]:
-    return ("has not come to it", None) if call is None else (describe(call), own_line(call.frames))
+    return f"{call.op} of {shown} {unit}"
 
 
 def _source(line: Frame, indent: int) -> str:
+    """Writes a line of code with its place, shortened to the greatest width."""
     text = " " * indent + source_line(line.file, line.line, f", in {line.function}")
-    return text if len(text) <= WIDTH else f"{text[: WIDTH - 3]}..."
+    if len(text) <= MAX_WIDTH:
+        return text
+    return f"{text[: MAX_WIDTH - 3]}..."
 
 
 def _wrap(lines: Iterable[str]) -> list[str]:
-    wrapped = []
+    """Breaks long lines. The continuation is indented by two more columns than its line."""
+    wrapped: list[str] = []
     for line in lines:
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        wrapped += textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+        indent = len(line) - len(line.lstrip())
+        wrapped += textwrap.wrap(
+            line, MAX_WIDTH, subsequent_indent=" " * (indent + 2), break_on_hyphens=False
+        )
     return wrapped
 
 
 def render_state(state: RankState) -> str:
-    """All that is known of a rank, for people."""
-    lines = [f"rank {state.rank} on {state.host}, process {state.pid}"]
+    """Writes all that is known of a rank: process, steps, stacks and latest calls."""
+    heading = f"rank {state.rank} on {state.host}, process {state.pid}"
     if state.code is not None:
-        how = f"exit code {state.code}" if state.code >= 0 else f"signal {-state.code}"
-        lines[0] += f": ended, {how}"
+        cause = f"exit code {state.code}" if state.code >= 0 else f"signal {-state.code}"
+        heading += f": ended, {cause}"
+    lines = [heading]
     if state.steps is not None:
         lines.append(f"  optimizer steps: {state.steps}")
     lines += _stack_lines("main thread", state.stack)
     for stack in state.threads or ():
         lines += _stack_lines("another thread", stack)
-    lines.append(f"  collectives{': not obtained' if state.calls is None else ', latest last:'}")
-    lines += [
-        f"    {call.backend}:{call.group} {call.seq} {call.op} {list(call.input_sizes)} "
-        f"{call.state} {time.strftime('%H:%M:%S', time.localtime(call.time_s))}"
-        for call in (state.calls or ())[-20:]
-    ]
+    if state.calls is None:
+        lines.append("  collectives: not obtained")
+    else:
+        lines.append("  collectives, latest last:")
+    for call in (state.calls or ())[-_MAX_CALLS_SHOWN:]:
+        called_at = time.strftime("%H:%M:%S", time.localtime(call.time_s))
+        lines.append(
+            f"    {call.backend}:{call.group} {call.seq} {call.op} {list(call.input_sizes)} "
+            f"{call.state} {called_at}"
+        )
     return "\n".join(lines)
 
 
 def _stack_lines(name: str, stack: Sequence[Frame] | None) -> list[str]:
     if stack is None:
         return [f"  {name}: no stack was obtained"]
-    return [
-        f"  {name}, innermost first:",
-        *(f"    {frame.file}:{frame.line} in {frame.function}" for frame in stack),
-    ]
+    lines = [f"  {name}, innermost first:"]
+    for frame in stack:
+        lines.append(f"    {frame.file}:{frame.line} in {frame.function}")
+    return lines

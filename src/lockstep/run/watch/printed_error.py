@@ -1,8 +1,8 @@
-"""The last traceback in what a rank has printed.
+"""Reads the last traceback in what a rank has printed.
 
-A rank records the exception that ends it. Where it could not, its standard error is all that is
-known. Other programs put text before each line: torch `[rank1]:`, mpirun `[1,0]<stderr>:`, loggers
-the time of day.
+A rank records the exception that ends it. If it could not, its standard error is all that is known.
+There, other programs may have put a *prefix* before each line: torch `[rank1]:`, mpirun
+`[1,0]<stderr>:`, loggers the time of day. The *heading* is `Traceback (most recent call last):`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import source_line
-from lockstep.run.watch.stacks import own_line, parse_frames
+from lockstep.run.watch.stacks import parse_frames, user_frame
 
+# [rank1]: Traceback (most recent call last):
+# [rank1]:   + Exception Group Traceback (most recent call last):
 _HEADING = re.compile(
     r"(?P<prefix>.*?)(?P<group>\+ Exception Group )?Traceback \(most recent call last\):?"
 )
-_SYNTAX_ERROR = re.compile(r'  File "(.*)", line (\d+)')
-_MAX_TEXT_LINES = 40
-_MAX_LINE = 2000
-"""Characters; a message may be megabytes in one line."""
+# The place of a syntax error has no function:   File "train.py", line 3
+_SYNTAX_ERROR_PLACE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+)')
+_MAX_LINES = 40
+# A message may be megabytes in one line.
+_MAX_LINE_CHARS = 2000
 
 
 @dataclass(frozen=True)
@@ -30,73 +33,91 @@ class PrintedError:
     headline: str
     """The exception's type and the first line of its message, as they were printed."""
     line: str | None
-    """The user's innermost own line, `file:line: code`."""
+    """The user's innermost line, `file:line: code`."""
     text: tuple[str, ...]
-    """The headline and what follows it."""
+    """The headline and the lines after it."""
 
 
 def printed_error(lines: Sequence[str]) -> PrintedError | None:
     """Reads the last traceback in the lines of a log.
 
     Returns:
-        None where there is none, or it is cut off before its end.
+        None if there is no traceback, or if the log ends before its end.
     """
-    start = _last_traceback(lines)
-    if start is None:
+    heading_number = _find_last_heading(lines)
+    if heading_number is None:
         return None
-    prefix = _prefix_after(lines[start])
-    block = [_without(prefix, line[:_MAX_LINE]) for line in lines[start + 1 :]]
+    prefix = _prefix_of_lines_after(lines[heading_number])
+    block = []
+    for line in lines[heading_number + 1 :]:
+        block.append(_remove_prefix(prefix, line[:_MAX_LINE_CHARS]))
     for number, text in enumerate(block):
-        if text.strip() and not text[0].isspace():
-            line = _users_line(block[:number])
-            return PrintedError(text.rstrip(), line, tuple(block[number:][:_MAX_TEXT_LINES]))
+        is_frame = not text.strip() or text[0].isspace()
+        if not is_frame:  # the first line that is not indented says which exception it was
+            user_line = _user_line(block[:number])
+            return PrintedError(text.rstrip(), user_line, tuple(block[number:][:_MAX_LINES]))
     return None
 
 
-def _last_traceback(lines: Sequence[str]) -> int | None:
-    """Where the last traceback begins; of an exception group, that of its first exception."""
-    found: int | None = None
+def _find_last_heading(lines: Sequence[str]) -> int | None:
+    """Returns the line number of the last traceback's heading.
+
+    For an exception group that is the heading of its first exception: it stands after the group's
+    own heading, behind a `|`.
+    """
+    last: int | None = None
+    last_is_group = False
     in_group = False
     for number, line in enumerate(lines):
         heading = _HEADING.match(line)
         if heading is None:
             continue
         if heading["group"]:
-            # A group in a group begins behind a line of the outer one.
-            nested = in_group and "|" in heading["prefix"]
-            found = found if nested else number
+            is_nested = in_group and "|" in heading["prefix"]
+            if not is_nested:
+                last = number
+                last_is_group = True
             in_group = True
         elif in_group and heading["prefix"].endswith("| "):
-            first_of_group = found is not None and _HEADING.match(lines[found])
-            if first_of_group and first_of_group["group"]:
-                found = number
+            if last_is_group:
+                last = number
+                last_is_group = False
         else:
-            found = number
+            last = number
+            last_is_group = False
             in_group = False
-    return found
+    return last
 
 
-def _prefix_after(heading: str) -> str:
-    """What stands before each line that follows a heading."""
-    found = _HEADING.match(heading)
-    assert found is not None
-    return found["prefix"] + ("| " if found["group"] else "")
+def _prefix_of_lines_after(heading_line: str) -> str:
+    """Returns what stands before each line that follows a heading."""
+    heading = _HEADING.match(heading_line)
+    assert heading is not None
+    if heading["group"]:
+        return heading["prefix"] + "| "
+    return heading["prefix"]
 
 
-def _without(prefix: str, line: str) -> str:
-    """A line without what another program has put before it."""
+def _remove_prefix(prefix: str, line: str) -> str:
+    """Returns a line without what another program has put before it."""
     if line.startswith(prefix):
         return line[len(prefix) :]
-    # A prefix that differs from line to line, such as the time, is as long in each.
-    same_form = re.sub(r"\w", "0", line[: len(prefix)]) == re.sub(r"\w", "0", prefix)
-    return line[len(prefix) :] if prefix.strip() and same_form else line
+    # A prefix that differs from line to line, such as the time, has the same form in each.
+    form = re.sub(r"\w", "0", prefix)
+    form_of_line = re.sub(r"\w", "0", line[: len(prefix)])
+    if prefix.strip() and form_of_line == form:
+        return line[len(prefix) :]
+    return line
 
 
-def _users_line(block: Sequence[str]) -> str | None:
-    frame = own_line(parse_frames("\n".join(block))[::-1])
-    syntax = [found for text in block if (found := _SYNTAX_ERROR.fullmatch(text))]
-    if syntax:  # the file that could not be read, after the frames that wanted it
-        return source_line(syntax[-1][1], int(syntax[-1][2]))
+def _user_line(block: Sequence[str]) -> str | None:
+    """Returns the user's innermost line in the frames of a traceback."""
+    syntax_errors = [_SYNTAX_ERROR_PLACE.fullmatch(text) for text in block]
+    places = [place for place in syntax_errors if place is not None]
+    if places:  # the file that could not be read stands after the frames that imported it
+        return source_line(places[-1]["file"], int(places[-1]["line"]))
+    innermost_first = tuple(reversed(parse_frames("\n".join(block))))
+    frame = user_frame(innermost_first)
     if frame is None or frame.file.startswith("<"):
         return None
     return source_line(frame.file, frame.line)

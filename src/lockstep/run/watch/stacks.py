@@ -1,4 +1,9 @@
-"""A Python stack: reading it, which line is the user's own, whether it waits for other ranks."""
+"""Reads Python stacks: which line is the user's own, and whether a stack waits for other ranks.
+
+A *stack* is a tuple of `Frame`s, the innermost first. It may come from another machine, so a file
+is recognized by a part of its path. A *wait* is a place in torch.distributed, or in Lockstep's own
+communication, where a thread waits until other ranks arrive.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +24,113 @@ class Frame:
 
 
 Stack = tuple[Frame, ...]
-"""Innermost first."""
+"""The innermost frame comes first."""
 
 
-# By its folder and by how such folders are called on any host: a stack may come from elsewhere.
-_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3")
-_NOT_CODE = ("<frozen ", "<string>", "<stdin>", "???")
-_OWN_FOLDERS = (str(Path(__file__).parents[2]) + "/", sysconfig.get_paths()["stdlib"] + "/")
+# --- Reading stacks that were written as text
+
+# A frame in Python's own tracebacks and in the output of faulthandler:
+#   File "/home/me/train.py", line 41, in main
+#   File "/home/me/train.py", line 41 in main
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<function>.*)')
 
 
-# What runs the user's program in a rank: the frames below it are the launcher's.
-_LAUNCHER = tuple(f"{_OWN_FOLDERS[0]}run/start/{name}.py" for name in ("worker", "spawn"))
+def parse_frames(text: str) -> tuple[Frame, ...]:
+    """Returns the frames of a traceback, or of faulthandler's output, in the order of the text."""
+    frames = []
+    for text_line in text.splitlines():
+        match = _FRAME.fullmatch(text_line)
+        if match is not None:
+            line = 0 if match["line"] == "???" else int(match["line"])
+            frames.append(Frame(match["file"], line, match["function"]))
+    return tuple(frames)
 
-IN_BUFFERS = "in the DDP model's forward, which broadcasts its buffers"
-IN_PIPELINE = "between the stages of the pipeline"
+
+def parse_stack(text: str, thread: int = 0) -> Stack | None:
+    """Returns the last stack that `faulthandler` has written for one thread.
+
+    Faulthandler writes the 100 innermost frames of a stack.
+
+    Args:
+        text: what faulthandler has written, possibly several times.
+        thread: the thread's identifier, needed where the stacks of all threads were written.
+
+    Returns:
+        None if the text has no stack of this thread.
+    """
+    # Stack (most recent call first):
+    # Thread 0x00007f5c2a7fc640 (most recent call first):
+    # Current thread 0x00007f5c2a7fc640 (most recent call first):
+    heading = rf"(?:Stack|.*hread 0x0*{thread:x}\b.*) \(most recent call first\):\n"
+    parts = re.split(heading, text)
+    if len(parts) == 1:
+        return None
+    after_last_heading = parts[-1]
+    stack_text, _, _ = after_last_heading.partition("\n\n")
+    return parse_frames(stack_text)
+
+
+# --- The user's own line
+
+LOCKSTEP_FOLDER = str(Path(__file__).parents[2]) + "/"
+STANDARD_LIBRARY_FOLDER = sysconfig.get_paths()["stdlib"] + "/"
+
+# The standard library stands here a second time, by the name that its folder has on any machine.
+_LIBRARY_FOLDERS = ("/site-packages/", "/dist-packages/", "/lib/python3")
+_TORCH_FOLDERS = ("/torch/",)
+_FILES_WITHOUT_SOURCE = ("<frozen ", "<string>", "<stdin>", "???")
+_NEVER_USER_CODE = (LOCKSTEP_FOLDER, STANDARD_LIBRARY_FOLDER, *_FILES_WITHOUT_SOURCE)
+
+# These files run the user's program in a rank. The frames from there outwards are the launcher's.
+_LAUNCHER_FILES = (
+    f"{LOCKSTEP_FOLDER}run/start/worker.py",
+    f"{LOCKSTEP_FOLDER}run/start/spawn.py",
+)
+
+
+def user_frame(stack: Stack | None) -> Frame | None:
+    """Returns the innermost frame that is the user's own code.
+
+    That is the innermost frame outside installed packages. The file that was started is the user's
+    wherever it lies: with `-m package.module` it belongs to an installed package. If there is no
+    such frame, it is the innermost one outside torch, else the innermost of all.
+
+    Returns:
+        None if there is no stack, or only the launcher's frames.
+    """
+    program_frames = _without_launcher(stack or ())
+    candidates = []
+    for frame in program_frames:
+        if not frame.file.startswith(_NEVER_USER_CODE):
+            candidates.append(frame)
+    script = _started_file(candidates)
+    for skipped_folders in (_LIBRARY_FOLDERS, _TORCH_FOLDERS):
+        for frame in candidates:
+            is_skipped = any(folder in frame.file for folder in skipped_folders)
+            if frame.file == script or not is_skipped:
+                return frame
+    return program_frames[0] if program_frames else None
+
+
+def _without_launcher(stack: Stack) -> Stack:
+    for index, frame in enumerate(stack):
+        if frame.file in _LAUNCHER_FILES:
+            return stack[:index]
+    return stack
+
+
+def _started_file(frames: list[Frame]) -> str | None:
+    """Returns the file of the outermost frame that is module code, which is the script."""
+    for frame in reversed(frames):
+        if frame.function == "<module>":
+            return frame.file
+    return None
+
+
+# --- Waiting for other ranks
+
+DDP_BUFFER_BROADCAST = "in the DDP model's forward, which broadcasts its buffers"
+PIPELINE_TRANSFER = "between the stages of the pipeline"
 
 
 @dataclass(frozen=True)
@@ -40,62 +138,25 @@ class Wait:
     """What a stack says about waiting for other ranks."""
 
     op: str = ""
-    """The outermost function of torch.distributed that was called; "" in a backward pass."""
-    where: str = ""
-    """What of torch it happens in, in words: "in backward", ..."""
-    sure: bool = True
-    """False: this place may be waiting or computing; other signs must decide."""
+    """The outermost function of torch.distributed that was called; empty in a backward pass."""
+    context: str = ""
+    """The part of torch around the wait, such as "in backward"; empty if it is none of these."""
+    certain: bool = True
+    """False if code at this place may be waiting or computing, so that other signs must decide."""
 
 
-_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?),? in (.*)')
-
-
-def parse_frames(text: str) -> tuple[Frame, ...]:
-    """The frames in what Python's traceback or faulthandler has written, in their order there."""
-    found = filter(None, map(_FRAME.fullmatch, text.splitlines()))
-    return tuple(Frame(f[1], 0 if f[2] == "???" else int(f[2]), f[3]) for f in found)
-
-
-def parse_stack(text: str, thread: int = 0) -> Stack | None:
-    """The last stack in what `faulthandler` writes for one thread; None: there is none.
-
-    It has the 100 innermost frames.
-
-    Args:
-        text: what was written.
-        thread: the thread's identifier, to find it where all threads were written.
-    """
-    heading = rf"(?:Stack|.*hread 0x0*{thread:x}\b.*) \(most recent call first\):\n"
-    _, *found = re.split(heading, text)
-    return parse_frames(found[-1].partition("\n\n")[0]) if found else None
-
-
-def own_line(stack: Stack | None) -> Frame | None:
-    """The innermost line that is the user's own; else the innermost outside torch; else any.
-
-    The program's own file is the user's wherever it lies, as that of `-m installed.package.module`.
-    """
-    below = (number for number, frame in enumerate(stack or ()) if frame.file in _LAUNCHER)
-    stack = (stack or ())[: next(below, None)]
-    outside = [f for f in stack if not f.file.startswith((*_OWN_FOLDERS, *_NOT_CODE))]
-    script = next((f.file for f in reversed(outside) if f.function == "<module>"), None)
-    for others in (_LIBRARY, ("/torch/",)):
-        for frame in outside:
-            if frame.file == script or not any(part in frame.file for part in others):
-                return frame
-    return stack[0] if stack else None
-
-
-# What a pipeline's stages send each other, by the function that waits until it has come or gone.
-_WIRE = "lockstep/strategies/pipeline/wire.py"
-_ON_WIRE = {"take": "recv", "wait": "send"}
+_C10D = "torch/distributed/distributed_c10d.py"
+_C10D_LOGGER = "torch/distributed/c10d_logger.py"
+_DDP = "torch/nn/parallel/distributed.py"
 _SHARED_MEMORY = "lockstep/communication/shared_memory.py"
 _ROUTING = "lockstep/communication/routing.py"
 _LINK = "lockstep/communication/link.py"
-_C10D = "torch/distributed/distributed_c10d.py"
-_DDP = "torch/nn/parallel/distributed.py"
-# Files whose public functions do nothing that takes time but wait, and those of their inner
-# functions that do so as well.
+_PIPELINE_WIRE = "lockstep/strategies/pipeline/wire.py"
+
+# The functions in which a stage of a pipeline waits for another stage, and what they wait for.
+_OP_OF_WIRE_FUNCTION = {"take": "recv", "wait": "send"}
+
+# In these files every public function that takes time is waiting for other ranks...
 _WAITING_FILES = (
     _C10D,
     _SHARED_MEMORY,
@@ -103,14 +164,15 @@ _WAITING_FILES = (
     "torch/distributed/_functional_collectives.py",
     "torch/distributed/nn/functional.py",
 )
-_INNER = re.compile(
+# ... and so are these of their functions that are private, or called by a public one.
+_INNER_WAITING_FUNCTION = re.compile(
     r"_new_process_group_helper|_create_\w+_process_group|_store_based_barrier|"
     r"_new_group_with_tag|_create_c10d_store|_env_rendezvous_handler|_tcp_rendezvous_handler|"
     r"_barrier|_wait|posted_within"
 )
-# Elsewhere, functions in which nothing but waiting takes time.
-_WAITING = {
-    _WIRE: set(_ON_WIRE),
+# In other files these functions spend time on nothing but waiting.
+_WAITING_FUNCTIONS = {
+    _PIPELINE_WIRE: set(_OP_OF_WIRE_FUNCTION),
     _ROUTING: {"exchange"},
     _LINK: {"wait"},
     "torch/distributed/utils.py": {
@@ -120,8 +182,8 @@ _WAITING = {
     _DDP: {"_distributed_broadcast_coalesced"},
     "torch/distributed/pipelining/schedules.py": {"_wait_batch_p2p", "_batch_p2p"},
 }
-# Places that compute and wait, in C++.
-_PERHAPS = (
+# Code in these files and folders calls C++ that computes and also waits.
+_COMPUTING_OR_WAITING = (
     "torch/autograd/graph.py",
     _DDP,
     "torch/distributed/fsdp/",
@@ -130,11 +192,11 @@ _PERHAPS = (
     "torch/distributed/optim/",
     "torch/distributed/pipelining/",
 )
-# What the torch code around a place means, by file and function; None: all of the file or folder.
-_MEANINGS: tuple[tuple[str, set[str] | None, str], ...] = (
-    (_WIRE, None, IN_PIPELINE),
+# The context that a frame stands for, by its file or folder and its function (None: any function).
+_CONTEXTS: tuple[tuple[str, set[str] | None, str], ...] = (
+    (_PIPELINE_WIRE, None, PIPELINE_TRANSFER),
     (_DDP, {"__init__"}, "while DDP is constructed"),
-    (_DDP, {"_sync_buffers", "_sync_module_buffers"}, IN_BUFFERS),
+    (_DDP, {"_sync_buffers", "_sync_module_buffers"}, DDP_BUFFER_BROADCAST),
     (_DDP, {"_pre_forward", "forward"}, "in the DDP model's forward"),
     ("torch/autograd/graph.py", {"_engine_run_backward"}, "in backward"),
     ("torch/distributed/fsdp/", None, "in FSDP"),
@@ -142,75 +204,111 @@ _MEANINGS: tuple[tuple[str, set[str] | None, str], ...] = (
 )
 
 
-def waits_in(stack: Stack | None) -> Wait | None:
-    """Where a stack's innermost frame is one in which ranks wait for each other; None: elsewhere.
+def find_wait(stack: Stack | None) -> Wait | None:
+    """Returns the wait that a stack is in, judged by its innermost frame.
 
-    From the Python files of torch 2.11, 2.13 and 2.14. Waiting in a C function that the user calls
-    (such as `work.wait()` or `store.get()`) leaves no frame, so it is not seen here.
+    The names are those of the Python files of torch 2.11, 2.13 and 2.14. A C function that waits
+    and that the user calls directly, such as `work.wait()` or `store.get()`, has no Python frame,
+    so this function does not see it.
+
+    Returns:
+        None if the innermost frame is not one in which ranks wait for each other.
     """
     if not stack:
         return None
-    for place, frame in enumerate(stack):
-        if frame.function == "_wait" and _in(frame, _SHARED_MEMORY):
-            stack = stack[place:]  # what it calls looks whether the other ranks still run
-            break
-    where = _where(stack)
-    if _is_waiting(stack[0]):
-        op = "" if _in(stack[0], _LINK) else stack[0].function
-        if _in(stack[0], _WIRE):
-            return Wait(_ON_WIRE[op], where)
-        for frame in stack[1:]:
-            between = _in(frame, "torch/distributed/c10d_logger.py")
-            if not (between or _is_waiting(frame) or frame.file.startswith(_OWN_FOLDERS[0])):
-                break
-            if _in(frame, _C10D, _SHARED_MEMORY, _ROUTING) and _is_waiting(frame):
-                op = frame.function
-        return Wait("" if op.startswith("_") else op, where)
-    if _in(stack[0], *_PERHAPS):
-        return Wait("", where, sure=False)
+    stack = _without_liveness_check(stack)
+    innermost = stack[0]
+    if _is_waiting(innermost):
+        return Wait(_called_op(stack), _context(stack))
+    if _is_in(innermost, *_COMPUTING_OR_WAITING):
+        return Wait("", _context(stack), certain=False)
     return None
 
 
-def may_go_on(stack: Stack) -> bool:
-    """Whether a thread may go on though no other thread, and no other rank, does anything.
+def _without_liveness_check(stack: Stack) -> Stack:
+    """Removes what a wait in shared memory calls now and then: are the other ranks still there?"""
+    for index, frame in enumerate(stack):
+        if frame.function == "_wait" and _is_in(frame, _SHARED_MEMORY):
+            return stack[index:]
+    return stack
 
-    It does not where it waits for one of them without a limit of time: of Python's library that is
-    seen in `threading`, by the line, and in the workers of `concurrent.futures`.
+
+def _called_op(stack: Stack) -> str:
+    """Returns the operation that the user's code called, for a stack that is in a wait.
+
+    The innermost function is often only a part of it: `broadcast_object_list` waits in `broadcast`.
+    So the stack is followed outwards as long as its frames belong to the communication.
     """
-    wait = waits_in(stack)
-    if not stack or (wait is not None and wait.sure):
-        return False
-    limitless = linecache.getline(stack[0].file, stack[0].line).rstrip().endswith(".acquire()")
-    in_threading = _in(stack[0], "threading.py") and limitless
-    return not in_threading and not _in(stack[0], "concurrent/futures/thread.py")
+    innermost = stack[0]
+    if _is_in(innermost, _PIPELINE_WIRE):
+        return _OP_OF_WIRE_FUNCTION[innermost.function]
+    op = "" if _is_in(innermost, _LINK) else innermost.function
+    for frame in stack[1:]:
+        is_waiting = _is_waiting(frame)
+        is_wrapper = _is_in(frame, _C10D_LOGGER) or frame.file.startswith(LOCKSTEP_FOLDER)
+        if not is_waiting and not is_wrapper:
+            break
+        if is_waiting and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING):
+            op = frame.function
+    return "" if op.startswith("_") else op
 
 
-def is_leaving(stack: Stack | None) -> bool:
-    """The program has come to its end, where the interpreter waits for its other threads."""
-    return any(
-        frame.function == "_shutdown" and _in(frame, "threading.py") for frame in (stack or ())[:3]
-    )
-
-
-def is_loading(stack: Stack | None) -> bool:
-    """Waits for the next batch of a DataLoader."""
-    return any(_in(frame, "torch/utils/data/dataloader.py") for frame in (stack or ())[:12])
-
-
-def _where(stack: Stack) -> str:
-    """The meaning of the torch code around the place, the innermost that says something."""
+def _context(stack: Stack) -> str:
+    """Returns the context of the innermost frame that has one; empty if none has."""
     for frame in stack:
-        for path, functions, meaning in _MEANINGS:
-            if _in(frame, path) and (functions is None or frame.function in functions):
-                return meaning
+        for path, functions, context in _CONTEXTS:
+            if _is_in(frame, path) and (functions is None or frame.function in functions):
+                return context
     return ""
 
 
 def _is_waiting(frame: Frame) -> bool:
-    if _in(frame, *_WAITING_FILES):
-        return not frame.function.startswith("_") or bool(_INNER.fullmatch(frame.function))
-    return any(_in(frame, path) and frame.function in found for path, found in _WAITING.items())
+    if _is_in(frame, *_WAITING_FILES):
+        is_public = not frame.function.startswith("_")
+        return is_public or _INNER_WAITING_FUNCTION.fullmatch(frame.function) is not None
+    for path, functions in _WAITING_FUNCTIONS.items():
+        if _is_in(frame, path) and frame.function in functions:
+            return True
+    return False
 
 
-def _in(frame: Frame, *paths: str) -> bool:
+def _is_in(frame: Frame, *paths: str) -> bool:
+    """True if the frame's file is, or lies in, one of these relative paths."""
     return any(f"/{path}" in f"/{frame.file}" for path in paths)
+
+
+# --- Other states of a thread
+
+
+def may_continue_alone(stack: Stack) -> bool:
+    """True if a thread may continue even though no other thread and no other rank does anything.
+
+    It cannot where it waits for one of them without a timeout. In Python's library that is seen in
+    `threading`, by the line, and in the workers of `concurrent.futures`.
+    """
+    if not stack:
+        return False
+    wait = find_wait(stack)
+    if wait is not None and wait.certain:
+        return False
+    innermost = stack[0]
+    source = linecache.getline(innermost.file, innermost.line).rstrip()
+    has_no_timeout = source.endswith(".acquire()")
+    if _is_in(innermost, "threading.py") and has_no_timeout:
+        return False
+    return not _is_in(innermost, "concurrent/futures/thread.py")
+
+
+def is_at_exit(stack: Stack | None) -> bool:
+    """True if the program has ended and the interpreter waits for its other threads."""
+    innermost_frames = (stack or ())[:3]
+    return any(
+        frame.function == "_shutdown" and _is_in(frame, "threading.py")
+        for frame in innermost_frames
+    )
+
+
+def waits_for_data_loader(stack: Stack | None) -> bool:
+    """True if the stack waits for the next batch of a DataLoader."""
+    innermost_frames = (stack or ())[:12]
+    return any(_is_in(frame, "torch/utils/data/dataloader.py") for frame in innermost_frames)

@@ -1,0 +1,237 @@
+"""What each rank does, judged from two snapshots that were taken a second or two apart.
+
+An *activity* is the kind of thing a rank does ("waits for other ranks", "works on") and, if it
+waits, the call it waits in. A rank has *moved* if it made a step or a call between the snapshots.
+Its main thread is *idle* if it used almost no processor time between them. Its *place* is its stack
+down to the user's own line.
+
+Pure functions: two `RankState`s go in, one `Activity` comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lockstep.run.watch import stacks
+from lockstep.run.watch.snapshot import CollectiveCall, NewGroup, RankState
+
+IDLE_MAX_CPU_SHARE = 0.1
+"""A thread is idle if it used less than this share of the time between two snapshots. To answer a
+request takes up to 60 ms, in another thread."""
+
+_POINT_TO_POINT_FUNCTIONS = {
+    "recv", "irecv", "send", "isend", "batch_isend_irecv", "recv_object_list", "send_object_list",
+    "_wait_batch_p2p",
+}  # fmt: skip
+# These functions wait for other ranks, and Gloo's Flight Recorder does not record them. `exchange`
+# is Lockstep's own.
+_UNRECORDED_FUNCTIONS = _POINT_TO_POINT_FUNCTIONS | {
+    "monitored_barrier", "init_process_group", "new_group", "split_group", "new_subgroups",
+    "new_subgroups_by_enumeration", "destroy_process_group", "exchange",
+}  # fmt: skip
+
+
+class Kind(Enum):
+    """What a rank does. The values are used in the texts of verdicts."""
+
+    EXITED = "has ended"
+    STOPPED = "is stopped by a signal or a debugger"
+    MOVING = "moves on"
+    WAITING = "waits for other ranks"
+    PERHAPS_WAITING = "is blocked in its main thread, after it called a collective"
+    LOADING = "waits for data"
+    WORKING = "works on"
+    LIMITED = "waits for other ranks, until the timeout of a group that has one of its own"
+    MAY_COME = "may yet come in another thread"
+    CHILDREN = "is blocked while threads or processes that it has started compute"
+    BLOCKED = "is blocked outside any collective, without computing"
+    SILENT = "is in C code that holds Python's lock"
+    UNKNOWN = "cannot be seen"
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What one rank does."""
+
+    state: RankState
+    """The rank's state in the later snapshot."""
+    kind: Kind
+    wait: stacks.Wait = field(default_factory=stacks.Wait)
+    """What its stack says about its wait; an empty `Wait` if it does not wait, or says nothing."""
+    call: CollectiveCall | None = None
+    """The call it waits in, if the Flight Recorder has recorded it."""
+
+    @property
+    def line(self) -> stacks.Frame | None:
+        """The user's own line that the rank is at."""
+        stack = self.state.stack
+        other_threads = self.state.threads
+        if stacks.is_at_exit(stack) and other_threads:
+            stack = other_threads[0]  # the interpreter waits for this thread
+        return stacks.user_frame(stack)
+
+    @property
+    def op(self) -> str:
+        """The function of torch.distributed that it waits in, by the name the user knows."""
+        if self.wait.op:
+            return self.wait.op
+        return "" if self.call is None else self.call.op
+
+    @property
+    def making(self) -> NewGroup | None:
+        """The process group that it waits to create, if that is known."""
+        waits_outside_calls = self.kind is Kind.WAITING and self.call is None
+        return self.state.making if waits_outside_calls else None
+
+    @property
+    def p2p(self) -> bool:
+        """True if it waits for one other rank in a send or receive. Which rank is not known."""
+        if self.call is not None:
+            return self.call.p2p
+        if self.wait.op in _POINT_TO_POINT_FUNCTIONS:
+            return True
+        stack = self.state.stack or ()
+        return len(stack) > 0 and "pipelining" in stack[0].file
+
+
+def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
+    """Judges what a rank does.
+
+    Args:
+        earlier: its state in the first snapshot.
+        later: its state in the second.
+        seconds: the time between the snapshots.
+    """
+    if not later.alive:
+        # A rank that has just ended counts as a move. Others may be about to notice its end.
+        has_been_over = later.code is not None and not earlier.alive
+        return Activity(later, Kind.EXITED if has_been_over else Kind.MOVING)
+    if later.stopped and earlier.stopped:
+        return Activity(later, Kind.STOPPED)
+    if later.stopped or earlier.stopped or has_moved(earlier, later):
+        return Activity(later, Kind.MOVING)
+    if later.stack is None or earlier.stack is None:
+        return Activity(later, Kind.UNKNOWN)
+    kind = _kind_by_stack(earlier, later, seconds)
+    if kind is Kind.WAITING:
+        wait = stacks.find_wait(later.stack) or stacks.Wait()
+        return Activity(later, kind, wait, _current_call(later, wait))
+    if kind is Kind.PERHAPS_WAITING:
+        return Activity(later, kind, call=_current_call(later, stacks.Wait()))
+    return Activity(later, kind)
+
+
+def has_moved(earlier: RankState, later: RankState) -> bool:
+    """True if a rank made an optimizer step or a call, or a call's state has changed."""
+    steps_are_known = earlier.steps is not None and later.steps is not None
+    if steps_are_known and earlier.steps != later.steps:
+        return True
+    if earlier.calls is None or later.calls is None:
+        return False
+    return _latest_calls(earlier.calls) != _latest_calls(later.calls)
+
+
+def _latest_calls(calls: Sequence[CollectiveCall]) -> dict[tuple[str, bool], tuple[int, str]]:
+    """Returns `seq` and state of the latest call by the call's key and whether it is p2p."""
+    latest = {}
+    for call in calls:
+        latest[call.key, call.p2p] = (call.seq, call.state)
+    return latest
+
+
+def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind:
+    """Judges a rank that runs, has not moved, and whose stack is known in both snapshots."""
+    pending = later.pending_calls()
+    is_idle = is_main_thread_idle(earlier, later, seconds)
+    at_same_place = place(earlier) == place(later)
+    if at_same_place:
+        if any(call.state == "started" for call in pending):
+            return Kind.WAITING
+        wait = stacks.find_wait(later.stack)
+        if wait is not None and wait.certain:
+            return Kind.WAITING
+        may_be_in_a_call = bool(pending) or later.calls is None
+        if wait is not None and is_idle and may_be_in_a_call:
+            return Kind.WAITING
+    if earlier.answered is False and later.answered is False:
+        return Kind.SILENT
+    # A kernel queued before a pending NCCL call may keep the GPU busy while the CPU is idle.
+    gpu_may_work = any(call.backend == "nccl" for call in pending)
+    if not is_idle or not at_same_place or gpu_may_work:
+        return Kind.WORKING
+    if stacks.waits_for_data_loader(later.stack):
+        return Kind.LOADING
+    if pending:
+        return Kind.PERHAPS_WAITING
+    if _others_compute_for_it(earlier, later, seconds):
+        return Kind.CHILDREN
+    return Kind.BLOCKED
+
+
+def place(state: RankState) -> tuple[stacks.Frame, ...]:
+    """Returns a rank's stack from its innermost frame to the user's own line."""
+    stack = state.stack or ()
+    line = stacks.user_frame(stack)
+    if line is None:
+        return stack
+    return stack[: stack.index(line) + 1]
+
+
+def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
+    """Returns the call that a waiting rank waits in; None if it is not recorded."""
+    in_unrecorded_function = wait.op in _UNRECORDED_FUNCTIONS
+    candidates: Sequence[CollectiveCall] = state.pending_calls()
+    if wait.certain and wait.op and not in_unrecorded_function:
+        # The stack proves that the main thread is inside a recorded call: it is its latest one.
+        all_calls = state.calls or ()
+        calls_of_main_thread = [call for call in all_calls if call.thread == state.main_thread]
+        candidates = calls_of_main_thread or all_calls
+    for call in candidates:
+        if call.state == "started":
+            return call
+    if in_unrecorded_function:
+        # A pending collective does not explain this wait; it may belong to another thread.
+        candidates = [call for call in candidates if call.p2p]
+    return candidates[-1] if candidates else None
+
+
+# --- Processor time
+
+
+def is_main_thread_idle(earlier: RankState, later: RankState, seconds: float) -> bool:
+    """True if a rank's main thread has not computed; False if that is not known."""
+    # On a busy machine a thread that is able to run may get little processor time.
+    if earlier.state == "R" or later.state == "R":
+        return False
+    if earlier.main_cpu_s is None or later.main_cpu_s is None:
+        return _is_idle(earlier.cpu_s, later.cpu_s, seconds)
+    return _is_idle(earlier.main_cpu_s, later.main_cpu_s, seconds)
+
+
+def is_still(earlier: RankState, later: RankState, seconds: float) -> bool:
+    """True if none of a rank's threads computes or copies, and none may continue by itself."""
+    if not _is_idle(earlier.cpu_s, later.cpu_s, seconds):
+        return False
+    other_threads = later.threads or ()
+    return not any(stacks.may_continue_alone(stack) for stack in other_threads)
+
+
+def _others_compute_for_it(earlier: RankState, later: RankState, seconds: float) -> bool:
+    """True if a rank's other threads, or processes that it has started, are known to compute."""
+    for before_s, after_s in (
+        (earlier.cpu_s, later.cpu_s),
+        (earlier.children_cpu_s, later.children_cpu_s),
+    ):
+        is_known = before_s is not None and after_s is not None
+        if is_known and not _is_idle(before_s, after_s, seconds):
+            return True
+    return False
+
+
+def _is_idle(before_s: float | None, after_s: float | None, seconds: float) -> bool:
+    """True if the processor time between two snapshots is small; False if it is not known."""
+    if before_s is None or after_s is None or seconds <= 0:
+        return False
+    return (after_s - before_s) / seconds < IDLE_MAX_CPU_SHARE

@@ -1,0 +1,207 @@
+"""All ranks' collectives in one table, and the first one in which the ranks differ.
+
+A collective is identified by its *key* (`backend:group`) and its number `seq`: the call with number
+6 on one rank must match the call with number 6 on every other rank of the group. A call is
+*mismatched* if they do not match. A rank is *missing* from a call if it has not made it yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from lockstep.run.watch import stacks
+from lockstep.run.watch.snapshot import CollectiveCall, Group, Snapshot
+
+# The timeout that torch gives a group for which the program names none.
+_DEFAULT_NCCL_TIMEOUT_S = 600.0
+_DEFAULT_TIMEOUT_S = 1800.0
+
+# Every rank must bring the same number of elements to these operations. In all others sizes may
+# differ by rank, or are not recorded on every rank.
+_SAME_SIZE_OPS = {"all_reduce", "broadcast", "reduce", "_broadcast_oop", "_reduce_oop"}
+
+Signature = tuple[str, int | None, tuple[str, ...]]
+"""The operation and, if they must be equal on all ranks, the number of elements and the types."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first collective of a group in which the ranks did not all make the same call."""
+
+    group: str
+    """The name of the group, as it is shown to people."""
+    seq: int
+    calls: tuple[tuple[int, CollectiveCall | None], ...]
+    """Each rank of the group and its call; None if the rank has not come to this call."""
+    lines_differ_since: int | None = None
+    """If the calls just before it match, but come from different lines, the first of these."""
+
+
+def signature(call: CollectiveCall) -> Signature:
+    """Returns what must be equal on all ranks for their calls to match."""
+    if call.op not in _SAME_SIZE_OPS:
+        return call.op, None, ()
+    num_elements = sum(prod(size) for size in call.input_sizes)
+    return call.op, num_elements, call.dtypes
+
+
+class CallTable:
+    """Every rank's collectives by group and number. Sends and receives are not in it."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.calls: dict[str, dict[int, dict[int, CollectiveCall]]] = {}
+        """`calls[key][seq][rank]` is a rank's call."""
+        self._numbers: dict[tuple[str, int], list[int]] = {}
+        """By key and rank, the numbers of the rank's recorded calls, the oldest first."""
+        self._groups: dict[str, Group] = {}
+        """By name, what is known of a group."""
+        self._longest_timeout_s: dict[str, float] = {}
+        """By backend, the longest timeout of any group."""
+        self._ranks_without_record: set[int] = set()
+        self._missing_ranks: dict[tuple[str, int], set[int]] = {}
+        """What `missing_ranks` has already computed, by key and number."""
+        for state in snapshot.ranks:
+            for group in state.groups or ():
+                self._groups[group.name] = group
+            if state.calls is None:
+                self._ranks_without_record.add(state.rank)
+            for call in state.calls or ():
+                self._add(state.rank, call)
+
+    def _add(self, rank: int, call: CollectiveCall) -> None:
+        longest_s = self._longest_timeout_s.get(call.backend, 0.0)
+        self._longest_timeout_s[call.backend] = max(longest_s, call.timeout_s or 0.0)
+        if call.p2p:
+            return
+        calls_by_number = self.calls.setdefault(call.key, {})
+        calls_by_rank = calls_by_number.setdefault(call.seq, {})
+        calls_by_rank[rank] = call
+        self._numbers.setdefault((call.key, rank), []).append(call.seq)
+
+    def members(self, key: str) -> set[int]:
+        """Returns the ranks of a group; if torch did not say, the ranks that have used it."""
+        _, _, name = key.partition(":")
+        group = self._groups.get(name)
+        if group is not None and group.ranks:
+            return set(group.ranks)
+        return {rank for used_key, rank in self._numbers if used_key == key}
+
+    def name(self, key: str) -> str:
+        """Returns a group's name as it is shown to people."""
+        _, _, name = key.partition(":")
+        group = self._groups.get(name)
+        if group is not None and group.description not in ("", "undefined"):
+            name = group.description
+        if name in ("default_pg", "0"):
+            return "the default group"
+        return f"group {name!r}"
+
+    def missing_ranks(self, call: CollectiveCall) -> set[int]:
+        """Returns the ranks of a call's group that have not made this call yet."""
+        key_and_number = (call.key, call.seq)
+        if key_and_number not in self._missing_ranks:
+            missing = set()
+            for rank in self.members(call.key):
+                latest_number = self._numbers.get((call.key, rank), [0])[-1]
+                if latest_number < call.seq:
+                    missing.add(rank)
+            # It is remembered, as it is asked for once for every rank.
+            self._missing_ranks[key_and_number] = missing
+        return self._missing_ranks[key_and_number]
+
+    @cached_property
+    def mismatched_calls(self) -> set[tuple[str, int]]:
+        """Key and number of all calls that differ between ranks.
+
+        They are found once: thousands of calls may be pending on a GPU, and every rank asks for
+        each.
+        """
+        mismatched = set()
+        for key, calls_by_number in self.calls.items():
+            for seq, calls_by_rank in calls_by_number.items():
+                signatures = {signature(call) for call in calls_by_rank.values()}
+                if len(signatures) > 1:
+                    mismatched.add((key, seq))
+        return mismatched
+
+    def is_mismatched(self, call: CollectiveCall) -> bool:
+        """True if another rank has made another call in its place, so that it can never end."""
+        return (call.key, call.seq) in self.mismatched_calls
+
+    def has_short_timeout(self, call: CollectiveCall) -> bool:
+        """True if the call's group has a shorter timeout than others, and than torch's default.
+
+        The program has then chosen it, and may expect that the call fails.
+        """
+        if call.timeout_s is None:
+            return False
+        is_nccl = call.backend == "nccl"
+        default_s = _DEFAULT_NCCL_TIMEOUT_S if is_nccl else _DEFAULT_TIMEOUT_S
+        return call.timeout_s < min(default_s, self._longest_timeout_s[call.backend])
+
+    def would_know(self, key: str, seq: int, rank: int) -> bool:
+        """True if a rank's record would have this call, had the rank made it.
+
+        False if the rank's recorder did not answer, or keeps only later calls of the group.
+        """
+        if rank in self._ranks_without_record:
+            return False
+        oldest_number = self._numbers.get((key, rank), [0])[0]
+        return seq >= oldest_number
+
+
+def find_mismatch(table: CallTable, ranks: set[int]) -> Mismatch | None:
+    """Returns the first collective in which the ranks did not all make the same call.
+
+    Args:
+        table: all calls.
+        ranks: only groups with one of these ranks are looked at.
+
+    Returns:
+        Of several groups' mismatches, the one with the earliest call; None if all calls match.
+    """
+    mismatches: list[Mismatch] = []
+    for key in table.calls:
+        if table.members(key) & ranks:
+            mismatch = _first_mismatch_of_group(table, key)
+            if mismatch is not None:
+                mismatches.append(mismatch)
+    return min(mismatches, key=_time_of_first_call, default=None)
+
+
+def _time_of_first_call(mismatch: Mismatch) -> float:
+    return min(call.time_s for _, call in mismatch.calls if call is not None)
+
+
+def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
+    """Returns a group's first call that differs, or that some ranks have not made."""
+    members = sorted(table.members(key))
+    for seq, calls_by_rank in sorted(table.calls[key].items()):
+        if not any(rank in calls_by_rank for rank in members):
+            continue  # other ranks have made it, in a group of this name that they have destroyed
+        all_would_know = all(table.would_know(key, seq, rank) for rank in members)
+        some_are_missing = any(rank not in calls_by_rank for rank in members)
+        differs = (key, seq) in table.mismatched_calls
+        if differs or (all_would_know and some_are_missing):
+            calls = tuple((rank, calls_by_rank.get(rank)) for rank in members)
+            return Mismatch(table.name(key), seq, calls, _lines_differ_since(table, key, seq))
+    return None
+
+
+def _lines_differ_since(table: CallTable, key: str, mismatched_seq: int) -> int | None:
+    """Goes back from a mismatch as long as the ranks made matching calls from different lines.
+
+    Returns:
+        The number of the earliest such call; None if the call just before came from one line.
+    """
+    earliest = None
+    seq = mismatched_seq - 1
+    while seq in table.calls[key]:
+        lines = {stacks.user_frame(call.frames) for call in table.calls[key][seq].values()}
+        if None in lines or len(lines) == 1:
+            break
+        earliest = seq
+        seq -= 1
+    return earliest

@@ -1,0 +1,206 @@
+"""What is known about a run in which nothing moves, and how a verdict on it is put together.
+
+A `Case` holds each rank's activity and the graph of which rank waits for which. The *roots* are the
+ranks that others wait for and that wait for nobody themselves: there a cause is looked for first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from lockstep.run.watch.activity import Activity, Kind
+from lockstep.run.watch.call_table import CallTable, Mismatch
+from lockstep.run.watch.messages import conjugate, describe
+from lockstep.run.watch.snapshot import CollectiveCall
+from lockstep.run.watch.stacks import is_at_exit
+from lockstep.run.watch.verdict import Row, Verdict, VerdictKind
+from lockstep.run.watch.wait_graph import WaitGraph
+from lockstep.wording import format_ranks
+
+ADVICE: dict[VerdictKind, str] = {
+    "stopped": "find out who has stopped it: a scheduler, a debugger, Ctrl-Z, or `kill -STOP`; "
+    "`kill -CONT` lets it go on",
+    "left": "every rank must come to every collective: look why it returned early (fewer batches, "
+    "a `return`, a condition on the rank)",
+    "lost": "look at its own output first: the others wait for it as a consequence",
+    "loading": "look at its DataLoader: slow storage, a worker that is stuck",
+    "gil": "wait if the call in its line may take that long; a library that holds the lock can "
+    "often be told to use a process of its own",
+    "unknown": "`py-spy dump` shows its stack. A rank that has executed another program in its "
+    "place (`os.execv`) cannot be asked for it; one that sleeps in C while a thread holds Python's "
+    "lock is not asked, as its call could be cut short",
+    "transport": "look at the network between the machines (interface, firewall, cable) or at the "
+    "GPUs; for broadcast, reduce, gather and scatter, look whether all ranks name the same rank",
+}
+"""The advice for a kind of verdict. For the kinds that are missing, the user can only wait."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is known about a run in which nothing moves."""
+
+    activities: Mapping[int, Activity]
+    table: CallTable
+    graph: WaitGraph
+    since_call_s: Mapping[int, float]
+    """For a waiting rank, the seconds since it made the call that it waits in, if known."""
+    waited_s: float
+    """The seconds for which nothing has moved."""
+    nothing_in_transit: bool
+    """True if no data is under way between any two ranks. Only then do ranks in a send or receive
+    surely wait in vain."""
+
+    @property
+    def since_last_call_s(self) -> float:
+        """The seconds since the last waiting rank made its call, which was a move too."""
+        return min(self.since_call_s.values(), default=self.waited_s)
+
+    @property
+    def waiting(self) -> dict[int, Activity]:
+        """The ranks that wait for other ranks."""
+        return {rank: self.activities[rank] for rank in self.graph.waits_for}
+
+    @property
+    def alive(self) -> dict[int, Activity]:
+        """The ranks that have not ended."""
+        alive = {}
+        for rank, activity in self.activities.items():
+            if activity.kind is not Kind.EXITED:
+                alive[rank] = activity
+        return alive
+
+    @property
+    def roots(self) -> dict[int, Activity]:
+        """The ranks that wait for nobody: if any, only those that others wait for."""
+        not_waiting = {}
+        awaited = {}
+        for rank, activity in self.activities.items():
+            if rank not in self.graph.waits_for:
+                not_waiting[rank] = activity
+                if rank in self.graph.awaited:
+                    awaited[rank] = activity
+        return awaited or not_waiting
+
+    def waiting_text(self, what: str, ranks: Collection[int]) -> str:
+        """Returns a text such as `rank 1 works on; ranks 0, 2 have waited for it for 5 s`.
+
+        Args:
+            what: what the awaited ranks do, beginning with a verb.
+            ranks: the awaited ranks.
+        """
+        subject = f"{format_ranks(ranks)} {conjugate(what, len(ranks))}"
+        waiting = self.graph.waits_for
+        if not waiting:
+            return f"{subject}, for {self.waited_s:.0f} s"
+        have = conjugate("has", len(waiting))
+        them = "it" if len(ranks) == 1 else "them"
+        return (
+            f"{subject}; {format_ranks(waiting)} {have} waited for {them} for {self.waited_s:.0f} s"
+        )
+
+    def make_verdict(
+        self,
+        kind: VerdictKind,
+        ranks: Iterable[int],
+        headline: str,
+        advice: tuple[str, ...] | None = None,
+        *,
+        fatal: bool = False,
+        mismatch: Mismatch | None = None,
+    ) -> Verdict:
+        """Makes a verdict that also says what each rank does.
+
+        Args:
+            kind: what is wrong.
+            ranks: the ranks that are at fault, or that the others wait for.
+            headline: the verdict in one sentence.
+            advice: what to do; by default the advice for this kind.
+            fatal: True if nothing that the run itself can do will end this.
+            mismatch: the first call that differs between ranks.
+        """
+        if advice is None:
+            advice = (ADVICE[kind],) if kind in ADVICE else ()
+        mismatched_calls = {} if mismatch is None else dict(mismatch.calls)
+        rows = []
+        for rank, activity in self.activities.items():
+            rows.append(self._row(activity, mismatched_calls.get(rank)))
+        return Verdict(
+            kind=kind,
+            fatal=fatal,
+            ranks=tuple(sorted(ranks)),
+            headline=headline,
+            rows=tuple(rows),
+            mismatch=mismatch,
+            advice=advice,
+            waited_s=self.waited_s,
+        )
+
+    def _row(self, activity: Activity, mismatched_call: CollectiveCall | None) -> Row:
+        """Says what one rank does; if it may wait in a mismatched call, in that one."""
+        state = activity.state
+        if state.rank in self.graph.waits_for:
+            call = activity.call
+            if mismatched_call is not None and may_wait_in(activity, mismatched_call):
+                call = mismatched_call
+            does = self._wait_text(activity, call)
+        else:
+            does = _text_without_wait(activity)
+        if state.steps:
+            does += f" (step {state.steps})"
+        seconds = self.since_call_s.get(state.rank)
+        return Row(state.rank, state.host, does, activity.line, seconds)
+
+    def _wait_text(self, activity: Activity, call: CollectiveCall | None) -> str:
+        text = f"waits in {_name_call(call, activity.op)}"
+        if call is not None:
+            group = self.table.name(call.key)
+            if group.startswith("group"):  # the default group goes without saying
+                text += f" of {group}"
+        if activity.making is not None:
+            text += f" for {activity.making.describe()}"
+        if activity.wait.context:
+            text += f", {activity.wait.context}"
+        return text
+
+
+def may_wait_in(activity: Activity, call: CollectiveCall) -> bool:
+    """True if a call is among those that a rank may be waiting in.
+
+    Calls are compared by number, as the same call may have been recorded with other lines.
+    """
+    candidates = activity.state.pending_calls()
+    if activity.call is not None:
+        candidates.append(activity.call)
+    return any((candidate.key, candidate.seq) == (call.key, call.seq) for candidate in candidates)
+
+
+def _text_without_wait(activity: Activity) -> str:
+    """Says what a rank does that does not wait for others, or only for a limited time."""
+    state = activity.state
+    if activity.kind is Kind.EXITED:
+        if state.code is not None and state.code < 0:
+            return f"was ended by signal {-state.code}"
+        return f"has ended with exit code {state.code}"
+    if activity.kind is Kind.BLOCKED and state.state == "D":
+        return "is blocked in the kernel, on a disk or a network file system"
+    if activity.kind is Kind.LIMITED and activity.call is not None:
+        call = _name_call(activity.call, activity.op)
+        return f"waits in {call}, of a group with a timeout of its own"
+    if is_at_exit(state.stack):
+        return "has come to its end, and waits for a thread of its own"
+    return str(activity.kind.value)
+
+
+def _name_call(call: CollectiveCall | None, op: str) -> str:
+    """Names a call by the function that the user has called and by the recorded one, if it differs.
+
+    Args:
+        call: the recorded call; None if it is not known.
+        op: the function that the user has called; empty if it is not known.
+    """
+    if call is None:
+        return op or "a collective"
+    if op in ("", call.op):
+        return describe(call)
+    return f"{op} ({describe(call)})"

@@ -1,0 +1,72 @@
+"""Rebuilds dataclasses from the plain values that `dataclasses.asdict` and JSON have made of them.
+
+The types of a dataclass's fields say what to build. Values that occur often may be *numbered*: they
+stand in a table, and everywhere else only their number in this table is written.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+_T = TypeVar("_T")
+
+NumberedValues = Mapping[type, Sequence[Any]]
+"""For each type whose values are numbered, the table of its values."""
+
+_NOTHING_NUMBERED: NumberedValues = MappingProxyType({})
+_TUPLES_OF_PLAIN_ITEMS = (tuple[int, ...], tuple[str, ...])
+_types_of_fields = functools.cache(get_type_hints)
+
+
+def from_values(kind: type[_T], values: Any, numbered: NumberedValues = _NOTHING_NUMBERED) -> _T:
+    """Builds a value of a type from plain values.
+
+    Args:
+        kind: a dataclass, or a tuple. Its fields are dataclasses, tuples, texts, numbers, or one of
+            them or None. Fields of any other type, such as a Literal or a Mapping, are kept as they
+            are.
+        values: the fields by name, or the tuple's items.
+        numbered: the tables of the types whose values are numbered.
+
+    Raises:
+        TypeError, KeyError, AttributeError, IndexError: the values do not fit the type.
+    """
+    return cast(_T, _build(kind, values, numbered))
+
+
+def _build(kind: Any, values: Any, numbered: NumberedValues) -> Any:
+    if kind in numbered:
+        return numbered[kind][values]
+    if is_dataclass(kind):
+        types = _types_of_fields(cast(Any, kind))
+        fields = {}
+        for name, value in values.items():
+            fields[name] = _build(types[name], value, numbered)
+        return cast(Any, kind)(**fields)
+    if values is None:
+        return None
+    if kind in _TUPLES_OF_PLAIN_ITEMS:
+        # This shortcut saves much time, as every rank lists all ranks of its groups.
+        return tuple(values)
+    arguments = get_args(kind)
+    if get_origin(kind) is tuple:
+        return _build_tuple(arguments, values, numbered)
+    if type(None) in arguments:
+        type_unless_none = arguments[0]
+        return _build(type_unless_none, values, numbered)
+    return values
+
+
+def _build_tuple(
+    arguments: tuple[Any, ...], values: Any, numbered: NumberedValues
+) -> tuple[Any, ...]:
+    """Builds a tuple whose type is `tuple[item, ...]` or `tuple[first, second]`."""
+    if arguments[-1] is Ellipsis:
+        item_type = arguments[0]
+        return tuple(_build(item_type, value, numbered) for value in values)
+    pairs = zip(arguments, values, strict=False)
+    return tuple(_build(item_type, value, numbered) for item_type, value in pairs)

@@ -1,0 +1,241 @@
+"""The rule for deadlocks: ranks wait for each other, in calls that can never match.
+
+The calls of a deadlock usually have a first *mismatch*: the first collective of a group that the
+ranks did not all call in the same way. What kind of deadlock it is (different sizes, different
+groups, an evaluation on one rank, a batch too many) decides on the advice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from lockstep.run.watch.activity import Activity
+from lockstep.run.watch.call_table import Mismatch, Signature, find_mismatch, signature
+from lockstep.run.watch.case import Case, may_wait_in
+from lockstep.run.watch.messages import conjugate
+from lockstep.run.watch.snapshot import CollectiveCall
+from lockstep.run.watch.stacks import DDP_BUFFER_BROADCAST, PIPELINE_TRANSFER, user_frame
+from lockstep.run.watch.verdict import Verdict
+from lockstep.wording import format_ranks
+
+
+def deadlock(case: Case) -> Verdict | None:
+    """Ranks wait for each other, in collectives that can never match."""
+    waiting = {rank: case.activities[rank] for rank in sorted(case.graph.deadlocked)}
+    if not waiting:
+        return None
+    mismatch = find_mismatch(case.table, case.graph.deadlocked)
+    if mismatch is not None:
+        mismatch = _with_present_lines(mismatch, waiting)
+    has_p2p = any(activity.p2p for activity in waiting.values())
+    if has_p2p:
+        # It is not known whom a send or receive waits for, and its data may be under way.
+        has_mismatched_rank = bool(case.graph.mismatched & waiting.keys())
+        is_deadlock = case.nothing_in_transit or has_mismatched_rank
+    else:
+        ops = {activity.op for activity in waiting.values()}
+        is_deadlock = mismatch is not None or _create_different_groups(waiting) or len(ops) > 1
+    if not is_deadlock:
+        return None
+    # The processor time says nothing about transfers by a GPU.
+    uses_gpu = any(
+        activity.call is not None and activity.call.backend == "nccl"
+        for activity in waiting.values()
+    )
+    is_proven = not has_p2p or (case.nothing_in_transit and not uses_gpu)
+    all_wait = all(rank in case.graph.waits_for for rank in case.alive)
+    headline = (
+        f"deadlock: {format_ranks(waiting)} {conjugate('waits', len(waiting))} in "
+        f"{_describe_calls(waiting, mismatch)}, and nothing has moved for "
+        f"{case.since_last_call_s:.0f} s"
+    )
+    return case.make_verdict(
+        "deadlock",
+        _ranks_at_fault(waiting, mismatch),
+        headline,
+        advice_on_p2p(waiting) if has_p2p else _advice(waiting, mismatch),
+        fatal=is_proven and all_wait,
+        mismatch=mismatch,
+    )
+
+
+def _with_present_lines(mismatch: Mismatch, waiting: Mapping[int, Activity]) -> Mismatch:
+    """Gives calls that were recorded without lines the line that their rank waits at now."""
+    calls = []
+    for rank, call in mismatch.calls:
+        if call is not None and call.frames is None and rank in waiting:
+            activity = waiting[rank]
+            if may_wait_in(activity, call):
+                call = replace(call, frames=activity.state.stack)
+        calls.append((rank, call))
+    return replace(mismatch, calls=tuple(calls))
+
+
+def _calls_made(mismatch: Mismatch | None) -> list[CollectiveCall]:
+    """Returns the calls of a mismatch, without the ranks that have not come to it."""
+    if mismatch is None:
+        return []
+    return [call for _, call in mismatch.calls if call is not None]
+
+
+def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> str:
+    """Says in what the ranks wait, in the words of the headline."""
+    if any(activity.p2p for activity in waiting.values()):
+        return f"{name_ops(waiting)}, for each other"
+    if _create_different_groups(waiting):
+        return f"{name_ops(waiting)}, for process groups that differ"
+    ops_at_mismatch = {call.op for call in _calls_made(mismatch)}
+    if _only_sizes_differ(mismatch):
+        (op,) = ops_at_mismatch
+        return f"{op} with different sizes or types"
+    ops = {activity.op for activity in waiting.values()}
+    if len(ops) > 1 or len(ops_at_mismatch) > 1:
+        return "collectives that do not match"
+    return "collectives that the others never come to"
+
+
+def name_ops(waiting: Mapping[int, Activity]) -> str:
+    """Names the operations that ranks wait in: `all_reduce and barrier`."""
+    ops = {activity.op or "a collective" for activity in waiting.values()}
+    return " and ".join(sorted(ops))
+
+
+def _create_different_groups(waiting: Mapping[int, Activity]) -> bool:
+    """True if all ranks wait to create a process group, and not all the same one."""
+    groups = []
+    for activity in waiting.values():
+        if activity.making is None:
+            return False
+        groups.append(activity.making)
+    return not all(groups[0].is_same(group) for group in groups)
+
+
+def _only_sizes_differ(mismatch: Mismatch | None) -> bool:
+    """True if all ranks called the same operation, with different sizes or types."""
+    calls = _calls_made(mismatch)
+    ops = {call.op for call in calls}
+    signatures = {signature(call) for call in calls}
+    return len(ops) == 1 and len(signatures) > 1
+
+
+def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> Iterable[int]:
+    """Returns the ranks that did not do what most ranks did at the first mismatch.
+
+    If no call has a majority, these are the ranks in DDP's forward pass: they are the ones that run
+    the model alone. If that does not tell either, it is all of the ranks.
+    """
+    calls = () if mismatch is None else mismatch.calls
+    ranks_by_signature: dict[Signature | None, list[int]] = {}
+    for rank, call in calls:
+        ranks_by_signature.setdefault(None if call is None else signature(call), []).append(rank)
+    sides = list(ranks_by_signature.values())
+    most = max((len(side) for side in sides), default=0)
+    largest_sides = [side for side in sides if len(side) == most]
+    if len(largest_sides) == 1:
+        ranks_at_fault = []
+        for side in sides:
+            if side is not largest_sides[0]:
+                ranks_at_fault += side
+        return ranks_at_fault
+    ranks_in_forward = []
+    for rank, activity in waiting.items():
+        if activity.wait.context == DDP_BUFFER_BROADCAST:
+            ranks_in_forward.append(rank)
+    if 0 < len(ranks_in_forward) < len(waiting):
+        return ranks_in_forward
+    return [rank for rank, _ in calls] or waiting
+
+
+# --- Advice
+
+_EVALUATION = (
+    "where one rank alone evaluates, call `model.module(...)` there, or let all ranks evaluate"
+)
+_CONDITION = (
+    "every rank must call the same collectives in the same order: look for one that only some "
+    "ranks reach (`if rank == 0`, an exception that was caught, `continue`)"
+)
+_NUMBER_OF_STEPS = (
+    "give each rank the same number of batches (DistributedSampler, drop_last), or use `Join`; do "
+    "not skip a step on one rank alone"
+)
+_NEW_GROUP = (
+    "`new_group`, and what calls it, such as `init_device_mesh`, must be called by all "
+    "ranks of the run, also by those outside the group, in the same order and with the "
+    "same ranks and backend; with use_local_synchronization by all ranks of the group"
+)
+_DDP_CONSTRUCTOR = "construct DistributedDataParallel on all ranks, at the same point"
+_SIZES = (
+    "bring tensors of the same size and type on all ranks: pad them, or exchange the sizes first"
+)
+_ORDER_OF_GROUPS = "use the same process groups in the same order on all their ranks"
+_PIPELINE = (
+    "every rank of a pipeline must make the same turns of the loop: look for a `continue`, "
+    "a `break`, an exception that was caught, or a collective such as `world.sum` that "
+    "only some ranks come to; those without the last stage get NaN for a loss"
+)
+_SEND_AND_RECEIVE = (
+    "every send needs its receive, in the same order on both ranks: where both send or receive "
+    "first, change the order on one of them, or use `batch_isend_irecv`"
+)
+
+
+def advice_on_p2p(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
+    """Returns what to do about ranks that wait for each other in sends and receives."""
+    if any(activity.wait.context == PIPELINE_TRANSFER for activity in waiting.values()):
+        return (_PIPELINE,)
+    return (_SEND_AND_RECEIVE,)
+
+
+def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple[str, ...]:
+    """Returns what to do about collectives that do not match, the most likely advice first."""
+    contexts = [activity.wait.context for activity in waiting.values()]
+    if 0 < contexts.count(DDP_BUFFER_BROADCAST) < len(waiting):
+        return _advice_on_ddp_forward(waiting)
+    for activity in waiting.values():
+        if activity.making is not None or activity.op == "new_group":
+            return (_NEW_GROUP,)
+    if "while DDP is constructed" in contexts:
+        return (_DDP_CONSTRUCTOR,)
+    if 0 < contexts.count("in backward") < len(waiting):
+        return (_NUMBER_OF_STEPS, _CONDITION)
+    if _only_sizes_differ(mismatch):
+        return (_SIZES,)
+    keys = {activity.call.key for activity in waiting.values() if activity.call is not None}
+    if len(keys) > 1:
+        return (_ORDER_OF_GROUPS,)
+    return (_CONDITION,)
+
+
+def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
+    """Returns what to do if only some ranks are in DDP's forward pass.
+
+    From a line that has run the model before, it is a training step that the other ranks do not
+    make. From a new line it is an evaluation on some ranks alone.
+    """
+    in_forward = [
+        activity for activity in waiting.values() if activity.wait.context == DDP_BUFFER_BROADCAST
+    ]
+    is_from_new_line = _is_from_new_line(in_forward)
+    if is_from_new_line is None:
+        return (_EVALUATION, _NUMBER_OF_STEPS)
+    return (_EVALUATION,) if is_from_new_line else (_NUMBER_OF_STEPS,)
+
+
+def _is_from_new_line(activities: Sequence[Activity]) -> bool | None:
+    """True if none of the ranks' earlier collectives came from the line that they are at now.
+
+    Returns:
+        None if that is not known, as the lines of earlier calls were not obtained.
+    """
+    for activity in activities:
+        pending = activity.state.pending_calls()
+        earlier_calls = [call for call in activity.state.calls or () if call not in pending]
+        if not earlier_calls:
+            return None
+        if any(call.frames is None for call in earlier_calls):
+            return None
+        if any(user_frame(call.frames) == activity.line for call in earlier_calls):
+            return False
+    return True

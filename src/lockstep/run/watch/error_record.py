@@ -1,0 +1,331 @@
+"""Writes down the exception that ends a rank, so that the launcher can say what failed first.
+
+The record goes into one of the rank's evidence files, for the launcher. It also goes into the file
+of torch's `record` decorator, for programs that read that one
+(torch/distributed/elastic/multiprocessing/errors/error_handler.py).
+
+An exception may be inside exception *groups*. The exception itself is then the *cause*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lockstep.errors import LockstepError, source_line
+from lockstep.run.watch.dataclass_json import from_values
+from lockstep.run.watch.evidence import Evidence, write_in_place
+from lockstep.run.watch.stacks import Frame, Stack, parse_frames, user_frame
+
+TORCH_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""Names the file into which torch's `record` decorator writes what a script raised."""
+
+_MAX_CHAIN = 5
+_RESERVED_BYTES = 4 << 20
+# Longer messages lose their middle: they may contain a batch, or a whole file.
+_MAX_CHARS_AT_EACH_END = 50_000
+
+# torch puts the traceback of another process or thread into the message of the exception that it
+# raises here, in its ExceptionWrapper and in `mp.spawn`:
+#   Caught ValueError in DataLoader worker process 0.
+#   -- Process 1 terminated with the following error:
+_RAISED_ELSEWHERE = re.compile(
+    r"Caught .* in (?P<worker>(?:DataLoader worker process|replica) \d+)"
+    r"|\s*-- Process (?P<process>\d+) terminated with the following error"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorRecord:
+    """An uncaught exception, as the rank itself has written it down."""
+
+    type: str
+    """The name of its class, with the module unless that is builtin; also `SystemExit`."""
+    message: str
+    headline: str
+    """Type and message in one line; for SystemExit, `sys.exit(3)`."""
+    line: str | None
+    """The user's innermost line, `file:line: code`."""
+    time: float
+    exit_code: int = 1
+    """The exit code with which the process ends because of it."""
+    traceback: str = ""
+    chain: tuple[str, ...] = ()
+    """What it was raised from, or while handling: `type: message`, the nearest first."""
+    from_lockstep: bool = False
+    """True for a `LockstepError`, whose message also says what was found and what to do."""
+
+
+class Reserve:
+    """A file descriptor and memory for a rank that has run out of them and must record that."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.open(os.devnull, os.O_RDONLY)
+        self._device = os.fstat(self._descriptor).st_rdev
+        # Nobody writes to these zeros, so that they use addresses but no memory.
+        self._memory: bytearray | None = bytearray(_RESERVED_BYTES)
+
+    def release(self) -> None:
+        """Makes the descriptor and the memory available to this process."""
+        self._memory = None
+        with contextlib.suppress(OSError):
+            # A program that has closed all descriptors may use the number for a file of its own.
+            if os.fstat(self._descriptor).st_rdev == self._device:
+                os.close(self._descriptor)
+
+
+def record_error(error: BaseException, evidence: Evidence) -> None:
+    """Writes down an exception that ends this rank. Never raises.
+
+    Args:
+        error: the exception that was caught, with its traceback.
+        evidence: the files of this rank.
+    """
+    with contextlib.suppress(Exception):  # the exception itself must still be seen
+        try:
+            record = describe_error(error)
+        except Exception:
+            record = _describe_briefly(error)
+        write_in_place(evidence.error, json.dumps(asdict(record)))
+        torch_file = os.environ.get(TORCH_ERROR_FILE_VARIABLE)
+        # A script that uses the decorator has written it already. SystemExit is not written by it.
+        if torch_file and record.type != "SystemExit" and not os.path.exists(torch_file):
+            _write_for_torch(record, Path(torch_file))
+
+
+def _write_for_torch(record: ErrorRecord, path: Path) -> None:
+    """Writes a record in the form of torch's `record` decorator."""
+    message = {
+        "message": f"{record.type}: {record.message}",
+        "extraInfo": {"py_callstack": record.traceback, "timestamp": str(int(record.time))},
+    }
+    write_in_place(path, json.dumps({"message": message}))
+
+
+def read_error(evidence: Evidence) -> ErrorRecord | None:
+    """Reads what `record_error` wrote into a rank's files; None if it wrote nothing."""
+    try:
+        return from_values(ErrorRecord, json.loads(evidence.error.read_text()))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def describe_error(error: BaseException) -> ErrorRecord:
+    """Describes an exception, with the present time; for a group, the first exception in it."""
+    groups, cause = _unpack_groups(error)
+    chain = [f"{_type_name(earlier)}: {_message(earlier)}" for earlier in _chain(cause)]
+    return ErrorRecord(
+        type=_type_name(cause),
+        message=_message(cause),
+        headline=_headline(cause) + _place_in_groups(groups),
+        line=_user_line(cause, groups),
+        time=time.time(),
+        exit_code=exit_code(error),
+        traceback=_shorten("".join(traceback.format_exception(error))),
+        chain=tuple(chain),
+        from_lockstep=isinstance(cause, LockstepError),
+    )
+
+
+def _describe_briefly(error: BaseException) -> ErrorRecord:
+    """Describes an exception if memory or descriptors do not suffice for more than its type."""
+    name = _type_name(error)
+    return ErrorRecord(
+        type=name, message="", headline=name, line=None, time=time.time(), exit_code=1
+    )
+
+
+def exit_code(error: BaseException) -> int:
+    """Returns the exit code with which the interpreter ends because of an exception.
+
+    Returns:
+        -2 for Ctrl-C, as the interpreter then ends itself by SIGINT.
+    """
+    if isinstance(error, SystemExit):
+        if error.code is None:
+            return 0
+        if not isinstance(error.code, int):
+            return 1  # a message was printed
+        fits_into_c_long = -(1 << 63) <= error.code < 1 << 63
+        return error.code & 0xFF if fits_into_c_long else 0xFF
+    if isinstance(error, KeyboardInterrupt):
+        return -2
+    if isinstance(error, LockstepError):
+        return error.exit_code
+    return 1
+
+
+# --- Exception groups and chains
+
+
+def _unpack_groups(error: BaseException) -> tuple[list[BaseException], BaseException]:
+    """Returns the groups around an exception, the innermost first, and the exception.
+
+    Of several exceptions in a group it is the first: `asyncio.TaskGroup` lists those of its tasks
+    in the order in which they were raised.
+    """
+    groups: list[BaseException] = []
+    while isinstance(error, BaseExceptionGroup):
+        groups.insert(0, error)
+        error = error.exceptions[0]
+    return groups, error
+
+
+def _place_in_groups(groups: list[BaseException]) -> str:
+    """Returns ` (the first of 2 exceptions in ExceptionGroup: ...)`, or nothing without a group."""
+    if not groups:
+        return ""
+    outermost: Any = groups[-1]
+    count = len(outermost.exceptions)
+    which = "the only exception" if count == 1 else f"the first of {count} exceptions"
+    name = f"{_type_name(outermost)}: {outermost.message}"
+    first_line, _, _ = name.partition("\n")
+    return f" ({which} in {_shorten(first_line)})"
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Returns the exceptions that one was raised from, or while handling, the nearest first.
+
+    A group in the chain is followed by the exception that it holds.
+    """
+    chain: list[BaseException] = []
+    for _ in range(_MAX_CHAIN):  # the chain may be a circle
+        # `from None` hides the context, but a lost connection may be behind it.
+        earlier = error.__cause__ or error.__context__
+        if earlier is None:
+            break
+        chain.append(earlier)
+        error = earlier
+        if isinstance(error, BaseExceptionGroup):
+            _, error = _unpack_groups(error)
+            chain.append(error)
+    return chain
+
+
+def _handled_error(error: BaseException) -> BaseException | None:
+    """Returns the exception that a script has caught before it called `sys.exit`: the true cause.
+
+    Returns:
+        None for other exceptions than SystemExit, and if the script has caught none.
+    """
+    if not isinstance(error, SystemExit):
+        return None
+    if error.__cause__ is not None:  # raise SystemExit(1) from error
+        handled: BaseException | None = error.__cause__
+    elif error.__suppress_context__:  # raise SystemExit(1) from None
+        handled = None
+    else:
+        handled = error.__context__
+    if handled is None:
+        return None
+    _, cause = _unpack_groups(handled)
+    return cause
+
+
+# --- Texts
+
+
+def _type_name(error: BaseException) -> str:
+    module = type(error).__module__
+    name = type(error).__qualname__
+    needs_no_module = module in ("builtins", "__main__") or module.startswith("lockstep.")
+    return name if needs_no_module else f"{module}.{name}"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return _shorten(str(error))
+    except Exception:
+        return "(its message cannot be shown)"
+
+
+def _shorten(text: str) -> str:
+    """Removes the middle of a text that is too long to be searched, sent and read."""
+    num_removed = len(text) - 2 * _MAX_CHARS_AT_EACH_END
+    if num_removed <= 0:
+        return text
+    begin = text[:_MAX_CHARS_AT_EACH_END]
+    end = text[-_MAX_CHARS_AT_EACH_END:]
+    return f"{begin}... ({num_removed} characters are left out here) ...{end}"
+
+
+def _headline(error: BaseException) -> str:
+    """Returns type and message in one line."""
+    if isinstance(error, SystemExit):
+        return _headline_of_exit(error)
+    message = _message(error)
+    elsewhere = _RAISED_ELSEWHERE.match(message)
+    if elsewhere is not None:
+        remote_headline = _headline_of_traceback(message)
+        if remote_headline:
+            place = elsewhere["worker"] or f"process {elsewhere['process']}"
+            return f"{remote_headline} (in {place})"
+    first_line, _, _ = message.strip().partition("\n")
+    if not first_line:
+        return _type_name(error)
+    return f"{_type_name(error)}: {first_line}"
+
+
+def _headline_of_exit(error: SystemExit) -> str:
+    """Returns `sys.exit(1) while handling ValueError: ...`."""
+    if error.code is None:
+        argument = ""
+    elif isinstance(error.code, int):
+        argument = str(error.code)
+    else:
+        # The interpreter prints it as a message. It may be long, and its first line is enough.
+        argument = repr(_message(error).split("\n")[0])
+    headline = f"sys.exit({argument})"
+    handled = _handled_error(error)
+    if handled is not None:
+        headline += f" while handling {_headline(handled)}"
+    return headline
+
+
+def _headline_of_traceback(message: str) -> str | None:
+    """Returns the first line after the frames of the last traceback in a message, if any."""
+    _, heading, after_heading = message.rpartition("Traceback (most recent call last):\n")
+    if not heading:
+        return None
+    for line in after_heading.splitlines():
+        is_frame = not line or line[0].isspace()
+        if not is_frame:
+            return line
+    return None
+
+
+def _user_line(error: BaseException, groups: Iterable[BaseException]) -> str | None:
+    """Returns the user's innermost line that an exception, or a group around it, went through."""
+    if isinstance(error, LockstepError) and error.line:
+        return error.line
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return source_line(error.filename, error.lineno)
+    # The message may contain the traceback of another process or thread, outermost frame first.
+    frames = list(reversed(parse_frames(_message(error))))
+    handled = _handled_error(error)
+    if handled is not None:
+        frames += _stack(handled.__traceback__)
+    frames += _stack(error.__traceback__)
+    for group in groups:
+        frames += _stack(group.__traceback__)
+    frame = user_frame(tuple(frames))
+    if frame is None or frame.file.startswith("<"):
+        return None
+    return source_line(frame.file, frame.line)
+
+
+def _stack(trace: TracebackType | None) -> Stack:
+    """Returns the frames of a traceback, the innermost first."""
+    frames = []
+    for frame in reversed(traceback.extract_tb(trace)):
+        frames.append(Frame(frame.filename, frame.lineno or 0, frame.name))
+    return tuple(frames)

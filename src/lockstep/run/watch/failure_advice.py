@@ -1,0 +1,137 @@
+"""What to do about a rank's failure, from tables of known error texts, signals and kinds."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from lockstep.run.watch.exit_status import ExitStatus
+
+_MEMORY = (
+    "give the run more memory (look also at the container's or the job's limit), or use less: "
+    "fewer DataLoader workers, a smaller --micro-batch-size, data that is read when it is needed"
+)
+_SHARED_MEMORY = (
+    "enlarge /dev/shm (docker run --shm-size=8g, or --ipc=host), or use fewer DataLoader workers"
+)
+# Advice by a pattern that is searched for in the error's messages, or in the end of the output.
+_BY_TEXT = {
+    r"'ExactDDP' object (?:has no attribute|is not subscriptable)": (
+        "on several processes world.prepare returns a wrapper: keep a name for the bare model, "
+        "and use that for everything but calling it in training"
+    ),
+    r"CUDA out of memory|OutOfMemoryError|HIP out of memory": (
+        "use a smaller --micro-batch-size (the global batch and the numbers stay the same), or "
+        "activation checkpointing"
+    ),
+    r"file </torch_\S+>: (No space left|Success)|(?s:No space left.*_multiprocessing\.SemLock\()": (
+        f"/dev/shm, shared memory, is full: {_SHARED_MEMORY}"
+    ),
+    r"Bus error|out of shared memory|No space left.*/dev/shm": _SHARED_MEMORY,
+    r"Too many open files|received 0 items of ancdata": (
+        "raise the limit of open files (ulimit -n 65536), close what the script has opened and no "
+        "longer needs, or let DataLoader workers share tensors by "
+        "torch.multiprocessing.set_sharing_strategy('file_system')"
+    ),
+    r"\bMemoryError\b|DefaultCPUAllocator: (?:can't|not enough)|Cannot allocate memory": _MEMORY,
+    r"Expected to have finished reduction in the prior iteration": (
+        "parameters got no gradient in this step: leave them out of the model, use their "
+        "output, or pass find_unused_parameters=True to DDP"
+    ),
+    r"Expected to mark a variable ready only once": (
+        "use checkpoint(..., use_reentrant=False), and call each DDP model once per backward"
+    ),
+    r"EADDRINUSE|[Aa]ddress already in use": (
+        "another program has this port: leave the port out, or give each run its own"
+    ),
+    r"Cannot re-initialize CUDA in forked subprocess": (
+        "touch CUDA only in the ranks' own code, not in a Dataset, or start the DataLoader's "
+        'workers with multiprocessing_context="spawn"'
+    ),
+    r"device-side assert triggered|CUDA error: (?:an illegal memory|unspecified launch)": (
+        "a GPU says so later than the line that did it, often an index out of range: run it "
+        "with CUDA_LAUNCH_BLOCKING=1, or on the CPU, to see that line"
+    ),
+    r"invalid device ordinal|Duplicate GPU detected": (
+        "use the device of LOCAL_RANK, and at most as many processes as GPUs are visible"
+    ),
+    r"collective mismatch in your code|doesn't match expected size": (
+        "the ranks came to this collective with tensors of other sizes or types, or to another "
+        "collective: pad them, or exchange the sizes first"
+    ),
+    r"devices=\d+.* not match the world size": "start as many processes: lockstep run --nproc N",
+    r"unrecognized arguments: --local[-_]rank": (
+        "let the script read os.environ['LOCAL_RANK'] instead"
+    ),
+}
+_BY_SIGNAL: dict[int, str] = {
+    signal.SIGKILL: "it was sent by another process: a scheduler (time or memory limit), "
+    "systemd-oomd, or a user; look at the job's and the machine's log",
+    signal.SIGTERM: "it came from outside of this run: a scheduler that ends the job, or a user",
+    signal.SIGSEGV: "a library of C or C++ code failed; crash.txt has the Python stack of every "
+    "thread",
+    signal.SIGABRT: "a library ended the process itself and says why at the end of its output; "
+    "crash.txt has the Python stack of every thread",
+    signal.SIGBUS: f"if shared memory was full: {_SHARED_MEMORY}; crash.txt has the Python stack",
+    signal.SIGFPE: "crash.txt has the Python stack of every thread",
+    signal.SIGILL: "a library was built for another processor; crash.txt has the Python stack",
+    signal.SIGXCPU: "the limit of processor time (ulimit -t) was reached",
+    signal.SIGXFSZ: "the limit of a file's size (ulimit -f) was reached",
+}
+BY_KIND = {
+    "stopped": "find out who has stopped it: a scheduler, a debugger, Ctrl-Z, or `kill -STOP`",
+    "oom": _MEMORY,
+    "left": "every rank must take the same number of steps and come to the same collectives: look "
+    "for a return, a break or a shorter DataLoader on one rank, and for a collective (world.sum, "
+    "checkpoint.save) that only one rank calls",
+    "node_lost": "look at that machine: switched off, restarted, or its launcher was killed; "
+    "and at the network between it and this one",
+}
+_NETWORK = (
+    "no rank had ended before: look at the network between the machines (cable, firewall, "
+    "interface), and whether a rank came to its collective within the timeout"
+)
+
+
+# If shared memory has no room for a semaphore, the error names no file: the traceback shows it.
+_SEMAPHORE = "_multiprocessing.SemLock("
+
+
+def advise(kind: str, end: ExitStatus, *, no_peer_was_lost: bool) -> tuple[str, ...]:
+    """Returns what to do about a rank's failure.
+
+    Args:
+        kind: the kind of failure, a `first_failure.FailureKind`.
+        end: how the rank ended.
+        no_peer_was_lost: True if its error names a lost peer, but no rank had ended before.
+
+    Returns:
+        Nothing if the failure itself says what to do.
+    """
+    text = _error_text(end)
+    if kind == "exception" and end.oom and re.search(r"DataLoader worker|signal: Killed", text):
+        return (f"the kernel's out-of-memory killer ended a worker: {_MEMORY}",)
+    if end.with_fork_server and end.oom:
+        return (f"the kernel's out-of-memory killer has ended a process meanwhile: {_MEMORY}",)
+    if kind in BY_KIND:
+        return (BY_KIND[kind],)
+    for pattern, what_to_do in _BY_TEXT.items():
+        if re.search(pattern, text):
+            return (what_to_do,)
+    if no_peer_was_lost:
+        return (_NETWORK,)
+    if kind == "signal" and -end.code in _BY_SIGNAL:
+        return (_BY_SIGNAL[-end.code],)
+    return ()
+
+
+def _error_text(end: ExitStatus) -> str:
+    """Returns all that an error says: its messages or, if none was recorded, the rank's output."""
+    error = end.error
+    if error is None:
+        printed_lines = () if end.printed is None else end.printed.text
+        return "\n".join([*printed_lines, *end.last_lines])
+    lines = [f"{error.type}: {error.message}", *error.chain]
+    if _SEMAPHORE in error.traceback:
+        lines.append(_SEMAPHORE)
+    return "\n".join(lines)

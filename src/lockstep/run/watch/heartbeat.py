@@ -1,0 +1,76 @@
+"""A rank's heartbeat: a small file in shared memory that counts the rank's optimizer steps.
+
+The rank writes it without being asked, at a microsecond a step. The launcher reads it often, to see
+whether the rank still moves.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+_MAGIC = b"lkheart1"
+# The magic bytes, then the fields of `Heartbeat` in their order.
+_LAYOUT = struct.Struct("=8sqQQdd")
+# The last three fields, which change with every step.
+_STEP_LAYOUT = struct.Struct("=Qdd")
+_STEP_OFFSET = _LAYOUT.size - _STEP_LAYOUT.size
+
+
+class Heartbeat(NamedTuple):
+    """What a rank says about itself without being asked."""
+
+    pid: int
+    main_thread: int
+    """The main thread's identifier, as in `flight.json`."""
+    steps: int
+    """Optimizer steps so far."""
+    last_step: float
+    """The end of the last step by `time.monotonic()`, which all processes of a host share; 0 if
+    there was none."""
+    took_s: float
+    """The time between the ends of the last two steps; 0 if there were fewer."""
+
+
+def read_heartbeat(path: Path) -> Heartbeat | None:
+    """Reads a rank's heartbeat in a few microseconds; None if it has none so far."""
+    try:
+        data = path.read_bytes()
+        magic, *values = _LAYOUT.unpack(data[: _LAYOUT.size])
+    except (OSError, struct.error):
+        return None
+    if magic != _MAGIC:
+        return None
+    return Heartbeat(*values)
+
+
+class HeartbeatWriter:
+    """Writes the heartbeat of this process, which must have its own file."""
+
+    def __init__(self, path: Path) -> None:
+        self.steps = 0
+        self._last_step = 0.0
+        main_thread = threading.main_thread().ident or 0
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        os.pwrite(descriptor, _LAYOUT.pack(_MAGIC, os.getpid(), main_thread, 0, 0.0, 0.0), 0)
+        self._memory: mmap.mmap | None = mmap.mmap(descriptor, _LAYOUT.size)
+        os.close(descriptor)
+
+    def count_step(self, *_: object) -> None:
+        """Counts one optimizer step; the arguments are those of an optimizer's step hook."""
+        if self._memory is None:
+            return
+        self.steps += 1
+        now = time.monotonic()
+        took_s = now - self._last_step if self._last_step else 0.0
+        _STEP_LAYOUT.pack_into(self._memory, _STEP_OFFSET, self.steps, now, took_s)
+        self._last_step = now
+
+    def stop(self) -> None:
+        """Stops counting: in a forked child, whose steps are not the rank's."""
+        self._memory = None

@@ -1,0 +1,111 @@
+"""Reads the file in which a rank's probe answers: its stacks, process groups and recorded calls.
+
+A *record* is what torch's Flight Recorder, or Lockstep's shared memory, has kept of the latest
+calls. Its *entries* are the calls. Its *status* says which call of each group completed last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from lockstep.run.watch.dataclass_json import from_values
+from lockstep.run.watch.snapshot import CollectiveCall, Group, NewGroup, RankState
+from lockstep.run.watch.stacks import Frame, Stack
+
+
+def with_answer(state: RankState, text: str, main_thread: int) -> RankState:
+    """Returns a rank's state with what its probe has answered.
+
+    Both of torch's forms of a record are understood: that of `_dump_fr_trace_json` (numbers are
+    texts, there are no frames), and that of `_dump_fr_trace` turned into JSON.
+
+    Args:
+        state: what is known of the rank so far.
+        text: the contents of `flight.json`.
+        main_thread: the identifier of the rank's main thread; 0 if it is not known.
+
+    Returns:
+        The state with `answered` set to True, or to None if the answer cannot be read.
+    """
+    try:
+        return _add_answer(state, json.loads(text), main_thread)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return replace(state, answered=None)
+
+
+def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -> RankState:
+    calls: list[CollectiveCall] = []
+    completed: dict[str, int] = {}
+    for record in answer["records"]:
+        _read_record(record, calls, completed)
+    calls.sort(key=lambda call: call.time_s)
+    stacks: dict[int, Stack] = {}
+    for thread, frames in answer["stacks"].items():
+        stacks[int(thread)] = tuple(Frame(*fields) for fields in frames)
+    main_stack = stacks.pop(main_thread, state.stack)
+    optional_group = cast(type[NewGroup], NewGroup | None)
+    return replace(
+        state,
+        answered=True,
+        calls=tuple(calls),
+        completed=completed,
+        groups=from_values(tuple[Group, ...], answer["groups"]),
+        making=from_values(optional_group, answer.get("making")),
+        stack=main_stack,
+        threads=tuple(stacks.values()),
+        main_thread=main_thread or None,
+    )
+
+
+def _read_record(
+    record: Mapping[str, Any], calls: list[CollectiveCall], completed: dict[str, int]
+) -> None:
+    """Adds the calls of one record to `calls`, and its status to `completed`.
+
+    The recorder keeps the calls of groups that were destroyed. Names and numbers begin again with
+    the next group, so such calls would be mistaken for those of the present group. They are
+    recognized by torch's group id, which never begins again, and left out.
+    """
+    calls_with_group_id: list[tuple[CollectiveCall, str]] = []
+    for entry in record.get("entries") or ():
+        calls_with_group_id.append((_read_call(entry), str(entry["pg_id"])))
+    calls_with_group_id.sort(key=lambda pair: pair[0].time_s)
+    present_group_ids = {call.key: group_id for call, group_id in calls_with_group_id}
+    for call, group_id in calls_with_group_id:
+        if group_id == present_group_ids[call.key]:
+            calls.append(call)
+    status = record.get("pg_status") or {}
+    for key, group_id in present_group_ids.items():
+        if group_id in status:
+            completed[key] = int(status[group_id]["last_completed_collective"])
+
+
+def _read_call(entry: Mapping[str, Any]) -> CollectiveCall:
+    backend, _, op = entry["profiling_name"].rpartition(":")  # "gloo:all_reduce"
+    is_p2p = bool(entry["is_p2p"])
+    seq = entry["p2p_seq_id"] if is_p2p else entry["collective_seq_id"]
+    thread = str(entry.get("thread_id", ""))
+    timeout_ms = entry.get("timeout_ms")
+    frames: Stack | None = None
+    if entry.get("frames") is not None:
+        frames = tuple(
+            Frame(frame["filename"], int(frame["line"]), frame["name"]) for frame in entry["frames"]
+        )
+    return CollectiveCall(
+        group=str(entry["process_group"][0]),
+        backend=backend,
+        seq=int(seq),
+        op=op,
+        input_sizes=tuple(tuple(size) for size in entry["input_sizes"]),
+        output_sizes=tuple(tuple(size) for size in entry["output_sizes"]),
+        dtypes=tuple(str(dtype).lower() for dtype in entry["input_dtypes"]),
+        p2p=is_p2p,
+        state=entry["state"],
+        time_s=int(entry["time_created_ns"]) / 1e9,
+        thread=int(thread) if thread.isdigit() else None,
+        timeout_s=timeout_ms / 1e3 if timeout_ms else None,
+        frames=frames,
+    )

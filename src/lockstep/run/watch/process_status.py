@@ -1,0 +1,190 @@
+"""What Linux says of a rank's process in `/proc`, see proc(5).
+
+*Processor time* is user and system time together. The *main thread* is the one whose number is the
+process's. A *stack signal* makes a rank write its stacks to a file, see `lockstep.run.watch.probe`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.run.watch.probe import ALL_THREADS_SIGNAL, MAIN_THREAD_SIGNAL
+
+_PROC = Path("/proc")
+
+# Places of the fields of /proc/PID/stat, counted from the state (the third field).
+_STATE = 0
+_PARENT = 1
+_USER_TICKS = 11
+_SYSTEM_TICKS = 12
+_ENDED_CHILDREN_USER_TICKS = 13
+_ENDED_CHILDREN_SYSTEM_TICKS = 14
+
+
+class ProcessStatus(NamedTuple):
+    """What the kernel says of a process."""
+
+    state: str
+    """The main thread's state: R, S, D, T, t, Z, ..."""
+    cpu_s: float
+    """Processor time of all its threads."""
+    main_cpu_s: float | None
+    """Processor time of its main thread."""
+    main_switches: int | None
+    """How often its main thread has given up its processor by itself, to wait or to sleep."""
+    shows_stacks: bool
+    """True if it handles the stack signals. A process that does not would be ended by them, and one
+    whose main thread blocks its own signal would show another thread's stack."""
+
+
+def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
+    """Reads `/proc/PID/stat`, `/proc/PID/task/PID/stat` and `/proc/PID/status`.
+
+    Returns:
+        None if there is no such process, or if the system has no `/proc`.
+    """
+    folder = root / str(pid)
+    try:
+        state, cpu_s = _state_and_cpu_s(folder / "stat")
+        status_text = (folder / "status").read_text()
+    except (OSError, ValueError, IndexError):
+        return None
+    main_cpu_s = None
+    main_switches = None
+    main_folder = folder / "task" / str(pid)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        state, main_cpu_s = _state_and_cpu_s(main_folder / "stat")
+        main_status_text = (main_folder / "status").read_text()
+        main_switches = int(_status_field(main_status_text, "voluntary_ctxt_switches"))
+    caught_signals = int(_status_field(status_text, "SigCgt") or "0", 16)
+    blocked_signals = int(_status_field(status_text, "SigBlk") or "0", 16)
+    shows_stacks = (
+        _has_signal(caught_signals, MAIN_THREAD_SIGNAL)
+        and _has_signal(caught_signals, ALL_THREADS_SIGNAL)
+        and not _has_signal(blocked_signals, MAIN_THREAD_SIGNAL)
+    )
+    return ProcessStatus(state, cpu_s, main_cpu_s, main_switches, shows_stacks)
+
+
+def _has_signal(mask: int, number: int) -> bool:
+    """True if a signal is in a mask, whose lowest bit stands for signal 1."""
+    return (mask >> (number - 1)) & 1 == 1
+
+
+def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, float]:
+    """Returns the processor time of the descendants of processes, also of those that have ended.
+
+    Returns:
+        Seconds by process. Processes that are gone are left out; without `/proc` all are.
+    """
+    children: dict[int, list[int]] = {}
+    own_ticks: dict[int, int] = {}
+    ended_children_ticks: dict[int, int] = {}
+    for path in root.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = _stat_fields(path)
+            pid = int(path.parent.name)
+            parent = int(fields[_PARENT])
+            children.setdefault(parent, []).append(pid)
+            own_ticks[pid] = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
+            ended_children_ticks[pid] = int(fields[_ENDED_CHILDREN_USER_TICKS]) + int(
+                fields[_ENDED_CHILDREN_SYSTEM_TICKS]
+            )
+    cpu_s: dict[int, float] = {}
+    for pid in own_ticks.keys() & set(pids):
+        ticks = ended_children_ticks[pid]
+        descendants = list(children.get(pid, ()))
+        while descendants:
+            descendant = descendants.pop()
+            ticks += own_ticks[descendant] + ended_children_ticks[descendant]
+            descendants += children.get(descendant, ())
+        cpu_s[pid] = ticks / os.sysconf("SC_CLK_TCK")
+    return cpu_s
+
+
+def harmless_stack_signal(
+    pid: int, earlier_main_switches: int | None, *, answers: bool, root: Path = _PROC
+) -> int | None:
+    """Chooses the stack signal that a rank which does not answer can be sent without harm.
+
+    A thread that handles a signal comes back from `poll`, `sleep`, `sem_timedwait` and others with
+    EINTR, see signal(7), and code in C seldom expects that. Two cases are safe:
+
+    - All threads sleep. Then the thread that answers requests is sent the signal that shows the
+      stacks of all threads, and no other thread is interrupted.
+    - The main thread computes, or sleeps in a futex without a timeout. Locks and `sem_wait` are
+      made of that, and the kernel continues it after the signal. Then the main thread is sent the
+      signal that shows its own stack.
+
+    Args:
+        pid: the rank's process.
+        earlier_main_switches: its `main_switches` some tenths of a second ago; None if unknown.
+        answers: True if the rank has a thread that answers requests.
+        root: the folder `/proc`.
+
+    Returns:
+        None if neither is safe now.
+    """
+    threads = root / str(pid) / "task"
+    try:
+        thread_states = set()
+        for thread in threads.iterdir():
+            thread_state, _ = _state_and_cpu_s(thread / "stat")
+            thread_states.add(thread_state)
+        kernel_function = (threads / str(pid) / "wchan").read_text()
+        status = read_process(pid, root)
+    except (OSError, ValueError, IndexError):
+        return None
+    if status is None:
+        return None
+    in_futex = kernel_function.startswith("futex")
+    # False for a main thread that sleeps for short times: its next sleep could be interrupted.
+    main_did_not_switch = (
+        earlier_main_switches is not None and status.main_switches == earlier_main_switches
+    )
+    all_sleep = thread_states <= {"S", "D"}
+    # A thread that waits for the interpreter's lock is in a futex, and wakes up every 5 ms.
+    if answers and all_sleep and (in_futex or main_did_not_switch):
+        return ALL_THREADS_SIGNAL
+    main_computes = status.state == "R"
+    main_waits_without_timeout = in_futex and not _may_have_timeout(threads / str(pid))
+    if main_did_not_switch and (main_computes or main_waits_without_timeout):
+        return MAIN_THREAD_SIGNAL
+    return None
+
+
+def _may_have_timeout(thread: Path) -> bool:
+    """True if a thread in a futex sleeps with a timeout, or if that cannot be read.
+
+    The system call's fourth argument points at the timeout: `202 0x7f5c 0x189 0x0 0x0 ...`.
+    """
+    try:
+        fields = (thread / "syscall").read_text().split()
+        return fields[4] != "0x0"
+    except (OSError, IndexError):  # reading it may be forbidden
+        return True
+
+
+def _status_field(text: str, name: str) -> str:
+    """Returns a field of `/proc/PID/status`; empty if there is no such field."""
+    for line in text.splitlines():
+        if line.startswith(f"{name}:"):
+            return line.split()[1]
+    return ""
+
+
+def _stat_fields(path: Path) -> list[str]:
+    """Returns the fields of `/proc/PID/stat` from the state on."""
+    # The program's name before them stands in brackets, and may itself contain any character.
+    _, _, after_name = path.read_text().rpartition(")")
+    return after_name.split()
+
+
+def _state_and_cpu_s(path: Path) -> tuple[str, float]:
+    fields = _stat_fields(path)
+    ticks = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
+    return fields[_STATE], ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,128 @@
+"""Makes the processes visible that a script starts itself, by `mp.spawn` or `Process`.
+
+The launcher has started one process, and that one starts the ranks. They get a probe, and folders
+like those of the launcher's ranks: `own_NUMBER_SIZE/rank_RANK`. Two marker files tell the launcher
+more: one in a folder whose processes are not the ranks of one group, and one in the folder of a
+rank that has returned.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import multiprocessing.process
+import os
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial, wraps
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lockstep.distributed import torch_compat
+from lockstep.run.watch import probe
+from lockstep.run.watch.evidence import Evidence
+
+NOT_ONE_GROUP_FILE = "unlike"
+"""Marks a folder whose processes are not the ranks of one group."""
+RETURNED_FILE = "returned"
+"""Marks the folder of a process that has come to its end."""
+
+_PACKAGE_PARENT = str(Path(__file__).parents[3])
+
+
+def watch_script_processes(folder: Path) -> None:
+    """Makes the processes visible that this process will start by multiprocessing.
+
+    Those of `mp.spawn` are ranks from their beginning. A `Process` is one as soon as it opens a
+    process group.
+
+    Args:
+        folder: the rank's folder, in which theirs are created.
+    """
+    numbers = itertools.count()
+    script_pid = os.getpid()
+    batch_folder = folder
+    original_start = multiprocessing.process.BaseProcess.start
+
+    def start_spawned(
+        start_processes: Any, fn: Any, args: Any = (), nprocs: int = 1, *more: Any, **options: Any
+    ) -> Any:
+        if _PACKAGE_PARENT not in sys.path:  # a spawned process inherits it, and imports Lockstep
+            sys.path.append(_PACKAGE_PARENT)
+        spawn_folder = folder / f"own_{next(numbers):06}_{nprocs}"
+        watched_fn = partial(_run_spawned, spawn_folder, nprocs, fn)
+        return start_processes(watched_fn, args, nprocs, *more, **options)
+
+    def start_process(process: multiprocessing.process.BaseProcess) -> None:
+        nonlocal batch_folder
+        if os.getpid() != script_pid:
+            original_start(process)
+            return
+        if not multiprocessing.active_children():
+            # The earlier processes have ended, so this is the first of another group of ranks.
+            batch_folder = folder / f"own_{next(numbers):06}"
+        process.run = partial(_run_process, batch_folder, process.run)  # type: ignore[method-assign]
+        original_start(process)
+        del process.run  # it refers to the process, and would keep it alive
+
+    replace_start_processes(start_spawned)
+    multiprocessing.process.BaseProcess.start = start_process  # type: ignore
+
+
+def replace_start_processes(replacement: Callable[..., Any]) -> None:
+    """Makes `mp.spawn` and `mp.start_processes` call a function instead.
+
+    Args:
+        replacement: called with the original `start_processes`, followed by its arguments.
+    """
+    package: Any = import_module("torch.multiprocessing")
+    module: Any = import_module("torch.multiprocessing.spawn")
+    original = module.start_processes
+    replaced = wraps(original)(partial(replacement, original))
+    module.start_processes = replaced
+    package.start_processes = replaced
+
+
+def _run_spawned(
+    folder: Path, size: int, program: Callable[..., object], index: int, *args: Any
+) -> None:
+    """Runs the program of a process that `mp.spawn` has started."""
+
+    def check_group(group: Any) -> None:
+        if (group.rank(), group.size()) != (index, size):
+            (folder / NOT_ONE_GROUP_FILE).touch()
+
+    rank_folder = folder / f"rank_{index}"
+    probe.install(Evidence.in_folder(rank_folder), spawn_index=index)
+    torch_compat.on_default_group(check_group)
+    program(index, *args)
+    (rank_folder / RETURNED_FILE).touch()
+
+
+def _run_process(batch_folder: Path, run: Callable[[], object]) -> None:
+    """Runs the program of a `Process` that the script has started.
+
+    Args:
+        batch_folder: the beginning of the folder's name; the size of the group is added to it.
+        run: the original `Process.run`.
+    """
+    rank_folders: list[Path] = []
+
+    def install_probe(group: Any) -> None:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if probe.has_probe() or not in_main_thread:  # signals can only be set up in the main thread
+            return
+        folder = batch_folder.with_name(f"{batch_folder.name}_{group.size()}")
+        rank_folder = folder / f"rank_{group.rank()}"
+        if rank_folder.exists():  # several groups have such a rank
+            (folder / NOT_ONE_GROUP_FILE).touch()
+            return
+        rank_folders.append(rank_folder)
+        probe.install(Evidence.in_folder(rank_folder), spawn_index=group.rank())
+
+    torch_compat.on_default_group(install_probe)
+    run()
+    for rank_folder in rank_folders:
+        (rank_folder / RETURNED_FILE).touch()

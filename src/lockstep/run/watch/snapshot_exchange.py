@@ -1,0 +1,143 @@
+"""Takes snapshots of the ranks of all machines at about the same time.
+
+Each launcher can only ask the ranks of its own machine. A launcher that needs a snapshot *asks* the
+others. They take one as well, whatever they are doing, and send it to the one that asked, which
+merges the parts.
+
+All launchers see a hang at the same time, but one of them is enough to ask. So the launcher of the
+first machine *leads*: the others begin later, and do not ask while one of lower rank does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lockstep.distributed.network import wait_until
+from lockstep.run.machines.rendezvous import Rendezvous
+from lockstep.run.watch.snapshot import Snapshot, from_json, merge, shorten, to_json
+
+_ASK_TOPIC = "snapshot asked for"
+_ANSWER_TOPIC = "snapshot"
+
+Question = Mapping[str, Any]
+"""Has a `number`, and `lines`: whether to include the lines of earlier collectives."""
+
+# The number of collectives of each rank that are sent. If that makes a message too long, as with
+# many ranks, the next smaller number is tried.
+_MAX_CALLS_SENT = (100, 10, 1)
+
+# How long the other launchers are waited for, without and with the lines of earlier collectives.
+_ANSWER_TIMEOUT_S = 2.0
+_ANSWER_WITH_LINES_TIMEOUT_S = 5.0
+
+# How much later than the first launcher the others begin to ask.
+_HEAD_START_S = 1.0
+# How long a launcher does not ask after one of lower rank has asked. It is more than twice the
+# longest pause between two snapshots of the supervisor: with many ranks a snapshot takes seconds.
+_LED_FOR_S = 10.0
+
+
+class SnapshotExchange:
+    """Exchanges snapshots with the launchers of the run's other machines.
+
+    Args:
+        rendezvous: carries the messages.
+        node: the rank of this machine.
+        nodes: the number of machines.
+        take: takes a snapshot of this machine's ranks. Its argument says whether to include the
+            lines of earlier collectives.
+    """
+
+    def __init__(
+        self, rendezvous: Rendezvous, node: int, nodes: int, take: Callable[[bool], Snapshot]
+    ) -> None:
+        self._rendezvous = rendezvous
+        self._node = node
+        self._nodes = nodes
+        self._take = take
+        self._last_question = 0
+        self._answered_questions: dict[int, int] = {}
+        """By machine, the number of its last question that this launcher has answered."""
+        self._led_until = 0.0
+        self.delay_s = 0.0 if node == 0 else _HEAD_START_S
+        """How much later than the first launcher this one is to ask."""
+
+    def take_of_all_ranks(self, *, lines: bool = False) -> Snapshot | None:
+        """Takes a snapshot of all ranks of the run. Waits some seconds at most.
+
+        Args:
+            lines: includes the lines of earlier collectives, for a verdict that has been found.
+
+        Returns:
+            None if a machine does not answer in time or has left the run, if messages cannot be
+            sent now, or if a launcher of lower rank takes snapshots.
+        """
+        if self._nodes == 1:
+            return self._take(lines)
+        is_led = time.monotonic() < self._led_until
+        if is_led and not lines:
+            return None
+        if not self._rendezvous.can_publish:
+            return None
+        self._last_question += 1
+        question = {"number": self._last_question, "lines": lines}
+        self._rendezvous.publish(_ASK_TOPIC, question)
+        own_part = self._take(lines)
+        num_others = self._nodes - 1
+
+        def all_answered_or_lost() -> bool:
+            self.answer()  # another launcher may ask at the same time
+            is_node_lost = bool(self._rendezvous.lost_nodes())
+            return is_node_lost or len(self._answers()) == num_others
+
+        timeout_s = _ANSWER_WITH_LINES_TIMEOUT_S if lines else _ANSWER_TIMEOUT_S
+        wait_until(all_answered_or_lost, time.monotonic() + timeout_s)
+        other_parts = [from_json(text) for text in self._answers()]
+        if len(other_parts) != num_others:
+            return None
+        return merge([own_part, *other_parts])
+
+    def answer(self) -> None:
+        """Takes a snapshot of this machine's ranks if another launcher asks. Call it often."""
+        if self._nodes == 1:
+            return
+        questions = self._new_questions()
+        if not questions:
+            return
+        if min(questions) < self._node:
+            self._led_until = time.monotonic() + _LED_FOR_S
+        for node, question in questions.items():
+            self._answered_questions[node] = question["number"]
+        lines = any(question["lines"] for question in questions.values())
+        snapshot = self._take(lines)
+        for max_calls in _MAX_CALLS_SENT:
+            text = to_json(shorten(snapshot, max_calls))
+            if self._send_answers(questions, text):
+                break
+
+    def _new_questions(self) -> dict[int, Question]:
+        """Returns the questions of other launchers that were not answered yet, by machine."""
+        questions = {}
+        for node, question in self._rendezvous.published(_ASK_TOPIC).items():
+            is_new = question["number"] > self._answered_questions.get(node, 0)
+            if node != self._node and is_new:
+                questions[node] = question
+        return questions
+
+    def _send_answers(self, questions: Mapping[int, Question], text: str) -> bool:
+        """Sends a snapshot to all launchers that asked. Returns False if it is too long to send."""
+        for node, question in questions.items():
+            answer = {"to": question["number"], "snapshot": text}
+            if not self._rendezvous.publish(_ANSWER_TOPIC, answer, to=node):
+                return False
+        return True
+
+    def _answers(self) -> list[str]:
+        """Returns the snapshots that came in answer to this launcher's last question."""
+        texts = []
+        for answer in self._rendezvous.published(_ANSWER_TOPIC).values():
+            if answer["to"] == self._last_question:
+                texts.append(answer["snapshot"])
+        return texts

@@ -1,0 +1,179 @@
+"""Finds a rank that is slower than the others, step after step.
+
+Ranks wait for each other in collectives, so a slow rank *arrives late*: it makes the call last. The
+wait that it causes is the time between its call and the last call of any other rank. A straggler is
+a rank that arrives last at least ten times in the *window* that is looked at, causes most of the
+waiting, and does so in every fifth of the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.run.watch.call_table import CallTable
+from lockstep.run.watch.messages import conjugate, describe
+from lockstep.run.watch.snapshot import CollectiveCall, Snapshot, with_unique_group_names
+from lockstep.run.watch.stacks import user_frame
+from lockstep.run.watch.verdict import Row, Verdict
+from lockstep.wording import format_ranks
+
+# On a busy machine any rank may be slow for a moment, so the window must not be too short.
+WINDOW_MAX_S = 30.0
+WINDOW_MIN_S = 2.0
+# A rank arrives late once in a step at least, so this means ten steps.
+STRAGGLER_MIN_LATE_ARRIVALS = 10
+# Ten slow steps, not three long stalls: the tenth longest wait for the rank must be longer than
+# this share of the third longest.
+MIN_RATIO_OF_TENTH_TO_THIRD_WAIT = 0.25
+# On a busy machine every rank arrives last now and then, so a straggler must stand out: no other
+# rank may cause more than this share of the waiting that the straggler causes.
+OTHER_RANK_MAX_SHARE = 0.25
+# The others must wait for the straggler more than this share of the time, in each part of the
+# window.
+STRAGGLER_MIN_SHARE_OF_TIME = 0.2
+NUM_WINDOW_PARTS = 5
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """One collective that all ranks of its group have called."""
+
+    last_rank: int
+    """The rank that arrived last."""
+    wait_s: float
+    """How long all other ranks waited for it at least."""
+    begin_s: float
+    """When the first rank arrived."""
+    calls: dict[int, CollectiveCall]
+    """The call of each rank."""
+
+
+def find_straggler(snapshot: Snapshot) -> Verdict | None:
+    """Finds a rank for which the others wait during a good part of every step.
+
+    It compares the times at which the ranks made the same call. The Flight Recorder must have ten
+    steps or more, and all ranks must be on one host, whose clock they share. With NCCL these are
+    the times of the call, not of its execution: if the CPU runs ahead of its GPU, a slow GPU is not
+    seen.
+
+    Returns:
+        None if no rank stands out, or if it cannot be known.
+    """
+    if not snapshot.one_host or len(snapshot.ranks) < 2:
+        return None
+    snapshot = with_unique_group_names(snapshot)
+    table = CallTable(snapshot)
+    for key in table.calls:
+        collectives = _collectives_of_all_members(table, key)
+        if not collectives:
+            continue
+        end_s = collectives[-1].begin_s
+        recorded_s = end_s - collectives[0].begin_s
+        # The later half is looked at as well: a stall before it must not hide what came after.
+        later_half_s = min(WINDOW_MAX_S, recorded_s) / 2
+        for window_s in (WINDOW_MAX_S, later_half_s):
+            window = [c for c in collectives if end_s - c.begin_s <= window_s]
+            verdict = _judge_window(window, snapshot)
+            if verdict is not None:
+                return verdict
+    return None
+
+
+def _collectives_of_all_members(table: CallTable, key: str) -> list[_Collective]:
+    """Returns the collectives of a group that all members have called, the oldest first."""
+    members = table.members(key)
+    if len(members) < 2:
+        return []
+    collectives = []
+    all_arrived_s = 0.0
+    for _, calls in sorted(table.calls[key].items()):
+        if set(calls) != members:
+            continue
+        times = sorted(call.time_s for call in calls.values())
+        last_arrival_s = times[-1]
+        last_rank = max(calls, key=lambda rank: calls[rank].time_s)
+        # Several asynchronous collectives may be under way at once. Only the wait since the last
+        # arrival at an earlier one is counted, as the time before it has been counted already.
+        wait_begin_s = max(times[-2], all_arrived_s)
+        wait_s = max(0.0, last_arrival_s - wait_begin_s)
+        collectives.append(_Collective(last_rank, wait_s, times[0], calls))
+        all_arrived_s = max(all_arrived_s, last_arrival_s)
+    return collectives
+
+
+def _judge_window(window: Sequence[_Collective], snapshot: Snapshot) -> Verdict | None:
+    """Returns the verdict on the straggler among these collectives; None if there is none."""
+    if not window:
+        return None
+    window_s = window[-1].begin_s - window[0].begin_s
+    if window_s < WINDOW_MIN_S:
+        return None
+    rank = _rank_that_stands_out(window)
+    if rank is None:
+        return None
+    wait_s_by_part = _wait_by_part(window, rank, window_s)
+    part_s = window_s / NUM_WINDOW_PARTS
+    if min(wait_s_by_part) <= STRAGGLER_MIN_SHARE_OF_TIME * part_s:
+        return None
+    share_of_time = sum(wait_s_by_part) / window_s
+    return _straggler_verdict(rank, share_of_time, window, snapshot)
+
+
+def _rank_that_stands_out(window: Sequence[_Collective]) -> int | None:
+    """Returns the rank that causes most of the waiting, if it does so often and almost alone."""
+    waits_by_rank: dict[int, list[float]] = {}
+    for collective in window:
+        waits_by_rank.setdefault(collective.last_rank, []).append(collective.wait_s)
+    ranks = sorted(waits_by_rank, key=lambda rank: sum(waits_by_rank[rank]))
+    slowest = ranks[-1]
+    waits = sorted(waits_by_rank[slowest], reverse=True)
+    if len(waits) < STRAGGLER_MIN_LATE_ARRIVALS:
+        return None
+    third_wait = waits[2]
+    tenth_wait = waits[STRAGGLER_MIN_LATE_ARRIVALS - 1]
+    if tenth_wait <= MIN_RATIO_OF_TENTH_TO_THIRD_WAIT * third_wait:
+        return None
+    if len(ranks) > 1:
+        second_slowest = ranks[-2]
+        if sum(waits_by_rank[second_slowest]) > OTHER_RANK_MAX_SHARE * sum(waits):
+            return None
+    return slowest
+
+
+def _wait_by_part(window: Sequence[_Collective], rank: int, window_s: float) -> list[float]:
+    """Returns the seconds that the others waited for a rank in each part of the window."""
+    wait_s_by_part = [0.0] * NUM_WINDOW_PARTS
+    window_begin_s = window[0].begin_s
+    for collective in window[1:]:  # the wait in the first one belongs to the time before it
+        if collective.last_rank == rank:
+            part = int((collective.begin_s - window_begin_s) / window_s * NUM_WINDOW_PARTS)
+            part = min(part, NUM_WINDOW_PARTS - 1)  # the window's end belongs to the last part
+            wait_s_by_part[part] += collective.wait_s
+    return wait_s_by_part
+
+
+def _straggler_verdict(
+    rank: int, share_of_time: float, window: Sequence[_Collective], snapshot: Snapshot
+) -> Verdict:
+    """Writes the verdict, with the collective in which the others waited longest for the rank."""
+    other_ranks = [state.rank for state in snapshot.ranks if state.rank != rank]
+    headline = (
+        f"rank {rank} is slower than the others, step after step: {format_ranks(other_ranks)} "
+        f"{conjugate('waits', len(other_ranks))} for it {share_of_time:.0%} of the time"
+    )
+    late_arrivals = [collective for collective in window if collective.last_rank == rank]
+    longest_wait = max(late_arrivals, key=lambda collective: collective.wait_s)
+    rows = []
+    for state in snapshot.ranks:
+        call = longest_wait.calls.get(state.rank)
+        if call is not None:
+            when = "last" if state.rank == rank else "earlier"
+            line = user_frame(call.frames)
+            rows.append(Row(state.rank, state.host, f"comes {when} to {describe(call)}", line))
+    advice = (
+        "look at its host: other programs on its cores or its GPU, an older or a hotter device, "
+        "slower storage; and at what it does alone in every step. Uneven `shares` give "
+        "it less work, except under diloco"
+    )
+    return Verdict("straggler", False, (rank,), headline, tuple(rows), advice=(advice,))
