@@ -299,11 +299,13 @@ def test_a_call_in_a_destroyed_group_of_the_same_name_is_no_mismatch() -> None:
     groups = (*THREE, Group("1", "pair", (0, 1)))
     destroyed = call("all_reduce", 1, 3, group="1", state="completed")
     verdict = found(
-        at_barrier(0, groups=groups),
+        state(0, in_op("all_reduce", 30), *alike(5), call("all_reduce", 6, 5), groups=groups),
         at_barrier(1, groups=groups),
         state(2, in_op("barrier", 40), *alike(5), destroyed, call("barrier", 6), groups=THREE),
     )
-    assert (verdict.kind, verdict.mismatch) == ("transport", None)
+    assert verdict.kind == "deadlock"
+    assert verdict.mismatch is not None
+    assert (verdict.mismatch.group, verdict.mismatch.seq) == ("the default group", 6)
 
 
 def test_members_of_a_new_group_wait_for_one_that_has_not_come() -> None:
