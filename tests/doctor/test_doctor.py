@@ -206,8 +206,8 @@ def test_what_can_be_mended_is_mended(tmp_path: Path, monkeypatch: Any) -> None:
         path.write_bytes(bytes(1000))
         if path not in (young, logs / "new" / "log"):
             os.utime(path, (long_ago, long_ago))
-    monkeypatch.setattr(leftovers, "_SHARED", shared)
-    monkeypatch.setattr(leftovers, "_sees_all", lambda: True)
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(leftovers, "sees_all_processes", lambda: True)
     used = shared / f"torch_{ended}_3_0"
     used.write_bytes(bytes(1000))
     os.utime(used, (long_ago, long_ago))
@@ -225,7 +225,7 @@ def test_what_can_be_mended_is_mended(tmp_path: Path, monkeypatch: Any) -> None:
     assert leftovers.judge(few).level == OK  # what takes little is no finding, and stays
     assert leftovers.fix(few) == []
     assert (logs / "old").is_dir()
-    monkeypatch.setattr(leftovers, "_MUCH", 999)
+    monkeypatch.setattr(leftovers, "MAX_LOGS_SIZE", 999)
     done = doctor.fix(facts)
     assert sorted(done) == sorted([f"made {folder}", f"removed {gone}", f"removed {logs / 'old'}"])
     assert folder.is_dir()
@@ -239,15 +239,15 @@ def test_whether_processes_have_other_numbers_elsewhere(tmp_path: Path, monkeypa
         (tmp_path / process / "ns").mkdir(parents=True)
         (tmp_path / process / "ns" / "pid").hardlink_to(tmp_path / "space")
     (tmp_path / "333").mkdir()  # another user's
-    monkeypatch.setattr(leftovers, "_PROC", tmp_path)
-    assert leftovers._sees_all() is False  # this is a container
-    monkeypatch.setattr(leftovers, "_ALL_PIDS", (tmp_path / "space").stat().st_ino)
-    assert leftovers._sees_all() is True
+    monkeypatch.setattr(leftovers, "PROC", tmp_path)
+    assert leftovers.sees_all_processes() is False  # this is a container
+    monkeypatch.setattr(leftovers, "INITIAL_PID_NAMESPACE", (tmp_path / "space").stat().st_ino)
+    assert leftovers.sees_all_processes() is True
     (tmp_path / "333" / "ns").mkdir()
     (tmp_path / "333" / "ns" / "pid").touch()
-    assert leftovers._sees_all() is False  # that is one
-    monkeypatch.setattr(leftovers, "_PROC", tmp_path / "none")
-    assert leftovers._sees_all() is False
+    assert leftovers.sees_all_processes() is False  # that is one
+    monkeypatch.setattr(leftovers, "PROC", tmp_path / "none")
+    assert leftovers.sees_all_processes() is False
 
 
 def test_a_token_that_others_may_read(tmp_path: Path, monkeypatch: Any) -> None:
@@ -315,10 +315,10 @@ def test_what_a_control_group_leaves(tmp_path: Path) -> None:
     (group.parent / "memory.current").write_text("5000\n")
     (group / "memory.max").write_text("1000\n")
     (group / "memory.current").write_text("400\n")
-    assert memory.group_left(tmp_path) == 600
+    assert memory.available_in_group(tmp_path) == 600
     (group / "memory.stat").write_text("anon 100\ninactive_file 250\nactive_file 50\n")
-    assert memory.group_left(tmp_path) == 850
-    assert memory.group_left(tmp_path / "none") is None
+    assert memory.available_in_group(tmp_path) == 850
+    assert memory.available_in_group(tmp_path / "none") is None
 
 
 def test_a_second_look_at_what_was_mended_has_the_rest_of_the_time(
@@ -331,7 +331,7 @@ def test_a_second_look_at_what_was_mended_has_the_rest_of_the_time(
         return {"disk": disk.gather(folder)}
 
     monkeypatch.setattr(doctor, "gather", gather)
-    facts, done = doctor.look(tmp_path / "runs", mend=True, deadline_s=20.0)
+    facts, done = doctor.examine(tmp_path / "runs", repair=True, deadline_s=20.0)
     assert facts["disk"]["exists"] is True
     assert done == [f"made {tmp_path / 'runs'}"]
     assert given[0] == 15.0
@@ -342,7 +342,7 @@ def test_a_report_is_json_and_says_where_it_cannot_be_written(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     facts = {**SOUND, "gpus": {"gpus": [GPU | {"difference": float("nan")}], "nvml": None}}
-    monkeypatch.setattr(doctor, "look", lambda folder, mend: (facts, []))
+    monkeypatch.setattr(doctor, "examine", lambda folder, repair: (facts, []))
 
     def refused(constant: str) -> Any:
         raise AssertionError(f"{constant} is no JSON")

@@ -1,30 +1,37 @@
-"""`lockstep doctor`: is this machine fit for a run, and are several together."""
+"""`lockstep doctor`: checks whether a machine, or several together, are ready for a run.
+
+A check returns a *finding*: a level (ok, warning or error), what was found, and what to do.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.cli.verify import show, write_json
+from lockstep.cli.output import print_for_people, write_json
 from lockstep.errors import SettingError
+
+if TYPE_CHECKING:
+    from lockstep.doctor.base import Finding
 
 
 @click.command(
-    short_help="Says whether this machine is fit for a run.",
-    epilog="Exit codes: 0 nothing stands against a run, 1 an error was found.",
+    short_help="Checks whether machines are ready for a run.",
+    epilog="Exit codes: 0 ready for a run, 1 a check found an error.",
     context_settings={"allow_extra_args": True},
 )
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("."),
-              help="Where checkpoints are to go.")  # fmt: skip
-@click.option("--fix", is_flag=True, help="Mend what can be mended without root.")
+              help="The folder for checkpoints.")  # fmt: skip
+@click.option("--fix", is_flag=True, help="Repair what can be repaired without root.")
 @click.option("--hosts", metavar="HOSTS|FILE",
-              help="Look at these machines, and between them.")  # fmt: skip
-@click.option("--script", metavar="FILE", help="With --hosts: is it the same everywhere.")
+              help="Check these machines and the links between them.")  # fmt: skip
+@click.option("--script", metavar="FILE", help="With --hosts: compare it on all machines.")
 @click.option("--data", metavar="FILE|FOLDER",
-              help="With --hosts: is it the same everywhere.")  # fmt: skip
-@click.option("--ssh", default="ssh", help="With --hosts: how to call it, such as ssh -F F.")
+              help="With --hosts: compare it on all machines.")  # fmt: skip
+@click.option("--ssh", default="ssh", help="With --hosts: how to call ssh, such as ssh -F F.")
 @click.option("--json", "as_json", metavar="[FILE]", is_flag=False, flag_value="-",
               help="Write the report there, or to stdout.")  # fmt: skip
 @click.pass_context
@@ -39,50 +46,86 @@ def command(
     ssh: str,
     as_json: str | None,
 ) -> None:
-    """Looks at versions, GPUs, cores, memory, limits, clock, disk and network, in under 30 seconds.
+    """Checks versions, GPUs, cores, memory, limits, clock, disk and network in under 30 seconds.
 
     Each check is one line: ok, warning or error, what was found, and what to do.
     """
+    if ctx.args:
+        machines = [hosts, *ctx.args] if hosts else ctx.args
+        do = f"lockstep doctor --hosts {','.join(machines)}"
+        raise SettingError(f"lockstep doctor {' '.join(ctx.args)}", "machines need --hosts", do)
+    files = {}
+    if script is not None:
+        files["script"] = script
+    if data is not None:
+        files["data"] = data
+    if hosts is not None:
+        ctx.exit(_examine_hosts(hosts, folder, ssh, files, fix, as_json))
+    for option in files:
+        raise SettingError(f"--{option}", "there is nothing to compare it with", "add --hosts")
+    ctx.exit(_examine_this_machine(folder, fix, as_json))
+
+
+def _examine_this_machine(folder: Path, fix: bool, as_json: str | None) -> int:
+    """Prints the findings about this machine; returns the exit code."""
     from lockstep import doctor
+
+    facts, repairs = doctor.examine(folder, repair=fix)
+    findings = doctor.judge(facts)
+    print_for_people(_report_lines(findings, repairs), as_json)
+    write_json(as_json, doctor.as_json(facts, findings))
+    return doctor.exit_code(findings)
+
+
+def _examine_hosts(
+    hosts: str, folder: Path, ssh: str, files: Mapping[str, str], fix: bool, as_json: str | None
+) -> int:
+    """Prints the findings about several machines and the links between them.
+
+    Args:
+        hosts: the machines, or a hostfile.
+        folder: where checkpoints are to go.
+        ssh: how to call ssh.
+        files: what to compare: `script`, a file; `data`, a file or folder.
+        fix: repair on each machine what can be repaired.
+        as_json: the file for the report, see `write_json`.
+
+    Returns:
+        The exit code.
+    """
+    from lockstep import doctor
+    from lockstep.doctor import comparison
+    from lockstep.doctor import hosts as doctor_hosts
+    from lockstep.run.machines.hostfile import parse_hosts
     from lockstep.run.machines.hosts import ssh_command
 
-    if ctx.args:
-        do = f"lockstep doctor --hosts {','.join(filter(None, [hosts, *ctx.args]))}"
-        raise SettingError(f"lockstep doctor {' '.join(ctx.args)}", "machines need --hosts", do)
-    files = {name: file for name, file in (("script", script), ("data", data)) if file is not None}
-    if hosts is not None:
-        asked = {"ssh": ssh_command(ssh), "files": files, "fix": fix}
-        ctx.exit(_on_hosts(hosts, folder, as_json, asked))
-    for name in files:
-        raise SettingError(f"--{name}", "there is nothing to compare it with", "add --hosts")
-    facts, done = doctor.look(folder, mend=fix)
-    findings = doctor.judge(facts)
-    show([*(f"fixed    {text}" for text in done), *doctor.lines(findings)], as_json)
-    write_json(as_json, doctor.as_json(facts, findings))
-    ctx.exit(doctor.exit_code(findings))
-
-
-def _on_hosts(hosts: str, folder: Path, as_json: str | None, asked: dict[str, Any]) -> int:
-    """Prints what is found on and between machines; gives the exit code."""
-    from lockstep import doctor
-    from lockstep.doctor import between
-    from lockstep.doctor.base import Finding
-    from lockstep.doctor.hosts import look
-    from lockstep.run.machines.hostfile import parse_hosts
-
-    machines, failed = look(parse_hosts(hosts), folder, **asked)
-    judged = {name: doctor.judge(facts["checks"]) for name, facts in machines.items()}
-    for name, why in failed.items():
-        judged[name] = {"reached": why, **judged.get(name, {})}
-    if machines:
-        judged["between the machines"] = between.judge(machines)
+    facts_of_machine, failures = doctor_hosts.examine(
+        parse_hosts(hosts), folder, ssh_command(ssh), files=files, fix=fix
+    )
+    sections: dict[str, dict[str, Finding]] = {}
+    for machine, facts in facts_of_machine.items():
+        sections[machine] = doctor.judge(facts["checks"])
+    for machine, failure in failures.items():
+        sections[machine] = {"reached": failure, **sections.get(machine, {})}
+    if facts_of_machine:
+        sections["between the machines"] = comparison.judge(facts_of_machine)
     text = []
-    for name, findings in judged.items():
-        fixed = [f"fixed    {done}" for done in machines.get(name, {}).get("fixed", ())]
-        text += [f"{name}:", *(f"  {line}" for line in [*fixed, *doctor.lines(findings)])]
-    show(text, as_json)
-    found = {}
-    for name, of in judged.items():
-        found[name] = {check: dict(zip(Finding._fields, f, strict=True)) for check, f in of.items()}
-    write_json(as_json, {"findings": found, "facts": machines})
-    return max(doctor.exit_code(findings) for findings in judged.values())
+    for section, findings in sections.items():
+        repairs = facts_of_machine.get(section, {}).get("fixed", ())
+        text.append(f"{section}:")
+        text += [f"  {line}" for line in _report_lines(findings, repairs)]
+    print_for_people(text, as_json)
+    findings_as_json = {}
+    for section, findings in sections.items():
+        findings_as_json[section] = {
+            check: {"level": finding.level, "found": finding.found, "do": finding.do}
+            for check, finding in findings.items()
+        }
+    write_json(as_json, {"findings": findings_as_json, "facts": facts_of_machine})
+    return max(doctor.exit_code(findings) for findings in sections.values())
+
+
+def _report_lines(findings: Mapping[str, Finding], repairs: Iterable[str]) -> list[str]:
+    from lockstep import doctor
+
+    return [*(f"fixed    {repair}" for repair in repairs), *doctor.lines(findings)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lockstep.cli.verify import show, write_json
+from lockstep.cli.output import print_for_people, write_json
 
 
 @click.command(
@@ -25,6 +25,6 @@ def command(ctx: click.Context, /, run: Path, as_json: str | None) -> None:
     from lockstep.batch.ledger import judge
 
     report = judge(run)
-    show(report.lines(), as_json)
+    print_for_people(report.lines(), as_json)
     write_json(as_json, report.as_json())
     ctx.exit(1 if report.findings else 0)

@@ -1,8 +1,9 @@
-"""What `lockstep doctor` looks at: one file a check, and one line in `CHECKS`.
+"""`lockstep doctor`: one file per check, and its name in `CHECKS`.
 
-A check has two functions. `gather(folder)` looks at this machine and gives facts, values that JSON
-can hold; `judge(facts)` is pure and says what is wrong with them. One that can mend something has
-`fix(facts)` too, which needs no root.
+A check has two functions. `gather(folder)` reads *facts* from this machine, values that JSON can
+hold; `folder` is where checkpoints are to go. `judge(facts)` is a pure function that returns a
+*finding*: what is wrong with the facts. A check that can repair something without root also has
+`fix(facts)`, which returns what it did.
 """
 
 from __future__ import annotations
@@ -33,107 +34,137 @@ CHECKS = (
     "leftovers",
 )
 DEADLINE_S = 20.0
-"""For all checks of a machine together: what looks at a broken machine may wait for ever."""
-_FIRST = 0.75
-"""The part of it for the first look, where a second one is to see what was mended."""
+"""For all checks of a machine together: a check of something broken may hang."""
+FIRST_EXAMINATION_SHARE = 0.75
+"""The part of the deadline for the first examination, if another one after repairs may follow."""
+LEVEL_WIDTH = 9
+"""Columns of the level, such as `warning`, in a printed line."""
 
 
 def gather(
     folder: Path, checks: Sequence[str] = CHECKS, deadline_s: float = DEADLINE_S
 ) -> dict[str, Facts]:
-    """The facts of this machine, by check; all checks look at the same time.
+    """Returns the facts of this machine, by the name of the check. All checks run at once.
 
     Args:
         folder: where checkpoints are to go.
-        checks: which.
-        deadline_s: seconds after which what has not answered is given up.
+        checks: the names of the checks to run.
+        deadline_s: after how many seconds checks that have not finished are given up.
     """
-    modules = {name: import_module(f"lockstep.doctor.{name}") for name in checks}
-    return within(deadline_s, {name: partial(of.gather, folder) for name, of in modules.items()})
+    gather_functions = {name: partial(_module_of(name).gather, folder) for name in checks}
+    return run_within(deadline_s, gather_functions)
 
 
-def within(seconds: float, work: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """What each piece of work gives, all at the same time; `UNKNOWN` where it raises or is late."""
-    found: dict[str, Any] = {}
+def _module_of(check: str) -> Any:
+    return import_module(f"lockstep.doctor.{check}")
 
-    def do(name: str) -> None:
+
+def run_within(seconds: float, functions: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Calls all functions at the same time, each in a thread.
+
+    Returns:
+        What each function returned, by its name. For a function that raised, or that did not return
+        in time, a dict whose key `UNKNOWN` says so.
+    """
+    results: dict[str, Any] = {}
+
+    def call(name: str) -> None:
         try:
-            found[name] = work[name]()
-        except Exception as error:  # whatever is broken here must not hide the others
-            found[name] = {UNKNOWN: f"{type(error).__name__}: {error}"}
+            results[name] = functions[name]()
+        except Exception as error:  # a broken machine may raise anything; the others still count
+            results[name] = {UNKNOWN: f"{type(error).__name__}: {error}"}
 
-    threads = [threading.Thread(target=do, args=(name,), daemon=True) for name in work]
+    threads = [threading.Thread(target=call, args=(name,), daemon=True) for name in functions]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    late = {UNKNOWN: f"no answer within {seconds:.3g} s"}
-    return {name: found.get(name, late) for name in work}
+        thread.join(max(0.0, deadline - time.monotonic()))
+    too_late = {UNKNOWN: f"no answer within {seconds:.3g} s"}
+    return {name: results.get(name, too_late) for name in functions}
 
 
 def judge(facts: Mapping[str, Facts]) -> dict[str, Finding]:
-    """What is wrong with the facts of a machine, by check."""
-    return {name: _judge(name, of_check) for name, of_check in facts.items()}
+    """Returns the finding of each check about the facts of a machine, by the name of the check."""
+    return {check: _judge_check(check, facts_of_check) for check, facts_of_check in facts.items()}
 
 
-def _judge(name: str, facts: Facts) -> Finding:
+def _judge_check(check: str, facts: Facts) -> Finding:
     if UNKNOWN in facts:
         do = "what it looked at may hang or be broken"
         return Finding(WARNING, f"not known: {facts[UNKNOWN]}", do)
-    finding: Finding = import_module(f"lockstep.doctor.{name}").judge(facts)
+    finding: Finding = _module_of(check).judge(facts)
     return finding
 
 
 def fix(facts: Mapping[str, Facts]) -> list[str]:
-    """Mends what can be mended without root; says what was done."""
+    """Repairs what can be repaired without root; returns a line about each repair."""
     done: list[str] = []
-    for name, of_check in facts.items():
-        mend = _fixes(name)
-        if mend is not None and UNKNOWN not in of_check:
-            try:
-                done += mend(of_check)
-            except OSError as error:
-                done.append(f"{name}: cannot be mended: {error}")
+    for check, facts_of_check in facts.items():
+        if not _can_fix(check) or UNKNOWN in facts_of_check:
+            continue
+        try:
+            done += _module_of(check).fix(facts_of_check)
+        except OSError as error:
+            done.append(f"{check}: cannot be mended: {error}")
     return done
 
 
-def _fixes(name: str) -> Callable[[Facts], list[str]] | None:
-    return getattr(import_module(f"lockstep.doctor.{name}"), "fix", None)
+def _can_fix(check: str) -> bool:
+    return hasattr(_module_of(check), "fix")
 
 
-def look(
-    folder: Path, *, mend: bool, deadline_s: float = DEADLINE_S
+def examine(
+    folder: Path, *, repair: bool, deadline_s: float = DEADLINE_S
 ) -> tuple[dict[str, Facts], list[str]]:
-    """The facts of this machine; with `mend` what can be mended is mended first, and said."""
+    """Gathers the facts of this machine, after repairs if these are wanted.
+
+    Args:
+        folder: where checkpoints are to go.
+        repair: repair what can be repaired without root.
+        deadline_s: seconds for all of it.
+
+    Returns:
+        The facts by the name of the check, and a line about each repair.
+    """
     end = time.monotonic() + deadline_s
-    facts = gather(folder, deadline_s=deadline_s * (_FIRST if mend else 1.0))
-    done = fix(facts) if mend else []
+    if not repair:
+        return gather(folder, deadline_s=deadline_s), []
+    facts = gather(folder, deadline_s=deadline_s * FIRST_EXAMINATION_SHARE)
+    done = fix(facts)
     if done:
-        again = [name for name in facts if _fixes(name)]
-        facts |= gather(folder, again, end - time.monotonic())
+        fixable = [check for check in facts if _can_fix(check)]
+        facts.update(gather(folder, fixable, end - time.monotonic()))
     return facts, done
 
 
 def exit_code(findings: Mapping[str, Finding]) -> int:
-    """1 where there is an error, else 0."""
-    return int(any(finding.level == ERROR for finding in findings.values()))
+    """Returns 1 if a finding is an error, and otherwise 0."""
+    has_error = any(finding.level == ERROR for finding in findings.values())
+    return 1 if has_error else 0
 
 
 def lines(findings: Mapping[str, Finding]) -> list[str]:
-    """One line a check, and one of what to do where something is wrong."""
-    width = max(map(len, findings)) + 2
-    found = []
+    """Returns a line for each finding, and below it what to do if something is wrong."""
+    name_width = max(len(name) for name in findings) + 2
+    text = []
     for name, finding in findings.items():
-        found.append(f"{finding.level:<9}{name.replace('_', ' '):<{width}}{finding.found}")
+        level = finding.level.ljust(LEVEL_WIDTH)
+        padded_name = name.replace("_", " ").ljust(name_width)
+        text.append(f"{level}{padded_name}{finding.found}")
         if finding.level != OK and finding.do:
-            found.append(f"{'':<{9 + width}}do: {finding.do}")
-    return found
+            text.append(" " * (LEVEL_WIDTH + name_width) + f"do: {finding.do}")
+    return text
 
 
 def as_json(facts: Mapping[str, Facts], findings: Mapping[str, Finding]) -> dict[str, Any]:
-    """Findings and facts as values for `json.dumps`."""
-    found = {}
-    for name, (level, words, do) in findings.items():
-        found[name] = {"level": level, "found": words, "do": do, "facts": facts[name]}
-    return found
+    """Returns the findings, each with its facts, as values for `json.dumps`."""
+    report = {}
+    for name, finding in findings.items():
+        report[name] = {
+            "level": finding.level,
+            "found": finding.found,
+            "do": finding.do,
+            "facts": facts[name],
+        }
+    return report

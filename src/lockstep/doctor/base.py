@@ -1,4 +1,8 @@
-"""What a check gives."""
+"""What every check of `lockstep doctor` works with: facts about a machine, and findings.
+
+*Facts* are what a check has read from the machine, as values that JSON can hold. A *finding* is the
+check's verdict on its facts: a level, what was found, and what to do about it.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,43 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 Facts = Mapping[str, Any]
-OK, WARNING, ERROR = "ok", "warning", "error"
+OK = "ok"
+WARNING = "warning"
+ERROR = "error"
 UNKNOWN = "not known"
-"""In the place of facts: why there are none."""
+"""If a check could not read its facts, they have this one key, and its value says why."""
 
 
 class Finding(NamedTuple):
-    """What a check says."""
+    """The verdict of a check."""
 
     level: str
-    """`ok`, `warning` or `error`."""
+    """`OK`, `WARNING` or `ERROR`."""
     found: str
     do: str = ""
 
 
 def verdict(summary: str, problems: Sequence[Finding]) -> Finding:
-    """One finding of several problems, after what is the case anyway (empty: nothing)."""
+    """Joins several problems into one finding of the worst level among them.
+
+    Args:
+        summary: what is said first, whether there are problems or not; may be empty.
+        problems: what is wrong.
+    """
     levels = {problem.level for problem in problems}
-    level = ERROR if ERROR in levels else WARNING if WARNING in levels else OK
-    found = "; ".join(filter(None, [summary, *(problem.found for problem in problems)]))
-    return Finding(level, found, "; ".join(dict.fromkeys(p.do for p in problems if p.do)))
+    if ERROR in levels:
+        level = ERROR
+    elif WARNING in levels:
+        level = WARNING
+    else:
+        level = OK
+    texts = [summary, *(problem.found for problem in problems)]
+    found = "; ".join(text for text in texts if text)
+    # Problems may have the same remedy, which is said once.
+    remedies = dict.fromkeys(problem.do for problem in problems if problem.do)
+    return Finding(level, found, "; ".join(remedies))
 
 
 def gib(size: float) -> str:
-    """`15.6 GiB`."""
+    """Returns a number of bytes as `15.6 GiB`."""
     return f"{size / 2**30:.3g} GiB"

@@ -1,4 +1,7 @@
-"""The clock: is it kept right by the network, and not years away."""
+"""Checks the clock: whether the network keeps it right, and that it is not years wrong.
+
+`gather` reads facts from this machine, `judge` says what is wrong with them.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,33 @@ from pathlib import Path
 
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding
 
-_UNSYNCHRONISED = 5
-"""TIME_ERROR of adjtimex(2)."""
-_EARLIEST = datetime(2025, 1, 1, tzinfo=UTC).timestamp()
+TIME_ERROR = 5  # adjtimex(2) returns it if the clock is not synchronised
+TIMEX_SIZE = 512  # bytes; struct timex is smaller
+EARLIEST_TIME = datetime(2025, 1, 1, tzinfo=UTC).timestamp()
 
 
 def gather(folder: Path) -> Facts:
-    """`time`, and whether the kernel calls the clock synchronised; None: not known."""
-    buffer = ctypes.create_string_buffer(512)  # struct timex, all zero: nothing is changed
+    """Reads the time, and whether the kernel calls the clock synchronised (None: not known)."""
+    timex = ctypes.create_string_buffer(TIMEX_SIZE)  # all zero, so that nothing is changed
+    synchronised: bool | None = None
     try:
-        state = ctypes.CDLL(None).adjtimex(buffer)
-    except AttributeError:  # of Linux alone
+        state = ctypes.CDLL(None).adjtimex(timex)
+    except AttributeError:  # only Linux has it
         state = -1
-    return {"time": time.time(), "synchronised": None if state < 0 else state != _UNSYNCHRONISED}
+    if state >= 0:
+        synchronised = state != TIME_ERROR
+    return {"time": time.time(), "synchronised": synchronised}
 
 
 def judge(facts: Facts) -> Finding:
-    """A clock that stands wrong, or may."""
+    """Finds a clock that is wrong, or that nobody keeps right."""
     now = f"{datetime.fromtimestamp(facts['time'], UTC):%Y-%m-%d %H:%M:%S} UTC"
     do = "timedatectl set-ntp true, or start chrony, as root"
-    if facts["time"] < _EARLIEST:
+    if facts["time"] < EARLIEST_TIME:
         return Finding(ERROR, f"{now}, which is past: certificates and logs will not fit", do)
     if facts["synchronised"] is False:
         found = f"{now}, not kept right by the network: logs of several machines may not fit"
         return Finding(WARNING, found, do)
-    return Finding("ok", now if facts["synchronised"] else f"{now} (who keeps it is not known)")
+    if facts["synchronised"] is None:
+        return Finding("ok", f"{now} (who keeps it is not known)")
+    return Finding("ok", now)

@@ -1,57 +1,78 @@
-"""The data, as far as it can be seen in seconds: names, sizes, and pieces of some files."""
+"""Describes a data set in a few seconds, so that the copies on several machines can be compared.
+
+Names and sizes are read of all files (up to 100,000), contents only in parts: the beginning, the
+middle and the end of 16 files. Machines with the same names choose the same 16 files.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-_MOST_FILES, _LISTED = 100_000, 1000
-_SAMPLES, _PIECES, _PIECE = 16, 3, 1 << 16
+MAX_FILES = 100_000
+MAX_LISTED_SIZES = 1000
+NUM_DIGESTED_FILES = 16
+PIECES_PER_FILE = 3
+PIECE_SIZE = 1 << 16  # bytes
 
 
 def gather(path: Path) -> dict[str, Any] | None:
-    """What is at a path: None: nothing.
+    """Describes a file or a folder with all that is in it.
 
-    `files` and `bytes` of the first 100,000 files by name, `sizes` of the first thousand, `names`
-    a digest of all names and sizes; `contents` a digest of the beginning, middle and end of up to
-    16 files, which the same names choose alike everywhere.
+    Returns:
+        None if there is nothing at this path. Otherwise `files` and `bytes`, the number of files
+        and their size; `sizes`, the sizes of the first thousand by name; `names`, a digest of all
+        names and sizes; `contents`, digests of pieces of some files, by name.
     """
     if not path.exists():
         return None
-    found = dict(islice(_files(path), _MOST_FILES))
-    names = list(found)
-    chosen = {names[i * (len(names) - 1) // (_SAMPLES - 1)] for i in range(_SAMPLES) if names}
+    size_of_file = dict(islice(_files(path), MAX_FILES))
+    digested = sorted(set(_spread(list(size_of_file), NUM_DIGESTED_FILES)))
     return {
-        "files": len(found),
-        "bytes": sum(found.values()),
-        "sizes": dict(islice(found.items(), _LISTED)),
-        "names": hashlib.sha256(repr(found).encode()).hexdigest(),
-        "contents": {name: _digest(path / name, found[name]) for name in sorted(chosen)},
+        "files": len(size_of_file),
+        "bytes": sum(size_of_file.values()),
+        "sizes": dict(islice(size_of_file.items(), MAX_LISTED_SIZES)),
+        "names": hashlib.sha256(repr(size_of_file).encode()).hexdigest(),
+        "contents": {name: _digest(path / name, size_of_file[name]) for name in digested},
     }
 
 
+def _spread(names: Sequence[str], count: int) -> list[str]:
+    """Returns `count` names at equal distances, from the first to the last; some may be equal."""
+    if not names:
+        return []
+    last = len(names) - 1
+    return [names[number * last // (count - 1)] for number in range(count)]
+
+
 def _files(path: Path) -> Iterator[tuple[str, int]]:
-    """Names below a folder and sizes, in order; a file has no name."""
+    """Yields the name and size of each file below a folder, in order.
+
+    If the path is a file, its name is empty. The size of a broken link is -1.
+    """
     if path.is_file():
         yield "", path.stat().st_size
-    for folder, inner, names in os.walk(path, followlinks=True):
-        inner.sort()
+    for folder, subfolders, names in os.walk(path, followlinks=True):
+        subfolders.sort()  # os.walk visits them in this order
         for name in sorted(names):
             file = Path(folder, name)
-            yield str(file.relative_to(path)), file.stat().st_size if file.exists() else -1
+            size = file.stat().st_size if file.exists() else -1
+            yield str(file.relative_to(path)), size
 
 
 def _digest(path: Path, size: int) -> str:
+    """Returns a digest of the beginning, the middle and the end, or why the file is not read."""
+    digest = hashlib.sha256()
+    last_piece_begin = max(size - PIECE_SIZE, 0)
     try:
         with path.open("rb") as file:
-            digest = hashlib.sha256()
-            for number in range(_PIECES):
-                file.seek(number * max(size - _PIECE, 0) // (_PIECES - 1))
-                digest.update(file.read(_PIECE))
+            for number in range(PIECES_PER_FILE):
+                file.seek(number * last_piece_begin // (PIECES_PER_FILE - 1))
+                digest.update(file.read(PIECE_SIZE))
     except OSError as error:
         return error.strerror or "not readable"
     return digest.hexdigest()[:8]

@@ -1,4 +1,8 @@
-"""The folder for checkpoints: is there room, may one write, and how fast does it get to disk."""
+"""Checks the folder for checkpoints: room, permission, and how fast its disk is.
+
+`gather` reads facts from this machine, `judge` says what is wrong with them, and `fix` makes the
+folder.
+"""
 
 from __future__ import annotations
 
@@ -7,62 +11,87 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, gib, verdict
 from lockstep.wording import count_noun
 
-_PIECE, _MOST, _LONGEST_S = 2**22, 2**26, 3.0
-_LITTLE, _SLOW = 5 * 2**30, 50e6
-_LITTLE_TEMPORARY = 2**28
+# How the speed is measured.
+WRITE_SIZE = 2**22  # bytes, each flushed to the disk
+MAX_WRITTEN = 2**26  # bytes
+MAX_WRITING_S = 3.0
+
+MIN_FREE = 5 * 2**30  # bytes
+MIN_FREE_TEMPORARY = 2**28  # bytes
+MIN_SPEED = 50e6  # bytes a second
+MIN_NEW_FILES = 1000
 
 
 def gather(folder: Path) -> Facts:
-    """Bytes, and bytes a second of a file that is written and flushed; some files are left alone.
+    """Reads the room for bytes and files, and measures the speed with a temporary file.
 
-    A folder that is not there is looked at where it would be made.
+    If the folder does not exist, the nearest existing folder above it is measured.
     """
-    places = (folder, *folder.absolute().parents)
-    nearest = next(place for place in places if os.path.lexists(place))
-    there = next(place for place in places if os.path.isdir(place))
-    usage, nodes = shutil.disk_usage(there), os.statvfs(there)
-    facts = {
+    places = [folder, *folder.absolute().parents]
+    nearest = _first(places, os.path.lexists)
+    nearest_folder = _first(places, os.path.isdir)
+    usage = shutil.disk_usage(nearest_folder)
+    file_system = os.statvfs(nearest_folder)
+    facts: dict[str, Any] = {
         "folder": str(folder),
-        "exists": there == folder,
+        "exists": nearest_folder == folder,
         "total": usage.total,
         "free": usage.free,
-        "files": nodes.f_favail if nodes.f_files else None,
+        "files": file_system.f_favail if file_system.f_files else None,  # 0: there is no limit
         "temporary": tempfile.gettempdir(),
         "temporary_free": shutil.disk_usage(tempfile.gettempdir()).free,
+        "speed": None,
+        "problem": None,
     }
-    if there != nearest:
-        return {**facts, "speed": None, "problem": f"{nearest} is no folder"}
+    if nearest_folder != nearest:
+        facts["problem"] = f"{nearest} is no folder"
+        return facts
     try:
+        # A network mount that is stale raises another error than FileNotFoundError.
         with contextlib.suppress(FileNotFoundError):
-            folder.stat()  # a mount that is stale is there, too
-        return {**facts, "speed": _speed(there), "problem": None}
+            folder.stat()
+        facts["speed"] = _measure_speed(nearest_folder)
     except OSError as error:
-        return {**facts, "speed": None, "problem": error.strerror or str(error)}
+        facts["problem"] = error.strerror or str(error)
+    return facts
 
 
-def _speed(folder: Path) -> float:
-    piece, written = os.urandom(_PIECE), 0
+def _first(places: list[Path], is_wanted: Callable[[Path], bool]) -> Path:
+    """Returns the first place for which the function is true; the last one, /, always is."""
+    for place in places:
+        if is_wanted(place):
+            return place
+    return places[-1]
+
+
+def _measure_speed(folder: Path) -> float:
+    """Returns how many bytes a second get to the disk."""
+    data = os.urandom(WRITE_SIZE)
+    written = 0
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        begun = time.monotonic()
-        while written < _MOST and time.monotonic() - begun < _LONGEST_S:
-            written += file.write(piece)
+        begin = time.monotonic()
+        while written < MAX_WRITTEN and time.monotonic() - begin < MAX_WRITING_S:
+            written += file.write(data)
             os.fsync(file.fileno())
-        return written / max(time.monotonic() - begun, 1e-9)
+        seconds = time.monotonic() - begin
+    return written / max(seconds, 1e-9)
 
 
 def judge(facts: Facts) -> Finding:
-    """No room, no permission, or a slow disk."""
+    """Finds a disk without room, one that may not be written, and a slow one."""
     summary = f"{gib(facts['free'])} of {gib(facts['total'])} free in {facts['folder']}"
     problems = []
     if facts["problem"] is not None:
         found = f"{facts['folder']} cannot be written: {facts['problem']}"
         problems.append(Finding(ERROR, found, "name another by --folder, or make it writable"))
-    elif facts["speed"] < _SLOW:
+    elif facts["speed"] < MIN_SPEED:
         found = f"{facts['speed'] / 1e6:.0f} MB/s, so that checkpoints take long"
         problems.append(Finding(WARNING, found, "choose a faster disk, or save less often"))
     else:
@@ -70,19 +99,19 @@ def judge(facts: Facts) -> Finding:
     if facts["problem"] is None and not facts["exists"]:
         do = "it is made with the first checkpoint, or by --fix"
         problems.append(Finding("ok", "the folder is not there yet", do))
-    if facts["free"] < _LITTLE:
+    if facts["free"] < MIN_FREE:
         problems.append(Finding(WARNING, "that is little for checkpoints", "make room"))
-    if facts["files"] is not None and facts["files"] < 1000:
+    if facts["files"] is not None and facts["files"] < MIN_NEW_FILES:
         found = f"no more than {count_noun(facts['files'], 'file')} can be made"
         problems.append(Finding(WARNING, found, "remove some of the many small files"))
-    if facts["temporary_free"] < _LITTLE_TEMPORARY:
+    if facts["temporary_free"] < MIN_FREE_TEMPORARY:
         found = f"{gib(facts['temporary_free'])} free in {facts['temporary']}, where logs go"
         problems.append(Finding(WARNING, found, "make room, or give lockstep run --log-dir"))
     return verdict(summary, problems)
 
 
 def fix(facts: Facts) -> list[str]:
-    """Makes the folder."""
+    """Makes the folder if it does not exist."""
     if facts["exists"] or facts["problem"] is not None:
         return []
     Path(facts["folder"]).mkdir(parents=True, exist_ok=True)

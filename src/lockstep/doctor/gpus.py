@@ -1,6 +1,8 @@
-"""The GPUs: do they compute what the CPU does; memory, other processes, ECC errors, throttling.
+"""Checks the GPUs: whether they compute what the CPU computes, and whether others use them.
 
-Beyond the first, that is what NVML tells (`nvidia-ml-py`); without it, it is not known.
+`gather` reads facts from this machine, `judge` says what is wrong with them. Memory, other
+processes, memory errors and throttling come from NVIDIA's management library NVML (the package
+`nvidia-ml-py`) and are not known without it.
 """
 
 from __future__ import annotations
@@ -12,71 +14,78 @@ from typing import Any
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, gib, verdict
 from lockstep.wording import count_noun
 
-_SIZE = 512
-_TOLERANCE = 1e-3
-"""Of the largest value; float32 on the GPU against float64 on the CPU."""
-_FREE = 0.9
-_THROTTLED = {
+MATRIX_SIZE = 512
+MAX_DIFFERENCE = 1e-3  # of the largest value: float32 on the GPU against float64 on the CPU
+MIN_FREE_SHARE = 0.9  # of a GPU's memory
+THROTTLE_REASONS = {
     0x8: "hardware slowdown",
     0x20: "too hot (software)",
     0x40: "too hot (hardware)",
     0x80: "power brake",
 }
-"""Bits of NVML's clocks event reasons that tell of trouble."""
+"""The bits of NVML's reasons for a lower clock that mean trouble."""
 
 
 def gather(folder: Path) -> Facts:
-    """One entry a visible GPU."""
+    """Reads facts about each visible GPU, and computes a product on each."""
     import torch
 
     if not torch.cuda.is_available():
         return {"gpus": [], "nvml": None}
-    nvml, missing = _nvml()
+    nvml, why_no_nvml = _load_nvml()
     gpus = []
     for index in range(torch.cuda.device_count()):
-        known: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "name": torch.cuda.get_device_name(index),
             "error": None,
             "difference": None,
         }
-        if nvml is not None:  # first: what is computed here would be seen as another's
-            known |= _told(nvml, str(torch.cuda.get_device_properties(index).uuid))
+        if nvml is not None:
+            # Before anything is computed here: that takes memory of the GPU too.
+            facts.update(_ask_nvml(nvml, str(torch.cuda.get_device_properties(index).uuid)))
         try:
-            known["difference"] = _difference(torch, index)
+            facts["difference"] = _difference_from_cpu(index)
         except RuntimeError as error:
-            known["error"] = str(error).partition("\n")[0]
-        gpus.append(known)
-    return {"gpus": gpus, "nvml": missing}
+            facts["error"] = str(error).partition("\n")[0]
+        gpus.append(facts)
+    return {"gpus": gpus, "nvml": why_no_nvml}
 
 
-def _difference(torch: Any, index: int) -> float:
-    """Between a product on the GPU and the CPU, over the largest value."""
+def _difference_from_cpu(index: int) -> float:
+    """Multiplies two matrices on a GPU and on the CPU.
+
+    Returns the largest difference between the products, divided by the largest value.
+    """
+    import torch
+
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(_SIZE, _SIZE, generator=generator) for _ in range(2))
-    exact = a.double() @ b.double()
-    found = (a.to(f"cuda:{index}") @ b.to(f"cuda:{index}")).cpu().double()
-    return float((found - exact).abs().max() / exact.abs().max())
+    left = torch.randn(MATRIX_SIZE, MATRIX_SIZE, generator=generator)
+    right = torch.randn(MATRIX_SIZE, MATRIX_SIZE, generator=generator)
+    on_cpu = left.double() @ right.double()
+    device = f"cuda:{index}"
+    on_gpu = (left.to(device) @ right.to(device)).cpu().double()
+    return float((on_gpu - on_cpu).abs().max() / on_cpu.abs().max())
 
 
-def _nvml() -> tuple[Any, str | None]:
-    """The library, or why there is none."""
+def _load_nvml() -> tuple[Any, str | None]:
+    """Returns the module of NVML and None, or None and why it cannot be used."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
     except ImportError:
         return None, "nvidia-ml-py is not installed"
-    except Exception as error:  # its errors are made when it is imported
+    except Exception as error:  # the classes of its errors are made when it is imported
         return None, str(error)
     return pynvml, None
 
 
-def _told(nvml: Any, uuid: str) -> dict[str, Any]:
-    """What NVML says of a GPU; what it does not know of this kind of GPU is None."""
+def _ask_nvml(nvml: Any, uuid: str) -> dict[str, Any]:
+    """Returns what NVML knows of a GPU; None for what it does not know of this model."""
 
-    def ask(name: str, *args: Any) -> Any:
+    def ask(function: str, *args: Any) -> Any:
         try:
-            return getattr(nvml, name)(*args)
+            return getattr(nvml, function)(*args)
         except nvml.NVMLError:
             return None
 
@@ -84,25 +93,29 @@ def _told(nvml: Any, uuid: str) -> dict[str, Any]:
     if device is None:
         return {}
     memory = ask("nvmlDeviceGetMemoryInfo", device)
-    others = ask("nvmlDeviceGetComputeRunningProcesses", device)
-    kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    processes = ask("nvmlDeviceGetComputeRunningProcesses", device)
+    if processes is not None:
+        processes = [process.pid for process in processes if process.pid != os.getpid()]
+    uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    since_last_start = nvml.NVML_VOLATILE_ECC
     return {
-        "total": memory and memory.total,
-        "free": memory and memory.free,
-        "processes": others and [other.pid for other in others if other.pid != os.getpid()],
-        "ecc": ask("nvmlDeviceGetTotalEccErrors", device, kind, nvml.NVML_VOLATILE_ECC),
+        "total": None if memory is None else memory.total,
+        "free": None if memory is None else memory.free,
+        "processes": processes,
+        "ecc": ask("nvmlDeviceGetTotalEccErrors", device, uncorrected, since_last_start),
         "throttled": ask("nvmlDeviceGetCurrentClocksThrottleReasons", device),
     }
 
 
 def judge(facts: Facts) -> Finding:
-    """A GPU that does not compute, or computes something else, or that others use, or is ill."""
+    """Finds a GPU that fails or computes wrongly, one that others use, and one that is slowed."""
     gpus = facts["gpus"]
     if not gpus:
         return Finding("ok", "none that torch can use; training runs on the CPU")
     problems = []
     for index, gpu in enumerate(gpus):
-        problems += [found._replace(found=f"GPU {index} {found.found}") for found in _problems(gpu)]
+        for problem in _problems(gpu):
+            problems.append(problem._replace(found=f"GPU {index} {problem.found}"))
     names = sorted({gpu["name"] for gpu in gpus})
     if len(names) > 1:
         do = "shares='auto' gives each as much as it can compute"
@@ -114,25 +127,28 @@ def judge(facts: Facts) -> Finding:
 
 
 def _problems(gpu: Facts) -> list[Finding]:
-    found = []
+    """Returns what is wrong with one GPU; the texts go on from "GPU 0"."""
+    problems = []
     if gpu["error"] is not None:
         do = "see nvidia-smi and the kernel's log; leave it out by CUDA_VISIBLE_DEVICES"
-        found.append(Finding(ERROR, f"does not compute: {gpu['error']}", do))
-    elif not gpu["difference"] <= _TOLERANCE:
+        problems.append(Finding(ERROR, f"does not compute: {gpu['error']}", do))
+    elif not gpu["difference"] <= MAX_DIFFERENCE:  # also if it is NaN
         do = "it is broken: leave it out by CUDA_VISIBLE_DEVICES"
-        found.append(Finding(ERROR, f"computes wrongly (by {gpu['difference']:.2g})", do))
-    if gpu.get("processes"):
-        others = gpu["processes"]
-        text = f"is used by {count_noun(len(others), 'process')}: {', '.join(map(str, others))}"
-        found.append(Finding(WARNING, text, "see ps for what is left over"))
-    elif gpu.get("total") and gpu["free"] < _FREE * gpu["total"]:
-        text = f"has {gib(gpu['free'])} of {gib(gpu['total'])} free"
-        found.append(Finding(WARNING, text, "see nvidia-smi for who has the rest"))
+        problems.append(Finding(ERROR, f"computes wrongly (by {gpu['difference']:.2g})", do))
+    processes = gpu.get("processes")
+    if processes:
+        pids = ", ".join(str(pid) for pid in processes)
+        found = f"is used by {count_noun(len(processes), 'process')}: {pids}"
+        problems.append(Finding(WARNING, found, "see ps for what is left over"))
+    elif gpu.get("total") and gpu["free"] < MIN_FREE_SHARE * gpu["total"]:
+        found = f"has {gib(gpu['free'])} of {gib(gpu['total'])} free"
+        problems.append(Finding(WARNING, found, "see nvidia-smi for who has the rest"))
     if gpu.get("ecc"):
-        text = f"has had {count_noun(gpu['ecc'], 'memory error')} that could not be corrected"
-        found.append(Finding(ERROR, text, "reset it or have it exchanged"))
-    reasons = [words for bit, words in _THROTTLED.items() if (gpu.get("throttled") or 0) & bit]
+        found = f"has had {count_noun(gpu['ecc'], 'memory error')} that could not be corrected"
+        problems.append(Finding(ERROR, found, "reset it or have it exchanged"))
+    throttle_bits = gpu.get("throttled") or 0
+    reasons = [reason for bit, reason in THROTTLE_REASONS.items() if throttle_bits & bit]
     if reasons:
-        text = f"is slowed down: {', '.join(reasons)}"
-        found.append(Finding(WARNING, text, "see to its cooling and power"))
-    return found
+        found = f"is slowed down: {', '.join(reasons)}"
+        problems.append(Finding(WARNING, found, "see to its cooling and power"))
+    return problems

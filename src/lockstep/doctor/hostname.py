@@ -1,4 +1,8 @@
-"""The host name: does it resolve, to an address that others reach; and how long the way back is."""
+"""Checks the host name: whether other machines can use it, and whether lookups are slow.
+
+torch looks up the name of the other machine's address for every connection that it makes.
+`gather` reads facts from this machine, `judge` says what is wrong with them.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +14,46 @@ from pathlib import Path
 from lockstep.distributed.network import LOOPBACK, address_reaching, is_loopback_address, resolve
 from lockstep.doctor.base import WARNING, Facts, Finding, verdict
 
-_SLOW_S = 1.0
+MAX_LOOKUP_S = 1.0
 
 
 def gather(folder: Path) -> Facts:
-    """The name, what it resolves to here, and how long it takes to find the name of an address."""
+    """Reads the name and its addresses, and measures how long it takes to look an address up."""
     name = socket.gethostname()
     address = address_reaching() or LOOPBACK
-    if ":" not in address:  # as torch's sockets show it, which are of IPv6
-        address = f"::ffff:{address}"
-    begun = time.monotonic()
+    if ":" not in address:
+        address = f"::ffff:{address}"  # an IPv4 address as torch's IPv6 sockets write it
+    begin = time.monotonic()
     with suppress(OSError):
         socket.getnameinfo((address, 0, 0, 0), 0)
-    waited = time.monotonic() - begun
-    return {"name": name, "addresses": resolve(name), "address": address, "waited_s": waited}
+    lookup_s = time.monotonic() - begin
+    return {"name": name, "addresses": resolve(name), "address": address, "waited_s": lookup_s}
 
 
 def judge(facts: Facts) -> Finding:
-    """A name that others may not use; on one machine that harms nothing. Or a slow lookup."""
-    name, addresses, problems = facts["name"], facts["addresses"], []
+    """Finds a name that other machines cannot use (one machine needs none), and a slow lookup."""
+    name = facts["name"]
+    addresses = facts["addresses"]
+    problems = []
     do = f"write the address of this machine before {name} in /etc/hosts, as root"
     if not addresses:
         problems.append(Finding(WARNING, f"{name} does not resolve", do))
-    elif all(map(is_loopback_address, addresses)):
-        found = "that is loopback, which other machines cannot reach"
-        found += "; Lockstep goes around it, other programs may not"
+    elif all(is_loopback_address(address) for address in addresses):
+        found = (
+            "that is loopback, which other machines cannot reach; Lockstep goes around it, other "
+            "programs may not"
+        )
         problems.append(Finding(WARNING, found, do))
-    address, waited = facts["address"], facts["waited_s"]
-    if waited > _SLOW_S:
-        found = f"looking up the name of {address} takes {waited:.0f} s"
-        found += ", and torch does so for every connection"
-        lines = f"'::ffff:{LOOPBACK} localhost' and '{address} {name}'"
-        do = f"repair the name server in /etc/resolv.conf, or add {lines} to /etc/hosts, as root"
+    if facts["waited_s"] > MAX_LOOKUP_S:
+        found = (
+            f"looking up the name of {facts['address']} takes {facts['waited_s']:.0f} s, and torch "
+            "does so for every connection"
+        )
+        hosts_lines = f"'::ffff:{LOOPBACK} localhost' and '{facts['address']} {name}'"
+        do = (
+            f"repair the name server in /etc/resolv.conf, or add {hosts_lines} to /etc/hosts, as "
+            "root"
+        )
         problems.append(Finding(WARNING, found, do))
-    return verdict(f"{name} is {', '.join(addresses)}" if addresses else "", problems)
+    summary = f"{name} is {', '.join(addresses)}" if addresses else ""
+    return verdict(summary, problems)

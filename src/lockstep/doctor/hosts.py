@@ -1,6 +1,11 @@
-"""`lockstep doctor --hosts`: asks all machines, and lets them try the ways between them.
+"""`lockstep doctor --hosts`: examines several machines, and the links between them.
 
-They are called as `lockstep run --hosts` calls them.
+A process on each machine (`remote`) answers requests; it is started by ssh, as `lockstep run
+--hosts` starts its launchers. All machines are asked the same thing at the same time. A machine
+that fails or is late is asked nothing more, and what it has answered before stays.
+
+All requests together have one deadline. Each may take a part of the remaining time, so that a
+machine that hangs costs the others time, but none of their answers.
 """
 
 from __future__ import annotations
@@ -26,15 +31,15 @@ from lockstep.run.machines.ssh_connection import Remote, run_on_all
 
 Answers = dict[str, dict[str, Any]]
 """By the name of the machine."""
-Work = Callable[[Remote], Coroutine[Any, Any, dict[str, Any]]]
-_ALL_S = 26.0
-"""For all steps together. Each gets a part of what is left, so that a machine that hangs in one
-takes nothing from the others but time."""
-_ROOM_S = 1.0
-"""For the way of an answer, and for what follows."""
+Request = Callable[[Remote], Coroutine[Any, Any, dict[str, Any]]]
+"""Asks one machine something."""
+TOTAL_DEADLINE_S = 26.0
+ANSWER_TRANSFER_S = 1.0
+"""How long an answer may be on its way, and how long the last requests may take."""
+NUM_CLOCK_READINGS = 3
 
 
-def look(
+def examine(
     hosts: Sequence[Host],
     folder: Path,
     ssh: Sequence[str] = ("ssh",),
@@ -42,130 +47,226 @@ def look(
     files: Mapping[str, str],
     fix: bool,
 ) -> tuple[Answers, dict[str, Finding]]:
-    """What the machines have said, for `between.judge`; and why some have not said all or any.
+    """Examines machines, and the links between them.
 
     Args:
         hosts: the machines.
         folder: where checkpoints are to go.
-        ssh: how it is called.
+        ssh: the command line of ssh.
         files: what to compare: `script`, a file; `data`, a file or folder.
-        fix: mend on each what can be mended.
+        fix: repair on each machine what can be repaired.
+
+    Returns:
+        The facts of each machine, for `comparison.judge`; and for each machine that failed, why.
     """
-    asked = {"folder": str(folder), "files": files, "fix": fix}
     resolve_all(hosts)
-    asking = _Asking([Remote(host, ssh, module="lockstep.doctor.remote") for host in hosts])
-    asyncio.run(asking.all(folder, asked))
-    return asking.machines, asking.failed
+    remotes = [Remote(host, ssh, module="lockstep.doctor.remote") for host in hosts]
+    examination = _Examination(remotes, folder)
+    asyncio.run(examination.run(files=files, fix=fix))
+    return examination.facts, examination.failures
 
 
-class _Asking:
-    def __init__(self, remotes: Sequence[Remote]) -> None:
+class _Examination:
+    """The requests to all machines.
+
+    Args:
+        remotes: the processes on the machines, which are not started yet.
+        folder: where checkpoints are to go.
+    """
+
+    def __init__(self, remotes: Sequence[Remote], folder: Path) -> None:
         self._remotes = {remote.host.name: remote for remote in remotes}
-        self._end = time.monotonic() + _ALL_S
+        self._folder = folder
+        self._deadline = time.monotonic() + TOTAL_DEADLINE_S
         self._token = secrets.token_hex(16)
-        self.machines: Answers = {}
-        self.failed: dict[str, Finding] = {}
+        self.facts: Answers = {}
+        self.failures: dict[str, Finding] = {}
 
-    def _left(self, room: float = 0.0) -> float:
-        return max(self._end - time.monotonic() - room, 0.0)
+    def _remaining_s(self, reserve_s: float = 0.0) -> float:
+        return max(self._deadline - time.monotonic() - reserve_s, 0.0)
 
-    async def _ask(self, seconds: float, work: Work, names: Iterable[str] = ()) -> Answers:
-        """All, or some, at the same time; those that fail, or are late, take no part any more."""
-        able = [self._remotes[n] for n in names or self._remotes if n not in self.failed]
-        for remote in able:
-            remote.answer_timeout_s = seconds
-        found, problems = await run_on_all(able, work)
+    async def _ask(
+        self, request: Request, timeout_s: float, names: Iterable[str] | None = None
+    ) -> Answers:
+        """Asks machines at the same time; those that fail or are late become failures.
+
+        Args:
+            request: asks one machine.
+            timeout_s: how long a machine may take to answer.
+            names: which machines; None for all. Machines that have failed are left out.
+        """
+        if names is None:
+            names = self._remotes
+        remotes = [self._remotes[name] for name in names if name not in self.failures]
+        for remote in remotes:
+            remote.answer_timeout_s = timeout_s
+        answers, problems = await run_on_all(remotes, request)
         for remote, problem in problems.items():
-            self.failed[remote.host.name] = Finding(ERROR, *problem.args)
-        return {remote.host.name: answer for remote, answer in found.items()}
+            found, do = problem.args
+            self.failures[remote.host.name] = Finding(ERROR, found, do)
+        return {remote.host.name: answer for remote, answer in answers.items()}
 
-    async def all(self, folder: Path, asked: dict[str, Any]) -> None:
-        """Every step; what is found is in `machines` and `failed`."""
+    async def run(self, *, files: Mapping[str, str], fix: bool) -> None:
+        """Makes all requests; what the machines answer is in `facts` and `failures`."""
         try:
-            await self._meet()
-            await self._try_ways()
-            asked["names"] = {name: self._remotes[name].host.address for name in self.machines}
-            asked["seconds"] = min(DEADLINE_S, self._left(2 * _ROOM_S))
-            told = await self._ask(self._left(_ROOM_S), lambda r: r.ask(ask="facts", **asked))
-            own = variables.gather(folder)
-            for name, facts in told.items():
-                sent = {
-                    key: value for key, value in own.items() if key.startswith(FORWARDED_PREFIXES)
-                }
-                facts["checks"]["variables"] |= sent  # as a run there would have them
-                self.machines[name] |= facts
-            await self._share(str(folder / f".lockstep-doctor-{secrets.token_hex(8)}"))
+            await self._connect()
+            await self._read_clocks()
+            await self._try_links()
+            await self._run_checks(files, fix)
+            await self._test_shared_folder()
         finally:
             await asyncio.gather(*(remote.close() for remote in self._remotes.values()))
 
-    async def _meet(self) -> None:
-        begin = {"ask": "look", "folder": working_folder(), "script": None}
+    async def _connect(self) -> None:
+        """Starts the process on each machine, and learns the address of each."""
 
-        async def meet(remote: Remote) -> dict[str, Any]:
-            return await remote.connect(**begin, here=remote.here)
+        async def connect(remote: Remote) -> dict[str, Any]:
+            return await remote.connect(
+                ask="look", folder=working_folder(), script=None, here=remote.here
+            )
 
-        seen = await self._ask(self._left() / 2, meet)
-        for name, of in seen.items():
-            if self._remotes[name].here:  # the address that the others were reached from
-                came_from = [other["first"] for other in seen.values() if other["first"]]
-                of["own"] = next(filter(is_here, came_from), of["own"])
-            if of["missing"]:
-                self.failed[name] = Finding(ERROR, of["missing"], "the folder must be there, too")
-            else:
-                self.machines[name] = {"own": of["own"], "links": {}, "checks": {}}
-        for name, of in (await self._ask(self._left() / 12, _clock)).items():
-            self.machines[name] |= of
+        answers = await self._ask(connect, self._remaining_s() / 2)
+        for name, answer in answers.items():
+            if answer["missing"]:
+                self.failures[name] = Finding(
+                    ERROR, answer["missing"], "the folder must be there, too"
+                )
+                continue
+            address = answer["own"]
+            if self._remotes[name].here:
+                address = _address_of_this_machine(answers.values()) or address
+            self.facts[name] = {"own": address, "links": {}, "checks": {}}
 
-    async def _try_ways(self) -> None:
-        """Whether they are open, all of them; how fast they are, those to the next few."""
-        served = await self._ask(self._left() / 4, lambda r: r.ask(ask="serve", token=self._token))
-        places = {
-            name: (self.machines[name]["own"] or self._remotes[name].host.address, of["port"])
-            for name, of in served.items()
-            if "port" in of
-        }
+    async def _read_clocks(self) -> None:
+        answers = await self._ask(_read_clock, self._remaining_s() / 12)
+        for name, answer in answers.items():
+            self.facts[name].update(answer)
+
+    async def _try_links(self) -> None:
+        """Connects each machine to every other, and measures the links to the next few."""
+        token = self._token
+        answers = await self._ask(
+            lambda remote: remote.ask(ask="serve", token=token), self._remaining_s() / 4
+        )
+        places: dict[str, tuple[str, int]] = {}  # the address and port of each machine that serves
+        for name, answer in answers.items():
+            if "port" in answer:
+                address = self.facts[name]["own"] or self._remotes[name].host.address
+                places[name] = (address, answer["port"])
 
         async def reach(remote: Remote) -> dict[str, Any]:
             others = {name: place for name, place in places.items() if name != remote.host.name}
             return await remote.ask(ask="reach", places=others)
 
-        for name, closed in (await self._ask(self._left() / 3, reach)).items():
-            links = {other: {"error": closed.get(other, "")} for other in places if other != name}
-            self.machines[name]["links"] = links
-        there = [name for name in places if name not in self.failed]
-        for shift in range(1, min(len(there), NUM_NEIGHBORS_TRIED + 1)):
-            to = {name: there[(i + shift) % len(there)] for i, name in enumerate(there)}
-            open_ones = [n for n in to if not self.machines[n]["links"][to[n]]["error"]]
+        errors_of_machine = await self._ask(reach, self._remaining_s() / 3)
+        for name, errors in errors_of_machine.items():
+            links = {other: {"error": errors.get(other, "")} for other in places if other != name}
+            self.facts[name]["links"] = links
+        await self._measure_links(places)
 
-            async def measure(remote: Remote, to: dict[str, str] = to) -> dict[str, Any]:
-                address, port = places[to[remote.host.name]]
-                place = {"address": address, "port": port, "token": self._token}
-                return await remote.ask(ask="measure", **place)
+    async def _measure_links(self, places: Mapping[str, tuple[str, int]]) -> None:
+        """Measures the link of each machine to the next one, then to the one after that, ...
 
-            found = await self._ask(self._left() / 2, measure, open_ones) if open_ones else {}
-            for name, link in found.items():
-                self.machines[name]["links"][to[name]] = link
+        Args:
+            places: the address and port of each machine.
+        """
+        names = [name for name in places if name not in self.failures]
+        num_neighbors = min(NUM_NEIGHBORS_TRIED, len(names) - 1)
+        for distance in range(1, num_neighbors + 1):
+            neighbors = {}
+            for index, name in enumerate(names):
+                neighbor = names[(index + distance) % len(names)]
+                if not self.facts[name]["links"][neighbor]["error"]:
+                    neighbors[name] = neighbor
+            await self._measure_links_to(neighbors, places)
 
-    async def _share(self, path: str) -> None:
-        """Whether each machine sees what the first has written; None: that could not write."""
-        first = [name for name in self.machines if name not in self.failed][:1]
-        write = {"ask": "write", "path": path, "text": path}
-        wrote = await self._ask(self._left(), lambda remote: remote.ask(**write), first)
-        for name in wrote:
-            self.machines[name]["shared"] = None
-        if any(of["error"] is None for of in wrote.values()):
-            (place,) = (of["path"] for of in wrote.values())
-            read = await self._ask(self._left(), lambda r: r.ask(ask="read", path=place))
-            for name, of in read.items():
-                self.machines[name]["shared"] = of["text"] == path
+    async def _measure_links_to(
+        self, neighbors: Mapping[str, str], places: Mapping[str, tuple[str, int]]
+    ) -> None:
+        """Measures one link of each machine, all at the same time.
+
+        Args:
+            neighbors: by the name of a machine, that of the machine at the other end.
+            places: the address and port of each machine.
+        """
+
+        async def measure(remote: Remote) -> dict[str, Any]:
+            address, port = places[neighbors[remote.host.name]]
+            return await remote.ask(ask="measure", address=address, port=port, token=self._token)
+
+        links = await self._ask(measure, self._remaining_s() / 2, neighbors)
+        for name, link in links.items():
+            self.facts[name]["links"][neighbors[name]] = link
+
+    async def _run_checks(self, files: Mapping[str, str], fix: bool) -> None:
+        """Runs the checks of `lockstep doctor` on each machine."""
+        addresses = {name: self._remotes[name].host.address for name in self.facts}
+        checks_s = min(DEADLINE_S, self._remaining_s(2 * ANSWER_TRANSFER_S))
+
+        async def run_checks(remote: Remote) -> dict[str, Any]:
+            return await remote.ask(
+                ask="facts",
+                folder=str(self._folder),
+                files=files,
+                fix=fix,
+                names=addresses,
+                seconds=checks_s,
+            )
+
+        answers = await self._ask(run_checks, self._remaining_s(ANSWER_TRANSFER_S))
+        forwarded = {}  # `lockstep run --hosts` sends these variables to each machine
+        for name, value in variables.gather(self._folder).items():
+            if name.startswith(FORWARDED_PREFIXES):
+                forwarded[name] = value
+        for name, answer in answers.items():
+            answer["checks"]["variables"].update(forwarded)
+            self.facts[name].update(answer)
+
+    async def _test_shared_folder(self) -> None:
+        """Lets the first machine write a file that the others then read.
+
+        The fact `shared` of a machine is True or False, or None if the first machine cannot write.
+        """
+        path = str(self._folder / f".lockstep-doctor-{secrets.token_hex(8)}")
+        able = [name for name in self.facts if name not in self.failures]
+        answers = await self._ask(
+            lambda remote: remote.ask(ask="write", path=path, text=path),
+            self._remaining_s(),
+            able[:1],
+        )
+        for name, answer in answers.items():
+            self.facts[name]["shared"] = None
+            if answer["error"] is None:
+                await self._read_shared_file(answer["path"], path)
+
+    async def _read_shared_file(self, path: str, expected_text: str) -> None:
+        answers = await self._ask(
+            lambda remote: remote.ask(ask="read", path=path), self._remaining_s()
+        )
+        for name, answer in answers.items():
+            self.facts[name]["shared"] = answer["text"] == expected_text
 
 
-async def _clock(remote: Remote) -> dict[str, Any]:
-    """By how much a machine is ahead of this one; the answer with the shortest way counts."""
-    asked = []
-    for _ in range(3):
-        begun = time.time()
-        there = (await remote.ask(ask="time"))["time"]
-        ended = time.time()
-        asked.append((ended - begun, there - (begun + ended) / 2))
-    return {"clock": min(asked)[1]}
+def _address_of_this_machine(answers: Iterable[Mapping[str, Any]]) -> str | None:
+    """Returns the address from which this machine reached another one, or None."""
+    for answer in answers:
+        if answer["first"] and is_here(answer["first"]):
+            return str(answer["first"])
+    return None
+
+
+async def _read_clock(remote: Remote) -> dict[str, Any]:
+    """Returns by how many seconds a machine's clock is ahead of this one's.
+
+    The reading with the shortest round trip counts, since it is the most exact.
+    """
+    shortest_s = float("inf")
+    ahead_s = 0.0
+    for _ in range(NUM_CLOCK_READINGS):
+        begin = time.time()
+        answer = await remote.ask(ask="time")
+        end = time.time()
+        if end - begin < shortest_s:
+            shortest_s = end - begin
+            ahead_s = answer["time"] - (begin + end) / 2
+    return {"clock": ahead_s}

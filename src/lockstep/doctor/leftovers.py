@@ -1,4 +1,12 @@
-"""What runs have left behind: shared memory of processes that are gone, and old logs."""
+"""Checks for what earlier runs left behind: shared memory of dead processes, and old logs.
+
+`gather` reads facts from this machine, `judge` says what is wrong with them, and `fix` removes the
+files. Only files of this user are looked at.
+
+A process in another container may use our /dev/shm, although its number means nothing here. So
+files that a process has mapped are left out, as are files younger than an hour; and unless all
+processes are seen here, nothing is removed.
+"""
 
 from __future__ import annotations
 
@@ -13,64 +21,92 @@ from pathlib import Path
 from lockstep.doctor.base import WARNING, Facts, Finding, verdict
 from lockstep.wording import count_noun
 
-_SHARED, _PROC = Path("/dev/shm"), Path("/proc")
-_OF_TORCH = re.compile(r"torch_(\d+)_")
-"""How torch's names begin, with the process that made it."""
-_YOUNG_S = 3600.0
-_OLD_S = 14 * 24 * 3600.0
-_MUCH = 2**28
-_ALL_PIDS = 0xEFFFFFFC
-"""The number of the first namespace of processes (PROC_PID_INIT_INO in Linux's proc_ns.h)."""
-_HIDDEN = "remove them if no container uses this /dev/shm: its processes have other numbers"
+SHARED_MEMORY = Path("/dev/shm")
+PROC = Path("/proc")
+# A file that torch made: torch_1234_987654321_0, where 1234 is the process that made it.
+TORCH_FILE = re.compile(r"torch_(\d+)_")
+SHARED_MIN_AGE_S = 3600.0
+LOGS_MIN_AGE_S = 14 * 24 * 3600.0
+MAX_LOGS_SIZE = 2**28  # bytes
+# The inode number of the first namespace of processes (PROC_PID_INIT_INO in Linux's proc_ns.h).
+INITIAL_PID_NAMESPACE = 0xEFFFFFFC
+
+FileAndSize = tuple[str, int]
+"""A path, and its size in bytes."""
 
 
 def gather(folder: Path) -> Facts:
-    """This user's alone: paths and bytes."""
-    shared = []
-    for path in _SHARED.glob("torch_*") if _SHARED.is_dir() else ():
-        made_by = _OF_TORCH.match(path.name)
-        try:
-            found = path.stat()
-            # A young one may be of a process that has another number in its own container.
-            old_enough = time.time() - found.st_mtime > _YOUNG_S
-            ours = found.st_uid == os.getuid() and old_enough
-            if made_by and ours and not _runs(int(made_by[1])):
-                shared.append([str(path), found.st_size])
-        except OSError:  # it is gone
+    """Lists the files of shared memory and the folders of logs that could be removed."""
+    return {
+        "shared": [[path, size] for path, size in _abandoned_shared_memory()],
+        "sees_all": sees_all_processes(),
+        "logs": [[path, size] for path, size in _old_logs()],
+    }
+
+
+def _abandoned_shared_memory() -> list[FileAndSize]:
+    """Returns torch's files whose process has ended, and that no other process has mapped."""
+    if not SHARED_MEMORY.is_dir():
+        return []
+    abandoned = []
+    for path in SHARED_MEMORY.glob("torch_*"):
+        match = TORCH_FILE.match(path.name)
+        if match is None:
             continue
-    used = _mapped() if shared else set()
-    shared = [found for found in shared if found[0] not in used]
+        try:
+            status = path.stat()
+        except OSError:  # it was removed meanwhile
+            continue
+        is_ours = status.st_uid == os.getuid()
+        is_old = time.time() - status.st_mtime > SHARED_MIN_AGE_S
+        if is_ours and is_old and not _is_running(int(match[1])):
+            abandoned.append((str(path), status.st_size))
+    if not abandoned:
+        return []
+    mapped = _mapped_shared_memory()
+    return [(path, size) for path, size in abandoned if path not in mapped]
+
+
+def _old_logs() -> list[FileAndSize]:
+    """Returns the folders of logs in which no file is young, with the size of all their files."""
     logs = Path(tempfile.gettempdir(), f"lockstep-logs-{os.getuid()}")
+    if not logs.is_dir() or logs.stat().st_uid != os.getuid():
+        return []
     old = []
-    for run in logs.iterdir() if logs.is_dir() and logs.stat().st_uid == os.getuid() else ():
+    for run in logs.iterdir():
         files = [path.lstat() for path in run.rglob("*")] if run.is_dir() else []
         newest = max((file.st_mtime for file in files), default=run.lstat().st_mtime)
-        if time.time() - newest > _OLD_S:
-            old.append([str(run), sum(file.st_size for file in files)])
-    return {"shared": shared, "sees_all": _sees_all(), "logs": old}
+        if time.time() - newest > LOGS_MIN_AGE_S:
+            old.append((str(run), sum(file.st_size for file in files)))
+    return old
 
 
-def _sees_all() -> bool:
-    """Whether no process of this user's has another number than here, as those of containers do."""
-    seen = set()
-    for process in _PROC.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # another user's, or it has ended
-            seen.add(os.stat(process / "ns/pid").st_ino)
-    return seen == {_ALL_PIDS}
+def sees_all_processes() -> bool:
+    """Returns True if no process of this user runs in a container, this one included.
+
+    A container has a namespace of processes of its own, in which they have other numbers.
+    """
+    namespaces = set()
+    for process in PROC.glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it is another user's, or it has ended
+            namespaces.add(os.stat(process / "ns/pid").st_ino)
+    return namespaces == {INITIAL_PID_NAMESPACE}
 
 
-def _mapped() -> set[str]:
-    """The files of shared memory that processes have, whatever their numbers elsewhere."""
-    found, name = set(), re.compile(rf"{re.escape(str(_SHARED))}/torch_\S+")
-    for maps in _PROC.glob("[0-9]*/maps"):
+def _mapped_shared_memory() -> set[str]:
+    """Returns torch's files of shared memory that some process has mapped."""
+    # For example, in a line of /proc/1234/maps: /dev/shm/torch_1234_987654321_0
+    name = re.compile(rf"{re.escape(str(SHARED_MEMORY))}/torch_\S+")
+    mapped: set[str] = set()
+    for maps in PROC.glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            found.update(name.findall(maps.read_text(errors="replace")))
-    return found
+            mapped.update(name.findall(maps.read_text(errors="replace")))
+    return mapped
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # sends nothing, but fails if there is no such process
     except ProcessLookupError:
         return False
     except PermissionError:
@@ -78,34 +114,41 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def _size(paths: list[tuple[str, int]]) -> int:
-    return sum(size for _, size in paths)
+def _total_size(files: list[FileAndSize]) -> int:
+    return sum(size for _, size in files)
 
 
 def judge(facts: Facts) -> Finding:
-    """What takes memory, and what takes much of a disk."""
-    shared, logs = facts["shared"], facts["logs"]
+    """Finds abandoned shared memory, and old logs if they are large."""
+    shared = facts["shared"]
+    logs = facts["logs"]
     problems = []
     if shared:
-        size = _size(shared) >> 20
+        size_mib = _total_size(shared) >> 20
         files = count_noun(len(shared), "file")
-        found = f"/dev/shm holds {size} MiB in {files} of ended processes"
-        do = "--fix removes them" if facts["sees_all"] else _HIDDEN
+        found = f"/dev/shm holds {size_mib} MiB in {files} of ended processes"
+        if facts["sees_all"]:
+            do = "--fix removes them"
+        else:
+            do = "remove them if no container uses this /dev/shm: its processes have other numbers"
         problems.append(Finding(WARNING, found, do))
-    if (size := _size(logs)) > _MUCH:
+    if _total_size(logs) > MAX_LOGS_SIZE:
+        size_mib = _total_size(logs) >> 20
         runs = count_noun(len(logs), "run")
-        found = f"logs of {runs} of more than two weeks ago take {size >> 20} MiB"
+        found = f"logs of {runs} of more than two weeks ago take {size_mib} MiB"
         problems.append(Finding(WARNING, found, "--fix removes them"))
-    return verdict("nothing that matters" if not problems else "of earlier runs", problems)
+    return verdict("of earlier runs" if problems else "nothing that matters", problems)
 
 
 def fix(facts: Facts) -> list[str]:
-    """Removes both, the logs where they take much."""
+    """Removes the shared memory, and the old logs if they are large."""
     done = []
-    for path, _ in facts["shared"] if facts["sees_all"] else ():
-        Path(path).unlink(missing_ok=True)
-        done.append(f"removed {path}")
-    for path, _ in facts["logs"] if _size(facts["logs"]) > _MUCH else ():
-        shutil.rmtree(path, ignore_errors=True)
-        done.append(f"removed {path}")
+    if facts["sees_all"]:
+        for path, _ in facts["shared"]:
+            Path(path).unlink(missing_ok=True)
+            done.append(f"removed {path}")
+    if _total_size(facts["logs"]) > MAX_LOGS_SIZE:
+        for path, _ in facts["logs"]:
+            shutil.rmtree(path, ignore_errors=True)
+            done.append(f"removed {path}")
     return done

@@ -1,4 +1,8 @@
-"""Limits of this user's processes: open files, processes, memory that may be locked."""
+"""Checks the limits of this user's processes: open files, processes, and locked memory.
+
+`gather` reads facts from this machine, `judge` says what is wrong with them. Memory that is locked
+stays in main memory; InfiniBand needs it.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,22 @@ from pathlib import Path
 
 from lockstep.doctor.base import WARNING, Facts, Finding, verdict
 
-_FILES, _PROCESSES = 4096, 1024
-_LOCKED = 2**33
+MIN_OPEN_FILES = 4096
+USUAL_OPEN_FILES = 65536
+MIN_PROCESSES = 1024
+MIN_LOCKED_MEMORY = 2**33  # bytes
 
 
 def gather(folder: Path) -> Facts:
-    """Soft limits, and of files the hard one; None: there is no limit."""
-    files = [_limit(number) for number in resource.getrlimit(resource.RLIMIT_NOFILE)]
-    processes = getattr(resource, "RLIMIT_NPROC", None)
+    """Reads the limits (None: there is none), of open files also the limit for the user himself."""
+    soft_files, hard_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes = None
+    if hasattr(resource, "RLIMIT_NPROC"):
+        processes = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0])
     return {
-        "files": files[0],
-        "most_files": files[1],
-        "processes": None if processes is None else _limit(resource.getrlimit(processes)[0]),
+        "files": _limit(soft_files),
+        "most_files": _limit(hard_files),
+        "processes": processes,
         "locked": _limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
         "infiniband": Path("/sys/class/infiniband").is_dir(),
     }
@@ -29,18 +37,27 @@ def _limit(number: int) -> int | None:
 
 
 def judge(facts: Facts) -> Finding:
-    """Limits at which a run of several ranks and workers ends."""
-    files, problems = facts["files"], []
-    if files is not None and files < _FILES:
-        most = facts["most_files"]
-        possible = most is None or most >= _FILES
-        do = f"ulimit -n {_FILES if most is None else min(most, 65536)}"
-        do = do if possible else "as root, raise nofile in /etc/security/limits.conf"
-        problems.append(Finding(WARNING, "loaders with workers may need more open files", do))
-    if facts["processes"] is not None and facts["processes"] < _PROCESSES:
-        found = f"at most {facts['processes']} processes and threads"
+    """Finds limits that are too low for several ranks with several workers each."""
+    files = facts["files"]
+    processes = facts["processes"]
+    locked = facts["locked"]
+    problems = []
+    if files is not None and files < MIN_OPEN_FILES:
+        found = "loaders with workers may need more open files"
+        problems.append(Finding(WARNING, found, _how_to_raise_open_files(facts["most_files"])))
+    if processes is not None and processes < MIN_PROCESSES:
+        found = f"at most {processes} processes and threads"
         problems.append(Finding(WARNING, found, "ulimit -u, or ask for a higher limit"))
-    if facts["infiniband"] and facts["locked"] is not None and facts["locked"] < _LOCKED:
-        found = f"InfiniBand needs locked memory, and {facts['locked'] // 2**10} KiB may be locked"
+    if facts["infiniband"] and locked is not None and locked < MIN_LOCKED_MEMORY:
+        found = f"InfiniBand needs locked memory, and {locked // 2**10} KiB may be locked"
         problems.append(Finding(WARNING, found, "as root, memlock unlimited in limits.conf"))
     return verdict(f"{'unlimited' if files is None else files} open files", problems)
+
+
+def _how_to_raise_open_files(hard_limit: int | None) -> str:
+    """Says how to raise the limit; up to the hard limit the user can do it himself."""
+    if hard_limit is None:
+        return f"ulimit -n {MIN_OPEN_FILES}"
+    if hard_limit < MIN_OPEN_FILES:
+        return "as root, raise nofile in /etc/security/limits.conf"
+    return f"ulimit -n {min(hard_limit, USUAL_OPEN_FILES)}"

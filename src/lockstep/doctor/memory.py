@@ -1,52 +1,83 @@
-"""Main memory: how much is there, and how much may this process take."""
+"""Checks main memory: how much is available, and how much the control group allows.
+
+A control group is Linux's limit for a container or a job. `gather` reads facts from this machine,
+`judge` says what is wrong with them.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, gib, verdict
 from lockstep.run.start.machine import own_cgroups, read_field
 
-_LIMITS = {
-    2: ("memory.max", "memory.current", "inactive_file"),
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+MIN_FOR_A_MODEL = 2 * 2**30  # bytes
+MIN_FOR_TORCH = 2**28  # bytes
+
+
+class GroupFiles(NamedTuple):
+    """Where a control group tells of its memory."""
+
+    limit: str
+    usage: str
+    cache_field: str
+    """The field of `memory.stat` for the part of the usage that caches files, which the kernel
+    gives back when memory is needed."""
+
+
+FILES_OF_VERSION = {
+    1: GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: GroupFiles("memory.max", "memory.current", "inactive_file"),
 }
-"""The files of the limit and of what is used; and the field of `memory.stat` for what of that
-caches files, and is given back when it is needed."""
-_FEW, _NONE = 2 * 2**30, 2**28
+"""By the version of Linux's control groups."""
 
 
 def gather(folder: Path) -> Facts:
-    """Bytes; `group` is what the control group leaves, None where it sets no limit."""
+    """Reads bytes; `group` is what the control group leaves, or None if it sets no limit."""
     import psutil
 
-    found = psutil.virtual_memory()
-    return {"total": found.total, "available": found.available, "group": group_left(Path("/"))}
+    memory = psutil.virtual_memory()
+    return {
+        "total": memory.total,
+        "available": memory.available,
+        "group": available_in_group(Path("/")),
+    }
 
 
-def group_left(root: Path) -> int | None:
-    """What the tightest control group of this process leaves; None: none sets a limit."""
-    left = []
+def available_in_group(root: Path) -> int | None:
+    """Returns how many bytes the tightest control group of this process leaves.
+
+    Args:
+        root: the root of the file system.
+
+    Returns:
+        The bytes, or None if no group sets a limit.
+    """
+    available = []
     for version, folder in own_cgroups("memory", root):
-        limit, used, cached = _LIMITS[version]
+        files = FILES_OF_VERSION[version]
         try:
-            most, taken = (int((folder / name).read_text()) for name in (limit, used))
-        except (OSError, ValueError):  # no such group, or "max"
+            limit = int((folder / files.limit).read_text())
+            usage = int((folder / files.usage).read_text())
+        except (OSError, ValueError):  # there is no such group, or its limit is "max"
             continue
-        left.append(most - taken + min(taken, read_field(folder / "memory.stat", cached) or 0))
-    return min(left, default=None)
+        cached = read_field(folder / "memory.stat", files.cache_field) or 0
+        available.append(limit - usage + min(usage, cached))
+    return min(available, default=None)
 
 
 def judge(facts: Facts) -> Finding:
-    """Too little to load torch and a model on each rank."""
-    left = facts["available"]
+    """Finds too little memory to load torch and a model on each rank."""
+    available = facts["available"]
+    group = facts["group"]
     problems = []
-    if facts["group"] is not None and facts["group"] < left:
-        left = facts["group"]
-        problems.append(Finding("ok", f"its control group leaves {gib(left)}"))
-    if left < _NONE:
+    if group is not None and group < available:
+        available = group
+        problems.append(Finding("ok", f"its control group leaves {gib(group)}"))
+    if available < MIN_FOR_TORCH:
         problems.append(Finding(ERROR, "no process with torch fits", "end what takes it"))
-    elif left < _FEW:
+    elif available < MIN_FOR_A_MODEL:
         found = "a process with torch takes about half a GiB before there is a model"
         problems.append(Finding(WARNING, found, "start few processes, or end what takes it"))
     return verdict(f"{gib(facts['available'])} of {gib(facts['total'])} available", problems)

@@ -1,8 +1,12 @@
-"""The interfaces: loopback works, and which one runs on several machines will use."""
+"""Checks the network interfaces: loopback, and the one that runs on several machines will use.
+
+`gather` reads facts from this machine, `judge` says what is wrong with them.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep.distributed.network import (
@@ -18,55 +22,81 @@ from lockstep.distributed.network import (
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, verdict
 from lockstep.errors import SettingError
 
-_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_SMALLEST_MTU = 1280
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"  # names of interfaces
+NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"  # patterns, see `nccl_matches`
+MIN_MTU = 1280  # bytes of a packet
 
 
 def gather(folder: Path) -> Facts:
-    """Interfaces, the one on the default route, and the variables that name one."""
+    """Reads the interfaces, which one has the default route, and the variables that name one."""
     import psutil
 
-    problem = None
-    try:
-        listening_socket(LOOPBACK, 0).close()
-    except (OSError, SettingError) as error:
-        problem = str(getattr(error, "found", error))
     address = address_reaching()
-    name = None if address is None else interface_of(address)
-    stats = psutil.net_if_stats()
+    interface = None if address is None else interface_of(address)
+    mtu = None
+    megabits = None
+    statistics_of_interface = psutil.net_if_stats()
+    if interface in statistics_of_interface:
+        mtu = statistics_of_interface[interface].mtu
+        megabits = statistics_of_interface[interface].speed or None  # 0: it is not known
+    variables = {}
+    for name in (GLOO_VARIABLE, NCCL_VARIABLE):
+        if os.environ.get(name):
+            variables[name] = os.environ[name]
     return {
         "interfaces": local_addresses(),
-        "loopback_problem": problem,
+        "loopback_problem": _loopback_problem(),
         "address": address,
-        "interface": name,
-        "mtu": stats[name].mtu if name in stats else None,
-        "mbits": stats[name].speed or None if name in stats else None,
-        "variables": {n: os.environ[n] for n in _NAMES if os.environ.get(n)},
+        "interface": interface,
+        "mtu": mtu,
+        "mbits": megabits,
+        "variables": variables,
     }
 
 
+def _loopback_problem() -> str | None:
+    """Returns why nothing can listen on loopback, or None if it works."""
+    try:
+        listening_socket(LOOPBACK, 0).close()
+    except SettingError as error:
+        return error.found
+    except OSError as error:
+        return str(error)
+    return None
+
+
 def judge(facts: Facts) -> Finding:
-    """No loopback, no way out, or a variable that names what is not there."""
-    problems, names = [], facts["interfaces"]
+    """Finds a broken loopback, and a variable that names an interface which does not exist."""
+    interfaces = facts["interfaces"]
+    problems = []
     if facts["loopback_problem"]:
         found = f"loopback does not work: {facts['loopback_problem']}"
         problems.append(Finding(ERROR, found, "as root: ip link set lo up"))
     for variable, value in facts["variables"].items():
-        gloo = variable.startswith("GLOO")
-        given = value.split(",") if gloo else [value]
-        there = [any(n == g if gloo else nccl_matches(g, n) for n in names) for g in given]
-        if not all(there):
+        if not _names_interfaces(variable, value, interfaces):
             found = f"{variable}={value}, and there is no such interface"
-            problems.append(Finding(ERROR, found, f"choose of {', '.join(names)}, or unset it"))
+            do = f"choose of {', '.join(interfaces)}, or unset it"
+            problems.append(Finding(ERROR, found, do))
     if facts["interface"] is None:
-        others = facing_outward(names)
-        summary = "no way to other machines; runs on this one use loopback"
-        return verdict(f"no default route: {listing(others)}" if others else summary, problems)
+        other_interfaces = facing_outward(interfaces)
+        if other_interfaces:
+            summary = f"no default route: {listing(other_interfaces)}"
+        else:
+            summary = "no way to other machines; runs on this one use loopback"
+        return verdict(summary, problems)
     summary = f"{facts['interface']} ({facts['address']}) has the default route"
-    summary += f", {facts['mbits']} Mb/s" if facts["mbits"] else ""
+    if facts["mbits"]:
+        summary += f", {facts['mbits']} Mb/s"
     if facts["mtu"] is not None:
         summary += f", MTU {facts['mtu']}"
-        if facts["mtu"] < _SMALLEST_MTU:
+        if facts["mtu"] < MIN_MTU:
             found = "packets are so short that much of the link is lost"
             problems.append(Finding(WARNING, found, "as root: ip link set ... mtu 1500"))
     return verdict(summary, problems)
+
+
+def _names_interfaces(variable: str, value: str, interfaces: Iterable[str]) -> bool:
+    """Returns True if the interfaces that the variable names exist."""
+    if variable == GLOO_VARIABLE:
+        return all(name in interfaces for name in value.split(","))
+    return any(nccl_matches(value, name) for name in interfaces)

@@ -1,7 +1,11 @@
-"""The end of `lockstep doctor --hosts` on each machine: what ssh starts there.
+"""The process that `lockstep doctor --hosts` starts on each machine by ssh.
 
-Requests are lines of JSON on its standard input, `{"ask": NAME, ...}`; each gets one answer. It
-ends with its input. Meanwhile it listens, for machines that know the token.
+It reads *requests* from its standard input, one JSON object per line, `{"ask": NAME, ...}`, and
+gives each an answer; `ANSWER_FUNCTIONS` has a function for each name. It ends when its input ends.
+
+From the request "serve" on it also listens on a port, so that the processes on other machines can
+measure the link to it. They must know a token. A message on such a connection is its length in 8
+bytes and then its bytes; it is acknowledged by one byte.
 """
 
 from __future__ import annotations
@@ -27,31 +31,42 @@ from lockstep.distributed.network import interface_of, resolve
 from lockstep.doctor import data
 from lockstep.run.machines.remote import describe_machine, listen, send_answer
 
-_TOKEN = 32
-_CONNECT_S, _ANSWER_S, _MEASURED_S = 4.0, 4.0, 1.0
-_PINGS = 9
-_AT_ONCE = 256
-"""Connections; more may be more than there are files."""
-_SIZES = (2**14, 2**20, 2**24)
-"""Bytes of what is sent; the first fills ten packets, the others follow where that is soon done."""
-_SECONDS_UP_TO = 60.0
+TOKEN_SIZE = 32  # bytes
+CONNECT_TIMEOUT_S = 4.0
+ANSWER_TIMEOUT_S = 4.0
+SERVER_TIMEOUT_S = 60.0
+MAX_CONNECTIONS = 256  # at the same time; more may need more files than this process may open
+NUM_PINGS = 9
+MESSAGE_SIZES = (2**14, 2**20, 2**24)
+"""Bytes of the messages by which the bandwidth is measured. The first fills ten packets; a longer
+one follows if it will not take long."""
+MAX_MESSAGE_S = 1.0
+RECEIVE_SIZE = 1 << 16  # bytes
+ACKNOWLEDGEMENT = b"+"
 
 
 def facts(
     folder: str, names: dict[str, str], files: dict[str, str], fix: bool, seconds: float
 ) -> dict[str, Any]:
-    """What this machine has, and what it makes of the others' names; mends before what it can.
+    """Runs all checks of `lockstep doctor` on this machine, and reads what is to be compared.
 
-    What is not known after so many seconds is left out, see `doctor.within`.
+    Args:
+        folder: where checkpoints are to go.
+        names: the address or host name of each machine, by the name that the user gave it.
+        files: what to compare: `script`, a file; `data`, a file or folder.
+        fix: repair what can be repaired.
+        seconds: what is not known after this time is left out, see `doctor.run_within`.
     """
-    look_at = {"script": _digest, "data": data.gather}
-    others: dict[str, Callable[[], Any]]
-    others = {name: partial(look_at[name], Path(file)) for name, file in files.items()}
-    others["resolved"] = lambda: {name: resolve(address) for name, address in names.items()}
+    functions: dict[str, Callable[[], Any]] = {}
+    if "script" in files:
+        functions["script"] = partial(_digest, Path(files["script"]))
+    if "data" in files:
+        functions["data"] = partial(data.gather, Path(files["data"]))
+    functions["resolved"] = partial(_resolve_all, names)
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(doctor.within, seconds, others)
-        checks, fixed = doctor.look(Path(folder), mend=fix, deadline_s=seconds)
-        return {"checks": checks, "fixed": fixed, **told.result()}
+        compared = pool.submit(doctor.run_within, seconds, functions)
+        checks, fixed = doctor.examine(Path(folder), repair=fix, deadline_s=seconds)
+        return {"checks": checks, "fixed": fixed, **compared.result()}
 
 
 def _digest(file: Path) -> dict[str, Any] | None:
@@ -60,121 +75,160 @@ def _digest(file: Path) -> dict[str, Any] | None:
     return {"digest": hashlib.sha256(file.read_bytes()).hexdigest()[:8]}
 
 
+def _resolve_all(names: dict[str, str]) -> dict[str, Any]:
+    return {name: resolve(address) for name, address in names.items()}
+
+
 def serve(token: str) -> dict[str, Any]:
-    """Answers those that send the token, until this process ends."""
-    listener, found = listen(0, any_port_if_taken=False)
-    if listener is None:
-        return found
-    threading.Thread(target=_accept, args=(listener, token.encode()), daemon=True).start()
-    return found
+    """Listens for processes that know the token, until this process ends; answers the port."""
+    listener, port_or_error = listen(0, any_port_if_taken=False)
+    if listener is not None:
+        threading.Thread(target=_accept, args=(listener, token.encode()), daemon=True).start()
+    return port_or_error
 
 
 def _accept(listener: socket.socket, token: bytes) -> None:
     while True:
         connection, _ = listener.accept()
-        threading.Thread(target=_answer, args=(connection, token), daemon=True).start()
+        thread = threading.Thread(target=acknowledge, args=(connection, token), daemon=True)
+        thread.start()
 
 
-def _answer(connection: socket.socket, token: bytes) -> None:
-    """Sends a byte back for each message: its length in 8 bytes, and that many bytes."""
+def acknowledge(connection: socket.socket, token: bytes) -> None:
+    """Acknowledges each message on a connection that begins with the token, and then closes it."""
     with connection:
-        connection.settimeout(_SECONDS_UP_TO)
+        connection.settimeout(SERVER_TIMEOUT_S)
         try:
-            if not secrets.compare_digest(_receive(connection, _TOKEN), token):
+            if not secrets.compare_digest(receive(connection, TOKEN_SIZE), token):
                 return
-            while size := int.from_bytes(_receive(connection, 8)):
-                while size:
-                    size -= len(_receive(connection, min(size, 1 << 16)))
-                connection.sendall(b"+")
+            while True:
+                remaining = int.from_bytes(receive(connection, 8))
+                if remaining == 0:
+                    return
+                while remaining > 0:
+                    remaining -= len(receive(connection, min(remaining, RECEIVE_SIZE)))
+                connection.sendall(ACKNOWLEDGEMENT)
         except OSError:
             return
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def receive(connection: socket.socket, size: int) -> bytes:
+    """Receives this many bytes.
+
+    Raises:
+        ConnectionResetError: the other end closed the connection before.
+    """
     data = b""
     while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
+        received = connection.recv(size - len(data))
+        if not received:
             raise ConnectionResetError
-        data += more
+        data += received
     return data
 
 
 def reach(places: dict[str, tuple[str, int]]) -> dict[str, str]:
-    """Which of many machines cannot be connected to, and why."""
+    """Answers which machines cannot be connected to, and why.
 
-    def attempt(place: tuple[str, int]) -> str:
+    Args:
+        places: the address and port of each machine.
+    """
+
+    def try_to_connect(place: tuple[str, int]) -> str:
+        address, port = place
         try:
-            socket.create_connection((place[0], place[1]), timeout=_CONNECT_S).close()
+            socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S).close()
         except OSError as error:
-            return error.strerror or f"no answer within {_CONNECT_S:g} s"
+            return _describe(error, CONNECT_TIMEOUT_S)
         return ""
 
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        found = zip(places, pool.map(attempt, places.values()), strict=True)
-        return {name: why for name, why in found if why}
+    with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
+        problems = list(pool.map(try_to_connect, places.values()))
+    return {name: problem for name, problem in zip(places, problems, strict=True) if problem}
+
+
+def _describe(error: OSError, timeout_s: float) -> str:
+    """Returns the system's text for an error; a timeout has none."""
+    return error.strerror or f"no answer within {timeout_s:g} s"
 
 
 def measure(address: str, port: int, token: str) -> dict[str, Any]:
-    """How far another machine is; `error`: it is not reached; `stalled`: by no long message."""
+    """Measures the link to another machine.
+
+    Answers `latency_s`, `bandwidth` (bytes a second) and `interface`; or `error` if the machine is
+    not reached; or `latency_s` and `stalled` if short messages arrive there, but no long one.
+    """
     try:
-        connection = socket.create_connection((address, port), timeout=_CONNECT_S)
+        connection = socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S)
     except OSError as error:
-        return {"error": error.strerror or f"no answer within {_CONNECT_S:g} s"}
+        return {"error": _describe(error, CONNECT_TIMEOUT_S)}
     with connection:
         interface = interface_of(connection.getsockname()[0])
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(_ANSWER_S)
-
-        def send(size: int) -> float:
-            begun = time.perf_counter()
-            connection.sendall(size.to_bytes(8) + bytes(size))
-            _receive(connection, 1)
-            return time.perf_counter() - begun
-
+        connection.settimeout(ANSWER_TIMEOUT_S)
         try:
             connection.sendall(token.encode())
-            send(1)
-            latency = statistics.median(send(1) for _ in range(_PINGS)) / 2
+            _send_message(connection, 1)
+            round_trips = [_send_message(connection, 1) for _ in range(NUM_PINGS)]
         except OSError as error:
-            return {"error": error.strerror or f"no answer within {_ANSWER_S:g} s"}
-        bandwidth = 0.0
+            return {"error": _describe(error, ANSWER_TIMEOUT_S)}
+        latency_s = statistics.median(round_trips) / 2
+        bandwidth = _measure_bandwidth(connection, latency_s)
+    if bandwidth is None:
+        return {"latency_s": latency_s, "stalled": True}
+    return {"latency_s": latency_s, "bandwidth": bandwidth, "interface": interface}
+
+
+def _send_message(connection: socket.socket, size: int) -> float:
+    """Sends a message of this many bytes; returns the seconds until it was acknowledged."""
+    begin = time.perf_counter()
+    connection.sendall(size.to_bytes(8) + bytes(size))
+    receive(connection, 1)
+    return time.perf_counter() - begin
+
+
+def _measure_bandwidth(connection: socket.socket, latency_s: float) -> float | None:
+    """Returns the bytes a second of the longest messages that were acknowledged, None if none."""
+    bandwidth: float | None = None
+    for size in MESSAGE_SIZES:
+        if bandwidth is not None and size / bandwidth > MAX_MESSAGE_S:
+            break
         try:
-            for size in _SIZES:
-                if bandwidth and size / bandwidth > _MEASURED_S:
-                    break
-                seconds = min(send(size), send(size))  # a busy machine may have disturbed one
-                bandwidth = size / max(seconds - latency, seconds / 2)
+            # The shorter of two times, since a busy machine may have delayed one.
+            seconds = min(_send_message(connection, size), _send_message(connection, size))
         except OSError:
-            if not bandwidth:
-                return {"latency_s": latency, "stalled": True}
-    return {"latency_s": latency, "bandwidth": bandwidth, "interface": interface}
+            break
+        bandwidth = size / max(seconds - latency_s, seconds / 2)
+    return bandwidth
 
 
 def write(path: str, text: str) -> dict[str, Any]:
-    """Writes a small file, which goes with this process.
+    """Writes a small file, which is removed when this process ends.
 
-    Where there is no such folder yet: to where it would be made.
+    If its folder does not exist it is written into the nearest existing folder above; the answer
+    has the path that it got.
     """
-    folders = (folder for folder in Path(path).parents if os.path.isdir(folder))
-    place = next(folders) / Path(path).name
-    atexit.register(place.unlink, missing_ok=True)
+    folder = Path(path).parent
+    while not os.path.isdir(folder):
+        folder = folder.parent
+    file = folder / Path(path).name
+    atexit.register(file.unlink, missing_ok=True)
     try:
-        place.write_text(text)
+        file.write_text(text)
     except OSError as error:
         return {"error": error.strerror}
-    return {"error": None, "path": str(place)}
+    return {"error": None, "path": str(file)}
 
 
 def read(path: str) -> dict[str, Any]:
-    """What is in a small file; None: it is not there."""
+    """Answers the text of a small file, or None if it cannot be read."""
     try:
         return {"text": Path(path).read_text()}
     except OSError:
         return {"text": None}
 
 
-_ASKED: dict[str, Callable[..., dict[str, Any]]] = {
+ANSWER_FUNCTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "look": lambda **request: describe_machine(request),
     "time": lambda: {"time": time.time()},
     "facts": facts,
@@ -187,12 +241,14 @@ _ASKED: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Answers until there is nobody who asks."""
+    """Answers the requests on standard input."""
+    # Answers go to the file that stdout was. What libraries print goes to stderr.
     output = os.dup(1)
-    os.dup2(2, 1)  # what libraries print must not stand among the answers
+    os.dup2(2, 1)
     for line in sys.stdin:
         request = json.loads(line)
-        send_answer(_ASKED[request.pop("ask")](**request), output)
+        answer = ANSWER_FUNCTIONS[request.pop("ask")]
+        send_answer(answer(**request), output)
 
 
 if __name__ == "__main__":

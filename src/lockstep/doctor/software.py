@@ -1,30 +1,38 @@
-"""Versions of Python, torch, CUDA and NCCL, and whether they fit together."""
+"""Checks the versions of Python, torch, CUDA and NCCL, and whether they fit together.
+
+`gather` reads facts from this machine, `judge` says what is wrong with them.
+"""
 
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from lockstep import __version__
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, verdict
 
-_PYTHON, _TORCH = (3, 11), (2, 11)
+MIN_PYTHON = (3, 11)
+MIN_TORCH = (2, 11)
 
 
 def gather(folder: Path) -> Facts:
-    """Versions; `driver` is NVIDIA's, as its kernel module says."""
-    facts = {
+    """Reads the versions; those of torch and its libraries only if torch can be imported."""
+    packages = {}
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:
+            packages[name] = distribution.version
+    facts: dict[str, Any] = {
         "python": platform.python_version(),
         "executable": sys.executable,
         "lockstep": __version__,
-        "driver": _driver(),
-        "packages": {
-            name: found.version
-            for found in metadata.distributions()
-            if (name := found.metadata["Name"])
-        },
+        "driver": _nvidia_driver(),
+        "packages": packages,
+        "torch": None,
     }
     try:
         import torch
@@ -33,50 +41,61 @@ def gather(folder: Path) -> Facts:
 
         nccl = nccl_version()
     except Exception as error:  # a broken installation raises all kinds of errors
-        return {**facts, "torch": None, "problem": f"{type(error).__name__}: {error}"}
-    return {
-        **facts,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": None if nccl == "none" else nccl,
-        "available": torch.cuda.is_available(),
-    }
+        facts["problem"] = f"{type(error).__name__}: {error}"
+        return facts
+    facts["torch"] = torch.__version__
+    facts["cuda"] = torch.version.cuda
+    facts["nccl"] = None if nccl == "none" else nccl
+    facts["available"] = torch.cuda.is_available()
+    return facts
 
 
-def _driver() -> str | None:
+def _nvidia_driver() -> str | None:
+    """Returns the version of NVIDIA's kernel module, or None if there is none."""
     try:
-        first = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except (OSError, IndexError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
         return None
-    return next((word for word in first.split() if word[:1].isdigit()), "unknown")
+    lines = text.splitlines()
+    if not lines:
+        return None
+    # The first line: NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.133.20  Sun Mar ...
+    for word in lines[0].split():
+        if word[0].isdigit():
+            return word
+    return "unknown"
 
 
 def judge(facts: Facts) -> Finding:
-    """Too old, not importable, or a GPU that this torch cannot use."""
-    words = [f"Python {facts['python']}", f"Lockstep {facts['lockstep']}"]
+    """Finds versions that are too old, and a torch that cannot be imported or use the GPU."""
+    versions = [f"Python {facts['python']}", f"Lockstep {facts['lockstep']}"]
     problems = []
-    if _version(facts["python"]) < _PYTHON:
+    if _major_and_minor(facts["python"]) < MIN_PYTHON:
         problems.append(Finding(ERROR, "Python is older than 3.11", "use a newer Python"))
     if facts["torch"] is None:
         found = f"torch cannot be imported: {facts['problem']}"
         problems.append(Finding(ERROR, found, "install torch anew in this environment"))
-        return verdict(", ".join(words), problems)
-    words.append(f"torch {facts['torch']}")
-    words += [f"CUDA {facts['cuda']}"] if facts["cuda"] else []
-    words += [f"NCCL {facts['nccl']}"] if facts["nccl"] else []
-    words += [f"driver {facts['driver']}"] if facts["driver"] else []
-    if _version(facts["torch"]) < _TORCH:
+        return verdict(", ".join(versions), problems)
+    versions.append(f"torch {facts['torch']}")
+    for library, name in (("cuda", "CUDA"), ("nccl", "NCCL"), ("driver", "driver")):
+        if facts[library]:
+            versions.append(f"{name} {facts[library]}")
+    if _major_and_minor(facts["torch"]) < MIN_TORCH:
         problems.append(Finding(ERROR, "torch is older than 2.11", "install a newer torch"))
     if facts["driver"] and not facts["cuda"]:
         found = "there is an NVIDIA driver, and this torch is built without CUDA"
         problems.append(Finding(WARNING, found, "install a build of torch for CUDA"))
-    elif facts["cuda"] and facts["driver"] and not facts["available"]:
+    elif facts["driver"] and not facts["available"]:
         found = "torch cannot use CUDA"
         do = "see whether nvidia-smi works, and whether the driver is new enough for this CUDA"
         problems.append(Finding(ERROR, found, do))
-    return verdict(", ".join(words), problems)
+    return verdict(", ".join(versions), problems)
 
 
-def _version(text: str) -> tuple[int, ...]:
-    numbers = text.partition("+")[0].split(".")[:2]
-    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in numbers)
+def _major_and_minor(version: str) -> tuple[int, ...]:
+    """Returns (2, 11) for `2.11.0+cu128`."""
+    numbers = []
+    for part in version.partition("+")[0].split(".")[:2]:
+        digits = re.sub(r"\D", "", part)
+        numbers.append(int(digits or 0))
+    return tuple(numbers)

@@ -1,36 +1,50 @@
-"""The token of this user's runs on several machines: is there one, and is it a secret."""
+"""Checks the token, the secret that the machines of a run show each other.
+
+`gather` reads facts from this machine, `judge` says what is wrong with them, and `fix` closes the
+token's file to other users.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding
 from lockstep.errors import SettingError
 from lockstep.run.machines.run_token import TOKEN_VARIABLE, find_token, token_file
 
+MODE_FOR_OTHERS = 0o077  # the bits of a file's mode that let other users do anything
+
 
 def gather(folder: Path) -> Facts:
-    """Where it comes from, what is wrong with it, and a little of its digest, to compare it by."""
+    """Reads where the token comes from, what is wrong with it, and a little of its digest."""
+    facts: dict[str, Any] = {
+        "source": None,
+        "problem": None,
+        "do": "",
+        "open": False,
+        "digest": None,
+    }
     path = token_file(os.environ)
-    facts = {"source": None, "problem": None, "do": "", "open": False, "digest": None}
     if not os.environ.get(TOKEN_VARIABLE) and not path.exists():
-        return facts  # looking for it would make one
+        return facts  # `find_token` would make one
     try:
         token = find_token(os.environ)
     except SettingError as error:
-        return {**facts, "source": str(path), "problem": error.found, "do": error.do}
-    # Of 16 bits, which tell nobody what it is.
-    return {
-        **facts,
-        "source": token.source,
-        "open": token.open_to_all,
-        "digest": token.key.hex()[:4],
-    }
+        facts["source"] = str(path)
+        facts["problem"] = error.found
+        facts["do"] = error.do
+        return facts
+    facts["source"] = token.source
+    facts["open"] = token.open_to_all
+    # 16 bits: enough to see that two machines differ, too few to guess the token from.
+    facts["digest"] = token.key.hex()[:4]
+    return facts
 
 
 def judge(facts: Facts) -> Finding:
-    """One that others may read, or that can be guessed."""
+    """Finds a token that other users may read, and a run that is open to everybody."""
     if facts["problem"]:
         return Finding(ERROR, f"{facts['source']}: {facts['problem']}", facts["do"])
     if facts["open"]:
@@ -42,9 +56,11 @@ def judge(facts: Facts) -> Finding:
 
 
 def fix(facts: Facts) -> list[str]:
-    """Lets this user alone read the file."""
-    path = Path(facts["source"] or "")
-    if not facts["problem"] or not path.is_file() or not path.stat().st_mode & 0o077:
+    """Makes the file readable for this user alone, if others may read it."""
+    if not facts["problem"]:
+        return []
+    path = Path(facts["source"])
+    if not path.is_file() or not path.stat().st_mode & MODE_FOR_OTHERS:
         return []
     path.chmod(0o600)
     return [f"took {path} from other users' eyes (mode 0600)"]

@@ -1,4 +1,7 @@
-"""Variables of the shell that a run would take for a launcher's, or that change what it does."""
+"""Checks the environment variables that make a script take itself for a rank, or change a run.
+
+`gather` reads facts from this machine, `judge` says what is wrong with them.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +10,49 @@ from pathlib import Path
 
 from lockstep.doctor.base import WARNING, Facts, Finding, verdict
 
-_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-_BEGIN = ("CUDA_", "GLOO_", "LOCKSTEP_", "NCCL_", "OMP_", "TORCH_", "PYTORCH_", "PET_", "MASTER_")
-_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
-_DEBUG = {
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+PREFIXES = (
+    "CUDA_",
+    "GLOO_",
+    "LOCKSTEP_",
+    "NCCL_",
+    "OMP_",
+    "TORCH_",
+    "PYTORCH_",
+    "PET_",
+    "MASTER_",
+)
+SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+DEBUG_VARIABLES = {
     "CUDA_LAUNCH_BLOCKING": ("1", "every kernel is waited for"),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked twice"),
 }
+"""The value with which a variable slows a run down, and how."""
 
 
 def gather(folder: Path) -> Facts:
-    """Those that torch, Lockstep and their libraries read; of secrets the names alone."""
-    return {
-        name: "***" if any(word in name for word in _SECRET) else value
-        for name, value in sorted(os.environ.items())
-        if name in _OF_RANKS or name.startswith(_BEGIN)
-    }
+    """Reads the variables of torch, Lockstep and their libraries; secrets are masked."""
+    facts = {}
+    for name, value in sorted(os.environ.items()):
+        if name in RANK_VARIABLES or name.startswith(PREFIXES):
+            is_secret = any(word in name for word in SECRET_WORDS)
+            facts[name] = "***" if is_secret else value
+    return facts
 
 
 def judge(facts: Facts) -> Finding:
-    """Left over from a launcher, or set for debugging."""
+    """Finds variables that a launcher left in this shell, or that were set for debugging."""
     problems = []
-    if left := [name for name in _OF_RANKS if name in facts]:
-        found = ", ".join(f"{name}={facts[name]}" for name in left)
-        found += ": a script that is started plainly takes itself for a rank"
-        problems.append(Finding(WARNING, found, f"in this shell: unset {' '.join(left)}"))
-    for name, (value, what) in _DEBUG.items():
-        if facts.get(name) == value:
-            problems.append(Finding(WARNING, f"{name}={value}: {what}", "unset it to train"))
+    rank_variables = [name for name in RANK_VARIABLES if name in facts]
+    if rank_variables:
+        assignments = ", ".join(f"{name}={facts[name]}" for name in rank_variables)
+        found = f"{assignments}: a script that is started plainly takes itself for a rank"
+        do = f"in this shell: unset {' '.join(rank_variables)}"
+        problems.append(Finding(WARNING, found, do))
+    for name, (slow_value, effect) in DEBUG_VARIABLES.items():
+        if facts.get(name) == slow_value:
+            found = f"{name}={slow_value}: {effect}"
+            problems.append(Finding(WARNING, found, "unset it to train"))
     if facts.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         found = "CUDA_VISIBLE_DEVICES hides all GPUs"
         problems.append(Finding(WARNING, found, "unset it to use them"))

@@ -22,7 +22,7 @@ from lockstep import doctor
 from lockstep.cli.doctor import command
 from lockstep.doctor import data, hosts, remote
 from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING
-from lockstep.doctor.between import judge
+from lockstep.doctor.comparison import judge
 from lockstep.run.machines.hosts import Host
 from lockstep.run.machines.ssh_errors import Problem
 
@@ -179,7 +179,7 @@ def test_many_closed_ways_are_counted() -> None:
 
 
 def test_what_is_compared_of_data(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(data, "_PIECE", 8)
+    monkeypatch.setattr(data, "PIECE_SIZE", 8)
     folder = tmp_path / "data"
     (folder / "in").mkdir(parents=True)
     (folder / "in" / "a").write_bytes(bytes(range(100)))
@@ -206,9 +206,9 @@ def test_what_is_compared_of_data(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_the_way_to_another_machine(monkeypatch: Any) -> None:
-    monkeypatch.setattr(remote, "_CONNECT_S", 0.5)
-    monkeypatch.setattr(remote, "_ANSWER_S", 0.5)
-    monkeypatch.setattr(remote, "_SIZES", (2**14, 2**16))
+    monkeypatch.setattr(remote, "CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(remote, "ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(remote, "MESSAGE_SIZES", (2**14, 2**16))
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     assert remote.measure("127.0.0.1", port, "t" * 32) == {"error": "Connection refused"}
@@ -246,7 +246,7 @@ def test_where_a_folder_is_not_there_yet_nothing_is_made(tmp_path: Path, relativ
 
 
 def test_a_way_on_which_long_messages_are_lost(monkeypatch: Any) -> None:
-    monkeypatch.setattr(remote, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(remote, "ANSWER_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -254,13 +254,13 @@ def test_a_way_on_which_long_messages_are_lost(monkeypatch: Any) -> None:
             with connection:
                 assert connection.recv(32) == b"t" * 32
                 while True:
-                    size = int.from_bytes(remote._receive(connection, 8))
+                    size = int.from_bytes(remote.receive(connection, 8))
                     if size > 1400:
                         connection.recv(1 << 20)  # until the other end gives up
                         while connection.recv(1 << 20):
                             pass
                         return
-                    remote._receive(connection, size)
+                    remote.receive(connection, size)
                     connection.sendall(b"+")
 
         thread = threading.Thread(target=answer)
@@ -277,7 +277,7 @@ def test_who_does_not_know_the_token_is_turned_away() -> None:
         with socket.create_connection(address) as asking:
             asking.sendall(b"x" * 32 + (1).to_bytes(8) + b"1")
             connection, _ = server.accept()
-            remote._answer(connection, b"t" * 32)
+            remote.acknowledge(connection, b"t" * 32)
             with contextlib.suppress(ConnectionResetError):
                 assert asking.recv(1) == b""
 
@@ -355,7 +355,7 @@ def test_a_way_that_is_closed_is_found_among_many_machines(monkeypatch: Any) -> 
     monkeypatch.setattr(hosts, "Remote", Answering)
     monkeypatch.setattr(Answering, "asked", [])
     monkeypatch.setattr(Answering, "closed", {"a": {"g": "no answer within 4 s"}})
-    found, _ = hosts.look([Host(name) for name in "abcdefgh"], Path("."), files={}, fix=False)
+    found, _ = hosts.examine([Host(name) for name in "abcdefgh"], Path("."), files={}, fix=False)
     tried = [request["places"] for ask, _, request in Answering.asked if ask == "reach"]
     assert [len(places) for places in tried] == [7] * 8
     links = judge(found)["links"]
@@ -374,7 +374,7 @@ def test_a_machine_that_is_lost_on_the_way_takes_nothing_from_the_others(
     monkeypatch.setattr(Answering, "asked", [])
     monkeypatch.setattr(Answering, "dies_in", step)
     names = ("b", "a", "c")
-    found, failed = hosts.look([Host(name) for name in names], Path("."), files={}, fix=False)
+    found, failed = hosts.examine([Host(name) for name in names], Path("."), files={}, fix=False)
     assert failed == {"b": (ERROR, "it died", "look at it")}
     assert found["a"].keys() == found["c"].keys()
     assert found["a"].get("shared") is (None if step == "write" else True)
@@ -389,8 +389,8 @@ def test_a_machine_that_is_lost_on_the_way_takes_nothing_from_the_others(
 def test_all_steps_share_one_deadline(monkeypatch: Any) -> None:
     monkeypatch.setattr(hosts, "Remote", Answering)
     monkeypatch.setattr(Answering, "asked", [])
-    monkeypatch.setattr(hosts, "_ALL_S", 4.0)
-    hosts.look([Host("a"), Host("b")], Path("."), files={}, fix=False)
+    monkeypatch.setattr(hosts, "TOTAL_DEADLINE_S", 4.0)
+    hosts.examine([Host("a"), Host("b")], Path("."), files={}, fix=False)
     assert all(0 < patience <= 4.0 for _, patience, _ in Answering.asked)
     request = next(request for ask, _, request in Answering.asked if ask == "facts")
     assert 0 < request["seconds"] <= 2.0
@@ -399,7 +399,7 @@ def test_all_steps_share_one_deadline(monkeypatch: Any) -> None:
 def test_what_is_late_on_a_machine_hides_nothing_else(monkeypatch: Any, tmp_path: Path) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(data, "gather", lambda path: go_on.wait())
-    monkeypatch.setattr(doctor, "look", lambda *_, **__: ({"clock": {"time": 1.0}}, []))
+    monkeypatch.setattr(doctor, "examine", lambda *_, **__: ({"clock": {"time": 1.0}}, []))
     (tmp_path / "train.py").touch()
     before = set(threading.enumerate())
     files = {"script": str(tmp_path / "train.py"), "data": "data"}

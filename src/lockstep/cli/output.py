@@ -1,0 +1,41 @@
+"""What commands with `--json FILE` print and write. A FILE of `-` stands for standard output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lockstep.errors import SettingError
+
+
+def print_for_people(lines: Sequence[str], json_file: str | None) -> None:
+    """Prints the lines, unless standard output is reserved for the JSON."""
+    if json_file != "-":
+        click.echo("\n".join(lines))
+
+
+def write_json(json_file: str | None, values: dict[str, Any]) -> None:
+    """Writes the values as JSON; does nothing if no file was asked for.
+
+    Numbers that strict JSON does not have become texts: "NaN", "Infinity".
+
+    Raises:
+        SettingError: the file cannot be written.
+    """
+    if json_file is None:
+        return
+    with_texts_for_nan = json.loads(json.dumps(values), parse_constant=str)
+    text = json.dumps(with_texts_for_nan, indent=2)
+    if json_file == "-":
+        click.echo(text)
+        return
+    try:
+        Path(json_file).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SettingError(
+            f"--json {json_file}", str(error.strerror), "name another file"
+        ) from None

@@ -1,0 +1,367 @@
+"""Compares the machines of a run: versions, clocks, links, folders, data.
+
+The *facts* of each machine are what `hosts.examine` has asked it, by the name that the user gave
+the machine; facts that a machine could not give have one key, `UNKNOWN`, with the reason. Each
+comparison returns a *finding*: what differs, and what to do. All functions are pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.communication.link import Link
+from lockstep.distributed.network import is_loopback_address
+from lockstep.doctor.base import ERROR, UNKNOWN, WARNING, Facts, Finding, verdict
+from lockstep.wording import count_noun
+
+VERSIONS = ("python", "torch", "cuda", "nccl", "lockstep")
+MAX_SHOWN_DIFFERENCES = 5
+MAX_SHOWN_MACHINES = 3
+MAX_CLOCK_OFFSET_S = 1.0
+MAX_CLOCK_OFFSET_WITHOUT_ERROR_S = 60.0
+MAX_BANDWIDTH_RATIO = 10.0
+"""If the fastest link is faster by more, the slowest is probably broken. A busy machine makes a
+smaller difference."""
+
+Machines = Mapping[str, Facts]
+"""The facts of each machine: `own` (its address), `clock` (how many seconds it is ahead of the
+machine that asks), `links` (to the other machines), `checks` (the facts of each check of `doctor`),
+`resolved` (the addresses of all machines' names), `script`, `data`, and `shared` (True if it sees
+what the first machine wrote). A machine that stopped answering lacks the later ones."""
+NO_ANSWER = {UNKNOWN: "it has not answered"}
+
+ADVICE_ON_NAMES = "give the address instead of the name, or write it into /etc/hosts there"
+ADVICE_ON_SCRIPT = "copy it, as lockstep run --copy does"
+ADVICE_ON_DATA = "copy it from one machine to the others (rsync -a), or mount the same disk on all"
+
+
+def judge(machines: Machines) -> dict[str, Finding]:
+    """Returns all findings, by the name of what was compared."""
+    findings = {
+        "versions": _judge_versions(machines),
+        "packages": _judge_packages(machines),
+        "variables": _judge_variables(machines),
+        "clocks": _judge_clocks(machines),
+        "names": _judge_names(machines),
+        "links": _judge_links(machines),
+        "folder": _judge_folder(machines),
+        "token": _judge_token(machines),
+    }
+    if any("script" in facts for facts in machines.values()):
+        findings["script"] = _judge_script(machines)
+    if any("data" in facts for facts in machines.values()):
+        findings["data"] = _judge_data(machines)
+    return findings
+
+
+def _differences(values_of_machine: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Describes each value that differs between machines: `numpy 2.1 on a, 2.2 on b, c`.
+
+    Args:
+        values_of_machine: by the name of the machine, its values by their names.
+    """
+    names: dict[str, None] = {}  # an ordered set
+    for values in values_of_machine.values():
+        names.update(dict.fromkeys(values))
+    differences = []
+    for name in names:
+        machines_with_value: dict[str, list[str]] = {}
+        for machine, values in values_of_machine.items():
+            value = values.get(name)
+            text = "none" if value is None else str(value)
+            machines_with_value.setdefault(text, []).append(machine)
+        if len(machines_with_value) > 1:
+            parts = [
+                f"{text} on {_name_machines(machines)}"
+                for text, machines in machines_with_value.items()
+            ]
+            differences.append(f"{name} {', '.join(parts)}")
+    return differences
+
+
+def _name_machines(machines: Sequence[str]) -> str:
+    """Returns `a, b, c and 2 more`."""
+    names = ", ".join(machines[:MAX_SHOWN_MACHINES])
+    num_more = len(machines) - MAX_SHOWN_MACHINES
+    return f"{names} and {num_more} more" if num_more > 0 else names
+
+
+def _join_differences(differences: Sequence[str]) -> str:
+    """Joins the first differences, and says how many more there are."""
+    text = "; ".join(differences[:MAX_SHOWN_DIFFERENCES])
+    num_more = len(differences) - MAX_SHOWN_DIFFERENCES
+    return f"{text}; and {num_more} more" if num_more > 0 else text
+
+
+def _compare(
+    facts_of_machine: Mapping[str, Facts], *, level: str, do: str, if_equal: str
+) -> Finding:
+    """Compares facts that should be equal on all machines.
+
+    Args:
+        facts_of_machine: by the name of the machine.
+        level: of the finding if facts differ.
+        do: what to do then.
+        if_equal: what is found if nothing differs and all machines answered.
+    """
+    known = {}
+    unknown = []
+    for machine, facts in facts_of_machine.items():
+        if UNKNOWN in facts:
+            unknown.append(machine)
+        else:
+            known[machine] = facts
+    problems = []
+    differences = _differences(known)
+    if differences:
+        problems.append(Finding(level, f"differs: {_join_differences(differences)}", do))
+    problems += _unknown_finding(unknown)
+    return verdict("" if problems else if_equal, problems)
+
+
+def _unknown_finding(machines: Sequence[str]) -> list[Finding]:
+    """Returns a warning about machines whose facts are not known, or nothing if there are none."""
+    if not machines:
+        return []
+    do = "see what else is said of that machine"
+    return [Finding(WARNING, f"not known of {_name_machines(machines)}", do)]
+
+
+def _facts_of_check(machines: Machines, check: str) -> dict[str, Facts]:
+    """Returns the facts of one check, by the name of the machine."""
+    return {name: facts["checks"].get(check, NO_ANSWER) for name, facts in machines.items()}
+
+
+def _select(facts: Facts, name: str) -> Facts:
+    """Returns one of the facts, as a mapping of what is to be compared."""
+    if UNKNOWN in facts:
+        return facts
+    value = facts.get(name)
+    return value if isinstance(value, Mapping) else {name: value}
+
+
+def _judge_versions(machines: Machines) -> Finding:
+    compared = {}
+    for name, software in _facts_of_check(machines, "software").items():
+        keys = [key for key in software if key in VERSIONS or key == UNKNOWN]
+        compared[name] = {key: software[key] for key in keys}
+    return _compare(
+        compared,
+        level=ERROR,
+        do="install the same everywhere, at the same path",
+        if_equal="the same Python, torch, CUDA, NCCL and Lockstep everywhere",
+    )
+
+
+def _judge_packages(machines: Machines) -> Finding:
+    packages = {}
+    for name, software in _facts_of_check(machines, "software").items():
+        packages[name] = _select(software, "packages")
+    num_packages = max(len(versions) for versions in packages.values())
+    return _compare(
+        packages,
+        level=WARNING,
+        do="make the same environment everywhere",
+        if_equal=f"the same {num_packages} everywhere",
+    )
+
+
+def _judge_variables(machines: Machines) -> Finding:
+    return _compare(
+        _facts_of_check(machines, "variables"),
+        level=WARNING,
+        do="set them alike; what lockstep run --hosts sends from here is counted as theirs",
+        if_equal="those of torch and its libraries are the same everywhere",
+    )
+
+
+def _judge_clocks(machines: Machines) -> Finding:
+    offset_s = {name: facts["clock"] for name, facts in machines.items() if "clock" in facts}
+    largest_s = max((abs(seconds) for seconds in offset_s.values()), default=0.0)
+    if largest_s <= MAX_CLOCK_OFFSET_S:
+        return Finding("ok", f"within {max(largest_s, 0.001):.3f} s of this machine")
+    wrong_clocks = []
+    for name, seconds in offset_s.items():
+        if abs(seconds) > MAX_CLOCK_OFFSET_S:
+            direction = "ahead of" if seconds > 0 else "behind"
+            wrong_clocks.append(f"{name} is {abs(seconds):.1f} s {direction} this machine")
+    return Finding(
+        ERROR if largest_s > MAX_CLOCK_OFFSET_WITHOUT_ERROR_S else WARNING,
+        _join_differences(wrong_clocks),
+        "timedatectl set-ntp true, or start chrony, as root",
+    )
+
+
+def _judge_names(machines: Machines) -> Finding:
+    """Finds names of machines that some machine cannot look up, or takes for loopback.
+
+    A run uses the address that a machine has told itself, and its name only if it told none. So a
+    name that cannot be looked up matters only then.
+    """
+    problems: list[Finding] = []
+    unknown = []
+    reached_by_address: dict[str, None] = {}  # an ordered set
+    for machine, facts in machines.items():
+        resolved = facts.get("resolved", NO_ANSWER)
+        if UNKNOWN in resolved:
+            unknown.append(machine)
+            continue
+        for name, addresses in resolved.items():
+            if not addresses:
+                if machines[name]["own"]:
+                    reached_by_address[name] = None
+                else:
+                    problems.append(
+                        Finding(ERROR, f"{machine} does not know {name}", ADVICE_ON_NAMES)
+                    )
+            elif len(machines) > 1 and all(map(is_loopback_address, addresses)):
+                found = f"on {machine}, {name} is {addresses[0]}: loopback"
+                level = WARNING if name == machine else ERROR
+                problems.append(Finding(level, found, ADVICE_ON_NAMES))
+    summary = f"those of {count_noun(len(machines), 'machine')} looked up on each"
+    if reached_by_address:
+        names = _name_machines(list(reached_by_address))
+        summary += f"; not all know {names}: a run uses the address"
+    return verdict(summary, [*_unknown_finding(unknown), *problems])
+
+
+@dataclass(frozen=True)
+class _MeasuredLink:
+    """A link between two machines that works, in one direction."""
+
+    direction: str
+    """`a to b`."""
+    bandwidth: float
+    """Bytes a second."""
+    latency_s: float
+
+
+def _judge_links(machines: Machines) -> Finding:
+    """Finds links on which nothing arrives, or long messages do not, or one that is very slow."""
+    problems = []
+    measured = []
+    interfaces = set()
+    num_tried = 0
+    for machine, facts in machines.items():
+        for other_machine, link in facts["links"].items():
+            num_tried += 1
+            direction = f"{machine} to {other_machine}"
+            if link.get("interface"):
+                interfaces.add(link["interface"])
+            problem = _link_problem(direction, link)
+            if problem is not None:
+                problems.append(problem)
+            elif "bandwidth" in link:
+                measured.append(_MeasuredLink(direction, link["bandwidth"], link["latency_s"]))
+    problems = _shorten(problems)
+    if not measured:
+        return verdict("none" if len(machines) > 1 else "one machine", problems)
+    slowest = min(measured, key=lambda link: link.bandwidth)
+    fastest = max(measured, key=lambda link: link.bandwidth)
+    latency_s = max(link.latency_s for link in measured)
+    summary = (
+        f"at least {Link(latency_s, slowest.bandwidth)} (and {latency_s * 1e3:.2g} ms) each way"
+    )
+    num_links = len(machines) * (len(machines) - 1)
+    if len(measured) != num_links:
+        summary += f", {num_tried} of {num_links} ways tried, {len(measured)} measured"
+    if interfaces:
+        summary += f", over {', '.join(sorted(interfaces))}"
+    if slowest.bandwidth * MAX_BANDWIDTH_RATIO < fastest.bandwidth:
+        ratio = fastest.bandwidth / slowest.bandwidth
+        found = f"{slowest.direction} is {ratio:.0f} times as slow as {fastest.direction}"
+        problems.append(Finding(WARNING, found, "see to its cable, port and interface"))
+    return verdict(summary, problems)
+
+
+def _link_problem(direction: str, link: Facts) -> Finding | None:
+    if link.get("error"):
+        do = "let the machines reach each other at all ports: Gloo and NCCL choose them"
+        return Finding(ERROR, f"{direction}: {link['error']}", do)
+    if link.get("stalled"):
+        found = f"{direction}: short messages arrive, long ones do not, as where the MTU is wrong"
+        do = "set the MTU of the interfaces to what the way between them carries"
+        return Finding(ERROR, found, do)
+    return None
+
+
+def _shorten(problems: Sequence[Finding]) -> list[Finding]:
+    """Replaces the texts of all but the first problems by their number; their advice stays."""
+    shown = list(problems[:MAX_SHOWN_DIFFERENCES])
+    hidden = problems[MAX_SHOWN_DIFFERENCES:]
+    for problem in hidden:
+        shown.append(problem._replace(found=""))
+    if hidden:
+        shown.append(Finding(ERROR, f"and {len(hidden)} more"))
+    return shown
+
+
+def _judge_folder(machines: Machines) -> Finding:
+    """Finds machines that do not see what the first machine wrote into the folder."""
+    not_writable = []
+    no_answer = []
+    not_shared = []
+    for name, facts in machines.items():
+        sees_it = facts.get("shared", NO_ANSWER)
+        if sees_it is None:
+            not_writable.append(name)
+        elif sees_it is False:
+            not_shared.append(name)
+        elif sees_it == NO_ANSWER:
+            no_answer.append(name)
+    if not_writable:
+        found = f"not known: {not_writable[0]} cannot write there"
+        return Finding(WARNING, found, "name another")
+    problems = []
+    if not_shared:
+        found = f"not shared: what is written is not seen on {_name_machines(not_shared)}"
+        do = "checkpoints, ledger and report need one disk that all machines mount"
+        problems.append(Finding(WARNING, found, do))
+    problems += _unknown_finding(no_answer)
+    return verdict("" if problems else "all machines see the same", problems)
+
+
+def _judge_script(machines: Machines) -> Finding:
+    script = {name: facts.get("script", NO_ANSWER) for name, facts in machines.items()}
+    missing = [name for name, facts in script.items() if facts is None]
+    if missing:
+        return Finding(ERROR, f"missing on {_name_machines(missing)}", ADVICE_ON_SCRIPT)
+    return _compare(script, level=ERROR, do=ADVICE_ON_SCRIPT, if_equal="the same everywhere")
+
+
+def _judge_token(machines: Machines) -> Finding:
+    digests = {}
+    for name, token in _facts_of_check(machines, "token").items():
+        digests[name] = _select(token, "digest")
+    do = (
+        "launchers that you start by hand on each turn each other away (lockstep run --hosts "
+        "sends one): copy the file ~/.config/lockstep/token of one machine to the others"
+    )
+    return _compare(digests, level=WARNING, do=do, if_equal="the same everywhere")
+
+
+def _judge_data(machines: Machines) -> Finding:
+    """Compares the data set, and reports the first kind of difference: numbers, sizes, ..."""
+    data = {name: facts.get("data", NO_ANSWER) for name, facts in machines.items()}
+    missing = [name for name, facts in data.items() if facts is None]
+    if missing:
+        return Finding(ERROR, f"missing on {_name_machines(missing)}", ADVICE_ON_DATA)
+    num_files = 0
+    num_digested = 0
+    for facts in data.values():
+        if UNKNOWN not in facts:
+            num_files = facts["files"]
+            num_digested = len(facts["contents"])
+            break
+    if_equal = (
+        f"the same names and sizes ({count_noun(num_files, 'file')}), and pieces of contents "
+        f"({count_noun(num_digested, 'file')})"
+    )
+    findings = []
+    for key in ("files", "bytes", "sizes", "names", "contents"):
+        compared = {name: _select(facts, key) for name, facts in data.items()}
+        findings.append(_compare(compared, level=ERROR, do=ADVICE_ON_DATA, if_equal=if_equal))
+    differences = [finding for finding in findings if finding.level == ERROR]
+    return differences[0] if differences else findings[0]
