@@ -1,10 +1,14 @@
-"""`lockstep checkpoint`: looks at, compares, converts and repairs checkpoints and weights."""
+"""`lockstep checkpoint`: looks at, compares, converts and repairs checkpoints and weights.
+
+Each command reads with the room `checkpoint`; here its results are printed. `Contents` is what a
+checkpoint or a file of weights has in it, `Inspection` also says whether it is whole, and `Pair` is
+one tensor in two checkpoints that are compared.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +23,19 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.sharding import LazyTensor
 
 
-_PATH = click.Path(path_type=Path)
-_NAME = click.option("--name", metavar="NAME", help="One model, where there are several.")
-_TRUST = click.option("--trust", is_flag=True, help="Read a pickled model, which runs code of it.")
-_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+PATH_TYPE = click.Path(path_type=Path)
+name_option = click.option("--name", metavar="NAME", help="One model, if there are several.")
+trust_option = click.option(
+    "--trust", is_flag=True, help="Read a pickled model, which runs code that is in it."
+)
+LABEL_WIDTH = 12  # columns
+SIZE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+REPAIR_TEXTS = {
+    "remove": "remove it",
+    "finish": "rename it into place",
+    "rebuild": "write the manifest's list of files anew",
+    "leave": "leave it",
+}
 
 
 @click.group(name="checkpoint", short_help="Looks at, converts, repairs checkpoints.")
@@ -36,18 +49,21 @@ def command() -> None:
 
 
 @command.command("inspect")
-@click.argument("path", type=_PATH)
-@_NAME
-@_TRUST
+@click.argument("path", type=PATH_TYPE)
+@name_option
+@trust_option
 @click.option(
-    "--sort", type=click.Choice(["size", "file"]), default="size", help="The largest, or as stored."
+    "--sort",
+    type=click.Choice(["size", "file"]),
+    default="size",
+    help="The largest first, or as stored.",
 )
 @click.option(
     "--limit",
     type=click.IntRange(0),
     default=40,
     metavar="ROWS",
-    help="Most rows; 0: all.",
+    help="The most rows to show; 0: all.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Everything, as one JSON object.")
 @click.pass_context
@@ -56,85 +72,99 @@ def inspect_command(
 ) -> None:
     """Shows what is in PATH, and whether it is whole.
 
-    Ends with 0, or with 1 where something is broken.
+    Ends with 0, or with 1 if something is broken.
     """
     from lockstep.checkpoint.health import inspect
 
-    found = inspect(path, **reading)
+    inspection = inspect(path, **reading)
     if as_json:
-        click.echo(json.dumps(_as_json(found), indent=2))
+        click.echo(json.dumps(_inspection_as_json(inspection), indent=2))
     else:
-        _show_health(found)
-        if found.contents is not None:
-            _show_contents(found.contents, sort, limit)
-    ctx.exit(0 if found.sound else 1)
+        _print_health(inspection)
+        if inspection.contents is not None:
+            _print_contents(inspection.contents, sort, limit)
+    ctx.exit(0 if inspection.sound else 1)
 
 
 @command.command("diff")
-@click.argument("a", type=_PATH)
-@click.argument("b", type=_PATH)
-@_NAME
-@_TRUST
-@click.option("--match", is_flag=True, help="Pair names that differ in wrappers' prefixes alone.")
-@click.option("--training", is_flag=True, help="Compare the optimizer's tensors and the like too.")
+@click.argument("a", type=PATH_TYPE)
+@click.argument("b", type=PATH_TYPE)
+@name_option
+@trust_option
+@click.option("--match", is_flag=True, help="Pair names that differ only in prefixes of wrappers.")
+@click.option(
+    "--training",
+    is_flag=True,
+    help="Compare the tensors of the optimizer and the other training state too.",
+)
 @click.option("--atol", type=click.FloatRange(min=0), default=0.0, metavar="X", help="See --rtol.")
 @click.option(
     "--rtol",
     type=click.FloatRange(min=0),
     default=0.0,
     metavar="Y",
-    help="Values are equal where |a - b| <= X + Y * |b|; with 0 only if they are the same.",
+    help="Values are equal if |a - b| <= X + Y * |b|; with 0 only if they are the same.",
 )
-@click.option("--all", "show_all", is_flag=True, help="Show the tensors that are equal too.")
+@click.option("--all", "show_all", is_flag=True, help="Show the equal tensors too.")
 @click.pass_context
 def diff_command(
-    ctx: click.Context, /, a: Path, b: Path, match: bool, show_all: bool, **options: Any
+    ctx: click.Context,
+    /,
+    a: Path,
+    b: Path,
+    match: bool,
+    show_all: bool,
+    atol: float,
+    rtol: float,
+    **reading: Any,
 ) -> None:
     """Says which tensors of A and B differ, and by how much.
 
-    Ends with 0 where they are equal, 1 where they differ, 2 where they cannot be compared.
+    Ends with 0 if they are equal, 1 if they differ, 2 if they cannot be compared.
     """
     from lockstep.checkpoint.contents import compare, open_contents, renamed
 
     try:
-        tolerance = {name: options.pop(name) for name in ("atol", "rtol")}
-        sides = [open_contents(path, everything=True, **options) for path in (a, b)]
-        first, second = (_tensors(side) for side in sides)
-        other, changes = renamed(first, second)
-        second = other if match else second
+        contents_a = open_contents(a, everything=True, **reading)
+        contents_b = open_contents(b, everything=True, **reading)
+        tensors_a = _all_tensors(contents_a)
+        tensors_b = _all_tensors(contents_b)
+        renamed_b, changes = renamed(tensors_a, tensors_b)
         if changes:
             pairing = "paired after this" if match else "with --match they would pair after this"
-            _say(f"names in {b}: {pairing}: {changes}")
-        pairs = list(compare(first, second, **tolerance))
-        extra = _differing_extra(*(side.extra for side in sides))
+            _print(f"names in {b}: {pairing}: {changes}")
+        pairs = list(compare(tensors_a, renamed_b if match else tensors_b, atol=atol, rtol=rtol))
+        differing_extra = _differing_extra(contents_a.extra, contents_b.extra)
     except LockstepError as error:
-        error.exit_code = 2  # 1 says that they differ
+        error.exit_code = 2  # 1 would say that they differ
         raise
     shown = [pair for pair in pairs if pair.differs or show_all]
     if shown:
         head = ("name", "what", "a", "b", "values", "largest |a-b|", "relative")
-        _table(head, [_difference(pair) for pair in shown], right=(4, 5, 6))
-    for key in extra:
-        _say(f"{key}: differs, and is no tensor")
-    different = sum(pair.differs for pair in pairs)
-    _say(f"{different} of {len(pairs)} tensors differ")
-    ctx.exit(1 if different or extra else 0)
+        _print_table(head, [_pair_row(pair) for pair in shown], right_aligned=(4, 5, 6))
+    for key in differing_extra:
+        _print(f"{key}: differs, and is no tensor")
+    num_differing = len([pair for pair in pairs if pair.differs])
+    _print(f"{num_differing} of {len(pairs)} tensors differ")
+    ctx.exit(1 if num_differing or differing_extra else 0)
 
 
 @command.command("convert")
-@click.argument("source", metavar="IN", type=_PATH)
-@click.argument("out", type=_PATH)
-@_NAME
-@_TRUST
+@click.argument("source", metavar="IN", type=PATH_TYPE)
+@click.argument("out", type=PATH_TYPE)
+@name_option
+@trust_option
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="Of the tensors with fractions.  [default: as they are]",
+    help="For tensors of floating-point numbers.  [default: as they are]",
 )
 @click.option("--prefix", metavar="TEXT", help="Put before every name.")
-@click.option("--remove-prefix", multiple=True, metavar="TEXT", help="Cut from names; repeatable.")
-@click.option("--shard-size", default="5GB", metavar="SIZE", help="Of a safetensors file, at most.")
-@click.option("--overwrite", is_flag=True, help="Take the place of what OUT is now.")
+@click.option(
+    "--remove-prefix", multiple=True, metavar="TEXT", help="Remove from names; repeatable."
+)
+@click.option("--shard-size", default="5GB", metavar="SIZE", help="Maximum of a safetensors file.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 def convert_command(
     source: Path,
     out: Path,
@@ -152,208 +182,268 @@ def convert_command(
     from lockstep.checkpoint.contents import DTYPES, convert, open_contents
     from lockstep.checkpoint.formats.safetensors import index_of, shard_bytes
 
-    size = shard_bytes(shard_size)
-    there = next((path for path in (out, index_of(out)) if path.exists()), None)
-    if there is not None and not overwrite:
-        raise SettingError(f"the output {out}", f"{there} is there already", "add --overwrite")
+    max_shard_bytes = shard_bytes(shard_size)
+    for path in (out, index_of(out)):
+        if path.exists() and not overwrite:
+            raise SettingError(f"the output {out}", f"{path} is there already", "add --overwrite")
     contents = open_contents(source, **reading)
-    done = convert(
+    converted = convert(
         contents,
         out,
         dtype=None if dtype is None else DTYPES[dtype],
         remove=remove_prefix,
         add=prefix or "",
-        shard_size=size,
+        shard_size=max_shard_bytes,
     )
-    what = contents.facts.get("read", "")
-    _say(f"read    {contents.source.path}: {contents.source.kind}{what and f', {what}'}")
-    changes = f"; {done.renamed} renamed" if done.renamed else ""
-    changes += f"; {done.cast} converted to {dtype}" if done.cast else ""
-    _say(f"tensors {done.tensors}{changes}")
-    for file in done.files:
-        _say(f"wrote   {file} ({_size(file.stat().st_size)})")
+    source_text = f"read    {contents.source.path}: {contents.source.kind}"
+    if contents.facts.get("read"):
+        source_text += f", {contents.facts['read']}"
+    _print(source_text)
+    tensors_text = f"tensors {converted.tensors}"
+    if converted.renamed:
+        tensors_text += f"; {converted.renamed} renamed"
+    if converted.cast:
+        tensors_text += f"; {converted.cast} converted to {dtype}"
+    _print(tensors_text)
+    for file in converted.files:
+        _print(f"wrote   {file} ({_format_size(file.stat().st_size)})")
 
 
 @command.command("repair", short_help="Puts the folder of a run in order.")
-@click.argument("folder", type=_PATH)
-@click.option("--yes", is_flag=True, help="Do it. Without, it is only said what would be done.")
+@click.argument("folder", type=PATH_TYPE)
+@click.option("--yes", is_flag=True, help="Do it; without this, only say what would be done.")
 @click.pass_context
 def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
     """Says what is wrong in the FOLDER of a run or a checkpoint, and puts it in order with --yes.
 
-    Ends with 0 where nothing is wrong any more. Complete checkpoints are not touched.
+    Ends with 0 if nothing is wrong any more. Complete checkpoints are not touched.
     """
     from lockstep.checkpoint.health import carry_out, plan_repairs
 
     plan = plan_repairs(folder)
-    for repair in plan:
-        _say(f"{repair.path}\n  found: {repair.why}\n  do:    {_REPAIRS[repair.what]}")
     if not plan:
-        _say(f"{folder}: nothing is wrong")
+        _print(f"{folder}: nothing is wrong")
         return
-    todo = [repair for repair in plan if repair.what != "leave"]
+    for repair in plan:
+        do = REPAIR_TEXTS[repair.what]
+        _print(f"{repair.path}\n  found: {repair.why}\n  do:    {do}")
+    repairs = [repair for repair in plan if repair.what != "leave"]
     if yes:
-        carry_out(todo)
-        _say(f"{len(todo)} done, {len(plan) - len(todo)} left as they are")
-    elif todo:
-        _say("nothing was changed; add --yes to do it")
-    ctx.exit(0 if yes and len(todo) == len(plan) else 1)
+        carry_out(repairs)
+        _print(f"{len(repairs)} done, {len(plan) - len(repairs)} left as they are")
+    elif repairs:
+        _print("nothing was changed; add --yes to do it")
+    is_in_order = yes and len(repairs) == len(plan)
+    ctx.exit(0 if is_in_order else 1)
 
 
-_REPAIRS = {
-    "remove": "remove it",
-    "finish": "rename it into place",
-    "rebuild": "write the manifest's list of files anew",
-    "leave": "leave it",
-}
-
-
-def _as_json(found: Inspection) -> dict[str, Any]:
-    from lockstep.checkpoint.contents import totals
-
-    contents = found.contents
+def _inspection_as_json(inspection: Inspection) -> dict[str, Any]:
+    checkpoints = [
+        {"path": str(health.path), "problems": list(health.problems)}
+        for health in inspection.checkpoints
+    ]
+    contents = inspection.contents
     return {
-        "path": str(found.path),
-        "sound": found.sound,
-        "checkpoints": [
-            {"path": str(health.path), "problems": list(health.problems)}
-            for health in found.checkpoints
-        ],
-        "leftovers": [str(path) for path in found.leftovers],
-        "contents": contents
-        and {
-            "path": str(contents.source.path),
-            "kind": contents.source.kind,
-            "facts": dict(contents.facts),
-            "files": dict(contents.files),
-            "modules": list(contents.source.modules),
-            "tensors": _tensor_rows(contents.tensors),
-            "training": _tensor_rows(contents.training),
-            "extra": list(contents.extra),
-            "totals": totals(contents.tensors.values()),
-        },
+        "path": str(inspection.path),
+        "sound": inspection.sound,
+        "checkpoints": checkpoints,
+        "leftovers": [str(path) for path in inspection.leftovers],
+        "contents": None if contents is None else _contents_as_json(contents),
     }
 
 
-def _tensor_rows(tensors: Mapping[str, LazyTensor]) -> list[dict[str, Any]]:
+def _contents_as_json(contents: Contents) -> dict[str, Any]:
+    from lockstep.checkpoint.contents import totals
+
+    return {
+        "path": str(contents.source.path),
+        "kind": contents.source.kind,
+        "facts": dict(contents.facts),
+        "files": dict(contents.files),
+        "modules": list(contents.source.modules),
+        "tensors": _describe_tensors(contents.tensors),
+        "training": _describe_tensors(contents.training),
+        "extra": list(contents.extra),
+        "totals": totals(contents.tensors.values()),
+    }
+
+
+def _describe_tensors(tensors: Mapping[str, LazyTensor]) -> list[dict[str, Any]]:
+    """Returns name, shape, dtype and size of each tensor.
+
+    A tensor that is stored under several names is *tied* to the first of them.
+    """
     from lockstep.checkpoint.contents import tied_to
     from lockstep.checkpoint.sharding import dtype_name
 
-    ties = tied_to(tensors)
+    first_names = tied_to(tensors)
     return [
         {
             "name": name,
             "shape": list(tensor.shape),
             "dtype": dtype_name(tensor.dtype),
             "bytes": tensor.nbytes,
-            "tied_to": ties.get(name),
+            "tied_to": first_names.get(name),
         }
         for name, tensor in tensors.items()
     ]
 
 
-def _show_health(found: Inspection) -> None:
-    for health in found.checkpoints:
+def _print_health(inspection: Inspection) -> None:
+    """Prints a line about each checkpoint, and about saves that were interrupted."""
+    for health in inspection.checkpoints:
+        if health.problems:
+            _print(f"{health.path}: {'; '.join(health.problems)}")
+            continue
+        text = "complete"
         metric = (health.manifest or {}).get("metric")
-        more = f", metric {metric:g}" if isinstance(metric, float) else ""
-        more += ", the best" if health.path == found.best else ""
-        _say(f"{health.path}: {'; '.join(health.problems) or f'complete{more}'}")
-    for path in found.leftovers:
-        _say(f"{path}: a save that was stopped, or goes on")
-    if found.contents is None:
-        _say("no complete checkpoint is there; lockstep checkpoint repair says what can be done")
-    elif found.checkpoints:
-        _say()
+        if isinstance(metric, float):
+            text += f", metric {metric:g}"
+        if health.path == inspection.best:
+            text += ", the best"
+        _print(f"{health.path}: {text}")
+    for path in inspection.leftovers:
+        _print(f"{path}: a save that was stopped, or goes on")
+    if inspection.contents is None:
+        _print("no complete checkpoint is there; lockstep checkpoint repair says what can be done")
+    elif inspection.checkpoints:
+        _print()
 
 
-def _show_contents(contents: Contents, sort: str, limit: int) -> None:
+def _print_contents(contents: Contents, sort: str, limit: int) -> None:
+    """Prints facts, files, the table of tensors and the totals.
+
+    Args:
+        contents: what a checkpoint or a file has in it.
+        sort: `size` for the largest tensors first, `file` for the order of the file.
+        limit: how many tensors are shown; 0 for all.
+    """
+    _print(f"{contents.source.path}: {contents.source.kind}")
+    for key, value in contents.facts.items():
+        _print_labelled(key.replace("_", " "), value)
+    if len(contents.source.modules) > 1:
+        _print_labelled("models", ", ".join(contents.source.modules))
+    for name, num_bytes in contents.files.items():
+        _print_labelled("file", f"{name}, {_format_size(num_bytes)}")
+    _print()
+    tensors = _describe_tensors(contents.tensors)
+    if sort == "size":
+        tensors.sort(key=lambda tensor: tensor["bytes"], reverse=True)
+    shown = tensors[:limit] if limit else tensors
+    rows = []
+    for tensor in shown:
+        first_name = tensor["tied_to"]
+        size = f"is {first_name}" if first_name else _format_size(tensor["bytes"])
+        rows.append((tensor["name"], str(tensor["shape"]), tensor["dtype"], size))
+    _print_table(("name", "shape", "dtype", "size"), rows, right_aligned=(3,))
+    if len(shown) < len(tensors):
+        _print(f"... and {len(tensors) - len(shown)} more (--limit 0 shows all)")
+    _print()
+    _print_totals("total", contents.tensors)
+    if contents.training:
+        _print_totals("besides, of the training", contents.training)
+    if contents.extra:
+        _print(f"no tensors: {', '.join(contents.extra)}")
+
+
+def _print_labelled(label: str, value: object) -> None:
+    _print(f"  {label.ljust(LABEL_WIDTH)} {value}")
+
+
+def _print_totals(label: str, tensors: Mapping[str, LazyTensor]) -> None:
     from lockstep.checkpoint.contents import totals
 
-    _say(f"{contents.source.path}: {contents.source.kind}")
-    for key, value in contents.facts.items():
-        _say(f"  {key.replace('_', ' '):12} {value}")
-    if len(contents.source.modules) > 1:
-        _say(f"  {'models':12} {', '.join(contents.source.modules)}")
-    for name, length in contents.files.items():
-        _say(f"  {'file':12} {name}, {_size(length)}")
-    shown = _tensor_rows(contents.tensors)
-    if sort == "size":
-        shown.sort(key=itemgetter("bytes"), reverse=True)
-    kept = shown[:limit] if limit else shown
-    _say()
-    rows = []
-    for row in kept:
-        size = f"is {row['tied_to']}" if row["tied_to"] else _size(row["bytes"])
-        rows.append((row["name"], str(row["shape"]), row["dtype"], size))
-    _table(("name", "shape", "dtype", "size"), rows, right=(3,))
-    if len(kept) < len(shown):
-        _say(f"... and {len(shown) - len(kept)} more (--limit 0 shows all)")
-    _say()
-    parts = {"total": contents.tensors}
-    if contents.training:
-        parts["besides, of the training"] = contents.training
-    for what, tensors in parts.items():
-        total = totals(tensors.values())
-        kinds = ", ".join(f"{count} {name}" for name, count in total["dtypes"].items())
-        _say(
-            f"{what}: {total['tensors']} tensors ({kinds or 'none'}), {total['values']:,} "
-            f"values, {_size(total['bytes'])}"
-        )
-    if contents.extra:
-        _say(f"no tensors: {', '.join(contents.extra)}")
+    total = totals(tensors.values())
+    dtypes = ", ".join(f"{count} {name}" for name, count in total["dtypes"].items())
+    _print(
+        f"{label}: {total['tensors']} tensors ({dtypes or 'none'}), {total['values']:,} values, "
+        f"{_format_size(total['bytes'])}"
+    )
 
 
-def _tensors(contents: Contents) -> dict[str, LazyTensor]:
-    others = {f"training: {name}": stored for name, stored in contents.training.items()}
-    return {**contents.tensors, **others}
+def _all_tensors(contents: Contents) -> dict[str, LazyTensor]:
+    """Returns the tensors of the model, and those of the training state under names of theirs."""
+    tensors = dict(contents.tensors)
+    for name, tensor in contents.training.items():
+        tensors[f"training: {name}"] = tensor
+    return tensors
 
 
-def _difference(pair: Pair) -> tuple[str, ...]:
+def _pair_row(pair: Pair) -> tuple[str, ...]:
+    """Returns the cells of a pair: its name, what differs, both tensors, and by how much."""
+    a = pair.a
+    b = pair.b
+    values = pair.values
+    if a is None:
+        return (pair.name, "in b alone", "", _dtype_and_shape(b), "", "", "")
+    if b is None:
+        return (pair.name, "in a alone", _dtype_and_shape(a), "", "", "", "")
+    if values is None:
+        return (pair.name, "shape", _dtype_and_shape(a), _dtype_and_shape(b), "", "", "")
+    differing = []
+    if a.dtype is not b.dtype:
+        differing.append("dtype")
+    if values.count:
+        differing.append("values")
+    if any(values.nans):
+        differing.append(f"NaN {values.nans[0]}/{values.nans[1]}")
+    what = ", ".join(differing) or "equal"
+    cells = (pair.name, what, _dtype_and_shape(a), _dtype_and_shape(b))
+    if not values.count and not values.absolute:
+        return (*cells, "0", "", "")
+    num_values = f"{values.count}/{a.count}"
+    return (*cells, num_values, f"{values.absolute:.3g}", f"{values.relative:.3g}")
+
+
+def _dtype_and_shape(tensor: LazyTensor | None) -> str:
     from lockstep.checkpoint.sharding import dtype_name
 
-    a, b, values = pair.a, pair.b, pair.values
-    sides = ["" if t is None else f"{dtype_name(t.dtype)} {list(t.shape)}" for t in (a, b)]
-    if a is None or b is None or values is None:
-        lacks = "shape" if a and b else f"in {'a' if a else 'b'} alone"
-        return (pair.name, lacks, *sides, "", "", "")
-    what = ["dtype"] if a.dtype is not b.dtype else []
-    what += ["values"] if values.count else []
-    if any(values.nans):
-        what.append(f"NaN {values.nans[0]}/{values.nans[1]}")
-    measures = (
-        (f"{values.count}/{a.count}", f"{values.absolute:.3g}", f"{values.relative:.3g}")
-        if values.count or values.absolute
-        else ("0", "", "")
-    )
-    return (pair.name, ", ".join(what) or "equal", *sides, *measures)
+    return "" if tensor is None else f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
 
 
-def _table(
-    head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()
+def _print_table(
+    head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right_aligned: tuple[int, ...] = ()
 ) -> None:
-    table = [tuple(map(replace_unprintable, row)) for row in (head, *rows)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    """Prints rows in aligned columns.
+
+    Args:
+        head: the names of the columns.
+        rows: the cells of each row.
+        right_aligned: the indices of the columns that are aligned on the right.
+    """
+    table = [[replace_unprintable(cell) for cell in row] for row in (head, *rows)]
+    columns = range(len(head))
+    widths = [max(len(row[column]) for row in table) for column in columns]
     for row in table:
-        cells = [
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = []
+        for column in columns:
+            if column in right_aligned:
+                cells.append(row[column].rjust(widths[column]))
+            else:
+                cells.append(row[column].ljust(widths[column]))
         click.echo("  ".join(cells).rstrip())
 
 
 def _differing_extra(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Returns the names of values that are no tensors and are not the same on both sides."""
     from lockstep.checkpoint.contents import same_extra
 
-    both = a.keys() & b.keys()
-    return [name for name in {**a, **b} if name not in both or not same_extra(a[name], b[name])]
+    differing = []
+    for name in {**a, **b}:
+        in_both = name in a and name in b
+        if not in_both or not same_extra(a[name], b[name]):
+            differing.append(name)
+    return differing
 
 
-def _say(text: str = "") -> None:
-    click.echo("\n".join(map(replace_unprintable, text.split("\n"))))  # much of it comes from files
+def _print(text: str = "") -> None:
+    """Prints lines. Much of the text comes from files, so it must not move the cursor."""
+    click.echo("\n".join(replace_unprintable(line) for line in text.split("\n")))
 
 
-def _size(size: float) -> str:
-    for unit, base in _UNITS:
-        if size >= base:
-            return f"{size / base:.1f} {unit}"
-    return f"{size:.0f} B"
+def _format_size(num_bytes: float) -> str:
+    """Returns `1.5 GB`, `20.0 MB`, `3.1 kB` or `12 B`."""
+    for unit, bytes_per_unit in SIZE_UNITS:
+        if num_bytes >= bytes_per_unit:
+            return f"{num_bytes / bytes_per_unit:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
