@@ -181,7 +181,7 @@ def test_a_single_host_is_taken_as_written_within_a_job(
 ) -> None:
     for name, value in {"JOB_ID": "7", "JOB_NUM_NODES": "2", "NTASKS_PER_NODE": "1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setattr(run_command.slurm, "become", lambda line: None)
+    monkeypatch.setattr(run_command.slurm, "exec_srun", lambda line: None)
     hosts: list[HostsSpec] = []
     monkeypatch.setattr(run_command, "run_on_hosts", lambda spec, say: hosts.append(spec) or 0)
     run("--hosts", "localhost:3", "t.py")

@@ -12,15 +12,12 @@ import pytest
 from lockstep.distributed.topology import port_of
 from lockstep.errors import SettingError
 from lockstep.run.machines.slurm import (
-    InJob,
-    Request,
-    become,
-    in_job,
-    job_script,
-    sbatch_options,
-    srun,
-    submit,
+    JobPlacement,
+    exec_srun,
+    find_placement,
+    srun_command,
 )
+from lockstep.run.machines.slurm_batch import JobRequest, job_script, sbatch_options, submit
 from lockstep.run.start.plan import meeting_given
 
 BATCH = {
@@ -48,46 +45,52 @@ ONE = {**BATCH, "SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "4", "SLURM_
     ("environ", "place"),
     [
         ({}, None),
-        (BATCH, InJob(nproc=None, nodes=2)),
+        (BATCH, JobPlacement(nproc=None, srun_nodes=2)),
         # These are the GPUs of the first machine; another one may have more or fewer.
-        (BATCH | {"SLURM_GPUS_ON_NODE": "8"}, InJob(nproc=None, nodes=2)),
-        (BATCH | {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}, InJob(nproc="4", nodes=2)),
+        (BATCH | {"SLURM_GPUS_ON_NODE": "8"}, JobPlacement(nproc=None, srun_nodes=2)),
+        (
+            BATCH | {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"},
+            JobPlacement(nproc="4", srun_nodes=2),
+        ),
         # Without --ntasks Slurm counts the cores.
-        (BATCH | {"SLURM_TASKS_PER_NODE": "48(x2)"}, InJob(nproc=None, nodes=2)),
-        (ONE, InJob(nproc="4")),
-        (BATCH | {"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "8"}, InJob(nproc="8")),
-        ({k: v for k, v in ONE.items() if k != "SLURMD_NODENAME"}, InJob(nproc="4", nodes=1)),
-        (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, InJob(nproc="1")),
+        (BATCH | {"SLURM_TASKS_PER_NODE": "48(x2)"}, JobPlacement(nproc=None, srun_nodes=2)),
+        (ONE, JobPlacement(nproc="4")),
+        (BATCH | {"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "8"}, JobPlacement(nproc="8")),
+        (
+            {k: v for k, v in ONE.items() if k != "SLURMD_NODENAME"},
+            JobPlacement(nproc="4", srun_nodes=1),
+        ),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, JobPlacement(nproc="1")),
         (
             STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"},
-            InJob(nproc=None, nodes=2),
+            JobPlacement(nproc=None, srun_nodes=2),
         ),
         (STEP | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "SLURM_PROCID": "0"}, None),
     ],
 )
-def test_the_place_in_a_job(environ: dict[str, str], place: InJob | None) -> None:
-    assert in_job(environ) == place
+def test_the_place_in_a_job(environ: dict[str, str], place: JobPlacement | None) -> None:
+    assert find_placement(environ) == place
 
 
 def test_the_place_in_a_step() -> None:
     where = ("--master-addr=n1", f"--master-port={port_of('7.0')}")
-    place = InJob(nproc="4", meeting=("--nnodes=2", "--node-rank=1", *where))
-    assert in_job(STEP | {"SLURM_GPUS_ON_NODE": "4"}) == place
+    place = JobPlacement(nproc="4", meeting_flags=("--nnodes=2", "--node-rank=1", *where))
+    assert find_placement(STEP | {"SLURM_GPUS_ON_NODE": "4"}) == place
 
 
 def test_what_has_no_place() -> None:
     several = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
     with pytest.raises(SettingError, match="2 tasks of this machine start it"):
-        in_job(STEP | several | {"SLURM_PROCID": "3", "SLURM_LOCALID": "1"})
+        find_placement(STEP | several | {"SLURM_PROCID": "3", "SLURM_LOCALID": "1"})
     with pytest.raises(SettingError, match="heterogeneous"):
-        in_job(BATCH | {"SLURM_HET_SIZE": "2"})
+        find_placement(BATCH | {"SLURM_HET_SIZE": "2"})
     with pytest.raises(SettingError, match="4,2 tasks on its machines"):
-        in_job(BATCH | {"SLURM_NTASKS": "6", "SLURM_TASKS_PER_NODE": "4,2"})
+        find_placement(BATCH | {"SLURM_NTASKS": "6", "SLURM_TASKS_PER_NODE": "4,2"})
 
 
 def test_tasks_that_are_spread_unevenly_do_not_matter_where_nproc_is_given() -> None:
     uneven = BATCH | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "3,1"}
-    assert in_job(uneven, "2") == InJob(nproc="2", nodes=2)
+    assert find_placement(uneven, "2") == JobPlacement(nproc="2", srun_nodes=2)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,7 @@ def test_what_the_user_says_of_the_machines_wins(given: list[str]) -> None:
 
 
 def test_the_command_of_a_job() -> None:
-    line = srun(InJob(nproc="4", nodes=2), ["--seed", "1", "train.py"])
+    line = srun_command(JobPlacement(nproc="4", srun_nodes=2), ["--seed", "1", "train.py"])
     assert line[:4] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
     assert line[-5:] == ["run", "--nproc=4", "--seed", "1", "train.py"]
 
@@ -109,21 +112,21 @@ def test_what_a_job_asks_for_each_task_is_no_launchers_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tasks = {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}
-    job = in_job(BATCH | tasks | {"SLURM_GPUS_PER_TASK": "a100:2"})
-    assert job == InJob(nproc="4", nodes=2, gpus=8)
+    job = find_placement(BATCH | tasks | {"SLURM_GPUS_PER_TASK": "a100:2"})
+    assert job == JobPlacement(nproc="4", srun_nodes=2, gpus_per_node=8)
     started: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr("os.execvpe", lambda name, *rest: started.append(rest))
     for name in ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SRUN_CPUS_PER_TASK"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")  # srun does not read it, a script may
-    become(srun(job, ["train.py"]))
+    exec_srun(srun_command(job, ["train.py"]))
     ((line, environ),) = started
     assert "--gpus-per-node=8" in line
     assert {name for name in environ if "_PER_" in name} == {"SLURM_CPUS_PER_TASK"}
 
 
 def test_the_job_script() -> None:
-    request = Request(
+    request = JobRequest(
         nodes=2, gpus_per_node=4, time="1:00:00", options=("--partition=gpu", "--job-name x")
     )
     options = sbatch_options(request, "a/train.py")
@@ -139,7 +142,7 @@ def test_the_job_script() -> None:
 
 @pytest.mark.parametrize("option", ["--gres=gpu:4", "--gpus=8", "--gpus-per-task=4"])
 def test_a_launcher_counts_the_gpus_that_it_is_given(option: str) -> None:
-    options = sbatch_options(Request(options=(option,)), "train.py")
+    options = sbatch_options(JobRequest(options=(option,)), "train.py")
     text = job_script(options, None, ["train.py"])
     assert "-m lockstep run train.py &" in text
 
@@ -157,7 +160,7 @@ def test_a_launcher_counts_the_gpus_that_it_is_given(option: str) -> None:
     ],
 )
 def test_an_option_is_one_word(text: str, word: str, line: str) -> None:
-    options = sbatch_options(Request(options=(text,)), "train.py")
+    options = sbatch_options(JobRequest(options=(text,)), "train.py")
     assert options[-1] == word
     assert f"#SBATCH {line}" in job_script(options, None, ["train.py"]).splitlines()
 
@@ -181,7 +184,7 @@ def test_an_option_is_one_word(text: str, word: str, line: str) -> None:
 )
 def test_options_that_a_job_cannot_have(option: str, found: str) -> None:
     with pytest.raises(SettingError, match=found):
-        sbatch_options(Request(options=("--nodelist=a", option)), "train.py")
+        sbatch_options(JobRequest(options=("--nodelist=a", option)), "train.py")
 
 
 def test_a_folder_that_reads_like_a_pattern(
@@ -190,12 +193,12 @@ def test_a_folder_that_reads_like_a_pattern(
     for name in ("a %j", "a\\j"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "a %j")
-    lines = job_script(sbatch_options(Request(), "train.py"), None, ["train.py"]).splitlines()
+    lines = job_script(sbatch_options(JobRequest(), "train.py"), None, ["train.py"]).splitlines()
     assert f"#SBATCH --output='{tmp_path}/a %%j/%x-%j.out'" in lines
     assert f"#SBATCH --chdir='{tmp_path}/a %j'" in lines
     monkeypatch.chdir(tmp_path / "a\\j")
     with pytest.raises(SettingError, match="backslash"):
-        sbatch_options(Request(), "train.py")
+        sbatch_options(JobRequest(), "train.py")
 
 
 def test_options_override_the_variables_of_sbatch(
@@ -207,7 +210,7 @@ def test_options_override_the_variables_of_sbatch(
     (tmp_path / "a b").mkdir()
     monkeypatch.chdir(tmp_path / "a b")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    options = sbatch_options(Request(options=("--partition gpu",)), "train.py")
+    options = sbatch_options(JobRequest(options=("--partition gpu",)), "train.py")
     text = job_script(options, None, ["train.py"])
     said = submit(text, options)
     assert said.endswith(text.strip())

@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from lockstep.errors import SettingError, unknown_choice_error
-from lockstep.run.machines import slurm
+from lockstep.run.machines import slurm, slurm_batch
 from lockstep.run.machines.hostfile import parse_hosts
 from lockstep.run.machines.hosts import (
     HostsSpec,
@@ -250,20 +250,20 @@ def command(
     if elsewhere["slurm"]:
         options = _sbatch_options(ctx, script, elsewhere)
         arguments = _arguments(ctx, (script, *args))
-        text = slurm.job_script(options, ctx.params["nproc"], arguments)
-        click.echo(text if dry_run else slurm.submit(text, options))
+        text = slurm_batch.job_script(options, ctx.params["nproc"], arguments)
+        click.echo(text if dry_run else slurm_batch.submit(text, options))
         return
     job = None
     if not meeting_given(torchrun, os.environ):
-        job = slurm.in_job(os.environ, nproc)
+        job = slurm.find_placement(os.environ, nproc)
     if job is not None:
-        nproc, torchrun = job.nproc, (*torchrun, *job.meeting)
-        if job.nodes:
-            line = slurm.srun(job, _arguments(ctx, (script, *args)))
+        nproc, torchrun = job.nproc, (*torchrun, *job.meeting_flags)
+        if job.srun_nodes:
+            line = slurm.srun_command(job, _arguments(ctx, (script, *args)))
             if dry_run:
                 click.echo(shlex.join(line))
             else:
-                slurm.become(line)
+                slurm.exec_srun(line)
             return
     spec = LaunchSpec(
         script=Script(path=script, arguments=args, module=module),
@@ -318,13 +318,13 @@ def _sbatch_options(ctx: click.Context, script: str, given: dict[str, Any]) -> l
     """What the job asks for that is to be submitted."""
     from lockstep.run.start.script import check_script
 
-    request = slurm.Request(
+    request = slurm_batch.JobRequest(
         nodes=given["nodes"] or 1,
         gpus_per_node=given["gpus_per_node"],
         time=given["time"],
         options=given["sbatch"],
     )
-    options = slurm.sbatch_options(request, script)
+    options = slurm_batch.sbatch_options(request, script)
     check_flags_elsewhere(ctx.meta[_TORCHRUN], "--slurm")
     check_script(Script(path=script, module=ctx.params["module"]))
     return options
