@@ -72,7 +72,7 @@ class Case:
 
     @property
     def roots(self) -> dict[int, Activity]:
-        """The ranks that wait for nobody: if any, only those that others wait for."""
+        """The ranks that wait for nobody; if others wait for some of them, only those."""
         not_waiting = {}
         awaited = {}
         for rank, activity in self.activities.items():
@@ -137,7 +137,9 @@ class Case:
         )
 
     def _row(self, activity: Activity, mismatched_call: CollectiveCall | None) -> Row:
-        """Says what one rank does; if it may wait in a mismatched call, in that one."""
+        """Returns the row of one rank. Of several calls that it may wait in, the mismatched one is
+        shown.
+        """
         state = activity.state
         if state.rank in self.graph.waits_for:
             call = activity.call

@@ -309,7 +309,8 @@ def _user_line(error: BaseException, groups: Iterable[BaseException]) -> str | N
         return error.line
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return source_line(error.filename, error.lineno)
-    # The message may contain the traceback of another process or thread, outermost frame first.
+    # All frames together, from the innermost to the outermost. The innermost may be in another
+    # process or thread, whose traceback is in the message, outermost frame first.
     frames = list(reversed(parse_frames(_message(error))))
     handled = _handled_error(error)
     if handled is not None:
@@ -318,7 +319,7 @@ def _user_line(error: BaseException, groups: Iterable[BaseException]) -> str | N
     for group in groups:
         frames += _stack(group.__traceback__)
     frame = user_frame(tuple(frames))
-    if frame is None or frame.file.startswith("<"):
+    if frame is None or frame.file.startswith("<"):  # such as <string>, which has no source
         return None
     return source_line(frame.file, frame.line)
 

@@ -134,11 +134,13 @@ def first_failure(
     roots = [_root_of_exit(end) for end in ends.failed]
     roots += lost_nodes
     if hang is not None:
+        # A hang that was found after a failure is a consequence of it.
         failed_before_hang = any(root.time <= hang.found_at + SAME_TIME_S for root in roots)
         if not failed_before_hang:
             roots += _roots_of_hang(hang, ends)
     if interrupted is not None:
         roots.append(_root_of_interruption(interrupted))
+    # If no failure explains the lost peers, perhaps a rank has ended without an error.
     if ends.followers and not any(_has_cause(end, roots) for end in ends.followers):
         roots += _roots_without_error(ends)
     explained = [end for end in ends.followers if _has_cause(end, roots)]
@@ -369,6 +371,7 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
 
 
 def _root_of_interruption(interrupted: Interruption) -> FirstFailure:
+    """Returns the failure of a run whose launcher was asked to end by a signal."""
     name = signal.Signals(interrupted.signal).name
     if interrupted.signal == signal.SIGINT:
         name += " (Ctrl-C)"

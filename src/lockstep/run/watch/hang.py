@@ -197,13 +197,18 @@ _VERDICT_ON_AWAITED_RANK: dict[Kind, VerdictKind] = {
 
 
 def _awaited_rank_is_busy(case: Case) -> Verdict | None:
-    """The others wait for a rank that still does something, or that cannot be seen."""
+    """The others wait for a rank that still does something, or that cannot be seen.
+
+    If they wait for several ranks, those decide whose kind is the clearest.
+    """
     roots = case.roots
     for kind, verdict_kind in _VERDICT_ON_AWAITED_RANK.items():
         ranks = sorted(rank for rank, activity in roots.items() if activity.kind is kind)
-        # Ranks of these two kinds wait for others themselves.
-        includes_wait = kind in (Kind.MAY_COME, Kind.LIMITED)
-        if ranks and (case.waiting or includes_wait):
+        if not ranks:
+            continue
+        # Ranks of these two kinds wait themselves, so no other rank needs to wait for them.
+        wait_themselves = kind in (Kind.MAY_COME, Kind.LIMITED)
+        if case.waiting or wait_themselves:
             headline = case.waiting_text(kind.value, ranks)
             return case.make_verdict(verdict_kind, ranks, headline)
     return None

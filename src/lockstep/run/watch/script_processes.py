@@ -49,6 +49,7 @@ def watch_script_processes(folder: Path) -> None:
     def start_spawned(
         start_processes: Any, fn: Any, args: Any = (), nprocs: int = 1, *more: Any, **options: Any
     ) -> Any:
+        """Replaces `mp.start_processes`, its first argument: adds a probe to each process."""
         if _PACKAGE_PARENT not in sys.path:  # a spawned process inherits it, and imports Lockstep
             sys.path.append(_PACKAGE_PARENT)
         spawn_folder = folder / f"own_{next(numbers):06}_{nprocs}"
@@ -56,8 +57,9 @@ def watch_script_processes(folder: Path) -> None:
         return start_processes(watched_fn, args, nprocs, *more, **options)
 
     def start_process(process: multiprocessing.process.BaseProcess) -> None:
+        """Replaces `Process.start`: adds a probe to a process that the script starts."""
         nonlocal batch_folder
-        if os.getpid() != script_pid:
+        if os.getpid() != script_pid:  # a rank starts it, such as a DataLoader worker
             original_start(process)
             return
         if not multiprocessing.active_children():

@@ -106,12 +106,13 @@ class SnapshotExchange:
         questions = self._new_questions()
         if not questions:
             return
-        if min(questions) < self._node:
+        if min(questions) < self._node:  # a launcher of lower rank leads now
             self._led_until = time.monotonic() + _LED_FOR_S
         for node, question in questions.items():
             self._answered_questions[node] = question["number"]
         lines = any(question["lines"] for question in questions.values())
         snapshot = self._take(lines)
+        # Fewer calls of each rank are sent until the message is short enough.
         for max_calls in _MAX_CALLS_SENT:
             text = to_json(shorten(snapshot, max_calls))
             if self._send_answers(questions, text):

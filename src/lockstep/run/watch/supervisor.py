@@ -138,6 +138,7 @@ class Supervisor:
             return
         verdict = hang.find(earlier, later, waited_s=now - self._moved_at)
         if verdict is None:
+            # The ranks move, so the next snapshots can wait longer.
             self._moved_at = now
             self._pause_s = min(2.0 * self._pause_s, _MAX_PAUSE_S)
             self._next_snapshot_at = now + self._pause_s

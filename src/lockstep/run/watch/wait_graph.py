@@ -21,7 +21,7 @@ every rank that does something else.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from lockstep.run.watch import stacks
@@ -72,8 +72,7 @@ class WaitGraph:
             calls = _calls_waited_in(activity)
             if not calls:
                 self.partners_unknown.add(rank)
-            numbers = tuple((call.key, call.seq) for call in calls)
-            wait = numbers or activity.p2p or activity.making or activity.op
+            wait = _identify_wait(activity, calls)
             if wait not in awaited_by_wait:
                 awaited = frozenset(_awaited_ranks(activity, activities, table))
                 awaited_by_wait[wait] = unique_sets.setdefault(awaited, awaited)
@@ -122,6 +121,22 @@ def _calls_waited_in(activity: Activity) -> list[CollectiveCall]:
     if activity.call not in calls:
         calls.append(activity.call)
     return calls
+
+
+def _identify_wait(activity: Activity, calls: Sequence[CollectiveCall]) -> object:
+    """Returns a key that is equal for all ranks that wait for the same ranks.
+
+    Args:
+        activity: what a waiting rank does.
+        calls: the calls that it waits in, if they are known.
+    """
+    if calls:
+        return tuple((call.key, call.seq) for call in calls)
+    if activity.p2p:
+        return True  # all in a send or receive are assumed to wait for the same
+    if activity.making is not None:
+        return activity.making
+    return activity.op
 
 
 def _awaited_ranks(
@@ -227,31 +242,37 @@ def recognize_possible_progress(
 def _ranks_whose_call_would_help(
     activities: Mapping[int, Activity], graph: WaitGraph, table: CallTable
 ) -> set[int]:
-    """Returns the ranks that could free a deadlocked rank by making a call that it waits for.
-
-    After a mismatch in a group none of the group's later calls can complete, so nobody helps by
-    making them.
-    """
-    completable_calls: dict[tuple[str, int], CollectiveCall] = {}
-    ranks_by_assumption: dict[frozenset[int], list[int]] = {}
-    for rank in graph.deadlocked:
-        if rank in graph.partners_unknown:
-            ranks_by_assumption.setdefault(graph.waits_for[rank], []).append(rank)
-            continue
-        calls = _calls_waited_in(activities[rank])
-        first_mismatch: dict[str, int] = {}
-        for call in calls:
-            if table.is_mismatched(call):
-                first_mismatch.setdefault(call.key, call.seq)
-        for call in calls:
-            if call.key not in first_mismatch or call.seq < first_mismatch[call.key]:
-                completable_calls[call.key, call.seq] = call
+    """Returns the ranks that could free a deadlocked rank by making a call that it waits for."""
     helpful_ranks: set[int] = set()
+    completable_calls: dict[tuple[str, int], CollectiveCall] = {}
+    for rank in graph.deadlocked - graph.partners_unknown:
+        for call in _completable_calls(activities[rank], table):
+            completable_calls[call.key, call.seq] = call  # once, also if many ranks wait in it
     for call in completable_calls.values():
         helpful_ranks |= table.missing_ranks(call)
+    ranks_by_assumption: dict[frozenset[int], list[int]] = {}
+    for rank in graph.deadlocked & graph.partners_unknown:
+        ranks_by_assumption.setdefault(graph.waits_for[rank], []).append(rank)
     for awaited, waiting_ranks in ranks_by_assumption.items():
         if len(waiting_ranks) == 1:
             helpful_ranks |= awaited - set(waiting_ranks)  # no rank waits for itself
         else:
             helpful_ranks |= awaited
     return helpful_ranks
+
+
+def _completable_calls(activity: Activity, table: CallTable) -> list[CollectiveCall]:
+    """Returns the calls a rank waits in that can still complete.
+
+    After a mismatch in a group, none of the group's later calls can.
+    """
+    calls = _calls_waited_in(activity)
+    first_mismatch: dict[str, int] = {}
+    for call in calls:
+        if table.is_mismatched(call):
+            first_mismatch.setdefault(call.key, call.seq)
+    completable = []
+    for call in calls:
+        if call.key not in first_mismatch or call.seq < first_mismatch[call.key]:
+            completable.append(call)
+    return completable
