@@ -17,7 +17,7 @@ import house
 MODULES = house.read_house()
 
 ORDER = (
-    {"wording"},
+    {"wording", "user_code"},
     {"errors"},
     {"units"},
     {"settings", "step"},
@@ -41,6 +41,7 @@ SEEN_FROM_BESIDE = {
     "distributed.network",
     "distributed.topology",
     "distributed.torch_compat",
+    "user_code",
     "wording",
 }
 MAY_USE_BESIDE = {"verify", "doctor", "testing", "cli", ""}

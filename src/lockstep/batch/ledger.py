@@ -36,7 +36,7 @@ import numpy as np
 
 from lockstep.batch.fingerprint import Fingerprint, compare, differing_sample
 from lockstep.batch.plan import Indices
-from lockstep.errors import CheckpointError, SettingError, reference
+from lockstep.errors import CheckpointError, SettingError, explain_hint
 from lockstep.step import BatchEvent, Callback
 from lockstep.wording import count_noun, format_ranges, format_ranks, join_first
 
@@ -268,7 +268,7 @@ class Report:
             )
         found += [f"  note: {note}" for note in self.notes]
         for finding in self.findings[:_LISTED]:
-            found.append(f"{finding.what}\n  more:  {reference(finding.code)}")
+            found.append(f"{finding.what}\n  more:  {explain_hint(finding.code)}")
         if len(self.findings) > _LISTED:
             found.append(f"and {len(self.findings) - _LISTED} more findings")
         if not self.findings:

@@ -38,9 +38,10 @@ from lockstep.batch.rows import RowCounter
 from lockstep.batch.source import SHARDING, Source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state
-from lockstep.errors import CheckpointError, DataError, Place, user_place
+from lockstep.errors import CheckpointError, DataError
 from lockstep.settings import Choice
 from lockstep.step import BatchEvent, Delivery, MicroBatch, Pass, Step
+from lockstep.user_code import Location, user_location
 
 _ORDER = 1
 """Version of the order in which large datasets are shuffled (`batch_plan.permuted`)."""
@@ -94,9 +95,9 @@ class Loader:
         """On this rank, with gradients and without."""
         self.evaluated = 0
         """Passes in which nothing was trained that this rank has come to the end of."""
-        self.evaluated_at: Place | None = None
+        self.evaluated_at: Location | None = None
         """The user's line that began the latest of these."""
-        self.length_asked_at: Place | None = None
+        self.length_asked_at: Location | None = None
         """The user's line that has last asked for `len(loader)`."""
         self.coverage = Coverage(source.sampler, source.batch_sampler)
         self._epoch = 0
@@ -202,7 +203,7 @@ class Loader:
         Raises:
             LengthUnknownError: of a stream that does not say its length.
         """
-        self.length_asked_at = user_place()
+        self.length_asked_at = user_location()
         if self.source.batch_sampler is not None:
             plan = self.source.plan(self.seed, self.epoch)
             return sum(len(self._plan.split(len(batch))) for batch in plan.batches())
@@ -320,7 +321,7 @@ class Loader:
     ) -> Iterator[Any]:
         """Hands out the micro-batches; everything is as it was before when the pass is left."""
         step, seen, blocked = self._step, self._step.seen, self._collectives.blocked
-        running, begun_at = Pass(), user_place()
+        running, begun_at = Pass(), user_location()
         reading, working = ("data", "forward") if training else ("evaluation", "evaluation")
         before = step.enter_phase(reading)
         exhausted = False

@@ -35,7 +35,8 @@ from torch.autograd.function import once_differentiable
 from lockstep.communication import routing
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.distributed.torch_compat import pytree
-from lockstep.errors import CheckpointError, LockstepError, RanksDifferError, UsageError, user_call
+from lockstep.errors import CheckpointError, LockstepError, RanksDifferError, UsageError
+from lockstep.user_code import user_call
 from lockstep.wording import format_ranks, group_by_key
 
 Number = bool | int | float

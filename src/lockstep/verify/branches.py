@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import is_users, source_line
+from lockstep.user_code import format_source_line, is_user_file
 from lockstep.verify.catalogue import Cause, of_runs
 from lockstep.verify.compare import Divergence, Place
 from lockstep.wording import format_ranks
@@ -43,12 +43,12 @@ class Branches:
 
         def get_code(self: SourceFileLoader, name: str) -> CodeType | None:
             path = self.get_filename(name)
-            if not is_users(path):
+            if not is_user_file(path):
                 return plain(self, name)  # type: ignore[no-any-return]
             return loader.source_to_code(self, self.get_data(path), path)  # type: ignore[no-any-return]
 
         def source_to_code(self: Any, data: Any, path: Any, **options: Any) -> CodeType:
-            if isinstance(path, str) and isinstance(data, bytes | str) and is_users(path):
+            if isinstance(path, str) and isinstance(data, bytes | str) and is_user_file(path):
                 data = ast.fix_missing_locations(_Tests(path).visit(ast.parse(data, path)))
             return compiled(self, data, path, **options)  # type: ignore[no-any-return]
 
@@ -163,7 +163,8 @@ def writes_to(case: Divergence, names: Sequence[str]) -> list[str]:
         for stack in of_rank[:1]:
             by_line[stack[0]].append(number)
     words = [
-        f"{format_ranks(r)} last wrote to them by {source_line(*p)}" for p, r in by_line.items()
+        f"{format_ranks(r)} last wrote to them by {format_source_line(*p)}"
+        for p, r in by_line.items()
     ]
     rest = [number for number, of_rank in enumerate(stacks) if not of_rank]
     if not rest or not words:
@@ -183,7 +184,7 @@ def writes_to(case: Divergence, names: Sequence[str]) -> list[str]:
 
 
 def _line(place: Place) -> str:
-    return source_line(*place[:2]).rstrip(":")
+    return format_source_line(*place[:2]).rstrip(":")
 
 
 def _told(place: Place, ways: Sequence[Mapping[Place, int]], *, alone: bool = True) -> str:

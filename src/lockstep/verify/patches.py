@@ -31,8 +31,8 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.batch.pytree import tensors
 from lockstep.distributed.torch_compat import DropoutNd, own_part, pytree
-from lockstep.errors import is_users, user_line, user_stack
 from lockstep.optim.precision import in_double
+from lockstep.user_code import is_user_file, user_line, user_stack
 from lockstep.verify.files import FilesBefore
 from lockstep.verify.models import is_traced, storage_of, sums_of
 
@@ -492,7 +492,7 @@ def _is_called_by_user() -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_users(file):
+        if is_user_file(file):
             return True
         if f"{os.sep}torch{os.sep}" not in file and not file.startswith(_OWN):
             return False

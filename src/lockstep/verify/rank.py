@@ -43,10 +43,10 @@ from lockstep.distributed.torch_compat import (
     on_shadowed_iteration,
     watch_indices,
 )
-from lockstep.errors import is_users, user_line
 from lockstep.run.start.worker import run_as_main
 from lockstep.run.watch.script_processes import replace_start_processes
 from lockstep.training.optimizer import PreparedOptimizer
+from lockstep.user_code import is_user_file, user_line
 from lockstep.verify.batches import random_streams, streams_that_moved
 from lockstep.verify.feed import BatchReader, BatchWriter, Fed
 from lockstep.verify.patches import DeterminismPatches, ParameterGroup
@@ -107,7 +107,7 @@ def _watch_own_processes(recorder: Recorder, nproc: int) -> None:
     plain = BaseProcess.start
 
     def start(process: BaseProcess) -> None:
-        if is_users(sys._getframe(1).f_code.co_filename):
+        if is_user_file(sys._getframe(1).f_code.co_filename):
             recorder.started = recorder.started or user_line() or ""
             run = partial(refuse_groups, nproc, process.run)
             process.run = run  # type: ignore[method-assign]

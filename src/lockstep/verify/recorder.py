@@ -36,9 +36,10 @@ from lockstep.distributed.torch_compat import (
     own_part,
     pytree,
 )
-from lockstep.errors import LockstepError, RecordingFailedError, user_line
+from lockstep.errors import LockstepError, RecordingFailedError
 from lockstep.step import BatchEvent, Callback, MicroBatch
 from lockstep.strategies.base import parameters_of
+from lockstep.user_code import user_line
 from lockstep.verify.batches import Fetched, look_at, random_streams, streams_that_moved
 from lockstep.verify.branches import Branches
 from lockstep.verify.compare import Array, Forward, RankUpdate, ScriptCall, Taken, scale_of

@@ -28,11 +28,12 @@ from torch import Tensor
 
 from lockstep.batch.unprepared import ReadPass, UnpreparedLoaders
 from lockstep.distributed.process_group import Run, store_at_end
-from lockstep.errors import Place, source_line, user_call, user_place, warn
+from lockstep.errors import warn
 from lockstep.extensions.checks.base import Guard
 from lockstep.extensions.checks.mean_of_batches import divides_sum_by_length
 from lockstep.optim.precision import Precision
 from lockstep.strategies.base import Wrapped
+from lockstep.user_code import Location, format_source_line, user_call, user_location
 from lockstep.wording import format_ranks
 
 MAX_NUMBERS_IN_TENSOR = 64
@@ -51,7 +52,7 @@ class LoaderPasses(NamedTuple):
     begun: int
     evaluated: int
     """Passes without training that came to their end."""
-    evaluated_at: Place | None
+    evaluated_at: Location | None
     """The line that began the latest of these."""
 
 
@@ -71,7 +72,7 @@ class DoubtfulSum(NamedTuple):
     brought: float
     """By this rank."""
     total: float
-    place: Place | None
+    place: Location | None
 
 
 class EvaluationGuard(Guard):
@@ -94,7 +95,7 @@ class EvaluationGuard(Guard):
         self._said_mean = False
         self._evaluated_before = 0
         """Evaluations of prepared loaders up to the latest sum of numbers that are no counts."""
-        self._sum_of_means: Place | None = None
+        self._sum_of_means: Location | None = None
         """The line of that sum, where an evaluation came before it."""
         self._unprepared: UnpreparedLoaders | None = None
         if run.collectives.alone:
@@ -162,7 +163,7 @@ class EvaluationGuard(Guard):
 
     def _warn_of_part(self, ranks: list[int], place: Any, on_this_rank: bool) -> None:
         at = None if place is None else (str(place[0]), int(place[1]))
-        line = "" if at is None else f" ({source_line(*at)})"
+        line = "" if at is None else f" ({format_source_line(*at)})"
         warn(
             "evaluating over a prepared loader on some ranks only",
             f"only {format_ranks(ranks)} iterated it{line}; a rank gets no more than its part of "
@@ -242,7 +243,7 @@ class EvaluationGuard(Guard):
                 self._doubtful = None
             if self._counts_samples_too or self._doubtful is not None:
                 continue
-            place = user_place()
+            place = user_location()
             if counts_repeatedly(mine, total, size, read.samples) and not _sees_size(place):
                 self._doubtful = DoubtfulSum(read.samples, mine, total, place)
 
@@ -258,7 +259,7 @@ class EvaluationGuard(Guard):
         if user_call() == "world.sum()":
             self._look_at_mean()
             self._evaluated_before = evaluated
-            self._sum_of_means = user_place()
+            self._sum_of_means = user_location()
 
     def _look_at_mean(self) -> None:
         """Reads in the script if the latest such sum was divided by the length of a loader."""
@@ -323,7 +324,7 @@ def counts_repeatedly(brought: float, total: float, size: int, samples: int) -> 
     return is_count and total > samples
 
 
-def _sees_size(place: Place | None) -> bool:
+def _sees_size(place: Location | None) -> bool:
     """Whether a line of the script, or one near it, seems to divide by the number of ranks."""
     if place is None:
         return True  # it is not known

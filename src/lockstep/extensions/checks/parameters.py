@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.checkpoint.modules import plain_names
 from lockstep.distributed.process_group import Run
-from lockstep.errors import warn_of
+from lockstep.errors import warn_about
 from lockstep.extensions.checks.base import Guard
 from lockstep.optim.precision import Precision
 from lockstep.step import check_due
@@ -63,7 +63,7 @@ class ParameterGuard(Guard):
             raise parameters_changed(f"{join_first(changed)}; {effect}")
         self._warned = True
         effect = "with several processes their gradients would not be averaged"
-        warn_of(parameters_changed(f"{join_first(changed)}; {effect}"))
+        warn_about(parameters_changed(f"{join_first(changed)}; {effect}"))
 
     def _changes(self, module: nn.Module) -> list[str]:
         """In words, of the parameters that are trained."""

@@ -25,10 +25,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.distributed.process_group import Run, store_at_end
 from lockstep.distributed.torch_compat import is_sharded, never_compiled
-from lockstep.errors import Place, user_place, warn
+from lockstep.errors import warn
 from lockstep.extensions.checks.base import Guard
 from lockstep.optim.precision import Precision
 from lockstep.strategies.base import Wrapped, parameters_of
+from lockstep.user_code import Location, user_location
 from lockstep.wording import join_first
 
 WATCHED_BACKWARDS = 100
@@ -51,9 +52,9 @@ class PreparationGuard(Guard):
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[Wrapped]) -> None:
         super().__init__(run, precision, wrapped)
         self._backwards = 0
-        self._right: dict[Place, int] = {}
+        self._right: dict[Location, int] = {}
         """For lines that call `world.backward`: how often what they reach was right."""
-        self._apart: dict[Place, TrainedApart] = {}
+        self._apart: dict[Location, TrainedApart] = {}
         """Models that no prepared module holds, by the line that trains them."""
         self._prepared_optimizers: list[Any] = []
         self._several = run.joined is not None and run.collectives.data_parallel.size > 1
@@ -73,7 +74,7 @@ class PreparationGuard(Guard):
             return
         if not self.run.collectives.contributes or not loss.requires_grad:
             return
-        place = user_place()
+        place = user_location()
         if place is None or self._right.get(place, 0) >= WALKS_WHERE_RIGHT:
             return
         known = self._apart.get(place)
@@ -187,7 +188,7 @@ class TrainedApart:
         parameters: those that the loss reaches.
     """
 
-    def __init__(self, place: Place, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, place: Location, parameters: Sequence[nn.Parameter]) -> None:
         self.place = place
         self.shapes = [str(tuple(parameter.shape)) for parameter in parameters]
         self.backwards = 1

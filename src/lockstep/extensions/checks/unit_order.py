@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import outside_compiled_code
-from lockstep.errors import RanksDifferError, warn_of
+from lockstep.errors import RanksDifferError, warn_about
 from lockstep.extensions.checks.base import Guard
 from lockstep.optim.precision import Precision
 from lockstep.strategies.base import Wrapped
@@ -117,7 +117,7 @@ class _Use:
             try:
                 self.finish(_AT_CLOSE)
             except RanksDifferError as error:
-                warn_of(error)
+                warn_about(error)
 
     def _difference(self, differ: Sequence[bool]) -> RanksDifferError:
         count = len(self._units)

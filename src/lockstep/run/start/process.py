@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.errors import source_line
 from lockstep.run.start.machine import OomCounts, kernel_log_on, oom_between, read_oom_counts
 from lockstep.run.start.output import RecentOutput, tail
 from lockstep.run.start.worker import Script
@@ -37,6 +36,7 @@ from lockstep.run.watch.printed_error import printed_error
 from lockstep.run.watch.process_status import read_process
 from lockstep.run.watch.script_processes import NOT_ONE_GROUP_FILE, RETURNED_FILE
 from lockstep.run.watch.stacks import parse_frames, user_frame
+from lockstep.user_code import format_source_line
 
 
 @dataclass(eq=False)
@@ -231,7 +231,8 @@ def crash_line(crash: Path) -> str | None:
     threads = [failed[-1].partition("\n\n")[0]] if len(failed) > 1 else dump.split("\n\n")
     lines = [user_frame(parse_frames(thread)) for thread in threads]
     return next(
-        (source_line(line.file, line.line) for line in reversed(lines) if line is not None), None
+        (format_source_line(line.file, line.line) for line in reversed(lines) if line is not None),
+        None,
     )
 
 

@@ -21,10 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.errors import LockstepError, source_line
+from lockstep.errors import LockstepError
 from lockstep.run.watch.dataclass_json import from_values
 from lockstep.run.watch.evidence import Evidence, write_in_place
 from lockstep.run.watch.stacks import Frame, Stack, parse_frames, user_frame
+from lockstep.user_code import format_source_line
 
 TORCH_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Names the file into which torch's `record` decorator writes what a script raised."""
@@ -308,7 +309,7 @@ def _user_line(error: BaseException, groups: Iterable[BaseException]) -> str | N
     if isinstance(error, LockstepError) and error.line:
         return error.line
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        return source_line(error.filename, error.lineno)
+        return format_source_line(error.filename, error.lineno)
     # All frames together, from the innermost to the outermost. The innermost may be in another
     # process or thread, whose traceback is in the message, outermost frame first.
     frames = list(reversed(parse_frames(_message(error))))
@@ -321,7 +322,7 @@ def _user_line(error: BaseException, groups: Iterable[BaseException]) -> str | N
     frame = user_frame(tuple(frames))
     if frame is None or frame.file.startswith("<"):  # such as <string>, which has no source
         return None
-    return source_line(frame.file, frame.line)
+    return format_source_line(frame.file, frame.line)
 
 
 def _stack(trace: TracebackType | None) -> Stack:

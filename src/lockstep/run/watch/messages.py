@@ -6,11 +6,11 @@ import textwrap
 import time
 from collections.abc import Iterable, Sequence
 
-from lockstep.errors import source_line
 from lockstep.run.watch.call_table import Mismatch
 from lockstep.run.watch.snapshot import CollectiveCall, RankState
 from lockstep.run.watch.stacks import Frame, user_frame
 from lockstep.run.watch.verdict import Row, Verdict
+from lockstep.user_code import format_source_line
 from lockstep.wording import format_ranks, join_first
 
 MAX_WIDTH = 100
@@ -136,7 +136,7 @@ def describe(call: CollectiveCall) -> str:
 
 def _source(line: Frame, indent: int) -> str:
     """Writes a line of code with its place, shortened to the greatest width."""
-    text = " " * indent + source_line(line.file, line.line, f", in {line.function}")
+    text = " " * indent + format_source_line(line.file, line.line, f", in {line.function}")
     if len(text) <= MAX_WIDTH:
         return text
     return f"{text[: MAX_WIDTH - 3]}..."

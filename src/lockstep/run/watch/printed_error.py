@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.errors import source_line
 from lockstep.run.watch.stacks import parse_frames, user_frame
+from lockstep.user_code import format_source_line
 
 # [rank1]: Traceback (most recent call last):
 # [rank1]:   + Exception Group Traceback (most recent call last):
@@ -115,9 +115,9 @@ def _user_line(block: Sequence[str]) -> str | None:
     syntax_errors = [_SYNTAX_ERROR_PLACE.fullmatch(text) for text in block]
     places = [place for place in syntax_errors if place is not None]
     if places:  # the file that could not be read stands after the frames that imported it
-        return source_line(places[-1]["file"], int(places[-1]["line"]))
+        return format_source_line(places[-1]["file"], int(places[-1]["line"]))
     innermost_first = tuple(reversed(parse_frames("\n".join(block))))
     frame = user_frame(innermost_first)
     if frame is None or frame.file.startswith("<"):
         return None
-    return source_line(frame.file, frame.line)
+    return format_source_line(frame.file, frame.line)

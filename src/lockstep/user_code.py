@@ -1,0 +1,110 @@
+"""Finds the user's own code in the call stack, for messages that name the line to look at.
+
+A file is the user's own if it is not a part of Lockstep, of Python or of an installed package. A
+frame of the call stack belongs to the function that runs at that place; the *innermost* one runs
+now. The stack also contains frames of Lockstep and of torch, which the user did not write.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+
+Location = tuple[str, int]
+"""A file and a line in it, counted from 1."""
+
+PACKAGE_FOLDER = str(Path(__file__).parent)
+FOREIGN_PREFIXES = (
+    PACKAGE_FOLDER,
+    sysconfig.get_paths()["stdlib"],
+    str(Path(sys.executable).parent),  # commands of installed packages
+    "<frozen ",
+    "<string>",  # compiled from a string, as namedtuples are
+)
+"""Files whose names begin like this are not the user's own."""
+
+USUAL_VARIABLE_OF_CLASS = {
+    "World": "world",
+    "Checkpoint": "checkpoint",
+    "PreparedOptimizer": "optimizer",
+    "PreparedScheduler": "scheduler",
+}
+"""How scripts usually name an object of a class."""
+PUBLIC_FUNCTIONS = ("save_weights", "load_weights")
+
+
+def is_user_file(file: str) -> bool:
+    """Returns True if a source file is the user's own."""
+    return not file.startswith(FOREIGN_PREFIXES) and "site-packages" not in file
+
+
+def user_location() -> Location | None:
+    """Returns the innermost line of the call stack that is the user's own."""
+    frame = _innermost_user_frame()
+    if frame is None:
+        return None
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def user_line() -> str | None:
+    """Returns the innermost line of the call stack that is the user's own, with its source."""
+    location = user_location()
+    if location is None:
+        return None
+    file, line = location
+    return format_source_line(file, line)
+
+
+def user_stack() -> tuple[Location, ...]:
+    """Returns the lines of the call stack that are the user's own, the innermost first."""
+    locations = []
+    frame = _innermost_user_frame()
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            locations.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(locations)
+
+
+def user_call() -> str | None:
+    """Returns what the user's line has called of Lockstep: "checkpoint.save()"; None: unknown."""
+    function_names: list[str] = []  # Lockstep's functions, the innermost first
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
+            function_names.append(frame.f_code.co_qualname)
+        frame = frame.f_back
+    for name in reversed(function_names):
+        class_name, _, method = name.partition(".")
+        if class_name in USUAL_VARIABLE_OF_CLASS and method.isidentifier():
+            return f"{USUAL_VARIABLE_OF_CLASS[class_name]}.{method}()"
+        if name in PUBLIC_FUNCTIONS:
+            return f"lockstep.{name}()"
+    return None
+
+
+def format_source_line(file: str, line: int, if_no_source: str = "") -> str:
+    """Returns a line with its source: "train.py:41: loss.backward()".
+
+    Args:
+        file: its path.
+        line: its number.
+        if_no_source: follows the number if the file cannot be read.
+    """
+    source = linecache.getline(file, line).strip()
+    text = f"{Path(file).name}:{line}"
+    if source:
+        return f"{text}: {source}"
+    return text + if_no_source
+
+
+def _innermost_user_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return frame
+        frame = frame.f_back
+    return None
