@@ -14,40 +14,40 @@ C10D = f"{TORCH}/distributed/distributed_c10d.py"
 DDP = f"{TORCH}/nn/parallel/distributed.py"
 SCRIPT = "/home/me/train.py"
 TIME = 1_000_000.0
-"""Of the later look."""
+"""The time of the later snapshot."""
 
 
-def own(line: int, function: str = "main") -> Frame:
+def script_frame(line: int, function: str = "main") -> Frame:
     return Frame(SCRIPT, line, function)
 
 
-def in_op(op: str, line: int) -> Stack:
+def stack_in_op(op: str, line: int) -> Stack:
     logger = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
-    return (Frame(C10D, 3252, op), logger, own(line), own(1, "<module>"))
+    return (Frame(C10D, 3252, op), logger, script_frame(line), script_frame(1, "<module>"))
 
 
-def on_wire(function: str, line: int) -> Stack:
-    """In what a pipeline's stage receives (`take`) or has sent (`wait`)."""
+def stack_in_pipeline_wire(function: str, line: int) -> Stack:
+    """The stack of a pipeline stage that waits to receive (`take`) or to have sent (`wait`)."""
     folder = "/opt/venv/lib/python3.12/site-packages/lockstep"
     return (
         Frame(f"{folder}/strategies/pipeline/wire.py", 184, function),
         Frame(f"{folder}/strategies/pipelining/run.py", 270, "_through"),
         Frame(f"{TORCH}/nn/modules/module.py", 1789, "_call_impl"),
-        own(line),
+        script_frame(line),
     )
 
 
-def in_backward(line: int) -> Stack:
+def stack_in_backward(line: int) -> Stack:
     return (
         Frame(f"{TORCH}/autograd/graph.py", 979, "_engine_run_backward"),
         Frame(f"{TORCH}/autograd/__init__.py", 395, "backward"),
         Frame(f"{TORCH}/_tensor.py", 623, "backward"),
-        own(line),
-        own(1, "<module>"),
+        script_frame(line),
+        script_frame(1, "<module>"),
     )
 
 
-def in_ddp_buffers(line: int) -> Stack:
+def stack_in_ddp_buffer_broadcast(line: int) -> Stack:
     return (
         Frame(DDP, 2363, "_distributed_broadcast_coalesced"),
         Frame(DDP, 2451, "_default_broadcast_coalesced"),
@@ -56,39 +56,39 @@ def in_ddp_buffers(line: int) -> Stack:
         Frame(DDP, 1782, "_pre_forward"),
         Frame(DDP, 1886, "forward"),
         Frame(f"{TORCH}/nn/modules/module.py", 1789, "_call_impl"),
-        own(line),
+        script_frame(line),
     )
 
 
-def in_ddp_constructor(line: int) -> Stack:
+def stack_in_ddp_constructor(line: int) -> Stack:
     verify = Frame(f"{TORCH}/distributed/utils.py", 286, "_verify_param_shape_across_processes")
-    return (verify, Frame(DDP, 1064, "__init__"), own(line))
+    return (verify, Frame(DDP, 1064, "__init__"), script_frame(line))
 
 
-def in_init(line: int) -> Stack:
+def stack_in_init_process_group(line: int) -> Stack:
     return (
         Frame(f"{TORCH}/distributed/rendezvous.py", 199, "_create_c10d_store"),
         Frame(f"{TORCH}/distributed/rendezvous.py", 280, "_env_rendezvous_handler"),
         Frame(C10D, 1892, "init_process_group"),
         Frame(f"{TORCH}/distributed/c10d_logger.py", 97, "wrapper"),
-        own(line),
+        script_frame(line),
     )
 
 
-def in_loader(line: int) -> Stack:
+def stack_in_data_loader(line: int) -> Stack:
     return (
         Frame("/usr/lib/python3.11/threading.py", 331, "wait"),
         Frame("/usr/lib/python3.11/queue.py", 180, "get"),
         Frame(f"{TORCH}/utils/data/dataloader.py", 1275, "_try_get_data"),
-        own(line),
+        script_frame(line),
     )
 
 
-def at(line: int) -> Stack:
-    return (own(line), own(1, "<module>"))
+def stack_at(line: int) -> Stack:
+    return (script_frame(line), script_frame(1, "<module>"))
 
 
-def call(op: str, seq: int, size: int | None = None, **fields: Any) -> CollectiveCall:
+def make_call(op: str, seq: int, size: int | None = None, **fields: Any) -> CollectiveCall:
     sizes = () if size is None else ((size,),)
     standard: dict[str, Any] = {
         "group": "0",
@@ -102,15 +102,15 @@ def call(op: str, seq: int, size: int | None = None, **fields: Any) -> Collectiv
     return CollectiveCall(op=op, seq=seq, **{**standard, **fields})
 
 
-def alike(count: int, **fields: Any) -> tuple[CollectiveCall, ...]:
+def completed_all_reduces(count: int, **fields: Any) -> tuple[CollectiveCall, ...]:
     """Calls that all ranks made and completed."""
-    return tuple(call("all_reduce", seq, 25, **fields) for seq in range(1, count + 1))
+    return tuple(make_call("all_reduce", seq, 25, **fields) for seq in range(1, count + 1))
 
 
-def state(
+def rank_state(
     rank: int, stack: Stack | None = None, *calls: CollectiveCall, **fields: Any
 ) -> RankState:
-    """A rank that waits or is blocked: none of the processor's time passes."""
+    """A rank that waits or is blocked: it uses no processor time between the snapshots."""
     completed = {}
     for made in calls:
         # All but a group's last call, as Gloo says it.
@@ -133,14 +133,14 @@ def state(
     return RankState(rank=rank, **{**standard, **fields})
 
 
-def ended(rank: int, code: int | None = 0) -> RankState:
-    return state(rank, alive=False, code=code, answered=None)
+def ended_rank(rank: int, code: int | None = 0) -> RankState:
+    return rank_state(rank, alive=False, code=code, answered=None)
 
 
-def looks(
+def make_snapshots(
     *later: RankState, working: Sequence[int] = (), seconds: float = 1.0
 ) -> tuple[Snapshot, Snapshot]:
-    """Two looks between which nothing moves, but the ranks `working` compute."""
+    """Two snapshots between which nothing moves, except that the ranks `working` compute."""
     earlier = [
         replace(s, cpu_s=s.cpu_s - seconds, main_cpu_s=s.main_cpu_s - seconds)
         if s.rank in working and s.cpu_s is not None and s.main_cpu_s is not None

@@ -87,7 +87,7 @@ def run(tmp_path: Path, code: str, **variables: str) -> ErrorRecord:
         ),
     ],
 )
-def test_what_is_written(
+def test_an_exception_is_recorded_with_its_line_and_exit_code(
     tmp_path: Path, code: str, headline: str, line: int, code_expected: int
 ) -> None:
     found = run(tmp_path, code)
@@ -113,7 +113,7 @@ def test_the_users_own_line_is_the_innermost(tmp_path: Path) -> None:
     assert found.line == "train.py:5: return statistics.mean([])"
 
 
-def test_the_exceptions_before_it(tmp_path: Path) -> None:
+def test_the_record_names_the_exceptions_that_came_before(tmp_path: Path) -> None:
     found = run(
         tmp_path,
         """
@@ -129,7 +129,7 @@ def test_the_exceptions_before_it(tmp_path: Path) -> None:
     assert found.chain == ("RuntimeError: Connection closed by peer", "KeyError: 'key'")
 
 
-def test_an_exception_group_is_told_as_its_first_exception(tmp_path: Path) -> None:
+def test_an_exception_group_is_recorded_as_its_first_exception(tmp_path: Path) -> None:
     found = run(
         tmp_path,
         """
@@ -167,7 +167,7 @@ def test_an_exception_group_whose_exceptions_were_never_raised_has_its_own_line(
     assert 'raise ExceptionGroup("bad samples"' in made.line
 
 
-def test_a_group_that_ends_a_script_from_an_except_block() -> None:
+def test_sys_exit_while_handling_a_group_names_the_exception_in_it() -> None:
     try:
         try:
             raise ExceptionGroup("tasks", [ValueError("3")])
@@ -178,7 +178,7 @@ def test_a_group_that_ends_a_script_from_an_except_block() -> None:
     assert made.headline == "sys.exit(2) while handling ValueError: 3"
 
 
-def test_of_a_very_long_message_both_ends_are_kept() -> None:
+def test_a_very_long_message_keeps_both_of_its_ends() -> None:
     made = describe_error(ValueError(f"bad batch {'x' * 2_000_000} of sample 7"))
     assert made.headline.startswith("ValueError: bad batch xxx")
     assert made.message.endswith("of sample 7")
@@ -222,7 +222,7 @@ except BaseException as error:
     ],
     ids=["descriptors", "memory"],
 )
-def test_who_is_out_of_descriptors_or_memory_can_still_say_so(
+def test_a_rank_without_descriptors_or_memory_can_still_record_its_error(
     tmp_path: Path, code: str, headline: str, line: str
 ) -> None:
     (tmp_path / "train.py").write_text(code)
@@ -234,7 +234,7 @@ def test_who_is_out_of_descriptors_or_memory_can_still_say_so(
     assert found.line == line
 
 
-def test_a_descriptor_that_the_program_has_made_its_own_is_not_closed(tmp_path: Path) -> None:
+def test_the_reserve_does_not_close_a_descriptor_that_the_program_uses(tmp_path: Path) -> None:
     reserve = Reserve()
     with open(tmp_path / "own", "w") as file:
         os.dup2(file.fileno(), reserve._descriptor)
@@ -259,7 +259,7 @@ if __name__ == "__main__":
 """
 
 
-def test_an_error_in_a_loader_worker_is_told_as_its_own(tmp_path: Path) -> None:
+def test_an_error_in_a_data_loader_worker_is_recorded_with_its_own_line(tmp_path: Path) -> None:
     found = run(tmp_path, LOADER, OMP_NUM_THREADS="1")
     assert found.headline == "ValueError: bad image 0 (in DataLoader worker process 0)"
     assert found.line == 'train.py:9: raise ValueError(f"bad image {index}")'
@@ -276,7 +276,7 @@ lines
 """
 
 
-def test_an_error_in_a_process_of_the_scripts_own_is_told_as_its_own() -> None:
+def test_an_error_in_a_spawned_process_is_recorded_with_its_own_headline() -> None:
     """As `mp.spawn` raises it."""
     made = describe_error(RuntimeError(SPAWN))
     assert made.headline == "ValueError: two (in process 1)"
@@ -292,7 +292,7 @@ def test_what_fails_before_the_program_begins_has_no_line() -> None:
     assert describe_error(error).line is None
 
 
-def test_an_error_of_lockstep() -> None:
+def test_an_error_of_lockstep_keeps_its_line_and_exit_code() -> None:
     made = describe_error(SettingError("shares 1:2", "3 ranks", "give 3 shares"))
     assert (made.type, made.exit_code, made.from_lockstep) == ("SettingError", 2, True)
     assert made.headline == "SettingError: shares 1:2"
@@ -311,11 +311,13 @@ def test_an_error_of_lockstep() -> None:
         (SettingError("a", "b", "c"), 2),
     ],
 )
-def test_exit_codes(error: BaseException, code: int) -> None:
+def test_exit_codes_are_those_of_the_interpreter(error: BaseException, code: int) -> None:
     assert exit_code(error) == code
 
 
-def test_torch_elastic_finds_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_file_of_torch_elastic_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elastic = tmp_path / "elastic.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(elastic))
     record_error(ValueError("loss is NaN"), Evidence.in_folder(tmp_path))
@@ -337,7 +339,7 @@ def test_recording_never_raises(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"type": "x"}'])
-def test_a_file_that_is_no_record(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_record_reads_as_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "error.json").write_text(text)
     assert read_error(Evidence.in_folder(tmp_path)) is None
 

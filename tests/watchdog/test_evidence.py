@@ -60,7 +60,7 @@ def test_the_links_of_a_folder_become_files_where_there_is_something_in_them(
     assert kept.read_text() == '{"request": 1}'
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_rank_whose_folder_cannot_be_written_still_has_memory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     memory = made(tmp_path / "file" / "rank_0")
     write_in_place(memory.evidence.error, "{}")
@@ -69,7 +69,9 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     memory.close()
 
 
-def test_without_memory_the_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_memory_files_uses_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(name: str) -> int:
         raise OSError("Too many open files")
 

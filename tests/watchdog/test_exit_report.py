@@ -44,7 +44,7 @@ def through_json(report: ExitReport) -> ExitReport:
     return from_values(ExitReport, json.loads(json.dumps(report.to_values())))
 
 
-def test_an_exit_report_comes_through_whole() -> None:
+def test_an_exit_report_survives_json() -> None:
     full = ExitReport(
         host="b",
         exits=(FAILED,),
@@ -56,7 +56,7 @@ def test_an_exit_report_comes_through_whole() -> None:
         assert through_json(report) == report
 
 
-def test_what_ends_a_run() -> None:
+def test_an_exit_report_says_whether_the_run_failed() -> None:
     asked = ExitStatus(rank=0, host="a", time=3.0, code=-15, how="SIGTERM", asked_to_end=2.0)
     well = ExitStatus(rank=0, host="a", time=3.0, code=0, how="exit code 0")
     assert not ExitReport(host="a", exits=(asked, well)).failed

@@ -48,7 +48,7 @@ ZERO_PARAMS = (
 )
 
 
-def raised(
+def rank_raised(
     rank: int,
     text: str,
     at: float,
@@ -72,7 +72,7 @@ def raised(
     return ExitStatus(rank=rank, code=code, error=error, **rest)
 
 
-def exited(rank: int, code: int, at: float, **rest: Any) -> ExitStatus:
+def rank_exited(rank: int, code: int, at: float, **rest: Any) -> ExitStatus:
     line = rest.pop("line", None)
     error = None
     if line:
@@ -88,16 +88,16 @@ def exited(rank: int, code: int, at: float, **rest: Any) -> ExitStatus:
     return ExitStatus(rank=rank, code=code, time=at, error=error, **rest)
 
 
-def killed(rank: int, number: int, name: str, at: float, **rest: Any) -> ExitStatus:
+def rank_killed(rank: int, number: int, name: str, at: float, **rest: Any) -> ExitStatus:
     rest = {"host": "a", "how": f"killed by {name}", **rest}
     return ExitStatus(rank=rank, code=-number, time=at, **rest)
 
 
-def ours(rank: int, at: float, since: float, host: str = "a") -> ExitStatus:
-    return killed(rank, 15, "SIGTERM", at, asked_to_end=since, host=host)
+def rank_ended_by_lockstep(rank: int, at: float, since: float, host: str = "a") -> ExitStatus:
+    return rank_killed(rank, 15, "SIGTERM", at, asked_to_end=since, host=host)
 
 
-def deadlock(ranks: tuple[int, ...] = (0, 1)) -> Verdict:
+def deadlock_verdict(ranks: tuple[int, ...] = (0, 1)) -> Verdict:
     rows = tuple(
         Row(rank, "a", "waits in all_reduce", Frame("train.py", 10 + rank, "main"))
         for rank in ranks
@@ -105,74 +105,74 @@ def deadlock(ranks: tuple[int, ...] = (0, 1)) -> Verdict:
     return Verdict("deadlock", True, ranks, "the ranks wait for each other", rows, None, ("do x",))
 
 
-def hang(kind: Any, ranks: tuple[int, ...], headline: str) -> Verdict:
+def hang_verdict(kind: Any, ranks: tuple[int, ...], headline: str) -> Verdict:
     rows = (Row(ranks[0], "a", "is stopped", None),)
     return Verdict(kind, True, ranks, headline, rows, None, ("do as the hang says",))
 
 
 @dataclass
 class Case:
-    endings: list[ExitStatus]
+    exits: list[ExitStatus]
     kind: str | None
     ranks: tuple[int, ...] = ()
-    code: int = 1
-    says: tuple[str, ...] = ()
-    """Parts of the printed block."""
-    silent: tuple[str, ...] = ()
-    """What must not be in it."""
-    more: dict[str, Any] = field(default_factory=dict)
+    exit_code: int = 1
+    text_has: tuple[str, ...] = ()
+    """Texts that the printed block must contain."""
+    text_lacks: tuple[str, ...] = ()
+    """Texts that it must not contain."""
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
-    "nothing failed": Case([exited(0, 0, 1.0), exited(1, 0, 2.0)], None),
+    "nothing failed": Case([rank_exited(0, 0, 1.0), rank_exited(1, 0, 2.0)], None),
     "exception, the other is ended by us": Case(
-        [raised(1, "loss is NaN", 10.0, "ValueError"), ours(0, 10.5, 10.2)],
+        [rank_raised(1, "loss is NaN", 10.0, "ValueError"), rank_ended_by_lockstep(0, 10.5, 10.2)],
         "exception",
         (1,),
-        says=(
+        text_has=(
             "FIRST FAILURE: rank 1 on host a\n  ValueError: loss is NaN\n  train.py:12: loss.",
             "ended by lockstep: rank 0",
         ),
     ),
     "the peer's error is a consequence": Case(
-        [raised(0, CLOSED, 10.1), raised(1, "loss is NaN", 10.0, "ValueError")],
+        [rank_raised(0, CLOSED, 10.1), rank_raised(1, "loss is NaN", 10.0, "ValueError")],
         "exception",
         (1,),
-        says=("consequences: rank 0 (Connection closed by peer)",),
-        silent=("network",),
+        text_has=("consequences: rank 0 (Connection closed by peer)",),
+        text_lacks=("network",),
     ),
     "... also where its record is earlier: the group was closed while unwinding": Case(
-        [raised(0, RESET, 10.0), raised(1, "loss is NaN", 10.6, "ValueError")],
+        [rank_raised(0, RESET, 10.0), rank_raised(1, "loss is NaN", 10.6, "ValueError")],
         "exception",
         (1,),
-        says=("ValueError: loss is NaN", "rank 0 (Connection reset by peer)"),
+        text_has=("ValueError: loss is NaN", "rank 0 (Connection reset by peer)"),
     ),
     "... also where it was wrapped by the script": Case(
         [
-            raised(0, "training failed", 10.1, chain=(f"RuntimeError: {CLOSED}",)),
-            exited(1, 3, 10.3, line="train.py:7: sys.exit(3)"),
+            rank_raised(0, "training failed", 10.1, chain=(f"RuntimeError: {CLOSED}",)),
+            rank_exited(1, 3, 10.3, line="train.py:7: sys.exit(3)"),
         ],
         "exit",
         (1,),
-        code=3,
-        says=("sys.exit(3)\n  train.py:7: sys.exit(3)", "rank 0 (Connection closed by peer)"),
+        exit_code=3,
+        text_has=("sys.exit(3)\n  train.py:7: sys.exit(3)", "rank 0 (Connection closed by peer)"),
     ),
     "a clear failure much later is not the cause": Case(
-        [raised(0, CLOSED, 10.0), raised(1, "bad label", 40.0, "ValueError")],
+        [rank_raised(0, CLOSED, 10.0), rank_raised(1, "bad label", 40.0, "ValueError")],
         "exception",
         (0,),
-        says=("Connection closed by peer", "rank 1 (ValueError: bad label, 30.0 s later)"),
+        text_has=("Connection closed by peer", "rank 1 (ValueError: bad label, 30.0 s later)"),
     ),
     "os._exit": Case(
-        [exited(1, 3, 10.0, last_lines=("giving up",)), raised(0, CLOSED, 10.0)],
+        [rank_exited(1, 3, 10.0, last_lines=("giving up",)), rank_raised(0, CLOSED, 10.0)],
         "exit",
         (1,),
-        code=3,
-        says=("exit code 3; no exception was recorded\n", "giving up"),
+        exit_code=3,
+        text_has=("exit code 3; no exception was recorded\n", "giving up"),
     ),
     "a program of its own, with a traceback": Case(
         [
-            exited(
+            rank_exited(
                 1,
                 1,
                 10.0,
@@ -182,36 +182,36 @@ CASES = {
         ],
         "exit",
         (1,),
-        says=(
+        text_has=(
             "exit code 1; no exception was recorded. The last traceback in its standard error: "
             "ValueError: x\n  train.py:5: f()",
         ),
-        silent=("its last lines",),
+        text_lacks=("its last lines",),
     ),
     "a lost peer in a traceback that was only printed is a consequence": Case(
         [
-            exited(
+            rank_exited(
                 0,
                 1,
                 10.0,
                 printed=PrintedError("RuntimeError: gone", None, ("RuntimeError", CLOSED)),
             ),
-            exited(1, 3, 10.1),
+            rank_exited(1, 3, 10.1),
         ],
         "exit",
         (1,),
-        code=3,
-        says=("no exception was recorded", "rank 0 (Connection closed by peer)"),
+        exit_code=3,
+        text_has=("no exception was recorded", "rank 0 (Connection closed by peer)"),
     ),
     "out of descriptors": Case(
-        [raised(1, "[Errno 24] Too many open files: 'a.png'", 10.0, "OSError")],
+        [rank_raised(1, "[Errno 24] Too many open files: 'a.png'", 10.0, "OSError")],
         "exception",
         (1,),
-        says=("what to do: raise the limit of open files (ulimit -n",),
+        text_has=("what to do: raise the limit of open files (ulimit -n",),
     ),
     "out of descriptors, only printed": Case(
         [
-            exited(
+            rank_exited(
                 1,
                 1,
                 10.0,
@@ -220,36 +220,40 @@ CASES = {
         ],
         "exit",
         (1,),
-        says=("what to do: raise the limit of open files (ulimit -n",),
+        text_has=("what to do: raise the limit of open files (ulimit -n",),
     ),
     "out of memory in Python": Case(
-        [raised(1, "", 10.0, "MemoryError")],
+        [rank_raised(1, "", 10.0, "MemoryError")],
         "exception",
         (1,),
-        says=("what to do: give the run more memory",),
+        text_has=("what to do: give the run more memory",),
     ),
     "an excepthook has chosen another code": Case(
-        [raised(1, "bad", 10.0, "ValueError", code=9)], "exception", (1,), code=9
+        [rank_raised(1, "bad", 10.0, "ValueError", code=9)], "exception", (1,), exit_code=9
     ),
     "Ctrl-C of somebody else's": Case(
-        [raised(1, "", 10.0, "KeyboardInterrupt", exit_code=-2)],
+        [rank_raised(1, "", 10.0, "KeyboardInterrupt", exit_code=-2)],
         "exception",
         (1,),
-        code=130,
+        exit_code=130,
     ),
     "a message that is a file": Case(
-        [raised(1, "x" * 100_000, 10.0, "ValueError")],
+        [rank_raised(1, "x" * 100_000, 10.0, "ValueError")],
         "exception",
         (1,),
-        says=("ValueError: xxx", "xxx... (all of it is in the logs)"),
-        silent=("x" * 2000,),
+        text_has=("ValueError: xxx", "xxx... (all of it is in the logs)"),
+        text_lacks=("x" * 2000,),
     ),
     "a signal goes before those who noticed": Case(
-        [raised(0, RESET, 10.0), raised(2, CLOSED, 10.02), killed(1, 9, "SIGKILL", 10.4)],
+        [
+            rank_raised(0, RESET, 10.0),
+            rank_raised(2, CLOSED, 10.02),
+            rank_killed(1, 9, "SIGKILL", 10.4),
+        ],
         "signal",
         (1,),
-        code=71,
-        says=(
+        exit_code=71,
+        text_has=(
             "killed by SIGKILL",
             "scheduler",
             "rank 0 (Connection reset by peer), rank 2 (Connection closed by peer)",
@@ -257,46 +261,46 @@ CASES = {
     ),
     "equal consequences are folded": Case(
         [
-            killed(4, 9, "SIGKILL", 10.0),
-            *[raised(rank, CLOSED, 10.0 + rank / 100) for rank in (0, 1, 2, 3, 5)],
+            rank_killed(4, 9, "SIGKILL", 10.0),
+            *[rank_raised(rank, CLOSED, 10.0 + rank / 100) for rank in (0, 1, 2, 3, 5)],
         ],
         "signal",
         (4,),
-        code=71,
-        says=("consequences: ranks 0-3, 5 (Connection closed by peer)",),
+        exit_code=71,
+        text_has=("consequences: ranks 0-3, 5 (Connection closed by peer)",),
     ),
     "out of memory": Case(
         [
-            killed(1, 9, "SIGKILL", 10.0, oom="certain", peak_bytes=3 << 30, step=7),
-            raised(0, RESET, 10.0),
+            rank_killed(1, 9, "SIGKILL", 10.0, oom="certain", peak_bytes=3 << 30, step=7),
+            rank_raised(0, RESET, 10.0),
         ],
         "oom",
         (1,),
-        code=71,
-        says=(
+        exit_code=71,
+        text_has=(
             "FIRST FAILURE: rank 1 on host a, after step 7",
             "killed by the kernel's out-of-memory killer (SIGKILL; it had used 3.0 GiB)",
             "fewer DataLoader workers",
         ),
     ),
     "the fork server was killed, perhaps for memory": Case(
-        [killed(1, 9, "", 10.0, how="the server ended", with_fork_server=True, oom="likely")],
+        [rank_killed(1, 9, "", 10.0, how="the server ended", with_fork_server=True, oom="likely")],
         "signal",
         (1,),
-        code=71,
-        says=("  the server ended\nwhat to do: the kernel's out-of-memory killer has ended a",),
-        silent=("probably killed",),
+        exit_code=71,
+        text_has=("  the server ended\nwhat to do: the kernel's out-of-memory killer has ended a",),
+        text_lacks=("probably killed",),
     ),
     "out of memory, perhaps": Case(
-        [killed(1, 9, "SIGKILL", 10.0, oom="likely")],
+        [rank_killed(1, 9, "SIGKILL", 10.0, oom="likely")],
         "oom",
         (1,),
-        code=71,
-        says=("probably killed by the kernel's out-of-memory killer",),
+        exit_code=71,
+        text_has=("probably killed by the kernel's out-of-memory killer",),
     ),
     "a loader's worker was killed for memory": Case(
         [
-            raised(
+            rank_raised(
                 0,
                 "DataLoader worker (pid(s) 4711) exited unexpectedly",
                 10.0,
@@ -305,289 +309,301 @@ CASES = {
         ],
         "exception",
         (0,),
-        says=("the kernel's out-of-memory killer ended a worker",),
+        text_has=("the kernel's out-of-memory killer ended a worker",),
     ),
     "segmentation fault": Case(
         [
-            killed(
+            rank_killed(
                 1, 11, "SIGSEGV", 10.0, crash_line="train.py:9: f(0)", last_lines=("step 3", "ab")
             )
         ],
         "signal",
         (1,),
-        code=71,
-        says=("killed by SIGSEGV", "  train.py:9: f(0)", "crash.txt", "    ab"),
+        exit_code=71,
+        text_has=("killed by SIGSEGV", "  train.py:9: f(0)", "crash.txt", "    ab"),
     ),
     "abort by C++ that names a lost peer is a consequence": Case(
         [
-            killed(0, 6, "SIGABRT", 10.2, last_lines=("terminate called", f"  what():  {NCCL}")),
-            killed(1, 11, "SIGSEGV", 10.0),
+            rank_killed(
+                0, 6, "SIGABRT", 10.2, last_lines=("terminate called", f"  what():  {NCCL}")
+            ),
+            rank_killed(1, 11, "SIGSEGV", 10.0),
         ],
         "signal",
         (1,),
-        code=71,
-        says=("rank 0 (remote process exited or there was a network error)",),
+        exit_code=71,
+        text_has=("rank 0 (remote process exited or there was a network error)",),
     ),
     "abort for a reason of its own": Case(
-        [killed(0, 6, "SIGABRT", 10.2, last_lines=("Assertion `i < n' failed.",))],
+        [rank_killed(0, 6, "SIGABRT", 10.2, last_lines=("Assertion `i < n' failed.",))],
         "signal",
         (0,),
-        code=71,
-        says=("Assertion `i < n' failed.",),
+        exit_code=71,
+        text_has=("Assertion `i < n' failed.",),
     ),
     "left early": Case(
-        [exited(1, 0, 9.0, step=40), raised(0, CLOSED, 10.0)],
+        [rank_exited(1, 0, 9.0, step=40), rank_raised(0, CLOSED, 10.0)],
         "left",
         (1,),
-        code=71,
-        says=("rank 1 on host a, after step 40", "left early", "rank 0 (Connection closed"),
+        exit_code=71,
+        text_has=("rank 1 on host a, after step 40", "left early", "rank 0 (Connection closed"),
     ),
     "left early, its end noticed after the others'": Case(
-        [raised(0, CLOSED, 10.0), exited(1, 0, 10.6)], "left", (1,), code=71
+        [rank_raised(0, CLOSED, 10.0), rank_exited(1, 0, 10.6)], "left", (1,), exit_code=71
     ),
     "two left early": Case(
-        [exited(1, 0, 9.0), exited(2, 0, 9.05), raised(0, TIMED_OUT, 30.0)],
+        [rank_exited(1, 0, 9.0), rank_exited(2, 0, 9.05), rank_raised(0, TIMED_OUT, 30.0)],
         "left",
         (1, 2),
-        code=71,
-        says=("ranks 1-2", "Timed out waiting 2000ms for recv operation"),
+        exit_code=71,
+        text_has=("ranks 1-2", "Timed out waiting 2000ms for recv operation"),
     ),
     "who ended well is no cause where another failed": Case(
-        [exited(2, 0, 9.0), raised(1, "x", 10.0, "KeyError"), raised(0, CLOSED, 10.1)],
+        [
+            rank_exited(2, 0, 9.0),
+            rank_raised(1, "x", 10.0, "KeyError"),
+            rank_raised(0, CLOSED, 10.1),
+        ],
         "exception",
         (1,),
-        silent=("left early",),
+        text_lacks=("left early",),
     ),
     "a lost connection, and nobody has ended": Case(
-        [raised(0, CLOSED, 10.0), raised(1, CLOSED, 10.05)],
+        [rank_raised(0, CLOSED, 10.0), rank_raised(1, CLOSED, 10.05)],
         "exception",
         (0, 1),
-        says=("FIRST FAILURE: ranks 0-1", "look at the network"),
+        text_has=("FIRST FAILURE: ranks 0-1", "look at the network"),
     ),
     "a timeout, and nobody has ended": Case(
-        [raised(0, TIMED_OUT, 10.0), ours(1, 10.4, 10.3)],
+        [rank_raised(0, TIMED_OUT, 10.0), rank_ended_by_lockstep(1, 10.4, 10.3)],
         "exception",
         (0,),
-        says=("Timed out waiting", "within the timeout"),
+        text_has=("Timed out waiting", "within the timeout"),
     ),
     "monitored barrier": Case(
-        [raised(0, MONITORED, 10.0), exited(1, 9, 10.0)],
+        [rank_raised(0, MONITORED, 10.0), rank_exited(1, 9, 10.0)],
         "exit",
         (1,),
-        code=9,
-        says=("rank 0 (Rank 1 failed to pass monitoredBarrier)",),
+        exit_code=9,
+        text_has=("rank 0 (Rank 1 failed to pass monitoredBarrier)",),
     ),
     "model of 0 parameters": Case(
-        [raised(0, ZERO_PARAMS, 10.0), raised(1, "no file", 9.9, "FileNotFoundError")],
+        [rank_raised(0, ZERO_PARAMS, 10.0), rank_raised(1, "no file", 9.9, "FileNotFoundError")],
         "exception",
         (1,),
-        says=("FileNotFoundError", "rank 0 (inconsistent 0 params)"),
+        text_has=("FileNotFoundError", "rank 0 (inconsistent 0 params)"),
     ),
     "a download's reset connection is no lost peer": Case(
         [
-            raised(1, "[Errno 104] Connection reset by peer", 10.0, "ConnectionResetError"),
-            raised(0, CLOSED, 10.1),
+            rank_raised(1, "[Errno 104] Connection reset by peer", 10.0, "ConnectionResetError"),
+            rank_raised(0, CLOSED, 10.1),
         ],
         "exception",
         (1,),
-        says=("ConnectionResetError", "rank 0 (Connection closed by peer)"),
-        silent=("network",),
+        text_has=("ConnectionResetError", "rank 0 (Connection closed by peer)"),
+        text_lacks=("network",),
     ),
     "the same on all ranks": Case(
         [
-            raised(rank, f"bad index {rank}", 10.0 + rank / 4, "IndexError", "data.py:3: x[i]")
+            rank_raised(rank, f"bad index {rank}", 10.0 + rank / 4, "IndexError", "data.py:3: x[i]")
             for rank in (3, 1, 0, 2)
         ],
         "exception",
         (0, 1, 2, 3),
-        says=("FIRST FAILURE: ranks 0-3 on host a\n  IndexError: bad index 0\n  data.py:3",),
-        silent=("same time", "consequences"),
+        text_has=("FIRST FAILURE: ranks 0-3 on host a\n  IndexError: bad index 0\n  data.py:3",),
+        text_lacks=("same time", "consequences"),
     ),
     "two of their own in one instant": Case(
         [
-            raised(0, "first", 10.0, "ValueError"),
-            raised(1, "second", 10.1, "KeyError", line="train.py:30: d[k]"),
+            rank_raised(0, "first", 10.0, "ValueError"),
+            rank_raised(1, "second", 10.1, "KeyError", line="train.py:30: d[k]"),
         ],
         "exception",
         (0,),
-        says=(
+        text_has=(
             "at the same time (their order is not known):\n  rank 1: KeyError: second, train.py:30",
         ),
     ),
     "others of one kind in that instant are folded": Case(
         [
-            raised(1, "first", 10.0, "ValueError"),
-            raised(0, "failed", 10.1, "SystemError"),
-            raised(2, "failed", 10.12, "SystemError"),
+            rank_raised(1, "first", 10.0, "ValueError"),
+            rank_raised(0, "failed", 10.1, "SystemError"),
+            rank_raised(2, "failed", 10.12, "SystemError"),
         ],
         "exception",
         (1,),
-        says=("is not known):\n  ranks 0, 2: SystemError: failed, train.py",),
+        text_has=("is not known):\n  ranks 0, 2: SystemError: failed, train.py",),
     ),
     "two of their own, one after the other": Case(
-        [raised(0, "first", 10.0, "ValueError"), raised(1, "second", 10.9, "KeyError")],
+        [rank_raised(0, "first", 10.0, "ValueError"), rank_raised(1, "second", 10.9, "KeyError")],
         "exception",
         (0,),
-        says=("consequences: rank 1 (KeyError: second, 0.9 s later)",),
-        silent=("same time",),
+        text_has=("consequences: rank 1 (KeyError: second, 0.9 s later)",),
+        text_lacks=("same time",),
     ),
     "an error after we asked it to end is ours": Case(
         [
-            raised(0, "loss is NaN", 10.0, "ValueError"),
-            raised(1, "interrupted in save()", 10.4, "OSError", asked_to_end=10.2),
+            rank_raised(0, "loss is NaN", 10.0, "ValueError"),
+            rank_raised(1, "interrupted in save()", 10.4, "OSError", asked_to_end=10.2),
         ],
         "exception",
         (0,),
-        says=("ended by lockstep: rank 1",),
-        silent=("OSError",),
+        text_has=("ended by lockstep: rank 1",),
+        text_lacks=("OSError",),
     ),
     "an error before we asked it to end is its own": Case(
         [
-            raised(0, "loss is NaN", 10.1, "ValueError"),
-            raised(1, "first", 9.0, "OSError", time=10.6, asked_to_end=10.4),
+            rank_raised(0, "loss is NaN", 10.1, "ValueError"),
+            rank_raised(1, "first", 9.0, "OSError", time=10.6, asked_to_end=10.4),
         ],
         "exception",
         (1,),
     ),
     "signal from outside on all ranks": Case(
-        [killed(rank, 15, "SIGTERM", 10.0) for rank in range(4)],
+        [rank_killed(rank, 15, "SIGTERM", 10.0) for rank in range(4)],
         "signal",
         (0, 1, 2, 3),
-        code=71,
-        says=("killed by SIGTERM", "from outside"),
+        exit_code=71,
+        text_has=("killed by SIGTERM", "from outside"),
     ),
     "deadlock": Case(
-        [ours(0, 20.2, 20.1), ours(1, 20.2, 20.1)],
+        [rank_ended_by_lockstep(0, 20.2, 20.1), rank_ended_by_lockstep(1, 20.2, 20.1)],
         "deadlock",
         (0, 1),
-        code=70,
-        says=(
+        exit_code=70,
+        text_has=(
             "FIRST FAILURE: ranks 0-1 on host a\n  the ranks wait for each other\n  rank 0 on a",
             "train.py:10",
             "what to do: do x",
             "ended by lockstep: ranks 0-1",
         ),
-        more={"hang": replace(deadlock(), found_at=20.0)},
+        arguments={"hang": replace(deadlock_verdict(), found_at=20.0)},
     ),
     "a rank that gave up in a deadlock is a consequence": Case(
-        [raised(0, TIMED_OUT, 19.0), ours(1, 20.2, 20.1)],
+        [rank_raised(0, TIMED_OUT, 19.0), rank_ended_by_lockstep(1, 20.2, 20.1)],
         "deadlock",
         (0, 1),
-        code=70,
-        says=("rank 0 (Timed out waiting",),
-        more={"hang": replace(deadlock(), found_at=20.0)},
+        exit_code=70,
+        text_has=("rank 0 (Timed out waiting",),
+        arguments={"hang": replace(deadlock_verdict(), found_at=20.0)},
     ),
     "a failure before the verdict is the root": Case(
-        [raised(1, "loss is NaN", 10.0, "ValueError"), ours(0, 20.2, 20.1)],
+        [rank_raised(1, "loss is NaN", 10.0, "ValueError"), rank_ended_by_lockstep(0, 20.2, 20.1)],
         "exception",
         (1,),
-        more={"hang": replace(hang("lost", (1,), "rank 1 has died"), found_at=20.0)},
+        arguments={"hang": replace(hang_verdict("lost", (1,), "rank 1 has died"), found_at=20.0)},
     ),
     "stopped until the others gave up": Case(
         [
-            raised(0, TIMED_OUT, 20.0),
-            killed(1, 9, "SIGKILL", 32.0, asked_to_end=20.6, stopped=True),
-            ours(2, 20.7, 20.6),
+            rank_raised(0, TIMED_OUT, 20.0),
+            rank_killed(1, 9, "SIGKILL", 32.0, asked_to_end=20.6, stopped=True),
+            rank_ended_by_lockstep(2, 20.7, 20.6),
         ],
         "stopped",
         (1,),
-        code=71,
-        says=("was stopped by a signal or a debugger", "kill -STOP", "rank 0 (Timed out waiting"),
+        exit_code=71,
+        text_has=(
+            "was stopped by a signal or a debugger",
+            "kill -STOP",
+            "rank 0 (Timed out waiting",
+        ),
     ),
     "stopped while another rank failed": Case(
         [
-            raised(0, "loss is NaN", 20.0, "ValueError"),
-            killed(1, 9, "SIGKILL", 32.0, asked_to_end=20.6, stopped=True),
+            rank_raised(0, "loss is NaN", 20.0, "ValueError"),
+            rank_killed(1, 9, "SIGKILL", 32.0, asked_to_end=20.6, stopped=True),
         ],
         "exception",
         (0,),
     ),
     "left, seen by the hang detector": Case(
-        [exited(1, 0, 5.0), ours(0, 20.2, 20.1)],
+        [rank_exited(1, 0, 5.0), rank_ended_by_lockstep(0, 20.2, 20.1)],
         "left",
         (1,),
-        code=71,
-        says=("left early", "what to do: do as the hang says"),
-        more={"hang": replace(hang("left", (1,), "rank 1 has left"), found_at=20.0)},
+        exit_code=71,
+        text_has=("left early", "what to do: do as the hang says"),
+        arguments={"hang": replace(hang_verdict("left", (1,), "rank 1 has left"), found_at=20.0)},
     ),
     "Ctrl-C": Case(
         [
-            raised(0, "", 10.1, "KeyboardInterrupt", exit_code=130, code=-2),
-            ours(1, 10.4, 10.05),
+            rank_raised(0, "", 10.1, "KeyboardInterrupt", exit_code=130, code=-2),
+            rank_ended_by_lockstep(1, 10.4, 10.05),
         ],
         "interrupted",
         (),
-        code=130,
-        says=("INTERRUPTED: lockstep was sent SIGINT (Ctrl-C)", "ended by lockstep: ranks 0-1"),
-        silent=("FIRST",),
-        more={"interrupted": Interruption(signal=2, time=10.0)},
+        exit_code=130,
+        text_has=("INTERRUPTED: lockstep was sent SIGINT (Ctrl-C)", "ended by lockstep: ranks 0-1"),
+        text_lacks=("FIRST",),
+        arguments={"interrupted": Interruption(signal=2, time=10.0)},
     ),
     "Ctrl-C after a failure": Case(
-        [raised(1, "loss is NaN", 9.0, "ValueError"), ours(0, 10.4, 10.05)],
+        [rank_raised(1, "loss is NaN", 9.0, "ValueError"), rank_ended_by_lockstep(0, 10.4, 10.05)],
         "exception",
         (1,),
-        more={"interrupted": Interruption(signal=2, time=10.0)},
+        arguments={"interrupted": Interruption(signal=2, time=10.0)},
     ),
     "hang-up": Case(
-        [ours(0, 10.4, 10.05)],
+        [rank_ended_by_lockstep(0, 10.4, 10.05)],
         "interrupted",
         (),
-        code=129,
-        more={"interrupted": Interruption(signal=1, time=10.0)},
+        exit_code=129,
+        arguments={"interrupted": Interruption(signal=1, time=10.0)},
     ),
     "a machine is gone": Case(
-        [raised(0, CLOSED, 10.0), raised(1, RESET, 10.1)],
+        [rank_raised(0, CLOSED, 10.0), rank_raised(1, RESET, 10.1)],
         "node_lost",
         (2, 3),
-        code=71,
-        says=("FIRST FAILURE: ranks 2-3 on host b\n  the machine has left the run: no heartbeat",),
-        more={
+        exit_code=71,
+        text_has=(
+            "FIRST FAILURE: ranks 2-3 on host b\n  the machine has left the run: no heartbeat",
+        ),
+        arguments={
             "lost_nodes": [lost_node(host="b", ranks=(2, 3), time=20.0, reason="no heartbeat")],
         },
     ),
     "a machine of unknown ranks is gone": Case(
-        [ours(0, 20.4, 20.2)],
+        [rank_ended_by_lockstep(0, 20.4, 20.2)],
         "node_lost",
         (),
-        code=71,
-        says=("FIRST FAILURE: host b\n  the machine",),
-        more={"lost_nodes": [lost_node(host="b", ranks=(), time=20.0)]},
+        exit_code=71,
+        text_has=("FIRST FAILURE: host b\n  the machine",),
+        arguments={"lost_nodes": [lost_node(host="b", ranks=(), time=20.0)]},
     ),
     "a machine went because a rank here had failed": Case(
-        [raised(0, "loss is NaN", 10.0, "ValueError")],
+        [rank_raised(0, "loss is NaN", 10.0, "ValueError")],
         "exception",
         (0,),
-        says=("rank 0 on host a", "host b (the machine has left the run, 10.0 s later)"),
-        more={"lost_nodes": [lost_node(host="b", ranks=(), time=20.0)]},
+        text_has=("rank 0 on host a", "host b (the machine has left the run, 10.0 s later)"),
+        arguments={"lost_nodes": [lost_node(host="b", ranks=(), time=20.0)]},
     ),
     "two machines whose clocks differ: cause after consequence": Case(
-        [raised(0, CLOSED, 10.0), raised(2, "loss is NaN", 12.5, "ValueError", host="b")],
+        [rank_raised(0, CLOSED, 10.0), rank_raised(2, "loss is NaN", 12.5, "ValueError", host="b")],
         "exception",
         (2,),
-        says=("rank 2 on host b", "rank 0 (Connection closed by peer)"),
+        text_has=("rank 2 on host b", "rank 0 (Connection closed by peer)"),
     ),
     "two machines: who was first cannot be told": Case(
         [
-            raised(0, "first", 10.0, "ValueError"),
-            raised(2, "second", 12.5, "KeyError", host="b"),
+            rank_raised(0, "first", 10.0, "ValueError"),
+            rank_raised(2, "second", 12.5, "KeyError", host="b"),
         ],
         "exception",
         (0,),
-        says=("their order is not known):\n  rank 2 on host b: KeyError: second",),
+        text_has=("their order is not known):\n  rank 2 on host b: KeyError: second",),
     ),
     "two machines: more than 5 s apart": Case(
         [
-            raised(0, "first", 10.0, "ValueError"),
-            raised(2, "second", 16.0, "KeyError", host="b"),
+            rank_raised(0, "first", 10.0, "ValueError"),
+            rank_raised(2, "second", 16.0, "KeyError", host="b"),
         ],
         "exception",
         (0,),
-        says=("rank 2 (KeyError: second, 6.0 s later)",),
-        silent=("order",),
+        text_has=("rank 2 (KeyError: second, 6.0 s later)",),
+        text_lacks=("order",),
     ),
     "an error of Lockstep's own": Case(
         [
-            raised(
+            rank_raised(
                 0,
                 "shares 1:2\n  found: 3 ranks\n  do:    give 3 shares\n  at:    rank 0, t.py:3: x",
                 10.0,
@@ -598,68 +614,74 @@ CASES = {
         ],
         "exception",
         (0,),
-        code=2,
-        says=("SettingError: shares 1:2\n    found: 3 ranks\n    do:    give 3 shares\n  train",),
-        silent=("at:    rank",),
+        exit_code=2,
+        text_has=(
+            "SettingError: shares 1:2\n    found: 3 ranks\n    do:    give 3 shares\n  train",
+        ),
+        text_lacks=("at:    rank",),
     ),
     "it raised, and crashed while it ended": Case(
-        [raised(0, "x", 10.0, "KeyError", code=-6, how="killed by SIGABRT")],
+        [rank_raised(0, "x", 10.0, "KeyError", code=-6, how="killed by SIGABRT")],
         "exception",
         (0,),
-        says=("KeyError: x", "its process was then killed by SIGABRT"),
+        text_has=("KeyError: x", "its process was then killed by SIGABRT"),
     ),
     "CUDA out of memory": Case(
-        [raised(0, "CUDA out of memory. Tried to allocate 2 MiB", 1.0, "torch.OutOfMemoryError")],
+        [
+            rank_raised(
+                0, "CUDA out of memory. Tried to allocate 2 MiB", 1.0, "torch.OutOfMemoryError"
+            )
+        ],
         "exception",
         (0,),
-        says=("smaller --micro-batch-size",),
+        text_has=("smaller --micro-batch-size",),
     ),
     "a library that counts its processes": Case(
-        [raised(0, "You set `devices=2`, but 2 does not match the world size (1).", 1.0)],
+        [rank_raised(0, "You set `devices=2`, but 2 does not match the world size (1).", 1.0)],
         "exception",
         (0,),
-        says=("lockstep run --nproc N",),
+        text_has=("lockstep run --nproc N",),
     ),
     "a full disk is not shared memory": Case(
-        [raised(0, "[Errno 28] No space left on device: 'x.pt'", 1.0, "OSError")],
+        [rank_raised(0, "[Errno 28] No space left on device: 'x.pt'", 1.0, "OSError")],
         "exception",
         (0,),
-        silent=("/dev/shm", "what to do"),
+        text_lacks=("/dev/shm", "what to do"),
     ),
     "a CUDA error, which comes late": Case(
         [
-            raised(
+            rank_raised(
                 0, "CUDA error: device-side assert triggered\nCUDA kernel errors might be ...", 1.0
             )
         ],
         "exception",
         (0,),
-        says=("CUDA_LAUNCH_BLOCKING=1",),
+        text_has=("CUDA_LAUNCH_BLOCKING=1",),
     ),
     "a long message stays in the folder": Case(
-        [raised(0, "head\n" + "\n".join(f"line {i}" for i in range(50)), 1.0)],
+        [rank_raised(0, "head\n" + "\n".join(f"line {i}" for i in range(50)), 1.0)],
         "exception",
         (0,),
-        says=("RuntimeError: head\n  train.py:12",),
-        silent=("line 7",),
+        text_has=("RuntimeError: head\n  train.py:12",),
+        text_lacks=("line 7",),
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_case(name: str) -> None:
+def test_first_failure_of_each_case(name: str) -> None:
     case = CASES[name]
-    for endings in (case.endings, case.endings[::-1]):
-        first = first_failure(endings, folder="logs/x", **case.more)
+    for exits in (case.exits, case.exits[::-1]):
+        first = first_failure(exits, folder="logs/x", **case.arguments)
         if case.kind is None:
             assert first is None
             return
         assert first is not None
-        assert (first.kind, first.ranks, first.exit_code) == (case.kind, case.ranks, case.code)
+        assert (first.kind, first.ranks, first.exit_code) == (case.kind, case.ranks, case.exit_code)
         text = render_failure(first)
-        for part in case.says:
+        for part in case.text_has:
             assert part in text
-        for part in case.silent:
+        for part in case.text_lacks:
             assert part not in text
         assert text.endswith("\ntraceback and logs: logs/x")
 
@@ -694,32 +716,32 @@ def test_case(name: str) -> None:
         ("loss is NaN", None),
     ],
 )
-def test_texts_of_lost_peers(text: str, shown: str | None) -> None:
+def test_texts_of_lost_peers_are_recognized(text: str, shown: str | None) -> None:
     assert find_lost_peer_text([text]) == shown
 
 
 def test_a_deadlock_shows_the_source_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linecache, "getline", lambda file, line: f"code {line}\n")
-    first = first_failure([], hang=replace(deadlock(), found_at=1.0))
+    first = first_failure([], hang=replace(deadlock_verdict(), found_at=1.0))
     assert first is not None
     assert "train.py:11: code 11" in render_failure(first)
 
 
-def test_an_exit_status_crosses_to_another_machine() -> None:
-    end = raised(2, "x", 1.0, chain=("KeyError: y",), last_lines=("a", "b"), oom="likely")
+def test_an_exit_status_survives_json() -> None:
+    end = rank_raised(2, "x", 1.0, chain=("KeyError: y",), last_lines=("a", "b"), oom="likely")
     assert from_values(ExitStatus, json.loads(json.dumps(asdict(end)))) == end
-    plain = exited(0, 0, 1.0)
+    plain = rank_exited(0, 0, 1.0)
     assert from_values(ExitStatus, json.loads(json.dumps(asdict(plain)))) == plain
 
 
-def test_the_whole_block() -> None:
-    endings = [
-        raised(1, "loss is NaN", 10.0, "ValueError", step=12),
-        raised(0, CLOSED, 10.1),
-        ours(2, 10.6, 10.5),
-        ours(3, 10.6, 10.5),
+def test_the_closing_block_is_written_in_order() -> None:
+    exits = [
+        rank_raised(1, "loss is NaN", 10.0, "ValueError", step=12),
+        rank_raised(0, CLOSED, 10.1),
+        rank_ended_by_lockstep(2, 10.6, 10.5),
+        rank_ended_by_lockstep(3, 10.6, 10.5),
     ]
-    first = first_failure(endings, folder="runs/logs")
+    first = first_failure(exits, folder="runs/logs")
     assert first is not None
     assert render_failure(first) == (
         "FIRST FAILURE: rank 1 on host a, after step 12\n"

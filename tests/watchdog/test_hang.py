@@ -12,20 +12,20 @@ from fake_snapshots import (
     DDP,
     TIME,
     TORCH,
-    alike,
-    at,
-    call,
-    ended,
-    in_backward,
-    in_ddp_buffers,
-    in_ddp_constructor,
-    in_init,
-    in_loader,
-    in_op,
-    looks,
-    on_wire,
-    own,
-    state,
+    completed_all_reduces,
+    ended_rank,
+    make_call,
+    make_snapshots,
+    rank_state,
+    script_frame,
+    stack_at,
+    stack_in_backward,
+    stack_in_data_loader,
+    stack_in_ddp_buffer_broadcast,
+    stack_in_ddp_constructor,
+    stack_in_init_process_group,
+    stack_in_op,
+    stack_in_pipeline_wire,
 )
 
 from lockstep.run.watch.hang import find
@@ -33,34 +33,61 @@ from lockstep.run.watch.snapshot import CollectiveCall, Group, NewGroup, RankSta
 from lockstep.run.watch.stacks import Frame, Stack
 from lockstep.run.watch.verdict import Verdict
 
-PAIR = (Group("0", "default_pg", (0, 1)),)
-THREE = (Group("0", "default_pg", (0, 1, 2)),)
+GROUP_OF_TWO = (Group("0", "default_pg", (0, 1)),)
+GROUP_OF_THREE = (Group("0", "default_pg", (0, 1, 2)),)
 
 
-def found(*later: RankState, working: tuple[int, ...] = (), waited_s: float = 8.0) -> Verdict:
-    verdict = find(*looks(*later, working=working), waited_s)
+def find_verdict(
+    *later: RankState, working: tuple[int, ...] = (), waited_s: float = 8.0
+) -> Verdict:
+    verdict = find(*make_snapshots(*later, working=working), waited_s)
     assert verdict is not None
     assert [row.rank for row in verdict.rows] == [s.rank for s in later]
     return verdict
 
 
 def test_a_call_is_a_move_also_where_no_step_is_made() -> None:
-    late = state(1, in_op("barrier", 40), *alike(5), call("barrier", 6, time_s=TIME - 2.0))
-    ranks = state(0, in_op("all_reduce", 30), *alike(5), call("all_reduce", 6, 5)), late
-    assert [round(row.for_s or 0) for row in found(*ranks).rows] == [94, 2]
-    assert "nothing has moved for 2 s" in found(*ranks).headline
+    late = rank_state(
+        1,
+        stack_in_op("barrier", 40),
+        *completed_all_reduces(5),
+        make_call("barrier", 6, time_s=TIME - 2.0),
+    )
+    ranks = (
+        rank_state(
+            0,
+            stack_in_op("all_reduce", 30),
+            *completed_all_reduces(5),
+            make_call("all_reduce", 6, 5),
+        ),
+        late,
+    )
+    assert [round(row.for_s or 0) for row in find_verdict(*ranks).rows] == [94, 2]
+    assert "nothing has moved for 2 s" in find_verdict(*ranks).headline
 
 
-def at_barrier(rank: int, seq: int = 6, **fields: object) -> RankState:
-    return state(rank, in_op("barrier", 40), *alike(seq - 1), call("barrier", seq), **fields)
+def rank_at_barrier(rank: int, seq: int = 6, **fields: object) -> RankState:
+    return rank_state(
+        rank,
+        stack_in_op("barrier", 40),
+        *completed_all_reduces(seq - 1),
+        make_call("barrier", seq),
+        **fields,
+    )
 
 
 # --- deadlocks
 
 
-def test_different_operations() -> None:
-    verdict = found(
-        state(0, in_op("all_reduce", 30), *alike(5), call("all_reduce", 6, 5)), at_barrier(1)
+def test_different_operations_are_a_deadlock() -> None:
+    verdict = find_verdict(
+        rank_state(
+            0,
+            stack_in_op("all_reduce", 30),
+            *completed_all_reduces(5),
+            make_call("all_reduce", 6, 5),
+        ),
+        rank_at_barrier(1),
     )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (0, 1))
     assert verdict.mismatch is not None
@@ -75,45 +102,72 @@ def test_different_operations() -> None:
     assert "same collectives in the same order" in verdict.advice[0]
 
 
-def test_same_operation_with_other_shapes() -> None:
-    verdict = found(
-        state(0, in_op("all_reduce", 30), *alike(5), call("all_reduce", 6, 5), groups=THREE),
-        state(1, in_op("all_reduce", 30), *alike(5), call("all_reduce", 6, 7), groups=THREE),
-        state(2, in_op("all_reduce", 30), *alike(5), call("all_reduce", 6, 5), groups=THREE),
+def test_one_operation_with_different_sizes_is_a_deadlock() -> None:
+    verdict = find_verdict(
+        rank_state(
+            0,
+            stack_in_op("all_reduce", 30),
+            *completed_all_reduces(5),
+            make_call("all_reduce", 6, 5),
+            groups=GROUP_OF_THREE,
+        ),
+        rank_state(
+            1,
+            stack_in_op("all_reduce", 30),
+            *completed_all_reduces(5),
+            make_call("all_reduce", 6, 7),
+            groups=GROUP_OF_THREE,
+        ),
+        rank_state(
+            2,
+            stack_in_op("all_reduce", 30),
+            *completed_all_reduces(5),
+            make_call("all_reduce", 6, 5),
+            groups=GROUP_OF_THREE,
+        ),
     )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (1,))
     assert "different sizes" in verdict.headline
     assert "same size" in verdict.advice[0]
 
 
-def test_same_operation_with_other_types() -> None:
-    verdict = found(
-        state(0, in_op("all_reduce", 30), call("all_reduce", 1, 5)),
-        state(1, in_op("all_reduce", 30), call("all_reduce", 1, 5, dtypes=("double",))),
+def test_one_operation_with_different_types_is_a_deadlock() -> None:
+    verdict = find_verdict(
+        rank_state(0, stack_in_op("all_reduce", 30), make_call("all_reduce", 1, 5)),
+        rank_state(
+            1, stack_in_op("all_reduce", 30), make_call("all_reduce", 1, 5, dtypes=("double",))
+        ),
     )
     assert (verdict.kind, verdict.fatal) == ("deadlock", True)
 
 
 def test_another_shape_of_the_same_size_matches() -> None:
     sizes = {"input_sizes": ((5, 2),), "output_sizes": ((5, 2),)}
-    verdict = found(
-        state(0, in_op("all_reduce", 30), call("all_reduce", 1, 10)),
-        state(1, in_op("all_reduce", 30), call("all_reduce", 1, 10, **sizes)),
+    verdict = find_verdict(
+        rank_state(0, stack_in_op("all_reduce", 30), make_call("all_reduce", 1, 10)),
+        rank_state(1, stack_in_op("all_reduce", 30), make_call("all_reduce", 1, 10, **sizes)),
     )
     assert verdict.kind == "transport"
 
 
 def test_sizes_that_may_differ_match() -> None:
-    verdict = found(
-        state(0, in_op("gather", 30), call("gather", 1, 10)),
-        state(1, in_op("gather", 30), call("gather", 1, 10, output_sizes=())),
+    verdict = find_verdict(
+        rank_state(0, stack_in_op("gather", 30), make_call("gather", 1, 10)),
+        rank_state(1, stack_in_op("gather", 30), make_call("gather", 1, 10, output_sizes=())),
     )
     assert verdict.kind == "transport"
 
 
-def test_uneven_steps_then_a_barrier() -> None:
-    verdict = found(
-        state(0, in_backward(20), *alike(5), call("all_reduce", 6, 25), steps=6), at_barrier(1)
+def test_an_uneven_number_of_steps_is_a_deadlock() -> None:
+    verdict = find_verdict(
+        rank_state(
+            0,
+            stack_in_backward(20),
+            *completed_all_reduces(5),
+            make_call("all_reduce", 6, 25),
+            steps=6,
+        ),
+        rank_at_barrier(1),
     )
     assert (verdict.kind, verdict.fatal) == ("deadlock", True)
     assert "in backward" in verdict.rows[0].does
@@ -122,65 +176,118 @@ def test_uneven_steps_then_a_barrier() -> None:
 
 def test_a_rank_that_skipped_a_batch_is_the_odd_one_of_three() -> None:
     """The others' forward pass broadcasts buffers; one of them has got past that."""
-    broadcast = call("broadcast", 6, 8)
-    verdict = found(
-        state(0, in_ddp_buffers(20), *alike(5), broadcast, groups=THREE),
-        at_barrier(1, groups=THREE),
-        state(2, in_backward(20), *alike(5), broadcast, call("all_reduce", 7, 25), groups=THREE),
+    broadcast = make_call("broadcast", 6, 8)
+    verdict = find_verdict(
+        rank_state(
+            0,
+            stack_in_ddp_buffer_broadcast(20),
+            *completed_all_reduces(5),
+            broadcast,
+            groups=GROUP_OF_THREE,
+        ),
+        rank_at_barrier(1, groups=GROUP_OF_THREE),
+        rank_state(
+            2,
+            stack_in_backward(20),
+            *completed_all_reduces(5),
+            broadcast,
+            make_call("all_reduce", 7, 25),
+            groups=GROUP_OF_THREE,
+        ),
     )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (1,))
 
 
 def test_a_rank_that_ran_out_of_data_is_the_odd_one_of_three() -> None:
-    verdict = found(
-        state(0, in_backward(20), *alike(5), call("all_reduce", 6, 25), groups=THREE),
-        state(1, in_backward(20), *alike(5), call("all_reduce", 6, 25), groups=THREE),
-        at_barrier(2, groups=THREE),
+    verdict = find_verdict(
+        rank_state(
+            0,
+            stack_in_backward(20),
+            *completed_all_reduces(5),
+            make_call("all_reduce", 6, 25),
+            groups=GROUP_OF_THREE,
+        ),
+        rank_state(
+            1,
+            stack_in_backward(20),
+            *completed_all_reduces(5),
+            make_call("all_reduce", 6, 25),
+            groups=GROUP_OF_THREE,
+        ),
+        rank_at_barrier(2, groups=GROUP_OF_THREE),
     )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (2,))
 
 
-def test_rank_0_alone_evaluates_a_ddp_model() -> None:
-    verdict = found(
-        state(0, in_ddp_buffers(50), *alike(5), call("broadcast", 6, 8), call("broadcast", 7, 1),
-              completed={"gloo:0": 5}),
-        at_barrier(1),
-    )  # fmt: skip
+def test_an_evaluation_on_rank_0_alone_is_a_deadlock_with_the_barrier() -> None:
+    verdict = find_verdict(
+        rank_state(
+            0,
+            stack_in_ddp_buffer_broadcast(50),
+            *completed_all_reduces(5),
+            make_call("broadcast", 6, 8),
+            make_call("broadcast", 7, 1),
+            completed={"gloo:0": 5},
+        ),
+        rank_at_barrier(1),
+    )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (0,))
     # Of the two broadcasts under way it is the first that parts.
     assert "waits in broadcast of 8 float, in the DDP model's forward" in verdict.rows[0].does
     assert "model.module" in verdict.advice[0]
 
 
-def test_rank_0_alone_evaluates_while_the_others_train() -> None:
-    verdict = found(
-        state(0, in_ddp_buffers(50), *alike(5), call("broadcast", 6, 8)),
-        state(1, in_backward(20), *alike(5), call("all_reduce", 6, 25)),
+def test_an_evaluation_on_rank_0_alone_is_a_deadlock_with_training() -> None:
+    verdict = find_verdict(
+        rank_state(
+            0,
+            stack_in_ddp_buffer_broadcast(50),
+            *completed_all_reduces(5),
+            make_call("broadcast", 6, 8),
+        ),
+        rank_state(
+            1, stack_in_backward(20), *completed_all_reduces(5), make_call("all_reduce", 6, 25)
+        ),
     )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (0,))
     assert "model.module" in verdict.advice[0]
 
 
 @pytest.mark.parametrize(("line", "advice"), [(50, "model.module"), (20, "number of batches")])
-def test_an_evaluation_is_told_from_a_step_too_many_by_the_line(line: int, advice: str) -> None:
-    before = [call("broadcast", seq, 8, frames=in_ddp_buffers(20)) for seq in (1, 2)]
-    verdict = found(
-        state(0, in_ddp_buffers(line), *before, call("broadcast", 3, 8, frames=(own(line),))),
-        state(1, in_op("barrier", 40), *before, call("barrier", 3)),
+def test_the_line_distinguishes_an_evaluation_from_an_extra_step(line: int, advice: str) -> None:
+    before = [
+        make_call("broadcast", seq, 8, frames=stack_in_ddp_buffer_broadcast(20)) for seq in (1, 2)
+    ]
+    verdict = find_verdict(
+        rank_state(
+            0,
+            stack_in_ddp_buffer_broadcast(line),
+            *before,
+            make_call("broadcast", 3, 8, frames=(script_frame(line),)),
+        ),
+        rank_state(1, stack_in_op("barrier", 40), *before, make_call("barrier", 3)),
     )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (0,))
     assert [advice in text for text in verdict.advice] == [True]
 
 
-def test_different_groups() -> None:
+def test_collectives_in_different_groups_are_a_deadlock() -> None:
     groups = (Group("1", "undefined", (0, 1)), Group("2", "model", (0, 1)))
-    both = [call("all_reduce", 1, 2, group=g, time_s=TIME - 30) for g in "12"]
-    verdict = found(
-        state(
-            0, in_op("all_reduce", 30), *both, call("all_reduce", 2, 3, group="1"), groups=groups
+    both = [make_call("all_reduce", 1, 2, group=g, time_s=TIME - 30) for g in "12"]
+    verdict = find_verdict(
+        rank_state(
+            0,
+            stack_in_op("all_reduce", 30),
+            *both,
+            make_call("all_reduce", 2, 3, group="1"),
+            groups=groups,
         ),
-        state(
-            1, in_op("all_reduce", 30), *both, call("all_reduce", 2, 3, group="2"), groups=groups
+        rank_state(
+            1,
+            stack_in_op("all_reduce", 30),
+            *both,
+            make_call("all_reduce", 2, 3, group="2"),
+            groups=groups,
         ),
     )
     assert (verdict.kind, verdict.fatal) == ("deadlock", True)
@@ -190,85 +297,95 @@ def test_different_groups() -> None:
     assert "process groups" in verdict.advice[0]
 
 
-def test_a_chain_of_groups_that_closes() -> None:
+def test_a_cycle_over_two_groups_is_a_deadlock() -> None:
     # 0 waits for 1 in a group of two, 1 and 2 wait for 0 in the barrier of all.
-    groups = (*THREE, Group("1", "pair", (0, 1)))
-    verdict = found(
-        state(0, in_op("all_reduce", 30), call("all_reduce", 1, 3, group="1"), groups=groups),
-        at_barrier(1, 1, groups=groups),
-        at_barrier(2, 1, groups=THREE),
+    groups = (*GROUP_OF_THREE, Group("1", "pair", (0, 1)))
+    verdict = find_verdict(
+        rank_state(
+            0,
+            stack_in_op("all_reduce", 30),
+            make_call("all_reduce", 1, 3, group="1"),
+            groups=groups,
+        ),
+        rank_at_barrier(1, 1, groups=groups),
+        rank_at_barrier(2, 1, groups=GROUP_OF_THREE),
     )
     assert (verdict.kind, verdict.fatal) == ("deadlock", True)
 
 
 def test_a_group_at_work_is_not_taken_for_a_deadlock() -> None:
     # 0 and 1 match, so their transfer may end; 2 waits for them only.
-    groups = (*THREE, Group("1", "pair", (0, 1)))
-    pair = call("all_reduce", 1, 3, group="1")
-    verdict = found(
-        state(0, in_op("all_reduce", 30), pair, groups=groups),
-        state(1, in_op("all_reduce", 30), pair, groups=groups),
-        at_barrier(2, 1, groups=THREE),
+    groups = (*GROUP_OF_THREE, Group("1", "pair", (0, 1)))
+    pair = make_call("all_reduce", 1, 3, group="1")
+    verdict = find_verdict(
+        rank_state(0, stack_in_op("all_reduce", 30), pair, groups=groups),
+        rank_state(1, stack_in_op("all_reduce", 30), pair, groups=groups),
+        rank_at_barrier(2, 1, groups=GROUP_OF_THREE),
     )
     assert (verdict.kind, verdict.fatal) == ("transport", False)
 
 
-def test_two_ranks_that_contradict_each_other_while_a_third_works_are_not_stopped() -> None:
-    verdict = found(
-        state(0, in_op("all_reduce", 30), call("all_reduce", 1, 5), groups=THREE),
-        at_barrier(1, 1, groups=THREE),
-        state(2, at(60), groups=THREE),
+def test_a_mismatch_while_a_third_rank_works_is_not_fatal() -> None:
+    verdict = find_verdict(
+        rank_state(
+            0, stack_in_op("all_reduce", 30), make_call("all_reduce", 1, 5), groups=GROUP_OF_THREE
+        ),
+        rank_at_barrier(1, 1, groups=GROUP_OF_THREE),
+        rank_state(2, stack_at(60), groups=GROUP_OF_THREE),
         working=(2,),
     )
     assert (verdict.kind, verdict.fatal) == ("deadlock", False)
 
 
-def test_an_asynchronous_call_that_is_contradicted() -> None:
+def test_a_mismatched_asynchronous_call_is_a_deadlock() -> None:
     # `work.wait()` leaves no frame: the rank is blocked in a line of its own.
-    verdict = found(state(0, at(30), *alike(5), call("all_reduce", 6, 5)), at_barrier(1))
+    verdict = find_verdict(
+        rank_state(0, stack_at(30), *completed_all_reduces(5), make_call("all_reduce", 6, 5)),
+        rank_at_barrier(1),
+    )
     assert (verdict.kind, verdict.fatal) == ("deadlock", True)
 
 
-IN_NEW_GROUP = (
+STACK_IN_NEW_GROUP = (
     Frame(C10D, 2169, "_new_process_group_helper"),
     Frame(C10D, 6056, "_new_group_with_tag"),
     Frame(C10D, 5863, "new_group"),
-    own(9),
+    script_frame(9),
 )
 
 
-def making(
+def rank_creating_group(
     rank: int, name: str, *ranks: int, backend: str = "gloo", members_only: bool = True
 ) -> RankState:
     group = NewGroup(name, ranks, backend, members_only)
-    return state(rank, IN_NEW_GROUP, *alike(2), making=group)
+    return rank_state(rank, STACK_IN_NEW_GROUP, *completed_all_reduces(2), making=group)
 
 
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [
         (  # in another order
-            [making(0, "1", 0, 1), making(1, "2", 0, 1)],
+            [rank_creating_group(0, "1", 0, 1), rank_creating_group(1, "2", 0, 1)],
             ["for ranks 0-1 (group '1', over gloo)", "for ranks 0-1 (group '2', over gloo)"],
         ),
         (  # with other members, where all ranks of the run wait for each other
             [
-                making(0, "1", 0, 1, members_only=False),
-                making(1, "1", 0, 1, members_only=False),
-                making(2, "1", 0, 2, members_only=False),
+                rank_creating_group(0, "1", 0, 1, members_only=False),
+                rank_creating_group(1, "1", 0, 1, members_only=False),
+                rank_creating_group(2, "1", 0, 2, members_only=False),
             ],
             ["for ranks 0-1 (group '1', over gloo)"] * 2
             + ["for ranks 0, 2 (group '1', over gloo)"],
         ),
         (  # over other backends
-            [making(0, "1", 0, 1), making(1, "1", 0, 1, backend="nccl")],
+            [rank_creating_group(0, "1", 0, 1), rank_creating_group(1, "1", 0, 1, backend="nccl")],
             ["for ranks 0-1 (group '1', over gloo)", "for ranks 0-1 (group '1', over nccl)"],
         ),
         (  # pairs of neighbours in a ring, each rank with the next one first
             [
-                making(0, "ab", 0, 1),
-                making(1, "bc", 1, 2),
-                making(2, "ca", 0, 2),
+                rank_creating_group(0, "ab", 0, 1),
+                rank_creating_group(1, "bc", 1, 2),
+                rank_creating_group(2, "ca", 0, 2),
             ],
             [
                 "for ranks 0-1 (over gloo)",
@@ -279,7 +396,7 @@ def making(
     ],
 )
 def test_new_groups_are_compared_by_their_members(ranks: list[RankState], says: list[str]) -> None:
-    verdict = found(*ranks)
+    verdict = find_verdict(*ranks)
     assert (verdict.kind, verdict.fatal) == ("deadlock", True)
     assert "wait in new_group, for process groups that differ" in verdict.headline
     assert [row.does for row in verdict.rows] == [
@@ -290,18 +407,33 @@ def test_new_groups_are_compared_by_their_members(ranks: list[RankState], says: 
 
 def test_the_same_new_group_is_no_deadlock() -> None:
     """The network may be slow; what torch takes for its default may be this very backend."""
-    verdict = found(making(0, "1", 0, 1), making(1, "1", 0, 1, backend="undefined"))
+    verdict = find_verdict(
+        rank_creating_group(0, "1", 0, 1), rank_creating_group(1, "1", 0, 1, backend="undefined")
+    )
     assert (verdict.kind, verdict.fatal) == ("transport", False)
 
 
 def test_a_call_in_a_destroyed_group_of_the_same_name_is_no_mismatch() -> None:
     """Rank 2 still has a call of its own group '1', which it has destroyed."""
-    groups = (*THREE, Group("1", "pair", (0, 1)))
-    destroyed = call("all_reduce", 1, 3, group="1", state="completed")
-    verdict = found(
-        state(0, in_op("all_reduce", 30), *alike(5), call("all_reduce", 6, 5), groups=groups),
-        at_barrier(1, groups=groups),
-        state(2, in_op("barrier", 40), *alike(5), destroyed, call("barrier", 6), groups=THREE),
+    groups = (*GROUP_OF_THREE, Group("1", "pair", (0, 1)))
+    destroyed = make_call("all_reduce", 1, 3, group="1", state="completed")
+    verdict = find_verdict(
+        rank_state(
+            0,
+            stack_in_op("all_reduce", 30),
+            *completed_all_reduces(5),
+            make_call("all_reduce", 6, 5),
+            groups=groups,
+        ),
+        rank_at_barrier(1, groups=groups),
+        rank_state(
+            2,
+            stack_in_op("barrier", 40),
+            *completed_all_reduces(5),
+            destroyed,
+            make_call("barrier", 6),
+            groups=GROUP_OF_THREE,
+        ),
     )
     assert verdict.kind == "deadlock"
     assert verdict.mismatch is not None
@@ -309,46 +441,48 @@ def test_a_call_in_a_destroyed_group_of_the_same_name_is_no_mismatch() -> None:
 
 
 def test_members_of_a_new_group_wait_for_one_that_has_not_come() -> None:
-    both = [making(rank, "1", 0, 1, 2) for rank in range(2)]
-    verdict = found(*both, state(2, at(4)), working=[2])
+    both = [rank_creating_group(rank, "1", 0, 1, 2) for rank in range(2)]
+    verdict = find_verdict(*both, rank_state(2, stack_at(4)), working=[2])
     assert (verdict.kind, verdict.ranks) == ("working", (2,))
 
 
 def test_groups_of_one_name_and_other_members_are_different_groups() -> None:
     """As NCCL lets ranks make them, which connects at the first collective."""
     one = [
-        state(
+        rank_state(
             rank,
-            in_op("all_reduce", 7),
-            *alike(1),
-            call("all_reduce", 1, 3, group="1", time_s=TIME - 9),
+            stack_in_op("all_reduce", 7),
+            *completed_all_reduces(1),
+            make_call("all_reduce", 1, 3, group="1", time_s=TIME - 9),
             groups=(Group("0", "default_pg", (0, 1, 2)), Group("1", "undefined", ranks)),
         )
         for rank, ranks in enumerate([(0, 1), (0, 1, 2), (1, 2)])
     ]
-    verdict = found(*one)
+    verdict = find_verdict(*one)
     assert (verdict.kind, verdict.fatal) == ("deadlock", True)
     assert "of group '1 of ranks 0-1'" in verdict.rows[0].does
     assert "of group '1 of ranks 0-2'" in verdict.rows[1].does
     # Pairs that have one name, and each its own collectives, are none.
     pairs = [
-        state(
+        rank_state(
             rank,
-            in_op("all_reduce", 7),
-            call("all_reduce", 1, 3 + rank // 2, group="1"),
+            stack_in_op("all_reduce", 7),
+            make_call("all_reduce", 1, 3 + rank // 2, group="1"),
             groups=(Group("1", "undefined", (rank - rank % 2, rank - rank % 2 + 1)),),
         )
         for rank in range(4)
     ]
-    assert found(*pairs).kind == "transport"
+    assert find_verdict(*pairs).kind == "transport"
 
 
 @pytest.mark.parametrize("field", ["children_cpu_s", "cpu_s"])
 def test_a_rank_whose_children_or_threads_compute_is_at_work(field: str) -> None:
     """As where it waits for the processes of torch's compiler, or for a pool of threads."""
-    waits = state(0, in_op("barrier", 3), *alike(2), call("barrier", 3))
-    blocked = state(1, at(7), children_cpu_s=1.0)
-    earlier, later = looks(waits, blocked)
+    waits = rank_state(
+        0, stack_in_op("barrier", 3), *completed_all_reduces(2), make_call("barrier", 3)
+    )
+    blocked = rank_state(1, stack_at(7), children_cpu_s=1.0)
+    earlier, later = make_snapshots(waits, blocked)
     verdict = find(earlier, later, 8.0)
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("blocked", (1,))
@@ -360,138 +494,175 @@ def test_a_rank_whose_children_or_threads_compute_is_at_work(field: str) -> None
     assert "is blocked while threads or processes that it has started compute" in verdict.headline
 
 
-def test_new_group_on_some_ranks() -> None:
-    stack = (Frame(C10D, 2169, "_new_process_group_helper"), Frame(C10D, 5863, "new_group"), own(9))
-    verdict = found(state(0, stack, *alike(5)), at_barrier(1))
+def test_new_group_on_some_ranks_is_a_deadlock() -> None:
+    stack = (
+        Frame(C10D, 2169, "_new_process_group_helper"),
+        Frame(C10D, 5863, "new_group"),
+        script_frame(9),
+    )
+    verdict = find_verdict(rank_state(0, stack, *completed_all_reduces(5)), rank_at_barrier(1))
     assert (verdict.kind, verdict.fatal) == ("deadlock", True)
     assert verdict.rows[0].does.startswith("waits in new_group")
     assert "all ranks" in verdict.advice[0]
 
 
-def test_ddp_on_some_ranks() -> None:
-    verdict = found(
-        state(0, in_ddp_constructor(9), *alike(5), call("all_gather", 6, 1)), at_barrier(1)
+def test_constructing_ddp_on_some_ranks_is_a_deadlock() -> None:
+    verdict = find_verdict(
+        rank_state(
+            0, stack_in_ddp_constructor(9), *completed_all_reduces(5), make_call("all_gather", 6, 1)
+        ),
+        rank_at_barrier(1),
     )
     assert (verdict.kind, verdict.fatal) == ("deadlock", True)
     assert "construct DistributedDataParallel on all ranks" in verdict.advice[0]
 
 
-def on_gpus(*of_ranks: tuple[str, ...] | None, state_of_call: str = "scheduled") -> Verdict | None:
+def find_verdict_on_gpus(
+    *of_ranks: tuple[str, ...] | None, state_of_call: str = "scheduled"
+) -> Verdict | None:
     """The main threads spin in lines of their own, `loss.item()`, waiting for their GPUs.
 
     Each rank has called the operations given, of which none is completed; None: it has ended.
     """
     fields = {"backend": "nccl", "state": state_of_call}
     ranks = [
-        ended(rank)
+        ended_rank(rank)
         if ops is None
-        else state(
+        else rank_state(
             rank,
-            at(30 + rank),
-            *[call(op, seq, 5, **fields) for seq, op in enumerate(ops, 1)],
+            stack_at(30 + rank),
+            *[make_call(op, seq, 5, **fields) for seq, op in enumerate(ops, 1)],
             completed={},
         )
         for rank, ops in enumerate(of_ranks)
     ]
-    return find(*looks(*ranks, working=range(len(ranks))), 8.0)
+    return find(*make_snapshots(*ranks, working=range(len(ranks))), 8.0)
 
 
-def test_nccl_is_judged_by_what_all_have_called() -> None:
+def test_nccl_calls_are_judged_by_what_all_ranks_have_called() -> None:
     """Torch does not say what a GPU has started, unless it is told to take the times."""
     for state_of_call in ("started", "scheduled"):
-        verdict = on_gpus(("all_reduce",), ("all_gather",), state_of_call=state_of_call)
+        verdict = find_verdict_on_gpus(
+            ("all_reduce",), ("all_gather",), state_of_call=state_of_call
+        )
         assert verdict is not None
         assert (verdict.kind, verdict.fatal) == ("deadlock", True)
         assert "waits in all_reduce" in verdict.rows[0].does
     # The GPUs still have work before it; and a host that runs ahead of them waits for nobody.
-    assert on_gpus(("all_reduce",), ("all_reduce",)) is None
-    assert on_gpus(("all_reduce", "barrier"), ("all_reduce",)) is None
+    assert find_verdict_on_gpus(("all_reduce",), ("all_reduce",)) is None
+    assert find_verdict_on_gpus(("all_reduce", "barrier"), ("all_reduce",)) is None
 
 
 def test_a_gpu_waits_for_the_rank_that_has_not_come() -> None:
-    verdict = on_gpus(("all_reduce",), ())
+    verdict = find_verdict_on_gpus(("all_reduce",), ())
     assert verdict is not None
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("working", False, (1,))
-    verdict = on_gpus(("all_reduce",), None)
+    verdict = find_verdict_on_gpus(("all_reduce",), None)
     assert verdict is not None
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("left", True, (1,))
 
 
-def test_calls_that_came_from_different_lines_before_they_parted() -> None:
-    same, other = (own(20),), (own(50),)
-    before = [call("broadcast", seq, 8, frames=same) for seq in (1, 2, 3)]
+def test_a_mismatch_says_since_when_the_lines_differ() -> None:
+    same, other = (script_frame(20),), (script_frame(50),)
+    before = [make_call("broadcast", seq, 8, frames=same) for seq in (1, 2, 3)]
     apart = [replace(c, frames=other) if c.seq > 1 else c for c in before]
-    verdict = found(
-        state(0, in_ddp_buffers(50), *apart, call("broadcast", 4, 8, frames=other)),
-        state(1, in_backward(20), *before, call("all_reduce", 4, 25, frames=same)),
+    verdict = find_verdict(
+        rank_state(
+            0, stack_in_ddp_buffer_broadcast(50), *apart, make_call("broadcast", 4, 8, frames=other)
+        ),
+        rank_state(1, stack_in_backward(20), *before, make_call("all_reduce", 4, 25, frames=same)),
     )
     assert verdict.mismatch is not None
     assert (verdict.mismatch.seq, verdict.mismatch.lines_differ_since) == (4, 2)
 
 
-def test_what_has_left_the_ring_is_not_taken_for_a_call_never_made() -> None:
-    verdict = found(
-        state(0, in_op("barrier", 40), *alike(5)[3:], call("barrier", 6)),
-        state(1, in_op("barrier", 40), *alike(5), call("barrier", 6)),
+def test_a_call_dropped_by_the_recorder_does_not_count_as_missing() -> None:
+    verdict = find_verdict(
+        rank_state(
+            0, stack_in_op("barrier", 40), *completed_all_reduces(5)[3:], make_call("barrier", 6)
+        ),
+        rank_state(
+            1, stack_in_op("barrier", 40), *completed_all_reduces(5), make_call("barrier", 6)
+        ),
     )
     assert verdict.kind == "transport"
 
 
-BUSY = (Frame("/home/me/saver.py", 30, "save"), Frame("/usr/lib/python3.11/threading.py", 1, "run"))
+BUSY_STACK = (
+    Frame("/home/me/saver.py", 30, "save"),
+    Frame("/usr/lib/python3.11/threading.py", 1, "run"),
+)
 
 
-def in_wait(code: str) -> Stack:
+def stack_in_condition_wait(code: str) -> Stack:
     """A thread that waits for another one, in this line of Python's own `Condition.wait`."""
     lines, first = inspect.getsourcelines(threading.Condition.wait)
     number = next(first + n for n, line in enumerate(lines) if line.strip().endswith(code))
-    return (Frame(threading.__file__, number, "wait"), *BUSY)
+    return (Frame(threading.__file__, number, "wait"), *BUSY_STACK)
 
 
-IDLE, TIMED = in_wait("waiter.acquire()"), in_wait("waiter.acquire(True, timeout)")
-POOL = (Frame("/usr/lib/python3.11/concurrent/futures/thread.py", 81, "_worker"), *BUSY[1:])
-DOWNLOAD = (Frame("/usr/lib/python3.11/selectors.py", 468, "select"), *BUSY)
-SAVERS = (*PAIR, Group("3", "savers", (0, 1)))
+STACK_WITHOUT_TIMEOUT, STACK_WITH_TIMEOUT = (
+    stack_in_condition_wait("waiter.acquire()"),
+    stack_in_condition_wait("waiter.acquire(True, timeout)"),
+)
+STACK_IN_POOL = (
+    Frame("/usr/lib/python3.11/concurrent/futures/thread.py", 81, "_worker"),
+    *BUSY_STACK[1:],
+)
+STACK_IN_DOWNLOAD = (Frame("/usr/lib/python3.11/selectors.py", 468, "select"), *BUSY_STACK)
+GROUPS_WITH_SAVERS = (*GROUP_OF_TWO, Group("3", "savers", (0, 1)))
 
 
 @pytest.mark.parametrize(
     ("thread", "earlier", "kind"),
     [
-        (BUSY, (), "working"),  # no thread of rank 0 has used the group so far
-        (BUSY, (call("barrier", 1, group="3", thread=8, state="completed"),), "working"),
-        (BUSY, (call("barrier", 1, group="3", state="completed"),), "working"),
-        (TIMED, (), "working"),
-        (DOWNLOAD, (), "working"),
-        (IDLE, (), "deadlock"),
-        (POOL, (), "deadlock"),
-        (in_op("barrier", 30), (), "deadlock"),
+        (BUSY_STACK, (), "working"),  # no thread of rank 0 has used the group so far
+        (BUSY_STACK, (make_call("barrier", 1, group="3", thread=8, state="completed"),), "working"),
+        (BUSY_STACK, (make_call("barrier", 1, group="3", state="completed"),), "working"),
+        (STACK_WITH_TIMEOUT, (), "working"),
+        (STACK_IN_DOWNLOAD, (), "working"),
+        (STACK_WITHOUT_TIMEOUT, (), "deadlock"),
+        (STACK_IN_POOL, (), "deadlock"),
+        (stack_in_op("barrier", 30), (), "deadlock"),
     ],
 )
-def test_a_thread_that_goes_on_may_yet_come(
+def test_a_rank_with_a_working_thread_may_yet_make_the_call(
     thread: Stack, earlier: tuple[CollectiveCall, ...], kind: str
 ) -> None:
     """Rank 1 waits for what rank 0's checkpoint thread will do, and the main thread of rank 0
     for rank 1: no deadlock, as long as that thread works."""
-    calls = (*alike(5), *earlier, call("all_reduce", 6, 1))
-    rank_0 = state(0, in_op("all_reduce", 40), *calls, groups=SAVERS, threads=(thread,))
-    waits = call("barrier", len(earlier) + 1, group="3")
-    rank_1 = state(1, in_op("barrier", 50), *alike(5), *earlier, waits, groups=SAVERS)
-    verdict = found(rank_0, rank_1)
+    calls = (*completed_all_reduces(5), *earlier, make_call("all_reduce", 6, 1))
+    rank_0 = rank_state(
+        0, stack_in_op("all_reduce", 40), *calls, groups=GROUPS_WITH_SAVERS, threads=(thread,)
+    )
+    waits = make_call("barrier", len(earlier) + 1, group="3")
+    rank_1 = rank_state(
+        1,
+        stack_in_op("barrier", 50),
+        *completed_all_reduces(5),
+        *earlier,
+        waits,
+        groups=GROUPS_WITH_SAVERS,
+    )
+    verdict = find_verdict(rank_0, rank_1)
     assert (verdict.kind, verdict.fatal) == (kind, kind == "deadlock")
     if kind == "working":
         assert verdict.ranks == (0,)
         assert verdict.headline.startswith("rank 0 may yet come in another thread; rank 1 has")
-        assert verdict.rows[0].line == BUSY[0]
+        assert verdict.rows[0].line == BUSY_STACK[0]
 
 
 def test_a_group_that_was_given_a_shorter_timeout_is_left_to_it() -> None:
     """The program may expect that nobody comes to a call of it."""
     side = Group("3", "", (0, 1))
     for timeout_s, fatal in ((18.0, False), (1800.0, True)):
-        probes = call("all_reduce", 1, 1, group="3", timeout_s=timeout_s)
-        before = alike(5, timeout_s=1800.0)
-        verdict = found(
-            state(0, in_op("all_reduce", 40), *before, probes, groups=(*PAIR, side)),
-            at_barrier(1, groups=(*PAIR, side)),
+        probes = make_call("all_reduce", 1, 1, group="3", timeout_s=timeout_s)
+        before = completed_all_reduces(5, timeout_s=1800.0)
+        verdict = find_verdict(
+            rank_state(
+                0, stack_in_op("all_reduce", 40), *before, probes, groups=(*GROUP_OF_TWO, side)
+            ),
+            rank_at_barrier(1, groups=(*GROUP_OF_TWO, side)),
         )
         assert verdict.fatal == fatal
         if not fatal:
@@ -501,11 +672,18 @@ def test_a_group_that_was_given_a_shorter_timeout_is_left_to_it() -> None:
 
 
 def test_the_call_of_another_thread_is_not_what_the_main_thread_waits_in() -> None:
-    groups = (*PAIR, Group("3", "", (0, 1)))
-    others = call("all_gather", 1, 3, group="3", thread=8)
-    verdict = found(
-        state(0, in_op("all_reduce", 40), *alike(6), others, groups=groups, main_thread=7),
-        state(1, at(50), *alike(5), groups=groups),
+    groups = (*GROUP_OF_TWO, Group("3", "", (0, 1)))
+    others = make_call("all_gather", 1, 3, group="3", thread=8)
+    verdict = find_verdict(
+        rank_state(
+            0,
+            stack_in_op("all_reduce", 40),
+            *completed_all_reduces(6),
+            others,
+            groups=groups,
+            main_thread=7,
+        ),
+        rank_state(1, stack_at(50), *completed_all_reduces(5), groups=groups),
     )
     assert (verdict.kind, verdict.ranks) == ("blocked", (1,))
     assert verdict.rows[0].does.startswith("waits in all_reduce of 25 float")
@@ -513,30 +691,44 @@ def test_the_call_of_another_thread_is_not_what_the_main_thread_waits_in() -> No
 
 def test_threads_of_all_ranks_may_yet_come() -> None:
     groups = [Group(name, "", (0, 1)) for name in "12"]
-    one, other = (
-        state(
+    first, second = (
+        rank_state(
             rank,
-            in_op("barrier", 30),
-            call("barrier", 1, group=groups[rank].name),
+            stack_in_op("barrier", 30),
+            make_call("barrier", 1, group=groups[rank].name),
             groups=tuple(groups),
-            threads=(IDLE, BUSY),
+            threads=(STACK_WITHOUT_TIMEOUT, BUSY_STACK),
         )
         for rank in (0, 1)
     )
-    verdict = found(one, other)
+    verdict = find_verdict(first, second)
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("working", False, (0, 1))
     assert verdict.headline == "ranks 0-1 may yet come in another thread, for 8 s"
-    verdict = found(one, replace(other, threads=(IDLE, IDLE)))
+    verdict = find_verdict(
+        first, replace(second, threads=(STACK_WITHOUT_TIMEOUT, STACK_WITHOUT_TIMEOUT))
+    )
     assert verdict.headline.startswith("rank 0 may yet come in another thread; rank 1 has")
-    assert found(*(replace(rank, threads=(IDLE, IDLE)) for rank in (one, other))).fatal
+    assert find_verdict(
+        *(
+            replace(rank, threads=(STACK_WITHOUT_TIMEOUT, STACK_WITHOUT_TIMEOUT))
+            for rank in (first, second)
+        )
+    ).fatal
 
 
 def test_no_thread_helps_where_the_calls_do_not_match() -> None:
-    threads = {"threads": (BUSY,)}
-    buffers = [call("broadcast", 6, 8), call("broadcast", 7, 1)]
-    verdict = found(
-        state(0, in_ddp_buffers(50), *alike(5), *buffers, completed={"gloo:0": 5}, **threads),
-        at_barrier(1, **threads),
+    threads = {"threads": (BUSY_STACK,)}
+    buffers = [make_call("broadcast", 6, 8), make_call("broadcast", 7, 1)]
+    verdict = find_verdict(
+        rank_state(
+            0,
+            stack_in_ddp_buffer_broadcast(50),
+            *completed_all_reduces(5),
+            *buffers,
+            completed={"gloo:0": 5},
+            **threads,
+        ),
+        rank_at_barrier(1, **threads),
     )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (0,))
 
@@ -544,57 +736,72 @@ def test_no_thread_helps_where_the_calls_do_not_match() -> None:
 # --- a rank is gone
 
 
-def test_a_rank_has_left() -> None:
-    verdict = found(at_barrier(0), ended(1))
+def test_a_rank_that_ended_without_error_is_left_and_fatal() -> None:
+    verdict = find_verdict(rank_at_barrier(0), ended_rank(1))
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("left", True, (1,))
     assert verdict.rows[1].does.startswith("has ended with exit code 0")
 
 
 def test_a_group_that_is_taken_down_waits_for_nobody_who_has_ended() -> None:
     """NCCL takes seconds for it, and the others may well have ended meanwhile."""
-    verdict = found(state(0, in_op("destroy_process_group", 90), *alike(5)), ended(1))
+    verdict = find_verdict(
+        rank_state(0, stack_in_op("destroy_process_group", 90), *completed_all_reduces(5)),
+        ended_rank(1),
+    )
     assert not verdict.fatal
 
 
 @pytest.mark.parametrize("code", [3, -9])
-def test_a_rank_has_died(code: int) -> None:
-    verdict = found(at_barrier(0), ended(1, code))
+def test_a_rank_that_died_is_lost_and_fatal(code: int) -> None:
+    verdict = find_verdict(rank_at_barrier(0), ended_rank(1, code))
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("lost", True, (1,))
 
 
-def test_a_rank_is_stopped() -> None:
-    verdict = found(at_barrier(0), state(1, None, state="T", answered=False, calls=None))
+def test_a_stopped_rank_is_reported_and_not_fatal() -> None:
+    verdict = find_verdict(
+        rank_at_barrier(0), rank_state(1, None, state="T", answered=False, calls=None)
+    )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("stopped", False, (1,))
     assert "kill -CONT" in verdict.advice[0]
 
 
-def test_the_ends_of_a_run_are_not_simultaneous() -> None:
+def test_no_verdict_while_the_last_rank_still_works() -> None:
     """A rank has ended well, another still saves: nobody waits for the first."""
-    assert find(*looks(ended(0), state(1, at(80), *alike(5)), working=(1,)), 8.0) is None
+    assert (
+        find(
+            *make_snapshots(
+                ended_rank(0), rank_state(1, stack_at(80), *completed_all_reduces(5)), working=(1,)
+            ),
+            8.0,
+        )
+        is None
+    )
 
 
 def test_a_rank_that_has_just_ended_is_no_finding_yet() -> None:
-    earlier, later = looks(at_barrier(0), ended(1))
-    earlier = Snapshot(earlier.time, (earlier.ranks[0], state(1, at(3))))
+    earlier, later = make_snapshots(rank_at_barrier(0), ended_rank(1))
+    earlier = Snapshot(earlier.time, (earlier.ranks[0], rank_state(1, stack_at(3))))
     assert find(earlier, later, 8.0) is None
 
 
 def test_a_death_that_none_has_reaped_yet_is_no_finding() -> None:
-    assert find(*looks(at_barrier(0), ended(1, None)), 8.0) is None
+    assert find(*make_snapshots(rank_at_barrier(0), ended_rank(1, None)), 8.0) is None
 
 
 def test_a_receive_from_an_unknown_rank_is_no_proof_while_another_works() -> None:
-    receives = state(0, in_op("recv", 30), groups=THREE)
-    verdict = found(receives, ended(1), state(2, at(60)), working=(2,))
+    receives = rank_state(0, stack_in_op("recv", 30), groups=GROUP_OF_THREE)
+    verdict = find_verdict(receives, ended_rank(1), rank_state(2, stack_at(60)), working=(2,))
     assert (verdict.kind, verdict.fatal) == ("left", False)
-    assert found(receives, ended(1), ended(2)).fatal
+    assert find_verdict(receives, ended_rank(1), ended_rank(2)).fatal
 
 
 # --- patience
 
 
-def test_a_rank_that_works_alone() -> None:
-    verdict = found(state(0, at(95), *alike(5)), at_barrier(1), working=(0,))
+def test_a_rank_that_works_alone_is_waited_for() -> None:
+    verdict = find_verdict(
+        rank_state(0, stack_at(95), *completed_all_reduces(5)), rank_at_barrier(1), working=(0,)
+    )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("working", False, (0,))
     # Since the call, which is longer than nothing has moved.
     assert verdict.waited_s == pytest.approx(94.0)
@@ -603,215 +810,275 @@ def test_a_rank_that_works_alone() -> None:
 
 
 @pytest.mark.parametrize("in_kernel", ["S", "D"])
-def test_a_rank_that_is_blocked_elsewhere(in_kernel: str) -> None:
-    verdict = found(state(0, at(95), *alike(5), state=in_kernel, completed={"gloo:0": 5}),
-                    at_barrier(1))  # fmt: skip
+def test_a_rank_that_is_blocked_outside_collectives_is_waited_for(in_kernel: str) -> None:
+    verdict = find_verdict(
+        rank_state(
+            0, stack_at(95), *completed_all_reduces(5), state=in_kernel, completed={"gloo:0": 5}
+        ),
+        rank_at_barrier(1),
+    )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("blocked", False, (0,))
     assert ("kernel" in verdict.rows[0].does) == (in_kernel == "D")
 
 
-def test_gloo_may_say_too_early_a_last_call() -> None:
+def test_a_completed_call_that_gloo_reports_late_is_not_waited_in() -> None:
     """All five calls are complete, Gloo says four: the rank sleeps in a line of its own."""
-    verdict = found(state(0, at(95), *alike(5)), at_barrier(1))
+    verdict = find_verdict(
+        rank_state(0, stack_at(95), *completed_all_reduces(5)), rank_at_barrier(1)
+    )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("blocked", False, (0,))
 
 
 def test_a_rank_that_sleeps_after_an_asynchronous_call_is_not_deadlocked() -> None:
-    groups = (*THREE, Group("1", "other", (0, 1)))
-    sleeps = state(0, at(95), call("all_reduce", 1, 5, group="1"), groups=groups)
-    verdict = found(sleeps, at_barrier(1, 1, groups=groups))
+    groups = (*GROUP_OF_THREE, Group("1", "other", (0, 1)))
+    sleeps = rank_state(0, stack_at(95), make_call("all_reduce", 1, 5, group="1"), groups=groups)
+    verdict = find_verdict(sleeps, rank_at_barrier(1, 1, groups=groups))
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("blocked", False, (0,))
 
 
-def test_a_rank_that_waits_for_data() -> None:
-    verdict = found(state(0, in_loader(95), *alike(5), completed={"gloo:0": 5}), at_barrier(1))
+def test_a_rank_that_waits_for_data_has_advice_on_its_data_loader() -> None:
+    verdict = find_verdict(
+        rank_state(0, stack_in_data_loader(95), *completed_all_reduces(5), completed={"gloo:0": 5}),
+        rank_at_barrier(1),
+    )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("loading", False, (0,))
     assert "DataLoader" in verdict.advice[0]
 
 
-def test_a_rank_whose_interpreter_is_blocked() -> None:
-    silent = state(0, at(95), answered=False, calls=None, completed=None, groups=None)
+def test_a_rank_that_never_answers_holds_the_interpreter_lock() -> None:
+    silent = rank_state(0, stack_at(95), answered=False, calls=None, completed=None, groups=None)
     for working in ((), (0,)):
-        verdict = found(silent, at_barrier(1), working=working)
+        verdict = find_verdict(silent, rank_at_barrier(1), working=working)
         assert (verdict.kind, verdict.fatal, verdict.ranks) == ("gil", False, (0,))
 
 
-def test_a_rank_without_a_stack() -> None:
-    verdict = found(state(0, None, *alike(5)), at_barrier(1))
+def test_a_rank_without_a_stack_is_unknown() -> None:
+    verdict = find_verdict(rank_state(0, None, *completed_all_reduces(5)), rank_at_barrier(1))
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("unknown", False, (0,))
 
 
-def test_a_rank_that_has_not_joined_yet() -> None:
+def test_a_rank_that_has_not_joined_yet_is_waited_for() -> None:
     young = {"answered": None, "calls": None, "completed": None, "groups": None, "steps": 0}
-    verdict = found(state(0, at(5), **young), state(1, in_init(8), **young), working=(0,))
+    verdict = find_verdict(
+        rank_state(0, stack_at(5), **young),
+        rank_state(1, stack_in_init_process_group(8), **young),
+        working=(0,),
+    )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("working", False, (0,))
     assert verdict.rows[1].does == "waits in init_process_group"
 
 
-def test_all_ranks_wait_to_join() -> None:
+def test_all_ranks_waiting_to_join_get_advice_on_the_address() -> None:
     young = {"answered": None, "calls": None, "completed": None, "groups": None, "steps": 0}
-    verdict = found(state(0, in_init(8), **young), state(1, in_init(8), **young))
+    verdict = find_verdict(
+        rank_state(0, stack_in_init_process_group(8), **young),
+        rank_state(1, stack_in_init_process_group(8), **young),
+    )
     assert (verdict.kind, verdict.fatal) == ("transport", False)
     assert "same address" in verdict.advice[0]
 
 
-def test_without_flight_recorder_stacks_alone_must_do() -> None:
+def test_without_flight_recorder_the_stacks_decide() -> None:
     blind = {"answered": None, "calls": None, "completed": None, "groups": None}
-    waits = state(1, in_op("all_reduce", 40), **blind)
-    assert found(state(0, at(5), **blind), waits, working=(0,)).kind == "working"
-    assert found(state(0, in_op("all_reduce", 41), **blind), waits).kind == "transport"
-    verdict = found(state(0, in_op("barrier", 41), **blind), waits)
+    waits = rank_state(1, stack_in_op("all_reduce", 40), **blind)
+    assert find_verdict(rank_state(0, stack_at(5), **blind), waits, working=(0,)).kind == "working"
+    assert (
+        find_verdict(rank_state(0, stack_in_op("all_reduce", 41), **blind), waits).kind
+        == "transport"
+    )
+    verdict = find_verdict(rank_state(0, stack_in_op("barrier", 41), **blind), waits)
     assert (verdict.kind, verdict.fatal) == ("deadlock", True)
-    verdict = found(state(0, in_backward(41), **blind), waits)
+    verdict = find_verdict(rank_state(0, stack_in_backward(41), **blind), waits)
     assert verdict.rows[0].does == "waits in a collective, in backward (step 5)"
 
 
-def test_the_same_collective_everywhere_and_nothing_moves() -> None:
-    verdict = found(at_barrier(0), at_barrier(1))
+def test_matching_collectives_that_do_not_move_are_a_transport_problem() -> None:
+    verdict = find_verdict(rank_at_barrier(0), rank_at_barrier(1))
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("transport", False, (0, 1))
     assert "network" in verdict.advice[0]
 
 
-def test_receives_only_may_be_a_transfer_under_way() -> None:
-    verdict = found(state(0, in_op("recv", 30)), state(1, in_op("recv", 31)))
+def test_ranks_that_only_receive_may_have_data_in_transit() -> None:
+    verdict = find_verdict(
+        rank_state(0, stack_in_op("recv", 30)), rank_state(1, stack_in_op("recv", 31))
+    )
     assert (verdict.kind, verdict.fatal) == ("transport", False)
     assert "every send needs its receive" in verdict.advice[0]
-    verdict = found(state(0, in_op("recv", 30), *alike(5)), at_barrier(1))
+    verdict = find_verdict(
+        rank_state(0, stack_in_op("recv", 30), *completed_all_reduces(5)), rank_at_barrier(1)
+    )
     assert (verdict.kind, verdict.fatal) == ("transport", False)
     assert verdict.headline.startswith(
         "all ranks wait in barrier and recv, for each other; nothing"
     )
 
 
-def test_receives_only_where_nothing_can_be_under_way() -> None:
+def test_ranks_that_only_receive_are_deadlocked_if_nothing_is_in_transit() -> None:
     """On one host, still for a while, and no other thread that could send."""
-    both = [state(rank, in_op("recv", 30 + rank)) for rank in range(2)]
-    verdict = found(*both, waited_s=12.0)
+    both = [rank_state(rank, stack_in_op("recv", 30 + rank)) for rank in range(2)]
+    verdict = find_verdict(*both, waited_s=12.0)
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (0, 1))
     assert "ranks 0-1 wait in recv, for each other" in verdict.headline
     assert "every send needs its receive" in verdict.advice[0]
-    meets = (state(0, in_op("recv", 30), *alike(5)), at_barrier(1))
-    assert found(*meets, waited_s=12.0).fatal
-    thread = {"threads": (at(90),)}
-    idle = {"threads": (IDLE,)}
-    verdict = found(both[0], replace(both[1], **thread), waited_s=12.0)
+    meets = (rank_state(0, stack_in_op("recv", 30), *completed_all_reduces(5)), rank_at_barrier(1))
+    assert find_verdict(*meets, waited_s=12.0).fatal
+    thread = {"threads": (stack_at(90),)}
+    idle = {"threads": (STACK_WITHOUT_TIMEOUT,)}
+    verdict = find_verdict(both[0], replace(both[1], **thread), waited_s=12.0)
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("working", False, (1,))
-    assert found(both[0], replace(both[1], **idle), waited_s=12.0).fatal
-    assert not found(both[0], replace(both[1], host="b"), waited_s=12.0).fatal
-    assert not found(*both, working=(0,), waited_s=12.0).fatal
-    assert not found(*both, state(2, at(60)), waited_s=12.0).fatal
-    on_gpu = call("recv", 6, 4, p2p=True, backend="nccl", state="started")
-    gpus = [state(rank, at(30 + rank), on_gpu, completed={}) for rank in range(2)]
-    assert not found(*gpus, waited_s=12.0).fatal
+    assert find_verdict(both[0], replace(both[1], **idle), waited_s=12.0).fatal
+    assert not find_verdict(both[0], replace(both[1], host="b"), waited_s=12.0).fatal
+    assert not find_verdict(*both, working=(0,), waited_s=12.0).fatal
+    assert not find_verdict(*both, rank_state(2, stack_at(60)), waited_s=12.0).fatal
+    on_gpu = make_call("recv", 6, 4, p2p=True, backend="nccl", state="started")
+    gpus = [rank_state(rank, stack_at(30 + rank), on_gpu, completed={}) for rank in range(2)]
+    assert not find_verdict(*gpus, waited_s=12.0).fatal
 
 
-def test_stages_of_a_pipeline_that_make_different_turns() -> None:
-    verdict = found(state(0, on_wire("take", 30)), state(1, on_wire("take", 31)), waited_s=12.0)
+def test_pipeline_stages_with_different_loop_turns_are_deadlocked() -> None:
+    verdict = find_verdict(
+        rank_state(0, stack_in_pipeline_wire("take", 30)),
+        rank_state(1, stack_in_pipeline_wire("take", 31)),
+        waited_s=12.0,
+    )
     assert (verdict.kind, verdict.fatal) == ("deadlock", True)
     assert verdict.rows[0].does == "waits in recv, between the stages of the pipeline (step 5)"
     assert "same turns of the loop" in verdict.advice[0]
-    verdict = found(state(0, on_wire("wait", 30)), at_barrier(1), waited_s=12.0)
+    verdict = find_verdict(
+        rank_state(0, stack_in_pipeline_wire("wait", 30)), rank_at_barrier(1), waited_s=12.0
+    )
     assert (verdict.kind, verdict.fatal) == ("deadlock", True)
     assert "wait in barrier and send, for each other" in verdict.headline
-    verdict = found(state(0, on_wire("take", 30)), state(1, on_wire("take", 31)))
+    verdict = find_verdict(
+        rank_state(0, stack_in_pipeline_wire("take", 30)),
+        rank_state(1, stack_in_pipeline_wire("take", 31)),
+    )
     assert (verdict.kind, verdict.fatal) == ("transport", False)
     assert "same turns of the loop" in verdict.advice[0]
-    verdict = found(state(0, on_wire("take", 30)), state(1, at(31)), working=(1,), waited_s=12.0)
+    verdict = find_verdict(
+        rank_state(0, stack_in_pipeline_wire("take", 30)),
+        rank_state(1, stack_at(31)),
+        working=(1,),
+        waited_s=12.0,
+    )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("working", False, (1,))
 
 
-def test_all_ranks_blocked_outside_collectives() -> None:
-    verdict = found(state(0, at(5), completed={}), state(1, in_loader(6)))
+def test_ranks_that_are_all_blocked_outside_collectives_are_reported() -> None:
+    verdict = find_verdict(
+        rank_state(0, stack_at(5), completed={}), rank_state(1, stack_in_data_loader(6))
+    )
     assert (verdict.kind, verdict.fatal) == ("blocked", False)
 
 
-def test_nothing_can_be_seen_of_any_rank() -> None:
+def test_ranks_that_all_give_no_answer_are_reported() -> None:
     """As where they have executed other programs: they are asked, and nobody answers."""
     blind = {"answered": False, "calls": None}
-    verdict = found(state(0, None, **blind), state(1, None, **blind))
+    verdict = find_verdict(rank_state(0, None, **blind), rank_state(1, None, **blind))
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("unknown", False, (0, 1))
     assert "os.execv" in verdict.advice[0]
     gone = {"answered": None, "calls": None}  # they could not even be asked
-    assert found(state(0, None, **gone), state(1, None, **blind)).kind == "unknown"
+    assert find_verdict(rank_state(0, None, **gone), rank_state(1, None, **blind)).kind == "unknown"
     # A program that is not Python has never told of its steps.
     other = {"answered": None, "calls": None, "steps": None}
-    assert find(*looks(state(0, None, **other), state(1, None, **other)), 8.0) is None
+    assert (
+        find(*make_snapshots(rank_state(0, None, **other), rank_state(1, None, **other)), 8.0)
+        is None
+    )
 
 
-def test_all_ranks_wait_for_data() -> None:
-    verdict = found(state(0, in_loader(6)), state(1, in_loader(6)))
+def test_ranks_that_all_wait_for_data_are_reported() -> None:
+    verdict = find_verdict(
+        rank_state(0, stack_in_data_loader(6)), rank_state(1, stack_in_data_loader(6))
+    )
     assert (verdict.kind, verdict.fatal) == ("loading", False)
     assert verdict.headline == "all ranks wait for data, for 8 s"
 
 
-def test_a_rank_that_waits_for_its_own_threads_at_its_end() -> None:
-    shutdown = (Frame("/usr/lib/python3.11/threading.py", 1590, "_shutdown"), own(99))
-    verdict = found(ended(0), state(1, shutdown, threads=(BUSY,)))
+def test_a_rank_that_waits_for_its_threads_at_exit_shows_their_line() -> None:
+    shutdown = (Frame("/usr/lib/python3.11/threading.py", 1590, "_shutdown"), script_frame(99))
+    verdict = find_verdict(ended_rank(0), rank_state(1, shutdown, threads=(BUSY_STACK,)))
     assert verdict.rows[1].does.startswith("has come to its end, and waits for a thread")
-    assert verdict.rows[1].line == BUSY[0]
+    assert verdict.rows[1].line == BUSY_STACK[0]
 
 
-def test_a_rank_that_does_not_come_to_its_end() -> None:
-    silent = state(1, at(9), answered=False)
-    for last in (silent, state(1, at(9))):
-        verdict = found(ended(0), last, ended(2))
+def test_a_rank_that_does_not_end_after_the_others_is_reported() -> None:
+    silent = rank_state(1, stack_at(9), answered=False)
+    for last in (silent, rank_state(1, stack_at(9))):
+        verdict = find_verdict(ended_rank(0), last, ended_rank(2))
         assert (verdict.kind, verdict.fatal, verdict.ranks) == ("blocked", False, (1,))
         assert verdict.headline == (
             "ranks 0, 2 have ended; rank 1 has not, and no step or call has been seen for 8 s"
         )
-    assert find(*looks(ended(0), state(1, at(9)), working=(1,)), 8.0) is None
-    assert find(*looks(silent, state(0, at(9), answered=False)), 8.0) is None
+    assert (
+        find(*make_snapshots(ended_rank(0), rank_state(1, stack_at(9)), working=(1,)), 8.0) is None
+    )
+    assert find(*make_snapshots(silent, rank_state(0, stack_at(9), answered=False)), 8.0) is None
 
 
 # --- no verdict
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_nobody_waits(size: int) -> None:
-    assert find(*looks(*(state(r, at(5)) for r in range(size)), working=(0,)), 8.0) is None
+def test_no_verdict_if_no_rank_waits(size: int) -> None:
+    assert (
+        find(*make_snapshots(*(rank_state(r, stack_at(5)) for r in range(size)), working=(0,)), 8.0)
+        is None
+    )
 
 
 def test_one_rank_that_waits_for_a_person_is_left_alone() -> None:
-    assert find(*looks(state(0, at(5))), 8.0) is None
+    assert find(*make_snapshots(rank_state(0, stack_at(5))), 8.0) is None
 
 
-def test_what_moves_is_no_hang() -> None:
-    slow = state(0, at(5), *alike(5))
+def test_no_verdict_if_a_rank_moves() -> None:
+    slow = rank_state(0, stack_at(5), *completed_all_reduces(5))
     for moved in (
-        state(0, at(5), *alike(5), steps=6),
-        state(0, at(5), *alike(6)),
-        state(0, at(5), *alike(5)[:4], replace(alike(5)[4], state="completed")),
+        rank_state(0, stack_at(5), *completed_all_reduces(5), steps=6),
+        rank_state(0, stack_at(5), *completed_all_reduces(6)),
+        rank_state(
+            0,
+            stack_at(5),
+            *completed_all_reduces(5)[:4],
+            replace(completed_all_reduces(5)[4], state="completed"),
+        ),
     ):
-        earlier, later = looks(slow, at_barrier(1))
+        earlier, later = make_snapshots(slow, rank_at_barrier(1))
         assert find(earlier, Snapshot(TIME, (moved, later.ranks[1])), 8.0) is None
 
 
 def test_a_stack_that_changes_is_work() -> None:
-    earlier, later = looks(state(0, at(5), *alike(5)), at_barrier(1))
-    later = Snapshot(TIME, (replace(later.ranks[0], stack=at(6)), later.ranks[1]))
+    earlier, later = make_snapshots(
+        rank_state(0, stack_at(5), *completed_all_reduces(5)), rank_at_barrier(1)
+    )
+    later = Snapshot(TIME, (replace(later.ranks[0], stack=stack_at(6)), later.ranks[1]))
     verdict = find(earlier, later, 8.0)
     assert verdict is not None
     assert verdict.kind == "working"
 
 
-def test_what_can_run_is_not_blocked_however_little_of_the_processor_it_gets() -> None:
-    assert found(state(0, at(95), state="R"), at_barrier(1)).kind == "working"
+def test_a_runnable_rank_is_working_even_without_processor_time() -> None:
+    assert (
+        find_verdict(rank_state(0, stack_at(95), state="R"), rank_at_barrier(1)).kind == "working"
+    )
 
 
 def test_a_backward_pass_that_computes_is_work() -> None:
-    busy = state(0, in_backward(5), *alike(5))
-    verdict = found(busy, at_barrier(1), working=(0,))
+    busy = rank_state(0, stack_in_backward(5), *completed_all_reduces(5))
+    verdict = find_verdict(busy, rank_at_barrier(1), working=(0,))
     assert (verdict.kind, verdict.ranks) == ("working", (0,))
 
 
 def test_clocks_of_other_hosts_are_not_compared() -> None:
-    verdict = found(at_barrier(0), at_barrier(1, host="b"))
+    verdict = find_verdict(rank_at_barrier(0), rank_at_barrier(1, host="b"))
     assert verdict.waited_s == 8.0
     assert all(row.for_s is None for row in verdict.rows)
 
 
 def test_a_rank_that_was_not_there_before_is_left_out() -> None:
-    earlier, later = looks(at_barrier(0), at_barrier(1), state(2, at(5)))
+    earlier, later = make_snapshots(
+        rank_at_barrier(0), rank_at_barrier(1), rank_state(2, stack_at(5))
+    )
     earlier = Snapshot(earlier.time, earlier.ranks[:2])
     verdict = find(earlier, later, 8.0)
     assert verdict is not None
@@ -823,7 +1090,10 @@ def test_ddp_buffers_in_the_constructor_are_not_those_of_an_evaluation() -> None
         Frame(f"{TORCH}/distributed/utils.py", 326, "_sync_params_and_buffers"),
         Frame(f"{TORCH}/distributed/utils.py", 315, "_sync_module_states"),
         Frame(DDP, 1066, "__init__"),
-        own(4),
+        script_frame(4),
     )
-    verdict = found(state(0, stack, *alike(5), call("broadcast", 6, 8)), at_barrier(1))
+    verdict = find_verdict(
+        rank_state(0, stack, *completed_all_reduces(5), make_call("broadcast", 6, 8)),
+        rank_at_barrier(1),
+    )
     assert "construct" in verdict.advice[0]

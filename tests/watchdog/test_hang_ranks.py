@@ -134,7 +134,9 @@ def one_compressed_step_more(rank: int, size: int) -> None:
         (contradicted_without_a_frame, 2, (0, 1), "all_reduce of 5 float"),
     ],
 )
-def test_deadlock(tmp_path: Path, fn: object, size: int, ranks: tuple[int, ...], told: str) -> None:
+def test_deadlocks_of_real_ranks_are_found(
+    tmp_path: Path, fn: object, size: int, ranks: tuple[int, ...], told: str
+) -> None:
     with running(fn, size, tmp_path) as run:  # type: ignore[arg-type]
         verdict = run.verdict_of_kind("deadlock")
     assert verdict.fatal
@@ -185,7 +187,7 @@ def test_a_deadlock_of_new_groups(tmp_path: Path, fn: object, size: int) -> None
         (uneven_steps_with_buffers, "model(torch.randn(8, 4)).sum()", "same number of batches"),
     ],
 )
-def test_with_the_lines_of_earlier_calls_an_evaluation_is_told_from_a_step_too_many(
+def test_earlier_lines_distinguish_an_evaluation_from_an_extra_step(
     tmp_path: Path, fn: object, line: str, advice: str
 ) -> None:
     with running(fn, 2, tmp_path) as run:  # type: ignore[arg-type]
@@ -347,7 +349,7 @@ def stops(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_a_stopped_rank(tmp_path: Path) -> None:
+def test_a_rank_stopped_by_a_signal_is_found(tmp_path: Path) -> None:
     with running(stops, 2, tmp_path) as run:
         verdict = run.verdict_of_kind("stopped")
     assert (verdict.fatal, verdict.ranks) == (False, (0,))
@@ -369,7 +371,7 @@ def even(rank: int, size: int) -> None:
         step(model, optimizer)
 
 
-def test_a_straggler(tmp_path: Path) -> None:
+def test_a_slow_rank_is_found_as_a_straggler(tmp_path: Path) -> None:
     with running(slow_on_one_rank, 2, tmp_path) as run:
         run.wait_until(lambda snapshot: find_straggler(snapshot) is not None)
         verdict = find_straggler(run.look())

@@ -50,7 +50,7 @@ def answer(*records: Any, request: int = 7) -> str:
     return json.dumps({"request": request, "groups": groups, "records": records, "stacks": STACKS})
 
 
-def test_the_last_stack() -> None:
+def test_the_last_of_several_stacks_is_parsed() -> None:
     assert parse_stack(DUMP) == (
         Frame("/a b/x, line 3.py", 24, "watcher"),
         Frame("???", 0, "???"),
@@ -59,21 +59,21 @@ def test_the_last_stack() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "Fatal Python error: Aborted\n", "Stack (most recent"])
-def test_what_is_no_stack(text: str) -> None:
+def test_text_without_a_stack_parses_to_none(text: str) -> None:
     assert parse_stack(text) is None
 
 
-def test_what_faulthandler_writes_is_understood(tmp_path: Path) -> None:
+def test_the_output_of_faulthandler_is_parsed(tmp_path: Path) -> None:
     with open(tmp_path / "dump", "w+") as file:
         faulthandler.dump_traceback(file, all_threads=False)
         file.seek(0)
         stack = parse_stack(file.read())
     assert stack is not None
     assert stack[0].file == __file__
-    assert stack[0].function == "test_what_faulthandler_writes_is_understood"
+    assert stack[0].function == "test_the_output_of_faulthandler_is_parsed"
 
 
-def test_calls_as_torch_writes_them_without_lines() -> None:
+def test_calls_are_read_from_torchs_json_without_lines() -> None:
     state = with_answer(ASKED, answer(json.loads(JSON_RECORD)), 6)
     assert state.groups == (Group("0", "default_pg", (0, 1)),)
     assert (state.threads, state.main_thread) == (
@@ -91,7 +91,7 @@ def test_calls_as_torch_writes_them_without_lines() -> None:
     assert (second.op, second.input_sizes) == ("barrier", ())
 
 
-def test_calls_with_lines() -> None:
+def test_calls_are_read_with_their_lines() -> None:
     record = json.loads(JSON_RECORD)
     for entry in record["entries"]:
         entry["frames"] = [{"filename": "/home/me/train.py", "line": 3, "name": "main"}]
@@ -123,7 +123,7 @@ def test_calls_of_a_group_that_is_gone_are_left_out() -> None:
     assert state.completed == {"gloo:0": 0}
 
 
-def test_no_calls_so_far() -> None:
+def test_an_answer_without_calls_is_read() -> None:
     state = with_answer(ASKED, answer({"pg_status": {}, "version": "2.10"}), 0)
     assert (state.calls, state.completed) == ((), {})
 
@@ -133,5 +133,5 @@ def test_no_calls_so_far() -> None:
     ["", "{", "[]", '{"request": 3, "error": "no recorder"}', '{"records": [{}]}',
      '{"request": 1, "groups": [], "stacks": {}, "records": [{"entries": [{}]}]}'],
 )  # fmt: skip
-def test_what_is_no_answer(text: str) -> None:
+def test_an_unreadable_answer_leaves_answered_none(text: str) -> None:
     assert with_answer(ASKED, text, 0) == replace(ASKED, answered=None)

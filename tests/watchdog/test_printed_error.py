@@ -39,7 +39,7 @@ def printed(tmp_path: Path) -> list[str]:
         "2026-11-28 05:30:1{digit} ERROR train: ",
     ],
 )
-def test_the_exception_and_the_line(printed: list[str], prefix: str) -> None:
+def test_the_last_traceback_gives_exception_and_line(printed: list[str], prefix: str) -> None:
     lines = [prefix.format(digit=n % 10) + line for n, line in enumerate(printed)]
     found = printed_error(["step 1", *lines, "a warning at exit"])
     assert found is not None
@@ -48,7 +48,7 @@ def test_the_exception_and_the_line(printed: list[str], prefix: str) -> None:
     assert found.text[:2] == ("ValueError: bad sample", "in shard 2")
 
 
-def test_of_several_the_last(printed: list[str]) -> None:
+def test_the_last_of_several_tracebacks_is_read(printed: list[str]) -> None:
     again = "During handling of the above exception, another exception occurred:"
     second = ["[rank0]: " + line.replace("bad sample", "worse") for line in printed]
     found = printed_error([*printed, again, *second])
@@ -56,7 +56,7 @@ def test_of_several_the_last(printed: list[str]) -> None:
     assert found.headline == "ValueError: worse"
 
 
-def test_a_file_that_cannot_be_compiled(tmp_path: Path) -> None:
+def test_a_syntax_error_shows_the_line_in_its_file(tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text("x = 1\n(\n")
     text = f"""\
 Traceback (most recent call last):
@@ -87,7 +87,7 @@ def group_of(*names: str) -> ExceptionGroup:
 
 
 @pytest.mark.parametrize("prefix", ["", "[rank0]: "])
-def test_of_a_group_the_first_exception(prefix: str) -> None:
+def test_an_exception_group_shows_its_first_exception(prefix: str) -> None:
     try:
         raise ExceptionGroup("an epoch", [group_of("a", "b"), ValueError("late")])
     except ExceptionGroup as group:
@@ -108,5 +108,5 @@ def test_of_a_group_the_first_exception(prefix: str) -> None:
 @pytest.mark.parametrize(
     "lines", [[], ["no traceback"], ["Traceback (most recent call last):", '  File "a.py", li']]
 )
-def test_no_traceback_or_one_that_is_cut_off(lines: list[str]) -> None:
+def test_no_traceback_or_an_incomplete_one_reads_as_none(lines: list[str]) -> None:
     assert printed_error(lines) is None

@@ -221,7 +221,7 @@ def test_one_thread_answers_from_the_start(tmp_path: Path) -> None:
     assert threading.active_count() == 1
 
 
-def test_collectives_are_told_on_request(tmp_path: Path) -> None:
+def test_collectives_are_answered_on_request(tmp_path: Path) -> None:
     run_ranks(_tell, 2, tmp_path, env=probe.FLIGHT_RECORDER_VARIABLES, fresh=True)
 
 
@@ -276,7 +276,7 @@ def test_a_recorder_that_fails_is_asked_again(tmp_path: Path) -> None:
 
 
 @in_clean_process
-def test_a_folder_that_knows_no_pipes(tmp_path: Path) -> None:
+def test_a_folder_without_pipes_does_not_stop_the_run(tmp_path: Path) -> None:
     """As some shared and some Windows folders: the run goes on, and shows its stacks alone."""
     original = os.mkfifo
 
@@ -292,7 +292,7 @@ def test_a_folder_that_knows_no_pipes(tmp_path: Path) -> None:
 
 
 @in_clean_process
-def test_what_is_asked_while_the_process_ends_harms_nobody(tmp_path: Path) -> None:
+def test_a_request_while_the_process_ends_does_no_harm(tmp_path: Path) -> None:
     with installed(tmp_path) as made, group_of_one():
         ask(tmp_path, "1")
         made.stop_answering()  # at exit, before the interpreter's own end
@@ -340,12 +340,12 @@ def in_the_pipe(path: Path) -> int:
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"x" * 100])
-def test_what_is_no_heartbeat(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_heartbeat_reads_as_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "heartbeat").write_bytes(content)
     assert read_heartbeat(Evidence.in_folder(tmp_path).heartbeat) is None
 
 
-def test_torchs_private_parts_are_as_they_were() -> None:
+def test_torchs_private_functions_are_unchanged() -> None:
     """Fails where a new torch has changed what `torch_compat` uses."""
     run_ranks(_private_parts, 1, env=probe.FLIGHT_RECORDER_VARIABLES)
 
@@ -450,6 +450,6 @@ def test_calls_of_the_group_before_are_not_taken_for_those_of_the_present_one() 
     run_ranks(_one_group_after_another, 1, env=probe.FLIGHT_RECORDER_VARIABLES, fresh=True)
 
 
-def test_a_torch_without_a_recorder_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_a_recorder_gives_no_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_compat, "RECORDERS", ("_dump_of_no_torch",))
     assert torch_compat.flight_record(lines=False) == "[]"

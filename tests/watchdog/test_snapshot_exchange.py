@@ -79,13 +79,13 @@ def pair(
     return table, mine, SnapshotExchange(table.seat(1, longest), 1, 2, takes)
 
 
-def test_one_machine_needs_nobody() -> None:
+def test_a_single_machine_exchanges_nothing() -> None:
     alone = SnapshotExchange(Table().seat(0), 0, 1, lambda lines: look(0))
     alone.answer()
     assert alone.take_of_all_ranks() == look(0)
 
 
-def test_another_that_is_not_looking_looks_when_asked() -> None:
+def test_another_launcher_takes_a_snapshot_when_asked() -> None:
     times = iter(range(10))
     _, mine, other = pair(lambda lines: look(1, time=float(next(times))))
     with answering(other):
@@ -96,7 +96,7 @@ def test_another_that_is_not_looking_looks_when_asked() -> None:
     assert next(times) == 2, "one answer for each question"
 
 
-def test_both_may_ask_at_once() -> None:
+def test_two_launchers_may_ask_at_once() -> None:
     _, *both = pair()
     found: dict[int, int] = {}
     over = threading.Event()
@@ -119,7 +119,7 @@ def test_both_may_ask_at_once() -> None:
     assert found == {0: 2, 1: 2}
 
 
-def test_what_was_told_before_the_question_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_to_an_earlier_question_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_exchange, "_ANSWER_TIMEOUT_S", 0.1)
     _, mine, other = pair()
     with answering(other):
@@ -127,14 +127,14 @@ def test_what_was_told_before_the_question_is_no_answer(monkeypatch: pytest.Monk
     assert mine.take_of_all_ranks() is None
 
 
-def test_who_is_lost_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_machine_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_exchange, "_ANSWER_TIMEOUT_S", 1000.0)
     table, mine, _ = pair()
     table.lost.append("node 1")
     assert mine.take_of_all_ranks() is None
 
 
-def test_one_launcher_asks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_of_lowest_rank_asks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(snapshot_exchange.time, "monotonic", lambda: now[0])
     taken: list[bool] = []
@@ -158,7 +158,7 @@ def test_one_launcher_asks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
         assert other.take_of_all_ranks() is not None
 
 
-def test_the_others_take_lines_where_the_asker_does() -> None:
+def test_lines_are_included_if_the_asker_wants_them() -> None:
     asked: list[bool] = []
 
     def take(lines: bool) -> Snapshot:
@@ -173,7 +173,7 @@ def test_the_others_take_lines_where_the_asker_does() -> None:
 
 
 @pytest.mark.parametrize(("longest", "told"), [(10_000, 10), (2_000, 1)])
-def test_many_collectives_are_told_in_short(longest: int, told: int) -> None:
+def test_too_long_answers_are_sent_with_fewer_calls(longest: int, told: int) -> None:
     calls = tuple(
         CollectiveCall(group="0", backend="gloo", seq=i, op="barrier", time_s=1.0)
         for i in range(100)
@@ -185,7 +185,7 @@ def test_many_collectives_are_told_in_short(longest: int, told: int) -> None:
     assert [call.seq for call in found.ranks[1].calls or ()] == list(range(100 - told, 100))
 
 
-def test_an_answer_goes_to_the_launcher_that_has_asked_alone() -> None:
+def test_an_answer_is_sent_only_to_the_launcher_that_asked() -> None:
     table = Table()
     mine, second, third = (
         SnapshotExchange(table.seat(node), node, 3, lambda lines, node=node: look(node))

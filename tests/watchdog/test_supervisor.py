@@ -96,7 +96,7 @@ def test_ranks_that_make_steps_are_left_alone(world: World) -> None:
     assert world.looks == []
 
 
-def test_a_deadlock_stops_the_run_and_is_kept(world: World) -> None:
+def test_a_deadlock_stops_the_run_and_its_report_is_written(world: World) -> None:
     world.found = DEADLOCK
     supervisor = world.supervisor()
     stopped = world.pass_time(supervisor, 60.0)
@@ -110,7 +110,7 @@ def test_a_deadlock_stops_the_run_and_is_kept(world: World) -> None:
     assert world.said == []  # it is told at the end, as what failed first
 
 
-def test_a_rank_that_works_and_is_blocked_by_turns_is_told_once(world: World) -> None:
+def test_a_rank_that_is_alternately_working_and_blocked_is_reported_once(world: World) -> None:
     supervisor = world.supervisor()
     for _ in range(10):
         for kind in ("working", "blocked"):
@@ -148,7 +148,7 @@ def test_a_full_disk_does_not_hide_a_verdict(world: World, monkeypatch: pytest.M
     assert world.said == ["hang.txt and hang.json cannot be written: No space left on device"]
 
 
-def test_waiting_is_told_seldom(world: World) -> None:
+def test_waiting_is_reported_seldom(world: World) -> None:
     world.found = Verdict("working", False, (0,), "rank 0 works on")
     supervisor = world.supervisor()
     told: list[float] = []
@@ -178,7 +178,7 @@ def test_slow_steps_are_given_time(world: World) -> None:
     assert world.pass_time(supervisor, 60.0) is not None
 
 
-def test_looks_come_seldom_while_they_find_that_ranks_move(world: World) -> None:
+def test_snapshots_are_taken_seldom_while_ranks_move(world: World) -> None:
     supervisor = world.supervisor()
     world.pass_time(supervisor, 100.0)
     assert 20 < len(world.looks) < 45
@@ -188,7 +188,7 @@ def test_looks_come_seldom_while_they_find_that_ranks_move(world: World) -> None
     assert stopped < 9.0
 
 
-def test_a_straggler_is_told_when_it_is_seen_twice(world: World) -> None:
+def test_a_straggler_is_reported_when_it_was_found_twice(world: World) -> None:
     supervisor = world.supervisor()
     world.late = Verdict("straggler", False, (1,), "rank 1 comes late")
     world.pass_time(supervisor, 7.0, world.step)
@@ -214,7 +214,7 @@ class Led:
         return None if self.led else Snapshot(1.0)
 
 
-def test_the_launchers_after_the_first_look_later(world: World) -> None:
+def test_launchers_after_the_first_take_snapshots_later(world: World) -> None:
     world.found = DEADLOCK
     first, exchange = world.supervisor(), Led()
     exchange.led = False
@@ -230,7 +230,7 @@ def test_the_launchers_after_the_first_look_later(world: World) -> None:
     assert exchange.asked == [False, False, True]
 
 
-def test_who_is_led_finds_nothing_and_asks_again(world: World) -> None:
+def test_a_launcher_that_is_led_finds_nothing_and_asks_again(world: World) -> None:
     world.found = DEADLOCK
     exchange = Led()
     processes = [Process(2, 0, world.folder, pid=1)]

@@ -91,7 +91,7 @@ def until(folder: Path, process: Any, true: Callable[[RankState], bool]) -> Rank
         assert time.monotonic() < limit, state
 
 
-def test_a_rank_that_sleeps(tmp_path: Path) -> None:
+def test_a_sleeping_rank_answers_with_stack_and_times(tmp_path: Path) -> None:
     with rank(sleeps, tmp_path) as process:
         state = until(
             tmp_path, process, lambda s: bool(s.stack and s.stack[0].function == "sleeps")
@@ -111,7 +111,7 @@ def test_a_rank_that_computes_uses_the_processor(tmp_path: Path) -> None:
         until(tmp_path, process, lambda s: (s.main_cpu_s or 0) > (start.main_cpu_s or 0) + 0.1)
 
 
-def test_steps(tmp_path: Path) -> None:
+def test_a_snapshot_has_the_optimizer_steps(tmp_path: Path) -> None:
     with rank(steps_twice, tmp_path) as process:
         until(tmp_path, process, lambda s: s.steps == 2)
 
@@ -152,7 +152,7 @@ def test_a_heartbeat_of_an_earlier_process_is_not_believed(tmp_path: Path) -> No
     assert (state.steps, state.stack) == (None, None)
 
 
-def test_how_ranks_ended(tmp_path: Path) -> None:
+def test_a_snapshot_has_the_exit_codes(tmp_path: Path) -> None:
     codes = [0, 3, -9]
     ended = [Process(r, r, tmp_path / str(r), 4194304, code) for r, code in enumerate(codes)]
     snapshot = take_snapshot(ended, timeout_s=HANG_S)
@@ -160,7 +160,7 @@ def test_how_ranks_ended(tmp_path: Path) -> None:
     assert not any(s.alive for s in snapshot.ranks)
 
 
-def test_nobody_to_look_at() -> None:
+def test_a_snapshot_of_no_processes_is_empty() -> None:
     assert take_snapshot([]).ranks == ()
 
 
@@ -175,7 +175,7 @@ def a_task(folder: Path, state: str, times: str = "0 0", switches: int = 7) -> N
     (folder / "wchan").write_text("hrtimer_nanosleep" if state == "S" else "0")
 
 
-def test_what_the_kernel_says(tmp_path: Path) -> None:
+def test_process_status_is_read_from_proc(tmp_path: Path) -> None:
     a_task(tmp_path / "77", "T", "250 50")
     a_task(tmp_path / "77" / "task" / "77", "T", "100 20", 9)
     ticks = os.sysconf("SC_CLK_TCK")
@@ -193,7 +193,7 @@ def test_what_the_kernel_says(tmp_path: Path) -> None:
     assert read_process(77, tmp_path) is None
 
 
-def test_no_thread_that_sleeps_is_sent_a_signal(tmp_path: Path) -> None:
+def test_a_sleeping_thread_is_sent_no_signal(tmp_path: Path) -> None:
     def signal_for(
         main: str, *others: str, before: int | None = 7, answers: bool = True
     ) -> int | None:
@@ -214,7 +214,7 @@ def test_no_thread_that_sleeps_is_sent_a_signal(tmp_path: Path) -> None:
     assert signal_for("S", "S", answers=False) is None
 
 
-def test_only_a_futex_without_a_limit_is_gone_on_with(tmp_path: Path) -> None:
+def test_only_a_futex_without_timeout_may_be_interrupted(tmp_path: Path) -> None:
     def signal_for(other: str, before: int | None = 7, *, answers: bool = False) -> int | None:
         a_task(tmp_path / "77" / "task" / "78", other)
         return harmless_stack_signal(77, before, answers=answers, root=tmp_path)
@@ -286,7 +286,7 @@ def ended(made: Path) -> bool:
         pytest.param(nanosleep, marks=pytest.mark.thorough),
     ],
 )
-def test_no_call_of_c_is_cut_short(
+def test_no_c_call_is_interrupted_by_a_snapshot(
     call: Callable[[Any, int], int], busy: bool, tmp_path: Path
 ) -> None:
     """Of one that holds the interpreter's lock, also where a thread computes without it."""
@@ -310,7 +310,7 @@ def test_no_call_of_c_is_cut_short(
         assert [s.stack[0].function for s in silent] == ["sem_wait"] * 2
 
 
-def test_own_process() -> None:
+def test_this_process_can_be_read_from_proc() -> None:
     own = read_process(os.getpid())
     assert own is not None
     assert own.state == "R"
@@ -338,14 +338,14 @@ def test_a_report_is_written(tmp_path: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["hang.json", "hang.txt"]
 
 
-def test_a_script_whose_name_is_no_text(tmp_path: Path) -> None:
+def test_a_script_name_that_is_not_utf8_is_written(tmp_path: Path) -> None:
     stack = (Frame(os.fsdecode(b"/home/me/tr\xe4in.py"), 3, "main"),)
     state = RankState(rank=0, host="a", pid=5, alive=True, stack=stack)
     write_report(tmp_path, Snapshot(1.0, (state,)), Verdict("left", True, (0,), "so it is"))
     assert r"tr\udce4in.py:3 in main" in (tmp_path / "hang.txt").read_text()
 
 
-def test_the_processor_time_of_children(tmp_path: Path) -> None:
+def test_processor_time_of_descendants_is_summed(tmp_path: Path) -> None:
     """Of a rank 10, its child 11 and grandchild 12; 13 is nobody's. Names hold brackets."""
 
     def put(pid: int, parent: int, own: int, waited: int) -> None:
