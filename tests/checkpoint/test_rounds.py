@@ -22,7 +22,7 @@ from lockstep.checkpoint import rounds, storage
 from lockstep.checkpoint.rounds import Rounds, choose
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
-from lockstep.run.start.machine import RoundMemory
+from lockstep.run.start.round_memory import RoundMemory
 from lockstep.strategies import DiLoCo
 
 BATCH, STEPS, LOST_AT = 16, 10, 6

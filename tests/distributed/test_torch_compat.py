@@ -11,12 +11,25 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.agent.server import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -279,6 +292,64 @@ def test_a_thread_takes_the_gpu_that_the_default_group_is_bound_to():
     assert "bound_device_id" in dir(dist.ProcessGroup)
     assert hasattr(dist.distributed_c10d.GroupMember, "WORLD")
     torch_compat.take_gpu()  # without a GPU it does nothing
+
+
+class AgentOfOneRank(SimpleElasticAgent):
+    """torch elastic's agent with a worker that ends in given states, one after the other."""
+
+    def __init__(self, states: list[WorkerState], max_restarts: int = 0) -> None:
+        store = dist.HashStore()
+        address = RendezvousStoreInfo("127.0.0.1", 1)
+        handler = Mock(spec=RendezvousHandler)
+        handler.next_rendezvous.return_value = RendezvousInfo(store, 0, 1, address)
+        handler.num_nodes_waiting.return_value = 1
+        handler.get_run_id.return_value = "run"
+        handler.get_backend.return_value = "static"
+        spec = WorkerSpec(
+            "trainer",
+            1,
+            handler,
+            entrypoint="train.py",
+            max_restarts=max_restarts,
+            monitor_interval=0.01,
+        )
+        super().__init__(spec)
+        self._states = iter(states)
+        self.group_states_when_stopped: list[WorkerState] = []
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        return {0: 0}
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self.group_states_when_stopped.append(worker_group.state)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        return RunResult(next(self._states), return_values={0: None})
+
+    def _shutdown(self, death_sig: Any = None, timeout: int = 0) -> None:
+        pass
+
+
+def test_torch_elastics_agent_can_skip_its_exit_barrier(monkeypatch):
+    barriers = []
+    monkeypatch.setattr(
+        "torch.distributed.elastic.utils.store.barrier",
+        lambda *_, **named: barriers.append(named),
+    )
+    AgentOfOneRank([WorkerState.SUCCEEDED]).run()
+    assert len(barriers) == 1
+    agent = AgentOfOneRank([WorkerState.SUCCEEDED])
+    torch_compat.skip_exit_barrier(agent)
+    assert agent.run().state == WorkerState.SUCCEEDED
+    assert len(barriers) == 1
+
+
+def test_torch_elastics_agent_stops_its_workers_before_each_restart_and_after_the_last_failure():
+    """By the group's state and a count of failures, `_stop_workers` can tell the two apart."""
+    failed, changed = WorkerState.FAILED, WorkerState.HEALTHY  # HEALTHY, with a node that waits
+    agent = AgentOfOneRank([failed, changed, failed, failed], max_restarts=2)
+    assert agent.run().state == failed
+    assert agent.group_states_when_stopped == [failed, changed, failed, failed]
 
 
 def test_torchs_binding_to_processors_takes_what_it_is_given():

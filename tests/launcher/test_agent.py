@@ -13,8 +13,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep.run.machines.static_rendezvous import StaticRendezvous
-from lockstep.run.start.agent import Agent, rank_environment
+from lockstep.run.start.agent import Agent
 from lockstep.run.start.process import Attempt, Process
+from lockstep.run.start.rank_environment import rank_environment
 from lockstep.run.start.zygote import Event
 
 
@@ -22,17 +23,10 @@ def test_the_methods_that_torch_leaves_to_an_agent() -> None:
     abstract = {"_start_workers", "_stop_workers", "_monitor_workers", "_shutdown"}
     assert SimpleElasticAgent.__abstractmethods__ == abstract
     assert not Agent.__abstractmethods__
-    for name in [*abstract, "_exit_barrier"]:
+    for name in abstract:
         theirs = inspect.signature(getattr(SimpleElasticAgent, name)).parameters
         ours = list(inspect.signature(getattr(Agent, name)).parameters)
         assert ours[: len(theirs)] == list(theirs)  # `_shutdown` has one more since torch 2.12
-
-
-def test_what_it_calls_is_still_called() -> None:
-    source = inspect.getsource(SimpleElasticAgent._invoke_run)
-    assert "self._exit_barrier()" in source
-    assert "self._remaining_restarts" in source
-    assert "self._shutdown(" in inspect.getsource(SimpleElasticAgent.run)
 
 
 class Group:
@@ -99,12 +93,12 @@ def test_an_end_of_a_rank_is_not_lost_to_a_signal_that_comes_while_it_is_read() 
     process = Process(rank=0, local_rank=0, folder=Path(), pid=4321)
     agent: Any = object.__new__(Agent)
     agent.attempts = [Attempt([process], world_size=1, node=0, nodes=1, folder=Path())]
-    agent.interrupted, agent._held_back, agent._zygote = None, None, Zygote()
+    agent.interrupted, agent._delayed_interrupt, agent._zygote = None, None, Zygote()
     with pytest.raises(SignalException):
         agent._read_events()
     assert process.code == 0
     agent._read_events()  # a second signal ends nothing a second time
-    assert agent._in_a_hurry
+    assert agent._kill_at_once
     agent.interrupted = None
     with pytest.raises(SignalException):
         agent.interrupt(signal.SIGTERM)

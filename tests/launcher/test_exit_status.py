@@ -14,14 +14,14 @@ import pytest
 from memory_group import memory_group
 from ranks import HANG_S
 
-from lockstep.run.start.machine import (
+from lockstep.run.start.process import Process, crash_line, describe_exit_code, exit_status_of
+from lockstep.run.start.process_memory import (
     OomCounts,
     kernel_log_on,
     oom_between,
     peak_memory,
     read_oom_counts,
 )
-from lockstep.run.start.process import Process, crash_line, exit_status_of, in_words
 from lockstep.run.watch.failure_report import render_failure
 from lockstep.run.watch.first_failure import first_failure
 
@@ -48,7 +48,7 @@ def write(root: Path, files: dict[str, str]) -> None:
     ],
 )
 def test_words(code: int, words: str) -> None:
-    assert in_words(code) == words
+    assert describe_exit_code(code) == words
 
 
 def test_counts_of_version_2(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_killed_and_who_asked(tmp_path: Path) -> None:
     end = exit_status_of(process, NOTHING, tmp_path)
     assert (end.oom, end.peak_bytes) == ("certain", 5 << 30)
     assert end.oom_detail == f"Out of memory: Killed process {process.pid} (python)"
-    process.sent = {signal.SIGUSR1: 98.0, signal.SIGTERM: 99.0, signal.SIGKILL: 99.5}
+    process.signals_sent = {signal.SIGUSR1: 98.0, signal.SIGTERM: 99.0, signal.SIGKILL: 99.5}
     assert exit_status_of(process, NOTHING, tmp_path).asked_to_end == 99.0
 
 
@@ -185,7 +185,7 @@ def test_it_must_have_ended(tmp_path: Path) -> None:
 GROUP = """
 import subprocess
 import sys
-from lockstep.run.start.machine import kernel_log_on, oom_between, read_oom_counts
+from lockstep.run.start.process_memory import kernel_log_on, oom_between, read_oom_counts
 
 before = read_oom_counts()
 hog = subprocess.Popen([sys.executable, "-c", "x = [bytearray(1 << 20) for _ in range(4096)]"])

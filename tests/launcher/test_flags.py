@@ -8,7 +8,12 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from lockstep.errors import SettingError
-from lockstep.run.start.plan import check_flags, node_numbers, parse_flags, rendezvous_parameters
+from lockstep.run.start.torchrun_flags import (
+    check_flags,
+    node_numbers,
+    parse_flags,
+    rendezvous_parameters,
+)
 
 # What `lockstep run` makes of each; a flag that torchrun gets one day must be looked at first.
 HONOURED_BY = {

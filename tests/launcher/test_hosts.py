@@ -25,7 +25,7 @@ from lockstep.run.machines.hosts import (
 )
 from lockstep.run.machines.ssh_connection import Remote
 from lockstep.run.machines.ssh_errors import Problem, ssh_failure
-from lockstep.run.start.plan import check_flags_elsewhere, shutdown_timeout
+from lockstep.run.start.torchrun_flags import check_flags_elsewhere, shutdown_timeout
 
 PYTHON = sys.executable
 UNKNOWN = (

@@ -20,7 +20,12 @@ import psutil
 import pytest
 from ranks import HANG_S
 
-from lockstep.run.start.process import give_keys, handled, in_foreground, take_keys
+from lockstep.run.start.job_control import (
+    give_keyboard,
+    handled,
+    in_foreground,
+    take_keyboard,
+)
 
 COMMAND = shlex.join([sys.executable, "-m", "lockstep.cli.main", "run"])
 CTRL_C, CTRL_Z = "\x03", "\x1a"
@@ -173,8 +178,8 @@ def test_no_terminal_no_keys() -> None:
         os.dup2(nothing.fileno(), 0)
         try:
             assert not in_foreground()
-            take_keys(os.getpgrp())
-            give_keys(os.getpgrp())
+            take_keyboard(os.getpgrp())
+            give_keyboard(os.getpgrp())
         finally:
             os.dup2(saved, 0)
             os.close(saved)

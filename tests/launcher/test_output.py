@@ -26,16 +26,9 @@ from hypothesis import strategies as st
 from ranks import HANG_S
 
 from lockstep.errors import SettingError
-from lockstep.run.start.output import (
-    COLUMNS,
-    Console,
-    FlushDeadline,
-    choose_streams,
-    console_for,
-    last_state,
-    sinks,
-    tail,
-)
+from lockstep.run.start.console import COLUMNS, Console, choose_streams, console_for
+from lockstep.run.start.sink import FlushDeadline, open_sinks
+from lockstep.run.start.terminal_lines import last_state, read_last_lines
 from lockstep.wording import format_ranks
 
 # --- what a terminal then shows ---------------------------------------------------------------
@@ -127,7 +120,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     folder = tmp_path / "attempt_0" / f"rank_{rank}"
     folder.mkdir(parents=True)
-    streams = console.open(rank, rank, folder, alone=alone)
+    streams = console.open(rank, rank, folder, is_only_rank=alone)
     process = subprocess.Popen(
         [sys.executable, "-S", "-u", "-c", textwrap.dedent(code)],
         stdin=streams[0],
@@ -266,7 +259,7 @@ def test_every_byte_is_in_the_file(tmp_path: Path) -> None:
 def test_a_console_that_takes_nothing_stops_neither_ranks_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.run.start.output._PATIENCE_S", 0.5)
+    monkeypatch.setattr("lockstep.run.start.sink._PATIENCE_S", 0.5)
     reading, writing = os.pipe()
     code = "import os; [os.write(1, b'x' * 99 + b'\\n') for i in range(20000)]"
     with piped() as (_, err, found), Console(stdout=writing, stderr=err) as console:
@@ -282,8 +275,8 @@ def test_a_console_that_takes_nothing_stops_neither_ranks_nor_the_end(
 
 def test_a_console_that_is_slow_gets_all(monkeypatch: pytest.MonkeyPatch) -> None:
     now, ended = 100.0, []
-    monkeypatch.setattr("lockstep.run.start.output.time.monotonic", lambda: now)
-    sink = sinks({})["stdout"]
+    monkeypatch.setattr("lockstep.run.start.sink.time.monotonic", lambda: now)
+    sink = open_sinks({})["stdout"]
     sink.waiting += bytes(5)
     deadline = FlushDeadline([sink])
     for _ in range(5):
@@ -298,8 +291,8 @@ def test_a_console_that_is_slow_gets_all(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_console_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("lockstep.run.start.output.time.monotonic", lambda: now)
-    sink = sinks({})["stdout"]
+    monkeypatch.setattr("lockstep.run.start.sink.time.monotonic", lambda: now)
+    sink = open_sinks({})["stdout"]
     sink.waiting += bytes(5)
     patient, hurried = FlushDeadline([sink]), FlushDeadline([sink], hurry=True)
     assert not patient.over()
@@ -652,6 +645,6 @@ def test_the_row_of_a_rank_goes_with_it(tmp_path: Path, terminal: Terminal) -> N
 def test_tail(tmp_path: Path) -> None:
     text = b"".join(b"line %d\n" % i for i in range(20000))
     (tmp_path / "stderr.log").write_bytes(text + b"\r10%\r20%\n\x1b[31mlast\x1b[0m\n\n")
-    assert tail(tmp_path, 3) == ["line 19999", "20%", "last"]
-    assert len(tail(tmp_path, 100)) == 100
-    assert tail(tmp_path, 3, "stdout") == []
+    assert read_last_lines(tmp_path, 3) == ["line 19999", "20%", "last"]
+    assert len(read_last_lines(tmp_path, 100)) == 100
+    assert read_last_lines(tmp_path, 3, "stdout") == []

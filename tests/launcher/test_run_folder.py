@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import SettingError
-from lockstep.run.start.machine import make_folder
+from lockstep.run.start.run_folder import make_folder
 
 
 def test_a_full_disk_is_heard_of_before_anything_is_started(tmp_path: Path) -> None:

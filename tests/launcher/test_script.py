@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from lockstep.run.start.script import (
+from lockstep.run.start.source_hints import (
     SourceHints,
     hidden_by,
     large_modules,
@@ -71,7 +71,7 @@ def test_variables_that_libraries_read_when_imported(
     ],
 )
 def test_scripts_that_start_the_ranks_themselves(source: str, expected: bool) -> None:
-    assert read_source(source).own_processes is expected
+    assert read_source(source).spawns_ranks is expected
 
 
 def test_what_a_script_will_import() -> None:

@@ -18,7 +18,7 @@ from lockstep.run.machines.slurm import (
     srun_command,
 )
 from lockstep.run.machines.slurm_batch import JobRequest, job_script, sbatch_options, submit
-from lockstep.run.start.plan import meeting_given
+from lockstep.run.start.torchrun_flags import has_node_flags
 
 BATCH = {
     "SLURM_JOB_ID": "7",
@@ -97,9 +97,9 @@ def test_tasks_that_are_spread_unevenly_do_not_matter_where_nproc_is_given() -> 
     "given", [["--nnodes", "2"], ["--rdzv-endpoint", "a:1"], ["--standalone"], ["--node_rank", "1"]]
 )
 def test_what_the_user_says_of_the_machines_wins(given: list[str]) -> None:
-    assert meeting_given(given, {})
-    assert not meeting_given(["--max-restarts", "3"], {})
-    assert meeting_given([], {"PET_NNODES": "2"})
+    assert has_node_flags(given, {})
+    assert not has_node_flags(["--max-restarts", "3"], {})
+    assert has_node_flags([], {"PET_NNODES": "2"})
 
 
 def test_the_command_of_a_job() -> None:

@@ -9,7 +9,7 @@ from lockstep.run.start.machine import Machine
 from lockstep.run.start.plan import (
     LaunchSpec,
     choose_nproc,
-    plan,
+    make_plan,
     threads_per_process,
 )
 from lockstep.run.start.worker import Script
@@ -43,7 +43,7 @@ def test_only_given_settings_reach_the_environment() -> None:
     def variables(**settings: object) -> Mapping[str, str]:
         spec = LaunchSpec(script=SCRIPT, settings=settings)
         environ = {"OMP_NUM_THREADS": "1"}
-        return plan(spec, MACHINE, environ, nproc=1, one_node=False).environment
+        return make_plan(spec, MACHINE, environ, nproc=1, one_node=False).environment
 
     assert variables() == {}
     assert variables(seed=0, join_timeout=2.5) == {
@@ -71,7 +71,7 @@ def test_only_given_settings_reach_the_environment() -> None:
 def test_plan_on_one_machine() -> None:
     script = Script(path="t.py", arguments=("--lr", "1"))
     spec = LaunchSpec(script=script, nproc="2", settings={"strategy": "ddp"})
-    made = plan(spec, MACHINE, {}, nproc=2, one_node=True)
+    made = make_plan(spec, MACHINE, {}, nproc=2, one_node=True)
     assert made.environment == {
         "LOCKSTEP_STRATEGY": "ddp",
         "OMP_NUM_THREADS": "4",
@@ -93,14 +93,14 @@ def test_plan_on_one_machine() -> None:
 
 def test_plan_leaves_alone_what_the_user_has_set() -> None:
     environ = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0"}
-    made = plan(LaunchSpec(script=SCRIPT), MACHINE, environ, nproc=2, one_node=True)
+    made = make_plan(LaunchSpec(script=SCRIPT), MACHINE, environ, nproc=2, one_node=True)
     assert made.environment == {}
     assert made.notes == ()
 
 
 def test_plan_of_one_machine_among_several() -> None:
     spec = LaunchSpec(script=SCRIPT, torchrun=("--nnodes", "2", "--node-rank=1"))
-    made = plan(spec, MACHINE, {}, nproc=2, one_node=False)
+    made = make_plan(spec, MACHINE, {}, nproc=2, one_node=False)
     assert "GLOO_SOCKET_IFNAME" not in made.environment
     assert made.arguments == ("--nnodes", "2", "--node-rank=1", "--nproc-per-node=2", "t.py")
 
@@ -122,12 +122,12 @@ def test_the_users_own_rendezvous_is_left_alone(
     torchrun: tuple[str, ...], environ: dict[str, str], standalone: bool
 ) -> None:
     spec = LaunchSpec(script=SCRIPT, torchrun=torchrun)
-    made = plan(spec, MACHINE, environ, nproc=1, one_node=True)
+    made = make_plan(spec, MACHINE, environ, nproc=1, one_node=True)
     added = made.arguments.count("--standalone") - torchrun.count("--standalone")
     assert added == int(standalone)
 
 
 def test_plan_of_a_module() -> None:
     spec = LaunchSpec(script=Script(path="pkg.mod", module=True))
-    made = plan(spec, MACHINE, {}, nproc=1, one_node=True)
+    made = make_plan(spec, MACHINE, {}, nproc=1, one_node=True)
     assert made.arguments[-2:] == ("--module", "pkg.mod")

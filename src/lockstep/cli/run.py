@@ -21,13 +21,8 @@ from lockstep.run.machines.hosts import (
     ssh_command,
 )
 from lockstep.run.machines.ssh_run import run_on_hosts
-from lockstep.run.start.plan import (
-    HangRules,
-    LaunchSpec,
-    check_flags_elsewhere,
-    meeting_given,
-    parse_flags,
-)
+from lockstep.run.start.plan import HangRules, LaunchSpec
+from lockstep.run.start.torchrun_flags import check_flags_elsewhere, has_node_flags, parse_flags
 from lockstep.run.start.worker import Script, nothing_collected
 from lockstep.units import parse_seconds
 
@@ -254,7 +249,7 @@ def command(
         click.echo(text if dry_run else slurm_batch.submit(text, options))
         return
     job = None
-    if not meeting_given(torchrun, os.environ):
+    if not has_node_flags(torchrun, os.environ):
         job = slurm.find_placement(os.environ, nproc)
     if job is not None:
         nproc, torchrun = job.nproc, (*torchrun, *job.meeting_flags)

@@ -193,7 +193,8 @@ class _Runs:
 
 def _ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[Way]:
     """The reference, and what is compared with it."""
-    from lockstep.run.start.script import check_script, read_script
+    from lockstep.run.start.script import check_script
+    from lockstep.run.start.source_hints import read_script
     from lockstep.run.start.worker import Script
     from lockstep.verify.record import OWN_PROCESSES, Way
 
@@ -203,7 +204,7 @@ def _ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[W
     program = Script(path=script, arguments=args, module=options["module"])
     check_script(program, "lockstep verify")
     reading = read_script(program)
-    if reading.own_processes:
+    if reading.spawns_ranks:
         raise UsageError(
             f"lockstep verify {script}",
             "the script starts its ranks itself, as by mp.spawn, and those are not seen",

@@ -1,7 +1,7 @@
 """Every private name of torch's that Lockstep uses, and nothing else.
 
 Sections: classes without a public name, the compiler, DDP, FSDP, modules and autograd, workers of a
-DataLoader, stores, process groups and their Flight Recorder, processors of a rank. Each name was
+DataLoader, stores, process groups and their Flight Recorder, launching ranks. Each name was
 read in torch 2.11, 2.13 and 2.14, where nothing else is said;
 `tests/distributed/test_torch_compat.py` tells when one of them changes.
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.modules import batchnorm, dropout
     from torch.nn.parallel import DistributedDataParallel
@@ -580,7 +581,17 @@ def on_default_group(opened: Callable[[object], object]) -> None:
     c10d._update_default_pg = update
 
 
-# Processors of a rank
+# Launching ranks
+
+
+def skip_exit_barrier(agent: SimpleElasticAgent) -> None:
+    """Lets torch elastic's agent return without waiting for the agents of other machines.
+
+    Once its workers have succeeded, the agent waits up to 300 s for the other agents
+    (`SimpleElasticAgent._exit_barrier`). It does so in C++, where no signal is heard. A shorter
+    `exit_barrier_timeout`, which is public, would let it log an error.
+    """
+    agent._exit_barrier = lambda: None  # type: ignore[method-assign]
 
 
 def bound_to_processors(line: tuple[str, ...], gpu: int, mode: str) -> tuple[str, ...]:

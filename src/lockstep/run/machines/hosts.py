@@ -23,7 +23,7 @@ from functools import cached_property
 from lockstep.distributed.network import is_here, resolve
 from lockstep.errors import SettingError
 from lockstep.run.machines.run_token import TOKEN_VARIABLE
-from lockstep.run.start.plan import shutdown_timeout
+from lockstep.run.start.torchrun_flags import shutdown_timeout
 from lockstep.wording import count_noun
 
 SSH_OPTIONS = (

@@ -32,7 +32,7 @@ from typing import IO, Any, TypeVar
 from lockstep.run.machines.hosts import SSH_OPTIONS, Host, working_folder
 from lockstep.run.machines.remote import ALIVE, ANSWER_MARK, SILENCE_TIMEOUT_S, versions
 from lockstep.run.machines.ssh_errors import ConnectionDropped, Problem, ssh_failure
-from lockstep.run.start.output import finished_lines
+from lockstep.run.start.terminal_lines import finished_lines
 
 T = TypeVar("T")
 ShowLine = Callable[[Host, str, bytes], Awaitable[None]]

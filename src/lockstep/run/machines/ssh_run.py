@@ -36,7 +36,8 @@ from lockstep.run.machines.ssh_connection import (
     run_on_all,
     wait_all,
 )
-from lockstep.run.start.output import FlushDeadline, Sink, last_state, sinks
+from lockstep.run.start.sink import FlushDeadline, Sink, open_sinks
+from lockstep.run.start.terminal_lines import last_state
 from lockstep.wording import count_noun
 
 FORWARDED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
@@ -75,7 +76,7 @@ class _HostsRun:
         self._spec = spec
         self._say = say
         self._shutdown_timeout_s = spec.shutdown_timeout_s
-        self._sinks = sinks(os.environ)
+        self._sinks = open_sinks(os.environ)
         self._host_of_launcher_line: dict[bytes, Host] = {}
         """The host that was the first to print a line of a launcher's own."""
         self._remotes = [Remote(host, spec.ssh, self._show) for host in spec.hosts]
@@ -160,7 +161,7 @@ class _HostsRun:
                     continue
                 state = last_state(text)
                 if state.strip():
-                    return sink.cut(f"[{remote.host.name}] ".encode() + state)
+                    return sink.crop(f"[{remote.host.name}] ".encode() + state)
         return b""
 
     def _draw(self) -> None:

@@ -29,10 +29,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.errors import RankFailedError, UsageError
 from lockstep.run.start import worker
-from lockstep.run.start.machine import make_folder, read_machine
-from lockstep.run.start.plan import LaunchPlan, LaunchSpec, choose_nproc, plan
+from lockstep.run.start.machine import read_machine
+from lockstep.run.start.plan import LaunchPlan, LaunchSpec, choose_nproc, make_plan
 from lockstep.run.start.process import Attempt
-from lockstep.run.start.script import large_modules, read_script
+from lockstep.run.start.run_folder import make_folder
+from lockstep.run.start.source_hints import large_modules, read_script
 from lockstep.run.start.zygote import FreshZygote, Zygote, serve
 from lockstep.wording import count_noun, format_ranks
 
@@ -119,7 +120,7 @@ def launch(
     script = worker.Script(path=short if short.isidentifier() else "launch")
     spec = LaunchSpec(script=script, torchrun=_ONE_START)
     own = env or {}
-    made = plan(spec, machine, {**os.environ, **own}, size, one_node=True)
+    made = make_plan(spec, machine, {**os.environ, **own}, size, one_node=True)
     threads = {} if isinstance(call, bytes) else {"OMP_NUM_THREADS": "1"}
     environment = {**made.environment, **own, **threads}
     made = replace(made, environment=environment, timeout=timeout, keyboard=False)
@@ -127,7 +128,7 @@ def launch(
     with contextlib.closing(_start_zygote(call, made, fn)) as zygote:
         # Only now: it imports much, and the zygote has begun already.
         from lockstep.run.start.agent import launch_agent
-        from lockstep.run.start.plan import parse_flags
+        from lockstep.run.start.torchrun_flags import parse_flags
 
         flags = parse_flags(made.arguments)
         flags.shutdown_timeout = _GRACE_S
@@ -222,12 +223,13 @@ def _values(agent: Agent, was_set: str, timeout: float | None) -> list[Any]:
     try:
         if attempt.failure is not None:
             raise _failed(attempt.failure, attempt, was_set)
-        if agent.late:
+        if agent.timed_out_ranks:
             raise RankFailedError(
                 f"{was_set}, timeout={timeout}",
-                f"{format_ranks(agent.late)} had not ended in time\n    logs: {attempt.folder}",
+                f"{format_ranks(agent.timed_out_ranks)} had not ended in time\n"
+                f"    logs: {attempt.folder}",
                 "allow more time, or see what those ranks wait for",
-                agent.late[0],
+                agent.timed_out_ranks[0],
             )
         return [_read(process.folder, process.rank, was_set) for process in attempt.processes]
     finally:

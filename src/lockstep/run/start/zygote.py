@@ -1,21 +1,23 @@
-"""The zygote: a process that has imported torch once and forks the ranks.
+"""The zygote: a process that has imported torch once, and forks the ranks.
 
-It is forked from the launcher before any thread exists, or is an interpreter of its own where the
-launcher is a program of the user's (`FreshZygote`). It keeps one thread itself, and does nothing
-but fork, reap and signal (`Server`): a fork from it is safe, and eight ranks start about as fast
-as one. As the ranks' parent it alone signals them, so a number that the system has given to another
-process meanwhile is never hit.
+It is forked from the launcher before any thread exists, or is an interpreter of its own if the
+launcher is a program of the user's (`FreshZygote`). `Zygote` is the launcher's side, `Server` the
+zygote's own. The two talk over a socket: the launcher sends requests, the zygote `Event`s.
 
-When the launcher goes, however it goes, the zygote reads the end of its socket and ends every
-rank, and all that has come of them: what is left without its parent becomes the zygote's child
-(PR_SET_CHILD_SUBREAPER, see prctl(2)), also where it has a session of its own. The launcher asks
-for the same after a failure, after Ctrl-C and before it starts the ranks again. What ranks leave
-that have all ended well is left alone. When the zygote goes, the kernel kills the ranks
-(PR_SET_PDEATHSIG).
+The zygote has a single thread and does nothing but fork, reap and signal. So a fork from it is
+safe, and eight ranks start about as fast as one. As the ranks' parent it is the only process that
+signals them, so it never signals another process that has been given an old process id.
 
-Forking a process that has imported torch takes 10 ms or more, one rank after the other; so the
-ranks of the first start are made before they are asked for, while the launcher still imports what
-it needs itself. They wait for their request, and are ranks from then on.
+When the launcher goes, in whatever way, the zygote reads the end of its socket. It then ends every
+rank, and everything that ranks have started: as a *subreaper* (PR_SET_CHILD_SUBREAPER, prctl(2)) it
+becomes the parent of processes that have lost theirs, even of those in sessions of their own. The
+launcher asks for the same after a failure, after Ctrl-C and before it starts the ranks again. What
+ranks leave behind that have all ended well is not touched. When the zygote goes, the kernel kills
+the ranks (PR_SET_PDEATHSIG).
+
+To fork a process that has imported torch takes 10 ms or more. So the ranks of the first attempt are
+forked before they are asked for, while the launcher still imports what it needs itself. Such a
+*spare* waits for its request, and is a rank from then on.
 """
 
 from __future__ import annotations
@@ -33,53 +35,86 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from lockstep.run.machines.run_token import TOKEN_VARIABLE
+from lockstep.run.start.job_control import set_foreground_group
+
+if TYPE_CHECKING:
+    import psutil
+
+Work = Callable[[], NoReturn]
+"""What a rank does once it has its environment, streams and session."""
+
+INHERITED_IF_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""A signal of these that the launcher ignores, as SIGHUP under nohup, is ignored by ranks too."""
+_SIGNALS_OF_PROGRAM = (signal.SIGTERM, signal.SIGUSR1)
+"""A Python program may answer these with a checkpoint, for which it needs the workers of its
+DataLoader. So they are sent to the program alone; the rest of its process group is killed when it
+has ended. Other signals are sent to the whole group."""
+
+_ZYGOTE_GONE = "the process that starts the ranks is gone"
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LEFT_BEHIND = -1
+"""In place of a rank's number: what ranks have left behind has ended."""
+_MESSAGE_BYTES = 1 << 17
+_MAX_DESCRIPTORS = 4
+"""Of a message: a rank's input, output and error, and the file with its request."""
+
+_LEFT_BEHIND_TERM_GRACE_S = 1.0
+"""What ranks have left behind has this time to end at SIGTERM before it is killed."""
+_LEFT_BEHIND_TIMEOUT_S = 10.0
+"""The launcher waits this long for what ranks have left behind."""
+# When the launcher is gone, all must be over within 5 s.
+_LAUNCHER_GONE_GRACE_S = 2.0
+_KILL_TIMEOUT_S = 2.0
+_RECHECK_S = 0.1
 
 
 class Event(NamedTuple):
     """What has become of a rank."""
 
     rank: int
+    """Its number on this machine."""
     pid: int | None
     """None: the system makes no process for it."""
     code: int | None = None
-    """None: it runs; its exit code, or minus the number of the signal that ended it."""
+    """Its exit code, or minus the number of the signal that ended it; None: it runs."""
     reason: str = ""
-    """Why there is no process."""
+    """Why the system makes no process."""
 
 
 class Zygote:
-    """The launcher's end of the zygote.
+    """The launcher's side of the zygote.
 
     Args:
-        work: run in every rank, with the rank's variables in `os.environ`; it must not return.
-        ahead: how many ranks are made before they are asked for, where that is known.
+        work: what every rank runs, with the rank's variables in `os.environ`. It must not return.
+        spares: how many ranks are forked before they are asked for.
 
     Raises:
         OSError: no process could be made.
     """
 
     _code: int | None = None
-    """How it ended, once that has been asked."""
+    """How the zygote ended; None: it has not been waited for."""
 
-    def __init__(self, work: Work, ahead: int = 0) -> None:
-        ours, theirs = control_sockets()
-        # Else what is buffered here would be written again by every copy.
+    def __init__(self, work: Work, spares: int = 0) -> None:
+        launchers_end, zygotes_end = control_sockets()
+        # What is buffered would be written once more by every copy.
         sys.stdout.flush()
         sys.stderr.flush()
-        gc.freeze()  # the copies then share these pages: no collection touches them
+        gc.freeze()  # no collection touches what exists now, so all copies share its pages
         self.pid = os.fork()
         if self.pid == 0:
-            ours.close()
+            launchers_end.close()
             try:
-                Server(theirs, work, ahead).serve()
+                Server(zygotes_end, work, spares).serve()
             finally:
                 os._exit(1)
         gc.unfreeze()
-        theirs.close()
-        self._socket = ours
+        zygotes_end.close()
+        self._socket = launchers_end
 
     def start(
         self,
@@ -96,8 +131,8 @@ class Zygote:
             rank: its number on this machine.
             environment: variables in addition to the launcher's.
             streams: descriptors that become its standard input, output and error.
-            own_session: False: it stays in the terminal's session, and its keys reach it alone.
-            command: executed in place of `work`.
+            own_session: False: it stays in the terminal's session, and gets the keyboard.
+            command: what it executes; empty: it does the zygote's `work`.
 
         Raises:
             ChildProcessError: the zygote is gone.
@@ -108,47 +143,55 @@ class Zygote:
             "own_session": own_session,
             "command": list(command),
         }
-        with tempfile.TemporaryFile() as file:  # a command may be too long for a message
+        with tempfile.TemporaryFile() as file:  # the request may be too long for a message
             file.write(json.dumps(request).encode())
             file.flush()
             try:
                 socket.send_fds(self._socket, [b"start"], [*streams, file.fileno()])
             except (BrokenPipeError, ConnectionResetError):
-                raise ChildProcessError(_GONE) from None
+                raise ChildProcessError(_ZYGOTE_GONE) from None
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
         """Sends a signal to the process groups of those ranks that still run."""
-        with contextlib.suppress(OSError):  # it has gone, and the ranks with it
-            self._socket.send(json.dumps({"signal": number, "ranks": list(ranks)}).encode())
+        request = {"signal": number, "ranks": list(ranks)}
+        with contextlib.suppress(OSError):  # the zygote is gone, and the ranks with it
+            self._socket.send(json.dumps(request).encode())
 
     def end_left_behind(self) -> None:
-        """Ends the processes that ranks which have ended have left behind, and waits for that.
+        """Ends the processes that ranks have left behind, and waits until they have ended.
 
         To be called when no rank runs.
         """
-        with contextlib.suppress(OSError, ChildProcessError):  # the zygote has gone
+        with contextlib.suppress(OSError, ChildProcessError):  # the zygote is gone
             self._socket.send(json.dumps({"left_behind": True}).encode())
-            limit = time.monotonic() + _LEFT_BEHIND_WITHIN_S
-            while time.monotonic() < limit:
-                if any(event.rank == _LEFT_BEHIND for event in self.events(timeout=0.1)):
+            deadline = time.monotonic() + _LEFT_BEHIND_TIMEOUT_S
+            while time.monotonic() < deadline:
+                events = self.events(timeout=0.1)
+                if any(event.rank == _LEFT_BEHIND for event in events):
                     return
 
     def events(self, timeout: float = 0.0) -> list[Event]:
-        """What has happened since the last call; waits up to `timeout` seconds for the first.
+        """Returns what has happened since the last call.
+
+        Args:
+            timeout: seconds to wait for the first event.
 
         Raises:
             ChildProcessError: the zygote is gone.
         """
-        found: list[Event] = []
-        while select.select([self._socket], [], [], 0.0 if found else timeout)[0]:
+        events: list[Event] = []
+        while True:
+            wait_s = 0.0 if events else timeout
+            readable, _, _ = select.select([self._socket], [], [], wait_s)
+            if not readable:
+                return events
             data, _ = _receive(self._socket)
             if data:
-                found.append(Event(*json.loads(data)))
-            elif found:
-                break
+                events.append(Event(*json.loads(data)))
+            elif events:
+                return events  # the next call will raise
             else:
-                raise ChildProcessError(_GONE)
-        return found
+                raise ChildProcessError(_ZYGOTE_GONE)
 
     def close(self) -> None:
         """Ends the zygote, and with it every rank that still runs; waits for it."""
@@ -157,9 +200,14 @@ class Zygote:
             self.wait()
 
     def wait(self) -> int:
-        """Waits until the zygote has ended: its exit code, or minus the signal that ended it."""
+        """Waits until the zygote has ended.
+
+        Returns:
+            Its exit code, or minus the number of the signal that ended it.
+        """
         if self._code is None:
-            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            _, status = os.waitpid(self.pid, 0)
+            self._code = os.waitstatus_to_exitcode(status)
         return self._code
 
 
@@ -167,8 +215,8 @@ class FreshZygote(Zygote):
     """A zygote in a new interpreter, which has nothing of the launcher's memory.
 
     Args:
-        line: the program; the number of its control socket's descriptor follows as its last
-            argument, and it is to call `serve` with that.
+        command: the program. Its last argument will be the descriptor of its control socket, with
+            which it must call `serve`.
         environment: all its variables.
         files: other descriptors that it inherits.
 
@@ -177,51 +225,31 @@ class FreshZygote(Zygote):
     """
 
     def __init__(
-        self, line: Sequence[str], environment: Mapping[str, str], files: Sequence[int] = ()
+        self, command: Sequence[str], environment: Mapping[str, str], files: Sequence[int] = ()
     ) -> None:
-        ours, theirs = control_sockets()
-        with theirs:
-            control = theirs.fileno()
+        launchers_end, zygotes_end = control_sockets()
+        with zygotes_end:
+            control = zygotes_end.fileno()
             self._process = subprocess.Popen(
-                [*line, str(control)],
+                [*command, str(control)],
                 env=environment,
                 pass_fds=(control, *files),
-                process_group=0,  # the terminal's keys are the launcher's
+                process_group=0,  # out of the foreground: Ctrl-C is for the launcher
             )
         self.pid = self._process.pid
-        self._socket = ours
+        self._socket = launchers_end
 
     def wait(self) -> int:
-        """As that of a zygote that was forked."""
+        """Waits until the zygote has ended; returns as `Zygote.wait`."""
         return self._process.wait()
 
 
-_GONE = "the process that starts the ranks is gone"
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_LEFT_BEHIND = -1
-"""In the place of a rank's number: what ranks have left behind has ended."""
-_TERMINATED_WITHIN_S = 1.0
-"""What ranks have left behind has so long to end at SIGTERM before it is killed."""
-_LEFT_BEHIND_WITHIN_S = 10.0
-_GRACE_S, _KILLED_WITHIN_S = 2.0, 2.0
-"""Between SIGTERM and SIGKILL when the launcher is gone; all must be over within 5 s."""
-_LOOK_AGAIN_S = 0.1
-_MESSAGE_BYTES = 1 << 17
-HANDED_DOWN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
-"""What a Python program may answer with a checkpoint. It needs the workers of its DataLoader for
-that, so these are not for its whole group; what it leaves of that is killed when it has ended."""
-
-Work = Callable[[], NoReturn]
-"""What a rank does; its environment, streams and session are its own by then."""
-
-
 def serve(control: int, work: Work) -> NoReturn:
-    """The life of a `FreshZygote`.
+    """Runs the zygote's own side in a new interpreter, see `FreshZygote`.
 
     Args:
         control: descriptor of its socket.
-        work: run in every rank, see `Zygote`.
+        work: what every rank runs, see `Zygote`.
     """
     os.set_inheritable(control, False)
     Server(socket.socket(fileno=control), work).serve()
@@ -229,53 +257,60 @@ def serve(control: int, work: Work) -> NoReturn:
 
 
 class Server:
-    """The zygote's own end.
+    """The zygote's own side.
 
     Args:
-        control: the other end of the launcher's.
-        work: run in every rank.
-        ahead: how many ranks are made before they are asked for.
+        control: the zygote's end of the socket to the launcher.
+        work: what every rank runs.
+        spares: how many ranks are forked before they are asked for.
     """
 
-    def __init__(self, control: socket.socket, work: Work, ahead: int = 0) -> None:
-        self.control, self.work, self.ahead = control, work, ahead
-        self.ignored = {n for n in HANDED_DOWN if signal.getsignal(n) is signal.SIG_IGN}
-        """Signals that the ranks ignore too, as SIGHUP under nohup."""
+    def __init__(self, control: socket.socket, work: Work, spares: int = 0) -> None:
+        self.control = control
+        self.work = work
+        self.spares_to_fork = spares
         self.spares: dict[int, socket.socket] = {}
-        """Processes that wait to become a rank, by their ids."""
+        """By process id: sockets to processes that wait until they are asked to be a rank."""
         self.running: dict[int, int] = {}
-        """Rank by process id."""
+        """By process id: the numbers of the ranks that run."""
         self.foreign: set[int] = set()
-        """Those of them that are no Python program."""
-        # Read descriptors and signals in one place: the handler does nothing but wake the select.
-        self.wake, self.waker = os.pipe()
-        os.set_blocking(self.wake, False)
-        os.set_blocking(self.waker, False)
+        """Process ids of ranks that are no Python program."""
+        self.ignored: set[int] = set()
+        """Signals that the ranks ignore because the launcher does."""
+        for number in INHERITED_IF_IGNORED:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                self.ignored.add(number)
+        # A signal writes a byte into this pipe, so one select waits for messages and for signals.
+        self.wake_reader, self.wake_writer = os.pipe()
+        os.set_blocking(self.wake_reader, False)
+        os.set_blocking(self.wake_writer, False)
 
     def serve(self) -> None:
-        """Does what the launcher asks for until it closes its end, and ends all ranks then."""
+        """Does what the launcher asks for until it closes its end; then ends all ranks."""
         # Ctrl-C goes to the launcher, which decides; and the zygote must outlive the ranks.
-        for number in (*HANDED_DOWN, signal.SIGTSTP, signal.SIGUSR1):
+        for number in (*INHERITED_IF_IGNORED, signal.SIGTSTP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self.wake_writer, warn_on_full_buffer=False)
         os.setpgid(0, 0)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        watched: list[Any] = [self.control, self.wake]
+        watched: list[Any] = [self.control, self.wake_reader]
         while True:
-            readable = select.select(watched, [], [], 0 if self.ahead else None)[0]
-            if self.ahead and not readable:
-                self.ahead -= 1
-                with contextlib.suppress(OSError):  # what is missing is told when it is asked for
-                    self._make_spare()
-            if self.wake in readable:
+            timeout = 0 if self.spares_to_fork else None
+            readable, _, _ = select.select(watched, [], [], timeout)
+            if self.spares_to_fork and not readable:
+                self.spares_to_fork -= 1
+                with contextlib.suppress(OSError):  # reported when the rank is asked for
+                    self._fork_spare()
+            if self.wake_reader in readable:
                 self._reap()
-            if self.control in readable and not self._obey():
+            if self.control in readable and not self._handle_message():
                 break
         self._end_all()
         os._exit(0)
 
-    def _obey(self) -> bool:
+    def _handle_message(self) -> bool:
+        """Does what one message asks for; returns False if the launcher has closed its end."""
         data, files = _receive(self.control)
         if files:
             self._start(files)
@@ -284,199 +319,236 @@ class Server:
         elif data:
             request = json.loads(data)
             if "left_behind" in request:
-                self._end_left_behind(_TERMINATED_WITHIN_S)
+                self._end_left_behind(_LEFT_BEHIND_TERM_GRACE_S)
                 self._report(Event(_LEFT_BEHIND, None))
             else:
                 self._signal(request["signal"], set(request["ranks"]))
         return bool(data)
 
+    # Starting ranks
+
     def _start(self, files: list[int]) -> None:
-        request = _request_in(files)
+        """Starts a rank and reports it.
+
+        Args:
+            files: descriptors of the rank's streams and of its request.
+        """
+        request = _read_request(files)
         rank = request["rank"]
-        self.ahead = 0
+        self.spares_to_fork = 0
         try:
-            pid = self._give_to_copy(files)
+            pid = self._make_rank(files)
         except OSError as error:  # no more processes, or no more memory
             self._report(Event(rank, None, reason=str(error.strerror)))
             return
         self.running[pid] = rank
-        if request["command"] and request["command"][0] != sys.executable:
+        command = request["command"]
+        if command and command[0] != sys.executable:
             self.foreign.add(pid)
-        # Also here: a signal to the group may be asked for before the child has run at all.
         if not request["own_session"]:
+            # The rank does this too. A signal to its group may be asked for before it has run.
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
         self._report(Event(rank, pid))
 
-    def _give_to_copy(self, files: list[int]) -> int:
-        """Lets a copy of this process become the rank that is asked for; its id."""
+    def _make_rank(self, files: list[int]) -> int:
+        """Makes a spare the rank that is asked for; returns its process id.
+
+        Raises:
+            OSError: there is no spare, and none can be forked.
+        """
         while True:
             if not self.spares:
-                self._make_spare()
+                self._fork_spare()
             pid, channel = self.spares.popitem()
-            with channel, contextlib.suppress(BrokenPipeError):  # it has ended
-                socket.send_fds(channel, [b"start"], files)
-                return pid
+            with channel:
+                try:
+                    socket.send_fds(channel, [b"start"], files)
+                except BrokenPipeError:  # this spare has ended
+                    continue
+            return pid
 
-    def _make_spare(self) -> None:
-        """Makes a copy of this process, which waits until it is asked to be a rank."""
-        parent, (ours, theirs) = os.getpid(), control_sockets()
-        with theirs:
+    def _fork_spare(self) -> None:
+        """Forks a copy of this process, which waits until it is asked to be a rank."""
+        parent = os.getpid()
+        zygotes_end, spares_end = control_sockets()
+        with spares_end:
             try:
                 pid = os.fork()
             except OSError:
-                ours.close()
+                zygotes_end.close()
                 raise
             if pid == 0:
                 try:
-                    ours.close()
-                    self._part(parent)
-                    files = _receive(theirs)[1]
-                    theirs.close()
+                    zygotes_end.close()
+                    self._close_zygotes_descriptors(parent)
+                    _, files = _receive(spares_end)
+                    spares_end.close()
                     if files:
-                        self._become(files)
+                        self._become_rank(files)
                 finally:
                     os._exit(1)
-        self.spares[pid] = ours
+        self.spares[pid] = zygotes_end
 
-    def _part(self, parent: int) -> None:
-        """In the copy: what it has from the zygote is given back."""
+    def _close_zygotes_descriptors(self, parent: int) -> None:
+        """In a spare: closes what it has inherited from the zygote, and ties its life to it."""
         signal.set_wakeup_fd(-1)
         die_with_parent(parent)
-        for descriptor in (self.wake, self.waker):
-            os.close(descriptor)
+        os.close(self.wake_reader)
+        os.close(self.wake_writer)
         self.control.close()
         for channel in self.spares.values():
             channel.close()
 
-    def _become(self, files: list[int]) -> NoReturn:
-        """Makes the copy the rank that is asked for."""
-        request = _request_in(files)
-        os.close(files.pop())
+    def _become_rank(self, files: list[int]) -> NoReturn:
+        """In a spare: becomes the rank that is asked for, and does its work.
+
+        Args:
+            files: descriptors of the rank's streams and of its request.
+        """
+        request = _read_request(files)
+        *streams, request_file = files
+        os.close(request_file)
         if request["own_session"]:
             os.setsid()
         else:
             os.setpgid(0, 0)
-            give_terminal(files[0], os.getpgrp())
-        for number in (*HANDED_DOWN, signal.SIGCHLD, signal.SIGTSTP, signal.SIGUSR1):
-            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            signal.signal(number, signal.SIG_IGN if number in self.ignored else default)
-        for target, stream in enumerate(files):
-            os.dup2(stream, target)  # dup2 makes them inheritable
+            set_foreground_group(streams[0], os.getpgrp())
+        for number in (*INHERITED_IF_IGNORED, signal.SIGCHLD, signal.SIGTSTP, signal.SIGUSR1):
+            if number in self.ignored:
+                signal.signal(number, signal.SIG_IGN)
+            elif number == signal.SIGINT:
+                signal.signal(number, signal.default_int_handler)
+            else:
+                signal.signal(number, signal.SIG_DFL)
+        for target, stream in enumerate(streams):
+            os.dup2(stream, target)  # makes the copy inheritable
             os.close(stream)
         os.environ.update(request["environment"])
-        os.environ.pop(TOKEN_VARIABLE, None)  # the launchers' alone
+        os.environ.pop(TOKEN_VARIABLE, None)  # only the launchers of the run may know it
         if request["command"]:
             _execute(request["command"])
         self.work()
 
+    # Ending ranks
+
     def _reap(self) -> None:
+        """Reports the ranks that have ended."""
         with contextlib.suppress(BlockingIOError):
-            os.read(self.wake, 4096)
+            os.read(self.wake_reader, 4096)
         while self.running or self.spares:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
-            if pid == 0:
+            if pid == 0:  # all others still run
                 return
             rank = self.running.pop(pid, None)
             if rank is not None:
-                # What the rank has left in its group: loader workers of a rank that was killed.
+                # Loader workers of a rank that was killed may be left in its process group.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
                 self._report(Event(rank, pid, os.waitstatus_to_exitcode(status)))
 
     def _signal(self, number: int, ranks: set[int]) -> None:
+        """Sends a signal to ranks."""
         for pid, rank in self.running.items():
-            if rank in ranks:
-                if number in _REQUESTS and pid not in self.foreign:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, number)
-                else:
-                    _signal_group(pid, number)
-                if number in HANDED_DOWN:
-                    # A stopped process takes no other signal.
-                    _signal_group(pid, signal.SIGCONT)
+            if rank not in ranks:
+                continue
+            if number in _SIGNALS_OF_PROGRAM and pid not in self.foreign:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            else:
+                _signal_group(pid, number)
+            if number in INHERITED_IF_IGNORED:
+                # It is to end the rank, and a stopped process takes no other signal.
+                _signal_group(pid, signal.SIGCONT)
 
     def _end_all(self) -> None:
-        interrupted = bool(self.running)
+        """Ends all ranks and spares, by SIGTERM and after some seconds by SIGKILL."""
+        was_running = bool(self.running)
         self._signal(signal.SIGTERM, set(self.running.values()))
-        limit = time.monotonic() + _GRACE_S
-        while self.running and time.monotonic() < limit:
-            select.select([self.wake], [], [], max(0.0, limit - time.monotonic()))
+        deadline = time.monotonic() + _LAUNCHER_GONE_GRACE_S
+        while self.running and time.monotonic() < deadline:
+            select.select([self.wake_reader], [], [], max(0.0, deadline - time.monotonic()))
             self._reap()
         self._signal(signal.SIGKILL, set(self.running.values()))
         for channel in self.spares.values():
-            channel.close()
+            channel.close()  # a spare ends when its channel is closed
         for pid in (*self.running, *self.spares):
-            with contextlib.suppress(ChildProcessError):  # it had ended before it was needed
+            with contextlib.suppress(ChildProcessError):  # a spare that has ended earlier
                 os.waitpid(pid, 0)
         self.running.clear()
         self.spares.clear()
-        if interrupted:
+        if was_running:
             self._end_left_behind(0.0)
 
-    def _end_left_behind(self, grace_s: float) -> None:
-        """Ends what ranks have left, by SIGTERM and after some seconds by SIGKILL.
+    def _end_left_behind(self, term_grace_s: float) -> None:
+        """Ends what ranks have left behind, by SIGTERM and after some seconds by SIGKILL.
 
-        Most of it is in sessions of its own. One that starts others meanwhile does not escape.
+        Most of it is in sessions of its own. It is looked for again and again, so a process that
+        starts others meanwhile does not escape.
+
+        Args:
+            term_grace_s: seconds between SIGTERM and SIGKILL.
         """
         import psutil
 
-        # Ranks, and processes that wait to become one, are not left behind.
-        needed = {*self.running, *self.spares}
-        terminated_until = time.monotonic() + grace_s
-        limit = terminated_until + _KILLED_WITHIN_S
-        asked = set[psutil.Process]()
-        while time.monotonic() < limit:
-            children = [each for each in psutil.Process().children() if each.pid not in needed]
-            left = list(children)
+        kill_at = time.monotonic() + term_grace_s
+        deadline = kill_at + _KILL_TIMEOUT_S
+        terminated: set[psutil.Process] = set()
+        while time.monotonic() < deadline:
+            children = self._children_left_behind()
+            processes = list(children)
             for child in children:
                 with contextlib.suppress(psutil.Error):
-                    left += child.children(recursive=True)
-            if not left:
+                    processes += child.children(recursive=True)
+            if not processes:
                 return
-            is_patient = time.monotonic() < terminated_until
-            for process in left:
+            is_time_to_kill = time.monotonic() >= kill_at
+            for process in processes:
                 with contextlib.suppress(psutil.Error):
-                    if not is_patient:
+                    if is_time_to_kill:
                         process.kill()
-                    elif process not in asked:
+                    elif process not in terminated:
                         process.terminate()
                         process.resume()  # a stopped process takes no other signal
-            asked.update(left)
-            # Our own children alone: the others become that, or are gone, when their parents are.
-            psutil.wait_procs(children, timeout=_LOOK_AGAIN_S)
+            terminated.update(processes)
+            # Only our own children: the others become that when their parents have ended.
+            psutil.wait_procs(children, timeout=_RECHECK_S)
+
+    def _children_left_behind(self) -> list[psutil.Process]:
+        """Returns the children of this process that are neither ranks nor spares."""
+        import psutil
+
+        children = []
+        for child in psutil.Process().children():
+            if child.pid not in self.running and child.pid not in self.spares:
+                children.append(child)
+        return children
 
     def _report(self, event: Event) -> None:
-        with contextlib.suppress(OSError):  # the launcher is gone; the loop is about to see it
+        with contextlib.suppress(OSError):  # the launcher is gone; the loop is about to notice
             self.control.send(json.dumps(event).encode())
 
 
-def _execute(line: list[str]) -> NoReturn:
+def _execute(command: list[str]) -> NoReturn:
+    """Replaces this process by a program; ends with a shell's exit codes if that fails."""
     try:
-        os.execvp(line[0], line)
+        os.execvp(command[0], command)
     except OSError as error:
-        os.write(2, f"{line[0]}: {error.strerror}\n".encode())
-        os._exit(127 if isinstance(error, FileNotFoundError) else 126)  # as shells do
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
 def _signal_group(pid: int, number: int) -> None:
+    """Sends a signal to the process group of a rank."""
     try:
         os.killpg(pid, number)
     except ProcessLookupError:
-        # Not yet the leader of a group of its own, or all of the group has ended.
+        # It is not yet the leader of a group of its own, or all of the group have ended.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def give_terminal(terminal: int, group: int) -> None:
-    """Makes a process group the one that a terminal's keys reach; nothing where it is none."""
-    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else asking would stop us
-    with contextlib.suppress(OSError):
-        os.tcsetpgrp(terminal, group)
-    signal.signal(signal.SIGTTOU, before)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -485,26 +557,37 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent, of that id, ends; on Linux."""
+    """Has the kernel kill this process when its parent ends; on Linux only.
+
+    Args:
+        parent: the parent's process id. If it has ended already, this process ends at once.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel knew
+    if os.getppid() != parent:  # it ended before the kernel was told
         os._exit(1)
 
 
 def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
-    """A message and the descriptors that came with it; nothing: the other end is closed."""
+    """Returns a message and the descriptors that came with it; empty: the other end is closed."""
     try:
-        return socket.recv_fds(channel, _MESSAGE_BYTES, 4)[:2]
+        data, descriptors, _, _ = socket.recv_fds(channel, _MESSAGE_BYTES, _MAX_DESCRIPTORS)
     except ConnectionResetError:
         return b"", []
+    return data, descriptors
 
 
-def _request_in(files: list[int]) -> dict[str, Any]:
-    """What is asked of a rank: in the last of its files, after its standard streams."""
-    request: dict[str, Any] = json.loads(os.pread(files[3], os.fstat(files[3]).st_size, 0))
+def _read_request(files: list[int]) -> dict[str, Any]:
+    """Reads what is asked of a rank.
+
+    Args:
+        files: descriptors of the rank's input, output and error, and of the file with the request.
+    """
+    request_file = files[3]
+    size = os.fstat(request_file).st_size
+    request: dict[str, Any] = json.loads(os.pread(request_file, size, 0))
     return request
 
 
 def control_sockets() -> tuple[socket.socket, socket.socket]:
-    """The launcher's end and the zygote's; each message arrives whole."""
+    """Returns two connected sockets, over which each message arrives whole."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,0 +1,83 @@
+"""The launcher's lines in the record of a run, which `lockstep report` reads.
+
+A record is a folder of JSON Lines files. The launcher of each machine has a file of its own there,
+so starts, findings, restarts and failures are in the report even if the script itself writes none.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.run.start.process import Attempt
+from lockstep.run.start.worker import Script
+from lockstep.run.watch.failure_report import render_failure
+from lockstep.run.watch.first_failure import FirstFailure
+
+
+class Journal:
+    """Writes what the launcher of this machine does and finds into the record of a run.
+
+    Args:
+        folder: of the record; None: nothing is written. A script that names the folder in its own
+            source does so too late for the launcher.
+        announce: called with what the user should read.
+    """
+
+    def __init__(self, folder: str | None, announce: Callable[[str], object]) -> None:
+        self._announce = announce
+        self._path = None
+        if folder:
+            name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.launcher.record"
+            self._path = Path(folder, name)
+
+    def write(self, kind: str, text: str = "", **fields: object) -> str:
+        """Appends a line.
+
+        Args:
+            kind: `start`, `finding` or `restart`; or how an attempt has ended: `end` (well),
+                `failure` or `interrupted`.
+            text: for people.
+            fields: `ranks` and `command` of a start, `exit_code` of a failure.
+
+        Returns:
+            Why the line could not be written; empty: it was, or there is no record.
+        """
+        if self._path is None:
+            return ""
+        line = {"kind": kind, "text": text, "host": socket.gethostname(), "time": time.time()}
+        line |= fields
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._path, "ab", buffering=0) as file:
+                file.write(json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            return f"{self._path.parent}: {error.strerror}"
+        return ""
+
+    def start(self, attempt: Attempt, script: Script) -> None:
+        """Notes that the ranks are about to be started; only the machine of rank 0 writes it."""
+        if attempt.node != 0:
+            return
+        command = [script.path, *script.arguments]
+        problem = self.write("start", ranks=attempt.world_size, command=command)
+        if problem:
+            # The script may be one that does not use Lockstep, and would not say so itself.
+            self._announce(f"no record is written: {problem}")
+
+    def end(self, failure: FirstFailure | None) -> None:
+        """Notes that the ranks have ended, and why."""
+        if failure is None:
+            self.write("end")
+            return
+        kind = "interrupted" if failure.kind == "interrupted" else "failure"
+        self.write(kind, render_failure(failure), exit_code=failure.exit_code)
+
+    def find(self, text: str) -> None:
+        """Announces a finding of the supervisor, and notes it."""
+        self._announce(text)
+        self.write("finding", text)

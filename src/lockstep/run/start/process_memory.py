@@ -1,0 +1,107 @@
+"""What the kernel tells about the memory of processes: peaks, and kills for lack of memory.
+
+When memory runs out, Linux's out-of-memory killer ("OOM killer") ends a process with SIGKILL. It
+counts its kills, per control group and for the machine, and logs each one. The launcher compares
+the counters from before and after a rank's end to tell such a kill from any other SIGKILL.
+
+Every function takes `root`, which stands for "/" and lets tests supply files of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lockstep.run.start.machine import own_cgroups, read_field
+
+_OOM_COUNTER_FILES = {2: "memory.events", 1: "memory.oom_control"}
+"""The file with the counter `oom_kill`, by the version of control groups."""
+_KERNEL_LOG_MAX_RECORDS = 100_000
+
+
+@dataclass(frozen=True)
+class OomCounts:
+    """How many processes the out-of-memory killer has ended so far; None: not known."""
+
+    cgroup: int | None
+    """In the control groups of this process."""
+    machine: int | None
+    """On the whole machine; inside a container, on its host."""
+
+
+def read_oom_counts(root: Path = Path("/")) -> OomCounts:
+    """Reads the current counters; compare two readings with `oom_between`.
+
+    Reads version 2 (`memory.events`) and version 1 (`memory.oom_control`) of control groups, and
+    `/proc/vmstat`; see the kernel's "Control Group v2" and "Memory Resource Controller". The
+    kernel counts before it sends the signal, so a kill that was noticed has been counted.
+    """
+    counts_of_groups = []
+    for version, folder in own_cgroups("memory", root):
+        count = read_field(folder / _OOM_COUNTER_FILES[version], "oom_kill")
+        if count is not None:
+            counts_of_groups.append(count)
+    return OomCounts(
+        # A parent's counter includes those of its children. So the sum says nothing by itself, but
+        # it grows whenever one of them does.
+        cgroup=sum(counts_of_groups) if counts_of_groups else None,
+        machine=read_field(root / "proc/vmstat", "oom_kill"),
+    )
+
+
+def oom_between(before: OomCounts, after: OomCounts) -> Literal["certain", "likely"] | None:
+    """Tells whether the out-of-memory killer ended a process between two readings.
+
+    Returns:
+        `certain` if it did in our own control groups, `likely` if it did somewhere on the machine.
+    """
+    if _has_grown(before.cgroup, after.cgroup):
+        return "certain"
+    if _has_grown(before.machine, after.machine):
+        return "likely"
+    return None
+
+
+def _has_grown(before: int | None, after: int | None) -> bool:
+    return before is not None and after is not None and after > before
+
+
+def kernel_log_on(pid: int, root: Path = Path("/")) -> str | None:
+    """Returns the kernel's log message about killing process `pid` for lack of memory.
+
+    The log has the process ids of the machine itself, which differ from those in a container.
+
+    Returns:
+        The message; None if there is none, or the log may not be read.
+    """
+    # Matches "Memory cgroup out of memory: Killed process 42 (python) total-vm:9kB" in the record
+    # "3,900,99,-;Memory cgroup out of memory: Killed process 42 (python) total-vm:9kB".
+    pattern = re.compile(rf"[^;\n]*[Oo]ut of memory: Killed process {pid} .*")
+    records: list[str] = []
+    try:
+        with open(root / "dev/kmsg", "rb", buffering=0, opener=_open_non_blocking) as log:
+            while len(records) < _KERNEL_LOG_MAX_RECORDS:
+                try:
+                    record = log.read(8192)  # each read returns one record
+                except BrokenPipeError:  # it was overwritten meanwhile; the next one can be read
+                    continue
+                if not record:  # that was the last one
+                    break
+                records.append(record.decode(errors="replace"))
+    except OSError:  # BlockingIOError after the last record, or the log may not be read
+        pass
+    messages = pattern.findall("\n".join(records))
+    return str(messages[-1]).strip() if messages else None
+
+
+def _open_non_blocking(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def peak_memory(pid: int, root: Path = Path("/")) -> int | None:
+    """Returns a running process's highest resident memory in bytes (VmHWM, see proc(5))."""
+    kib = read_field(root / f"proc/{pid}/status", "VmHWM:")
+    return None if kib is None else kib * 1024

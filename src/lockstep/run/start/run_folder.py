@@ -1,0 +1,52 @@
+"""The folder of a run, in which the launcher keeps the ranks' logs and evidence."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from lockstep.errors import SettingError
+
+_MAX_NAME_CHARACTERS = 60
+_PROBE_BYTES = 1 << 18
+"""About as much as the first files of a run need."""
+
+
+def make_folder(log_dir: str | None, name: str) -> Path:
+    """Makes a new folder for a run's logs: in `--log-dir`, or in the system's temporary folder.
+
+    Args:
+        log_dir: the flag's value; None: it is not given.
+        name: of the script; the folder's name begins with it.
+
+    Raises:
+        SettingError: nothing can be written there.
+    """
+    try:
+        if log_dir:
+            parent = Path(log_dir)
+            mode = 0o777
+        else:
+            parent = Path(tempfile.gettempdir(), f"lockstep-logs-{os.getuid()}")
+            mode = 0o700
+        parent = parent.absolute()  # the ranks may change their working directory
+        parent.mkdir(parents=True, exist_ok=True, mode=mode)
+        if not log_dir and parent.stat().st_uid != os.getuid():
+            # Another user has made it, and could read our logs or replace them.
+            parent = parent.parent
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        prefix = f"{name[:_MAX_NAME_CHARACTERS]}-{stamp}-"
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        # A full disk shows here, before anything is started.
+        probe = folder / "room"
+        probe.write_bytes(bytes(_PROBE_BYTES))
+        probe.unlink()
+        return folder
+    except OSError as error:
+        raise SettingError(
+            f"--log-dir {log_dir}" if log_dir else "the temporary folder, as there is no --log-dir",
+            str(error),
+            "name a folder in which you may write: --log-dir FOLDER",
+        ) from None

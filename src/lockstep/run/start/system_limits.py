@@ -1,0 +1,63 @@
+"""The limits of the system on processes, threads, open files and memory (see `ulimit -a`).
+
+A launcher that reaches one of them gets an OSError or RuntimeError somewhere deep inside. It is
+turned into a SettingError that says which number of processes was too many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+from collections.abc import Iterator
+
+from lockstep.errors import SettingError
+from lockstep.wording import count_noun
+
+_SCARCITY_ERRORS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+# Together these pipes have as many ends as a run on one machine needs descriptors.
+_LAUNCHER_PIPES = 6
+_PIPES_PER_RANK = 3
+
+# With so many descriptors, evidence can be held in memory as well, and many are left.
+_SPARE_DESCRIPTORS = 64
+_EVIDENCE_DESCRIPTORS_PER_RANK = 16
+
+
+@contextlib.contextmanager
+def explain_scarcity(nproc: int) -> Iterator[None]:
+    """Turns a lack of processes, threads, files or memory into an error that says so.
+
+    File descriptors are tried out at once, by opening as many pipes as the run needs. Later a C++
+    library may be the one that gets none, and abort the process.
+
+    Args:
+        nproc: ranks on this machine.
+
+    Raises:
+        SettingError: the system has given no more, here or within the block.
+    """
+    try:
+        with contextlib.ExitStack() as opened:
+            for _ in range(_LAUNCHER_PIPES + _PIPES_PER_RANK * nproc):
+                for descriptor in os.pipe():
+                    opened.callback(os.close, descriptor)
+        yield
+    except (OSError, RuntimeError) as error:
+        # Python and torch raise a RuntimeError with one of these texts when they get no thread.
+        thread_errors = ("can't start new thread", os.strerror(errno.EAGAIN))
+        is_scarcity = getattr(error, "errno", None) in _SCARCITY_ERRORS
+        if not is_scarcity and str(error) not in thread_errors:
+            raise
+        raise SettingError(
+            f"{count_noun(nproc, 'process')} on this machine",
+            f"the system gives no more: {error}",
+            "raise the limits of processes, files or memory (ulimit -a), or start fewer processes",
+        ) from None
+
+
+def can_hold_evidence(nproc: int) -> bool:
+    """True if the launcher may open enough files to hold the evidence of its ranks in memory."""
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft_limit >= _SPARE_DESCRIPTORS + _EVIDENCE_DESCRIPTORS_PER_RANK * nproc

@@ -1,0 +1,98 @@
+"""The lines that a terminal would show of what a program writes.
+
+A progress bar draws its line again and again, each time after a carriage return or after control
+sequences that move the cursor. What counts is the *last state* of such a line. Colours stay in the
+lines for the console, and are taken out of the lines for messages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_MAX_LINE_BYTES = 1 << 20
+_TAIL_BYTES = 1 << 16
+
+# "Erase the whole line", which rich and tqdm write before they draw a line again: "\x1b[2K".
+_ERASE_LINE = re.compile(rb"\x1b\[2K")
+# Control sequences other than colours, such as "\x1b[3A" (cursor up) and "\x1b[?25l" (hide the
+# cursor); and window titles, such as "\x1b]0;training\x07".
+_CURSOR_OR_TITLE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+# A colour, such as "\x1b[31m".
+_COLOUR = re.compile(rb"\x1b\[[0-9;:]*m")
+_CURSOR_UP = b"\x1b[A"
+
+
+def last_state(line: bytes) -> bytes:
+    """Returns the last state of a line that may have been drawn several times."""
+    if b"\r" not in line and b"\x1b" not in line:
+        return line
+    line = _ERASE_LINE.sub(b"\r \r", line)
+    line = _CURSOR_OR_TITLE.sub(b"", line)
+    for state in reversed(line.split(b"\r")):
+        if state:
+            return state
+    return b""
+
+
+def finished_lines(text: bytes) -> tuple[list[bytes], bytes]:
+    """Splits what a stream has brought into finished lines and the line that is not finished.
+
+    A line of more than a megabyte counts as finished. Lines that end with "cursor up" are left out:
+    a program that draws several progress bars goes up again after the lower one.
+
+    Returns:
+        The last state of each finished line, without newlines; and the unfinished line, of which
+        only the last state is kept if it is drawn again and again.
+    """
+    *lines, unfinished = text.split(b"\n")
+    last_return = unfinished.rstrip(b"\r").rfind(b"\r")  # -1: there is none
+    unfinished = unfinished[last_return + 1 :]
+    if len(unfinished) > _MAX_LINE_BYTES:
+        lines.append(unfinished)
+        unfinished = b""
+    shown = [last_state(line) for line in lines if not line.endswith(_CURSOR_UP)]
+    return shown, unfinished
+
+
+class RecentOutput:
+    """The last lines of a stream, in memory: a log may be deleted, or its disk be full."""
+
+    def __init__(self) -> None:
+        self._data = b""
+
+    def add(self, data: bytes) -> None:
+        """Appends what the stream has brought."""
+        self._data = (self._data + data)[-_TAIL_BYTES:]
+
+    def lines(self) -> list[str]:
+        """Returns the last lines that are not blank, without colours."""
+        return _lines_for_messages(self._data)
+
+
+def read_last_lines(folder: Path, count: int, stream: str = "stderr") -> list[str]:
+    """Returns the last lines of a rank's log that are not blank, without colours.
+
+    Args:
+        folder: of the rank.
+        count: how many lines at most.
+        stream: `stdout` or `stderr`.
+    """
+    try:
+        with open(folder / f"{stream}.log", "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            data = file.read()
+    except OSError:
+        return []
+    return _lines_for_messages(data)[-count:]
+
+
+def _lines_for_messages(data: bytes) -> list[str]:
+    texts = []
+    for line in data.split(b"\n"):
+        shown = _COLOUR.sub(b"", last_state(line))
+        if shown.strip():
+            texts.append(shown.decode(errors="replace"))
+    return texts

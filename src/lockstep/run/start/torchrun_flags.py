@@ -1,0 +1,316 @@
+"""torchrun's flags: read by torchrun's own parser, and checked before anything is started.
+
+The flags and their `PET_` variables mean what they mean to torchrun. What torchrun answers with a
+traceback, or notices only when the run is under way, raises a SettingError here. *Rendezvous* is
+torch elastic's word for how the machines (*nodes*) of a run meet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import SettingError
+from lockstep.run.start.console import choose_streams
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+_RENDEZVOUS_FLAG_PREFIXES = (
+    "--standalone",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--rdzv-",
+)
+_FLAGS_OF_ONE_NODE = (
+    "--nnodes",
+    "--node-rank",
+    "--standalone",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--local-addr",
+)
+_DEFAULT_MASTER_PORT = 29500
+"""torchrun's own default."""
+_MAX_PORT = (1 << 16) - 1
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+_DEFAULT_SHUTDOWN_TIMEOUT_S = 10.0
+
+
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads torchrun's flags with torchrun's own parser.
+
+    Args:
+        arguments: the flags, the script and what follows it.
+
+    Raises:
+        SettingError: the parser refuses them.
+    """
+    from torch.distributed.run import get_args_parser
+
+    try:
+        parser = get_args_parser()
+    except ValueError:  # it reads the variables of flags without a value with int()
+        texts = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if _is_pet(name)]
+        raise SettingError(
+            "torchrun's variables " + ", ".join(texts),
+            "one that stands for a flag without a value is neither 0 nor 1",
+            "set it to 1, or unset it",
+        ) from None
+    parser.exit_on_error = False
+    if "PET_MASTER_PORT" not in os.environ:
+        # The default of torch 2.11 is 29500, where two runs on one machine would meet.
+        parser.set_defaults(master_port=None)
+    try:
+        return parser.parse_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise SettingError(
+            f"{error.argument_name}", error.message, "torchrun --help says what it takes"
+        ) from None
+
+
+def _is_pet(variable: str) -> bool:
+    """True for torchrun's own variables, such as PET_NNODES for the flag --nnodes."""
+    return variable.startswith("PET_")
+
+
+# How the machines meet
+
+
+def has_rendezvous_flags(torchrun: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """True if the user says how the nodes meet, by a flag or by one of torchrun's variables.
+
+    Args:
+        torchrun: torchrun's flags and their values, as given.
+        environ: the launcher's environment.
+    """
+    words = list(torchrun)
+    for variable in environ:
+        if _is_pet(variable):
+            words.append(f"--{variable.removeprefix('PET_').lower()}")
+    return any(word.replace("_", "-").startswith(_RENDEZVOUS_FLAG_PREFIXES) for word in words)
+
+
+def has_node_flags(torchrun: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """True if the user says how many nodes there are, or how they meet."""
+    if "--nnodes" in torchrun or "PET_NNODES" in environ:
+        return True
+    return has_rendezvous_flags(torchrun, environ)
+
+
+def check_flags_elsewhere(torchrun: Sequence[str], option: str) -> None:
+    """Refuses torchrun's flags about one node where another option says the same of all nodes.
+
+    Args:
+        torchrun: torchrun's flags and their values, as given.
+        option: `--hosts` or `--slurm`.
+
+    Raises:
+        SettingError: such a flag is given, or torchrun does not take a flag's value.
+    """
+    for word in torchrun:
+        if word.replace("_", "-") in _FLAGS_OF_ONE_NODE:
+            raise SettingError(
+                f"{word} with {option}",
+                f"{option} numbers the machines, and says how they meet",
+                "leave it out; --master-addr and --master-port may say where the first one is "
+                "reached",
+            )
+    port = parse_flags([*torchrun, "script"]).master_port if torchrun else None
+    if port is not None and not 0 < port <= _MAX_PORT:
+        raise SettingError(
+            f"--master-port {port}", "there is no such port", f"give a number from 1 to {_MAX_PORT}"
+        )
+
+
+def node_numbers(nnodes: str) -> tuple[int, int]:
+    """Returns the fewest and the most machines that a value of `--nnodes` stands for.
+
+    Args:
+        nnodes: `N` or `MIN:MAX`.
+
+    Raises:
+        SettingError: it stands for no number of machines.
+    """
+    parts = nnodes.split(":")
+    numbers = [int(part) if part.strip().isdigit() else 0 for part in parts]
+    fewest = numbers[0]
+    most = numbers[-1]
+    if len(parts) > 2 or fewest < 1 or fewest > most:
+        raise SettingError(f"--nnodes {nnodes}", "not a number of machines", "write N or MIN:MAX")
+    return fewest, most
+
+
+def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
+    """Returns the rendezvous that torchrun's flags ask for.
+
+    Raises:
+        SettingError: `--nnodes` or `--rdzv-conf` has a value that stands for nothing.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    fewest_nodes, most_nodes = node_numbers(flags.nnodes)
+    backend = flags.rdzv_backend
+    endpoint = flags.rdzv_endpoint
+    run_id = flags.rdzv_id
+    options = _rendezvous_options(flags.rdzv_conf)
+    if backend == "static":
+        options["rank"] = flags.node_rank
+    has_no_endpoint = backend == "static" and not endpoint
+    is_one_machine = has_no_endpoint and flags.master_port is None and most_nodes == 1
+    if flags.standalone or is_one_machine:
+        backend = "c10d"
+        endpoint = "localhost:0"
+        run_id = str(uuid.uuid4())
+    elif has_no_endpoint:
+        endpoint = f"{flags.master_addr}:{flags.master_port or _DEFAULT_MASTER_PORT}"
+    return RendezvousParameters(
+        backend, endpoint, run_id or "none", fewest_nodes, most_nodes, flags.local_addr, **options
+    )
+
+
+def _rendezvous_options(text: str) -> dict[str, Any]:
+    """Reads a value of `--rdzv-conf`, such as "timeout=3,join_timeout=4"."""
+    options: dict[str, Any] = {}
+    if not text.strip():
+        return options
+    for part in text.strip().split(","):
+        key, _, value = part.partition("=")
+        if not key.strip() or not value.strip():
+            raise SettingError(
+                f"--rdzv-conf {text}",
+                f"{part.strip() or 'an empty part'} has no value or no name",
+                "write KEY=VALUE, with commas between several",
+            )
+        options[key.strip()] = value.strip()
+    return options
+
+
+# What cannot be honoured
+
+
+def check_flags(flags: argparse.Namespace, nproc: int) -> None:
+    """Refuses values with which nothing can be started, or which Lockstep does not honour.
+
+    Args:
+        flags: as `parse_flags` returns them.
+        nproc: ranks on this machine.
+
+    Raises:
+        SettingError: there is such a value.
+    """
+    _check_program(flags)
+    _check_numbers(flags)
+    _check_names(flags)
+    _check_folder(flags)
+    rendezvous_parameters(flags)
+    choose_streams(nproc, flags.redirects, flags.tee, flags.local_ranks_filter)
+    _check_devices(flags, nproc)
+
+
+def _check_program(flags: argparse.Namespace) -> None:
+    if flags.module and flags.run_path:
+        raise SettingError("-m with --run-path", "a module has no path", "leave one of them out")
+    if flags.module and flags.no_python:
+        raise SettingError("-m with --no-python", "a module needs Python", "leave one of them out")
+    if os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
+        raise SettingError(
+            "TORCHELASTIC_ENABLE_FILE_TIMER=1",
+            "Lockstep does not serve the timers of torch.distributed.elastic.timer",
+            "unset it; --on-hang and --hang-after say what happens to a run that hangs",
+        )
+    if flags.logs_specs is not None:
+        raise SettingError(
+            f"--logs-specs {flags.logs_specs}",
+            "the ranks' streams are read by Lockstep, which keeps a file for each",
+            "leave the flag out; --log-dir, --redirects and --tee say where the streams go",
+        )
+
+
+def _check_numbers(flags: argparse.Namespace) -> None:
+    out_of_range = "out of range"
+    if flags.max_restarts < 0:
+        raise SettingError(
+            f"--max-restarts {flags.max_restarts}", out_of_range, "give a number 0 or more"
+        )
+    if not flags.monitor_interval > 0:  # nor may it be nan
+        raise SettingError(
+            f"--monitor-interval {flags.monitor_interval}", out_of_range, "give a number above 0"
+        )
+    timeout = getattr(flags, "shutdown_timeout", None)  # since torch 2.12
+    if timeout is not None and not timeout >= 0:
+        raise SettingError(f"--shutdown-timeout {timeout}", out_of_range, "give a number 0 or more")
+
+
+def shutdown_timeout(flag: float | str | None, environ: Mapping[str, str]) -> float:
+    """Returns the seconds between asking a rank to end and killing it.
+
+    Args:
+        flag: torchrun's --shutdown-timeout (since torch 2.12); None: it is not given.
+        environ: read for torchrun's variable if the flag is not given.
+
+    Raises:
+        SettingError: the value is no number.
+    """
+    if flag is None:
+        name = _SHUTDOWN_TIMEOUT
+        value = environ.get(_SHUTDOWN_TIMEOUT, _DEFAULT_SHUTDOWN_TIMEOUT_S)
+    else:
+        name = "--shutdown-timeout"
+        value = flag
+    try:
+        return float(value)
+    except ValueError:
+        raise SettingError(f"{name}={value}", "it is not a number", "give seconds") from None
+
+
+def _check_names(flags: argparse.Namespace) -> None:
+    """Checks the names of signals and of the event handler."""
+    from torch.distributed.elastic.events.handlers import get_logging_handler
+
+    for text in flags.signals_to_handle.split(","):
+        name = text.strip()
+        if not name:
+            continue
+        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+            raise SettingError(
+                f"--signals-to-handle {flags.signals_to_handle}",
+                f"{name} is no signal that can be passed on",
+                "write names such as SIGTERM,SIGINT,SIGUSR1",
+            )
+    try:
+        get_logging_handler(flags.event_log_handler)
+    except KeyError:
+        raise SettingError(
+            f"--event-log-handler {flags.event_log_handler}",
+            "no handler of this name is registered with torch",
+            "give null, console, or one that your installation registers",
+        ) from None
+
+
+def _check_folder(flags: argparse.Namespace) -> None:
+    folder = flags.log_dir
+    if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
+        raise SettingError(
+            f"--log-dir {folder}",
+            "it is no folder, and Lockstep keeps the ranks' logs and evidence in one",
+            "name a folder, or leave the flag out: they then go to the temporary folder",
+        )
+
+
+def _check_devices(flags: argparse.Namespace, nproc: int) -> None:
+    """Checks that each rank has a GPU of its own if it is to see that GPU only."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not flags.virtual_local_rank or visible is None:
+        return
+    if len(visible.split(",")) < nproc:
+        raise SettingError(
+            f"--virtual-local-rank with {nproc} processes",
+            f"CUDA_VISIBLE_DEVICES={visible} has no device for each of them",
+            "start no more processes than devices, or make more devices visible",
+        )
