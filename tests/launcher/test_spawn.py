@@ -347,7 +347,7 @@ def test_where_a_fresh_process_can_import_the_function(
     main.__dict__.update(__file__=file, own=own)
     monkeypatch.setitem(sys.modules, "__main__", main)
     call = partial(own if module == "__main__" else os.getpid)
-    assert isinstance(spawn._callable_elsewhere(call, "launch(f)"), bytes) == fresh
+    assert isinstance(spawn._pickle_if_possible(call, "launch(f)"), bytes) == fresh
 
 
 def test_a_log_folder_that_was_asked_for_is_kept(

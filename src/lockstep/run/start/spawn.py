@@ -1,8 +1,13 @@
-"""`lockstep.launch`: a function on several processes, from Python or a notebook.
+"""`lockstep.launch`: runs a function on several processes, from Python or a notebook.
 
-A rank is a copy of the launching process itself, or it is forked from a fresh interpreter that has
-imported torch. It then imports the user's script as a process of multiprocessing does (start method
-"spawn"), and reads the call; so no rank is a copy of a process in which the user's code has run.
+Each process is a *rank*, forked from a *zygote*. There are two kinds of zygotes:
+
+- A fresh interpreter that has imported torch. Its ranks import the user's script, as processes of
+  multiprocessing do (start method "spawn"), and read the pickled call. None of the user's code has
+  run in them before.
+- A copy of this process, for a call that cannot be pickled (start method "fork").
+
+A rank writes the pickled return value into its folder, where the launching process reads it.
 """
 
 from __future__ import annotations
@@ -41,31 +46,26 @@ if TYPE_CHECKING:
     from lockstep.run.start.agent import Agent
     from lockstep.run.watch.first_failure import FirstFailure
 
+RESULT_NAME = "result.pickle"
+"""The file in a rank's folder with what the function returned."""
 
-_GRACE_S = 3.0
-"""Between the request to end and the killing."""
-
-# What torchrun's `PET_` variables may say otherwise.
-_ONE_START = ("--standalone", "--nnodes=1", "--max-restarts=0")
-
-
-RESULT = "result.pickle"
-"""In a rank's folder: what the function returned."""
-
-_FRESH = """\
+_SHUTDOWN_TIMEOUT_S = 3.0
+"""A rank that was asked to end is killed after this time."""
+_ONE_START_FLAGS = ("--standalone", "--nnodes=1", "--max-restarts=0")
+"""torchrun's flags for one machine and no restarts; its `PET_` variables may say otherwise."""
+_FRESH_ZYGOTE_PROGRAM = """\
 import json, sys
 sys.path = json.loads(sys.argv[1])
 from lockstep.run.start.spawn import zygote_main
 zygote_main(*map(json.loads, sys.argv[2:]))
 """
 
-
 FunctionCall = functools.partial[Any]
-"""What a rank is to do."""
+"""A function with its arguments."""
 
 
 class NoMainGuard(SystemExit):
-    """The script that a rank imports called `launch` while it was being imported."""
+    """Raised when a script that a rank imports calls `launch` while it is being imported."""
 
 
 def launch(
@@ -82,7 +82,7 @@ def launch(
     `lockstep.init()` and `torch.distributed.init_process_group()` in `fn` join the run. All
     sockets are on loopback. The processes are watched as under `lockstep run`: one that fails, and
     a run that cannot go on, ends all of them within seconds. What they print is passed on with
-    their rank before each line. Ctrl-C, and SIGTERM where the caller has no handler of its own,
+    their rank before each line. Ctrl-C, and SIGTERM unless the caller has a handler of its own,
     end the processes and then raise here; when this process is killed they are ended as well.
 
     A function of an importable module runs in fresh processes, which import this process's script
@@ -95,10 +95,10 @@ def launch(
         fn: called on every process with the same arguments. What it returns must be picklable,
             and is best on the CPU.
         args: the arguments.
-        nproc: a number of processes; `auto`: one a GPU, or one a core where there is no GPU;
-            `gpu`, `cpu` likewise.
+        nproc: a number of processes; `gpu`: one a GPU; `cpu`: one a core; `auto`: one a GPU, or
+            one a core if there is no GPU.
         timeout: seconds after which the run is ended with an error; None: no limit.
-        env: environment variables of the processes, beside those of this one.
+        env: environment variables of the processes, in addition to those of this one.
 
     Returns:
         The returned values, by rank.
@@ -115,42 +115,61 @@ def launch(
     size = choose_nproc(nproc, machine.cores, machine.gpus)
     name = getattr(fn, "__qualname__", repr(fn))
     was_set = f"launch({name}) on {count_noun(size, 'process')}"
-    call = _callable_elsewhere(functools.partial(fn, *args), was_set)
-    short = name.rpartition(".")[2]
-    script = worker.Script(path=short if short.isidentifier() else "launch")
-    spec = LaunchSpec(script=script, torchrun=_ONE_START)
-    own = env or {}
-    made = make_plan(spec, machine, {**os.environ, **own}, size, one_node=True)
-    threads = {} if isinstance(call, bytes) else {"OMP_NUM_THREADS": "1"}
-    environment = {**made.environment, **own, **threads}
-    made = replace(made, environment=environment, timeout=timeout, keyboard=False)
-    made = replace(made, launcher="lockstep.launch")
-    with contextlib.closing(_start_zygote(call, made, fn)) as zygote:
-        # Only now: it imports much, and the zygote has begun already.
+    call = functools.partial(fn, *args)
+    pickled_call = _pickle_if_possible(call, was_set)
+    short_name = name.rpartition(".")[2]
+    script = worker.Script(path=short_name if short_name.isidentifier() else "launch")
+    spec = LaunchSpec(script=script, torchrun=_ONE_START_FLAGS)
+    users_variables = env or {}
+    made = make_plan(spec, machine, {**os.environ, **users_variables}, size, one_node=True)
+    environment = {**made.environment, **users_variables}
+    if pickled_call is None:
+        environment["OMP_NUM_THREADS"] = "1"
+    made = replace(
+        made,
+        environment=environment,
+        timeout=timeout,
+        keyboard=False,
+        launcher="lockstep.launch",
+    )
+    if pickled_call is None:
+        zygote = _fork_zygote(call)
+    else:
+        zygote = _start_fresh_zygote(fn, pickled_call, made)
+    with contextlib.closing(zygote):
+        # Imported only now: it takes long, and the zygote works meanwhile.
         from lockstep.run.start.agent import launch_agent
         from lockstep.run.start.torchrun_flags import parse_flags
 
         flags = parse_flags(made.arguments)
-        flags.shutdown_timeout = _GRACE_S
-        keep = flags.log_dir is not None
+        flags.shutdown_timeout = _SHUTDOWN_TIMEOUT_S
+        keep_folder = flags.log_dir is not None
         folder = make_folder(flags.log_dir, script.path)
         try:
             agent = launch_agent(made, flags, zygote, folder)
             _raise_if_interrupted(agent)
-            return _values(agent, was_set, timeout)
+            return _returned_values(agent, was_set, timeout)
         except RankFailedError:
-            keep = True
+            keep_folder = True
             raise
         finally:
-            if not keep:
+            if not keep_folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def _refuse_inside_a_rank() -> None:
-    # A rank that has not come to its function yet; the process that launched it explains it, once.
-    if "RANK" in os.environ and getattr(multiprocessing.current_process(), "_inheriting", False):
+    """Raises if this process is a rank itself.
+
+    Raises:
+        NoMainGuard: it is importing the user's script and has not come to its function yet. The
+            process that launched it explains that, once for all ranks.
+        UsageError: it is a rank of any run.
+    """
+    if "RANK" not in os.environ:
+        return
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise NoMainGuard(1)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if "WORLD_SIZE" in os.environ:
         raise UsageError(
             "launch() inside a run",
             f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} already",
@@ -158,17 +177,30 @@ def _refuse_inside_a_rank() -> None:
         )
 
 
-def _callable_elsewhere(call: FunctionCall, was_set: str) -> FunctionCall | bytes:
-    """The call pickled, for a fresh process; as it is where only a copy of this one can run it."""
+def _pickle_if_possible(call: FunctionCall, was_set: str) -> bytes | None:
+    """Pickles a call for a fresh process.
+
+    Args:
+        call: the function and its arguments.
+        was_set: names the launch in an error.
+
+    Returns:
+        None if a fresh process could not run it, so that only a copy of this process can.
+
+    Raises:
+        UsageError: only a copy of this process can run it, and this process uses CUDA.
+    """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)  # at the prompt: None; from standard input: "<stdin>"
-    importable = getattr(main, "__spec__", None) is not None or (file and Path(file).is_file())
+    has_module_name = getattr(main, "__spec__", None) is not None
+    has_script = has_module_name or (file is not None and Path(file).is_file())
     try:
         pickled = pickle.dumps(call)
-    except Exception as error:  # pickle, and a user's own reducer, raise what they like
+    except Exception as error:  # pickle, and a user's own reducer, may raise anything
         reason = f"it cannot be sent to a fresh process ({error})"
     else:
-        if importable or (file is None and b"__main__" not in pickled):
+        needs_no_script = file is None and b"__main__" not in pickled
+        if has_script or needs_no_script:
             return pickled
         reason = "there is no script file that a fresh process could import"
     torch = sys.modules.get("torch")
@@ -179,38 +211,57 @@ def _callable_elsewhere(call: FunctionCall, was_set: str) -> FunctionCall | byte
             "already, which does not work in copies",
             "restart and launch before the first use of CUDA, or move the function to a module",
         )
-    return call
+    return None
 
 
-def _start_zygote(call: FunctionCall | bytes, made: LaunchPlan, fn: Callable[..., Any]) -> Zygote:
-    if not isinstance(call, bytes):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
-            return Zygote(lambda: run_copy(call))
+# Starting the zygote
+
+
+def _fork_zygote(call: FunctionCall) -> Zygote:
+    """Starts a zygote that is a copy of this process."""
+    with warnings.catch_warnings():
+        # Since Python 3.12 os.fork warns if this process has threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return Zygote(lambda: run_copy(call))
+
+
+def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, made: LaunchPlan) -> Zygote:
+    """Starts a zygote in a new interpreter.
+
+    Args:
+        fn: the function; large modules that its source file mentions are imported in the zygote.
+        pickled_call: its pickled call, which the ranks read from a file without a name.
+        made: the plan of the run.
+    """
     try:
         source = inspect.getsourcefile(inspect.unwrap(fn)) or os.devnull
-    except (TypeError, OSError):  # not a function of Python's
+    except (TypeError, OSError):  # it is not a Python function
         source = os.devnull
     modules = {*large_modules(sys.modules), *read_script(worker.Script(path=source)).imports}
     preparation = multiprocessing.spawn.get_preparation_data("")
-    # Multiprocessing sends its key through pipes alone, and so do we: the file has no name.
+    # multiprocessing refuses to pickle its key other than for a process that it starts, since the
+    # key must not reach a file that others can read. Nobody can open a file without a name.
     preparation["authkey"] = bytes(preparation["authkey"])
     path = [entry for entry in preparation["sys_path"] if isinstance(entry, str)]
     with tempfile.TemporaryFile() as file:
         pickle.dump(preparation, file)
-        file.write(call)
+        file.write(pickled_call)
         file.flush()
         python = os.fsdecode(multiprocessing.spawn.get_executable())
         options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        given = (json.dumps(path), json.dumps(sorted(modules)), str(file.fileno()))
-        line = [python, *options, "-c", _FRESH, *given]
-        return FreshZygote(line, {**os.environ, **made.environment}, [file.fileno()])
+        arguments = [json.dumps(path), json.dumps(sorted(modules)), str(file.fileno())]
+        command = [python, *options, "-c", _FRESH_ZYGOTE_PROGRAM, *arguments]
+        return FreshZygote(command, {**os.environ, **made.environment}, [file.fileno()])
+
+
+# How the run ended
 
 
 def _raise_if_interrupted(agent: Agent) -> None:
-    """Goes on with what a signal began; a rank that is alone may have had Ctrl-C for us."""
+    """Raises what a signal that ended the run would have raised in this process."""
     number = agent.interrupted.signal if agent.interrupted else 0
     if agent.failure is not None and agent.failure.kind == "interrupted":
+        # It may also be the Ctrl-C that an only rank was sent.
         number = agent.failure.exit_code - 128
     if number == signal.SIGINT:
         raise KeyboardInterrupt
@@ -218,11 +269,17 @@ def _raise_if_interrupted(agent: Agent) -> None:
         raise SystemExit(128 + number)
 
 
-def _values(agent: Agent, was_set: str, timeout: float | None) -> list[Any]:
-    attempt = agent.attempts[-1]  # there is one: the run was not interrupted
+def _returned_values(agent: Agent, was_set: str, timeout: float | None) -> list[Any]:
+    """Reads what each rank has returned, and deletes the files.
+
+    Raises:
+        RankFailedError: a rank failed, or had not ended in time.
+        UsageError: the script has no `__main__` guard.
+    """
+    attempt = agent.attempts[-1]  # there is one, since the run was not interrupted
     try:
         if attempt.failure is not None:
-            raise _failed(attempt.failure, attempt, was_set)
+            raise _error_of_failure(attempt.failure, attempt, was_set)
         if agent.timed_out_ranks:
             raise RankFailedError(
                 f"{was_set}, timeout={timeout}",
@@ -231,43 +288,62 @@ def _values(agent: Agent, was_set: str, timeout: float | None) -> list[Any]:
                 "allow more time, or see what those ranks wait for",
                 agent.timed_out_ranks[0],
             )
-        return [_read(process.folder, process.rank, was_set) for process in attempt.processes]
+        return [
+            _returned_value(process.folder, process.rank, was_set) for process in attempt.processes
+        ]
     finally:
         for process in attempt.processes:
-            (process.folder / RESULT).unlink(missing_ok=True)
+            (process.folder / RESULT_NAME).unlink(missing_ok=True)
 
 
-def _failed(first: FirstFailure, attempt: Attempt, was_set: str) -> Exception:
+def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> Exception:
+    """Returns the error that `launch` raises for the first failure of a run."""
     from lockstep.run.watch.error_record import read_error
     from lockstep.run.watch.evidence import Evidence
     from lockstep.run.watch.failure_report import render_failure
 
     folders = {process.rank: process.folder for process in attempt.processes}
-    ended = first.ranks if first.kind != "deadlock" else ()  # these were ended by the launcher
-    records = {rank: read_error(Evidence.in_folder(folders[rank])) for rank in ended}
-    if any(record and record.type == NoMainGuard.__name__ for record in records.values()):
-        return UsageError(
-            was_set,
-            "each new process imports the script, and the script launches again when imported",
-            'put the call of launch() under `if __name__ == "__main__":`',
-        )
-    rank = next((rank for rank, record in records.items() if record), min(first.ranks, default=0))
-    record = records.get(rank)
-    text = render_failure(replace(first, advice=())).removeprefix("FIRST FAILURE: ")
-    default = "fix what its traceback shows" if record else "look at what the process printed last"
+    failed_rank = min(failure.ranks, default=0)
+    record = None
+    # The ranks of a deadlock were ended by the launcher, so what they recorded is no cause.
+    ranks = () if failure.kind == "deadlock" else failure.ranks
+    for rank in ranks:
+        record_of_rank = read_error(Evidence.in_folder(folders[rank]))
+        if record_of_rank is None:
+            continue
+        if record_of_rank.type == NoMainGuard.__name__:
+            return UsageError(
+                was_set,
+                "each new process imports the script, and the script launches again when imported",
+                'put the call of launch() under `if __name__ == "__main__":`',
+            )
+        if record is None:
+            failed_rank = rank
+            record = record_of_rank
+    found = render_failure(replace(failure, advice=())).removeprefix("FIRST FAILURE: ")
+    advice = "; ".join(failure.advice)
+    if not advice:
+        advice = "look at what the process printed last"
+        if record is not None:
+            advice = "fix what its traceback shows"
     return RankFailedError(
         was_set,
-        text.replace("\n", "\n    "),
-        "; ".join(first.advice) or default,
-        rank,
+        found.replace("\n", "\n    "),
+        advice,
+        failed_rank,
         record.traceback if record else "",
     )
 
 
-def _read(folder: Path, rank: int, was_set: str) -> Any:
+def _returned_value(folder: Path, rank: int, was_set: str) -> Any:
+    """Reads what a rank has returned.
+
+    Raises:
+        RankFailedError: it has returned nothing, or what it returned cannot be unpickled here.
+    """
     try:
-        with open(folder / RESULT, "rb") as file:
-            return pickle.load(file)  # written by our own process, in a folder of this user alone
+        with open(folder / RESULT_NAME, "rb") as file:
+            return pickle.load(file)  # written by our own process, in a folder of this user only
     except FileNotFoundError:
         found = f"rank {rank} ended with exit code 0, but without returning (os._exit?)"
         raise RankFailedError(was_set, found, "let the function return", rank) from None
@@ -280,70 +356,87 @@ def _read(folder: Path, rank: int, was_set: str) -> Any:
         ) from error
 
 
+# In the ranks
+
+
 def run_copy(call: FunctionCall) -> NoReturn:
-    """The life of a rank that is a copy of the launching process."""
+    """Runs a rank that is a copy of the launching process, and ends the process."""
     worker.open_streams()
     torch = sys.modules.get("torch")
     if torch is not None:
-        # OpenMP's thread pool was not copied; a parallel region would wait for it for ever.
+        # OpenMP's thread pool was not copied; a parallel region would wait for it forever.
         torch.set_num_threads(1)
-    codes = []
-    # It forgets the children, finalizers and locks of the launching process, and ends by itself
-    # without what that one runs at its exit.
-    process: Any = multiprocessing.Process(
-        target=lambda: codes.append(worker.run_recorded(lambda folder: _run_call(call, folder))),
-        name=_name(),
-        daemon=False,
-    )
+    exit_codes = []
+
+    def run() -> None:
+        exit_codes.append(worker.run_recorded(lambda folder: _run_call(call, folder)))
+
+    # `_bootstrap` is what multiprocessing runs in a process that it has forked: it forgets the
+    # children, finalizers and locks of the launching process. `exit_now` then ends this process
+    # without what the launching process has registered with `atexit`.
+    process: Any = multiprocessing.Process(target=run, name=_process_name(), daemon=False)
     process._bootstrap()
-    worker.exit_now(codes[0] if codes else 1)
+    worker.exit_now(exit_codes[0] if exit_codes else 1)
 
 
 def zygote_main(modules: Sequence[str], file: int, control: int) -> NoReturn:
-    """The life of a fresh zygote; see `_start_zygote`."""
+    """Runs a fresh zygote, see `_start_fresh_zygote`.
+
+    Args:
+        modules: names of modules that the ranks would import.
+        file: descriptor of the file with the pickled call.
+        control: descriptor of the zygote's control socket.
+    """
     os.set_inheritable(file, False)
     worker.import_for_ranks(modules)
     serve(control, lambda: _run_fresh(file))
 
 
 def _run_fresh(file: int) -> NoReturn:
+    """Runs a rank of a fresh zygote, and ends the process."""
     worker.open_streams()
     worker.reset_after_fork()
-    worker.exit_process(worker.run_recorded(lambda folder: _run_call(_read_call(file), folder)))
+    exit_code = worker.run_recorded(lambda folder: _run_call(_read_call(file), folder))
+    worker.exit_process(exit_code)
 
 
 def _read_call(file: int) -> FunctionCall:
-    """Imports the user's script and reads what to call."""
+    """Imports the user's script and reads what to call.
+
+    Args:
+        file: descriptor of a file with two pickles: how to import the script, and the call.
+    """
     process = multiprocessing.current_process()
-    process._inheriting = True  # type: ignore[attr-defined]  # by it `launch` in the script is known
+    process._inheriting = True  # type: ignore[attr-defined]  # see `_refuse_inside_a_rank`
     try:
         with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as mapped:
             os.close(file)
             preparation: dict[str, Any] = pickle.load(mapped)
-            multiprocessing.spawn.prepare({**preparation, "name": _name()})
+            multiprocessing.spawn.prepare({**preparation, "name": _process_name()})
             call: FunctionCall = pickle.load(mapped)
     finally:
         del process._inheriting  # type: ignore[attr-defined]
     return call
 
 
-def _name() -> str:
+def _process_name() -> str:
     return f"lockstep-rank-{os.environ['RANK']}"
 
 
 def _run_call(call: FunctionCall, folder: Path) -> None:
-    """Calls the function and writes what it returns."""
+    """Calls the function and writes what it returns into the rank's folder."""
     try:
         value = call()
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
         value = None
-    # In copies nothing runs at exit: what the function left open is closed here.
+    # In a copy nothing runs at exit, so a World that the function left open is closed here.
     world = sys.modules.get("lockstep.world")
     if world is not None:
         world.close_current()
-    folder.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary folders may have been here
-    with open(folder / RESULT, "wb") as file:  # it is read where we end with exit code 0
-        # By value: multiprocessing's own pickler would leave tensors in memory that dies with us.
+    folder.mkdir(parents=True, exist_ok=True)  # a cleaner of temporary folders may have deleted it
+    with open(folder / RESULT_NAME, "wb") as file:
+        # With plain pickle: multiprocessing's pickler would leave tensors in shared memory that is
+        # freed when this process ends.
         pickle.dump(value, file)

@@ -1,6 +1,8 @@
-"""Imported by an interpreter that a rank has executed in its own place; see `launcher.exec_hook`.
+"""Installs the probe in an interpreter that a rank has executed in its own place.
 
-It may be another interpreter, of another version, without Lockstep: nothing here may harm it.
+`exec_hook` puts this folder into PYTHONPATH, so that the interpreter imports this module at its
+start. The interpreter may be of another version and may not have Lockstep: nothing here may fail in
+it, or change what the program finds.
 """
 
 from __future__ import annotations
@@ -9,48 +11,57 @@ import json
 import os
 import sys
 
-TYPE_CHECKING = False  # without importing typing
+TYPE_CHECKING = False  # as typing's, which would take time to import
 if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
 
 def begin() -> None:
-    """Makes the interpreter what it would be without us, but for the probe."""
+    """Removes the traces of `exec_hook`, and waits for torch to be imported."""
     folder = os.path.dirname(os.path.abspath(__file__))
-    known = os.environ.pop("LOCKSTEP_EXECUTED", "")
     sys.path[:] = [path for path in sys.path if path != folder]
-    paths = os.environ.pop("PYTHONPATH", "").split(os.pathsep)
-    paths = [path for path in paths if path not in ("", folder)]
+    paths = []
+    for path in os.environ.pop("PYTHONPATH", "").split(os.pathsep):
+        if path not in ("", folder):
+            paths.append(path)
     if paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    if known:
-        values = json.loads(known)
-        if values["pid"] == os.getpid():  # else a child of the program, which is not the rank
+    executed = os.environ.pop("LOCKSTEP_EXECUTED", "")
+    if executed:
+        values = json.loads(executed)
+        if values["pid"] == os.getpid():  # otherwise it is a child of the rank
             sys.meta_path.insert(0, AfterTorch(values["packages"]))
-    import_hidden()
+    import_users_sitecustomize()
 
 
-def import_hidden() -> None:
-    """Imports the module of our name that we stand before, if there is one."""
-    ours = sys.modules.pop("sitecustomize")
+def import_users_sitecustomize() -> None:
+    """Imports the `sitecustomize` that the interpreter would have imported without this one."""
+    this_module = sys.modules.pop("sitecustomize")
     try:
         __import__("sitecustomize")
     except ImportError as error:
         if error.name != "sitecustomize":
             raise
     finally:
-        sys.modules.setdefault("sitecustomize", ours)
+        sys.modules.setdefault("sitecustomize", this_module)
 
 
 class AfterTorch:
-    """Finds torch as if it were not there, and installs the probe when it has been imported."""
+    """An import hook (PEP 451) that installs the probe after torch has been imported.
+
+    Args:
+        packages: the folder that holds Lockstep.
+    """
 
     def __init__(self, packages: str) -> None:
         self.packages = packages
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        """Is asked for each module that is imported."""
+        """Finds torch as without this hook, with a loader that installs the probe at its end.
+
+        Python calls this for each module that is imported.
+        """
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -60,17 +71,17 @@ class AfterTorch:
         if spec is None or spec.loader is None:
             return spec
         loader: Any = spec.loader
-        execute = loader.exec_module
+        original_exec_module = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            execute(module)
+            original_exec_module(module)
             self.install()
 
         loader.exec_module = exec_module
         return spec
 
     def install(self) -> None:
-        """Installs the probe; where that cannot be done, the program runs without it."""
+        """Installs the probe. If that fails, the program runs without it."""
         sys.path.append(self.packages)
         try:
             from lockstep.run.start.worker import install_after_exec
