@@ -20,7 +20,9 @@ from lockstep.verify.branches import (
     writes_to,
 )
 from lockstep.verify.catalogue import Cause
-from lockstep.verify.compare import FLOAT64, Divergence, RankUpdate, Update
+from lockstep.verify.compare import Divergence
+from lockstep.verify.tolerance import FLOAT64
+from lockstep.verify.training_record import RankUpdate, Update
 
 MODULE = """
 def sign(n):
@@ -90,7 +92,7 @@ PLACE = ("/u/train.py", 7, 9)
 def steps(*ways: tuple[int, int, int]) -> Divergence:
     """What a test came to in each step on one process, and on two ranks; they part in the last."""
     runs = [
-        [Update([RankUpdate(ways={PLACE: each[n]}) for n in ranks]) for each in ways]
+        [Update([RankUpdate(branch_outcomes={PLACE: each[n]}) for n in ranks]) for each in ways]
         for ranks in ((0,), (1, 2))
     ]
     return Divergence(*runs, FLOAT64, len(ways) - 1, "gradients")
@@ -132,15 +134,15 @@ def test_ranks_that_went_different_ways_at_the_end() -> None:
 def test_the_line_that_wrote_is_told_with_what_it_is_under() -> None:
     stack = (("/u/net.py", 20), ("/u/train.py", 8))
     case = steps((1, 1, 2))
-    ranks = [replace(case.many[0], written={"w": stack}), case.many[1]]
-    case = replace(case, other=[Update(ranks)])
+    ranks = [replace(case.actual[0], write_stacks={"w": stack}), case.actual[1]]
+    case = replace(case, parallel_run=[Update(ranks)])
     assert writes_to(case, ["v"]) == []
     assert writes_to(case, ["w"]) == [
         "rank 0 last wrote to them by net.py:20; of rank 1 no write was seen",
         "that is under train.py:7: true on rank 0, false on rank 1",
     ]
-    both = [replace(rank, written={"w": stack}) for rank in ranks]
-    assert writes_to(replace(case, other=[Update(both)]), ["w"]) == [
+    both = [replace(rank, write_stacks={"w": stack}) for rank in ranks]
+    assert writes_to(replace(case, parallel_run=[Update(both)]), ["w"]) == [
         "ranks 0-1 last wrote to them by net.py:20"
     ]
 

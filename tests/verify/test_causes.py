@@ -10,18 +10,10 @@ import pytest
 from lockstep.run.start.worker import Script
 from lockstep.verify.catalogue import ENTRIES, Cause
 from lockstep.verify.causes import cause_of
-from lockstep.verify.compare import (
-    FLOAT32,
-    FLOAT64,
-    Divergence,
-    Forward,
-    RankUpdate,
-    ScriptCall,
-    Taken,
-    Update,
-    divergences,
-)
+from lockstep.verify.compare import Divergence, find_divergences
 from lockstep.verify.record import Recorded, Way
+from lockstep.verify.tolerance import FLOAT32, FLOAT64
+from lockstep.verify.training_record import Batch, Forward, RankUpdate, ScriptCall, Update
 from lockstep.verify.verdict import Verdict, judge, of_run
 
 RANDOM = np.random.default_rng(1)
@@ -32,7 +24,7 @@ THIRD = RANDOM.normal(size=(6, 4))
 """What no weighting of them gives."""
 
 
-def taken(*ids: int, **values: Any) -> Taken:
+def taken(*ids: int, **values: Any) -> Batch:
     found: dict[str, Any] = {
         "ids": ids,
         "contents": tuple(f"content {i}" for i in ids),
@@ -40,21 +32,21 @@ def taken(*ids: int, **values: Any) -> Taken:
         "weights": {"samples": float(len(ids))},
         **values,
     }
-    return Taken(**found)
+    return Batch(**found)
 
 
-def update(gradient: np.ndarray, *batches: Taken, **values: Any) -> RankUpdate:
+def update(gradient: np.ndarray, *batches: Batch, **values: Any) -> RankUpdate:
     found: dict[str, Any] = {
-        "rates": (0.1,),
+        "learning_rates": (0.1,),
         "losses": (1.0,),
         "initial": {"w": np.ones((6, 4))},
-        "held": {"w": np.ones(2)},
+        "parameter_sums": {"w": np.ones(2)},
         "gradients": {"w": gradient},
         "unclipped": {"w": gradient},
         "parameters": {"w": 1 - 0.1 * gradient},
         **values,
     }
-    return RankUpdate(taken=list(batches), **found)
+    return RankUpdate(batches=list(batches), **found)
 
 
 ALONE = update(WHOLE, taken(0, 1, 2, 3))
@@ -63,7 +55,7 @@ ALONE = update(WHOLE, taken(0, 1, 2, 3))
 def parting(
     reference: Sequence[Sequence[RankUpdate]], other: Sequence[Sequence[RankUpdate]]
 ) -> Divergence | None:
-    parted = divergences(list(map(Update, reference)), list(map(Update, other)), FLOAT64)
+    parted = find_divergences(list(map(Update, reference)), list(map(Update, other)), FLOAT64)
     return parted[0] if parted else None
 
 
@@ -78,8 +70,8 @@ def found(many: Sequence[RankUpdate], one: RankUpdate = ALONE) -> tuple[Divergen
 
 def two(gradient: np.ndarray, **values: Any) -> list[RankUpdate]:
     return [
-        update(gradient, taken(0, 1), local=({"w": ONE},), **values),
-        update(gradient, taken(2, 3), local=({"w": OTHER},), **values),
+        update(gradient, taken(0, 1), local_gradients=({"w": ONE},), **values),
+        update(gradient, taken(2, 3), local_gradients=({"w": OTHER},), **values),
     ]
 
 
@@ -100,7 +92,7 @@ def test_a_gradient_that_vanishes_may_differ_by_rounding() -> None:
 )
 def test_a_constant_ratio(factor: float, code: str) -> None:
     divergence, cause = found(two(factor * WHOLE))
-    assert (divergence.what, divergence.names, cause.code) == ("gradients", ("w",), code)
+    assert (divergence.kind, divergence.names, cause.code) == ("gradients", ("w",), code)
     assert cause.ratio == pytest.approx(factor)
 
 
@@ -115,8 +107,8 @@ def test_a_mean_of_means_is_known_by_what_the_parts_should_weigh(key: str) -> No
     one = update(0.25 * ONE + 0.75 * OTHER, taken(0, 1, 2, 3))
     weighs = [{"samples": 2.0, key: 5.0}, {"samples": 2.0, key: 15.0}]
     many = [
-        update(WHOLE, taken(0, 1, weights=weighs[0]), local=({"w": ONE},)),
-        update(WHOLE, taken(2, 3, weights=weighs[1]), local=({"w": OTHER},)),
+        update(WHOLE, taken(0, 1, weights=weighs[0]), local_gradients=({"w": ONE},)),
+        update(WHOLE, taken(2, 3, weights=weighs[1]), local_gradients=({"w": OTHER},)),
     ]
     cause = found(many, one)[1]
     assert cause.code == ("LS206" if key == "samples" else "LS205")
@@ -133,7 +125,9 @@ def test_a_mean_of_means_over_what_is_not_counted() -> None:
     assert any("0.25 : 0.75" in text for text in cause.seen)
 
 
-CLIP = ScriptCall(name="clip", line="train.py:9: clip_grad_norm_(p, 1)", passes=1, acts=True)
+CLIP = ScriptCall(
+    name="clip", line="train.py:9: clip_grad_norm_(p, 1)", passes_before=1, has_clipped=True
+)
 
 
 def clipped(gradient: np.ndarray, *before: np.ndarray) -> list[RankUpdate]:
@@ -163,7 +157,10 @@ def test_clipping_is_no_cause_where_gradients_were_averaged_before() -> None:
 
 
 def test_what_is_frozen_on_some_processes_only_is_named_as_that() -> None:
-    for values, words in (({"frozen": ["w"]}, "requires_grad"), ({"evaluating": ["w"]}, "train()")):
+    for values, words in (
+        ({"frozen": ["w"]}, "requires_grad"),
+        ({"in_eval_mode": ["w"]}, "train()"),
+    ):
         cause = found(two(2 * WHOLE, **values))[1]
         assert (cause.code, cause.names) == ("LS312", ("w",))
         assert cause.seen[0].startswith(words)
@@ -171,7 +168,9 @@ def test_what_is_frozen_on_some_processes_only_is_named_as_that() -> None:
     # A model and its frozen copy, which several processes see in another order.
     one = update(WHOLE, taken(0, 1, 2, 3), frozen=["0/w"])
     assert (
-        found(two(2 * WHOLE, frozen=["1/w"], held={"0/w": WHOLE, "1/w": WHOLE}), one)[1].code
+        found(two(2 * WHOLE, frozen=["1/w"], parameter_sums={"0/w": WHOLE, "1/w": WHOLE}), one)[
+            1
+        ].code
         == "LS201"
     )
     # What a rank does not hold, as under a pipeline, it cannot freeze.
@@ -181,7 +180,7 @@ def test_what_is_frozen_on_some_processes_only_is_named_as_that() -> None:
 
 def test_clipping_hides_nothing() -> None:
     divergence, cause = found(clipped(0.1 * WHOLE, 0.5 * WHOLE, 0.5 * WHOLE), ALONE_CLIPPED)
-    assert (divergence.what, cause.code) == ("unclipped", "LS202")
+    assert (divergence.kind, cause.code) == ("unclipped", "LS202")
     uneven = 0.2 * ONE + 0.8 * OTHER
     one = update(0.1 * uneven, taken(0, 1, 2, 3), unclipped={"w": uneven}, calls=(CLIP,))
     assert found(clipped(0.3 * WHOLE, WHOLE, WHOLE), one)[1].code == "LS205"
@@ -194,7 +193,7 @@ def test_clipping_each_rank_s_own_gradient_where_nothing_is_clipped_is_equal() -
 
 def test_clipping_by_another_norm() -> None:
     divergence, cause = found(clipped(0.2 * WHOLE, WHOLE, WHOLE), ALONE_CLIPPED)
-    assert (divergence.what, cause.code) == ("gradients", "LS403")
+    assert (divergence.kind, cause.code) == ("gradients", "LS403")
 
 
 def test_clipping_on_one_rank_alone() -> None:
@@ -209,17 +208,19 @@ def test_clipping_between_the_backward_passes_of_a_step() -> None:
     batches, twice, uneven = (taken(0, 1), taken(2, 3)), (1.0, 1.0), 0.3 * ONE + OTHER
     one = update(ONE + OTHER, *batches, losses=twice, unclipped={"w": ONE + OTHER})
     rank = update(uneven, *batches, losses=twice, unclipped={"w": uneven}, calls=(CLIP,))
-    rank.local = [{"w": ONE}, {"w": OTHER}]
+    rank.local_gradients = [{"w": ONE}, {"w": OTHER}]
     cause = found([rank], one)[1]
     assert cause.code == "LS404"
     assert cause.seen[0] == f"clipped after backward pass 1 of 2: {CLIP.line}"
-    rank.calls = [replace(CLIP, acts=False)]  # it was longer than none of them
+    rank.calls = [replace(CLIP, has_clipped=False)]  # it was longer than none of them
     assert found([rank], one)[1].code == "LS210"
 
 
 def test_a_gather_goes_before_the_ratio_it_leaves() -> None:
-    gather = ScriptCall(name="all_gather", line="train.py:7: dist.all_gather(x)", of_graph=True)
-    cause = found(two(0.5 * WHOLE, calls=(gather,), gathered=gather.line))[1]
+    gather = ScriptCall(
+        name="all_gather", line="train.py:7: dist.all_gather(x)", carries_gradient=True
+    )
+    cause = found(two(0.5 * WHOLE, calls=(gather,), gather_line=gather.line))[1]
     assert cause.code == "LS207"
     assert "train.py:7: dist.all_gather(x)" in cause.seen
     # Of what the loss is not made the gradient does not matter: a metric, say.
@@ -237,23 +238,23 @@ def test_a_parameter_that_no_rank_updates() -> None:
 @pytest.mark.parametrize(
     ("values", "code"),
     [
-        ({"statistics": ("bn1",)}, "LS306"),
-        ({"draws": [("train.py:3", "the same on all ranks")]}, "LS106"),
-        ({"draws": [("train.py:3", "the same")]}, "LS210"),
-        ({"hook_line": "train.py:4: p.register_hook(clamp)"}, "LS406"),
+        ({"local_norm_layers": ("bn1",)}, "LS306"),
+        ({"loss_draws": [("train.py:3", "the same on all ranks")]}, "LS106"),
+        ({"loss_draws": [("train.py:3", "the same")]}, "LS210"),
+        ({"gradient_hook_line": "train.py:4: p.register_hook(clamp)"}, "LS406"),
         ({}, "LS210"),
     ],
 )
 def test_what_is_no_sum_of_the_ranks_gradients(values: dict[str, Any], code: str) -> None:
     one = update(THIRD, taken(0, 1, 2, 3))
     if code == "LS210":
-        one.draws = values.get("draws", [])
+        one.loss_draws = values.get("loss_draws", [])
     assert found(two(RANDOM.normal(size=(6, 4)), **values), one)[1].code == code
 
 
 def test_what_is_seen_is_said_though_the_cause_is_not_known() -> None:
     def called(shape: str, *contents: str) -> dict[str, Any]:
-        return {"inputs": [taken(ids=(), contents=contents, shape=shape)]}
+        return {"model_inputs": [taken(ids=(), contents=contents, shape=shape)]}
 
     one = update(THIRD, taken(0, 1, 2, 3), **called("int64 [8]", "a", "b"))
     other = RANDOM.normal(size=(6, 4))
@@ -270,7 +271,7 @@ def test_what_is_seen_is_said_though_the_cause_is_not_known() -> None:
 
 def test_a_loss_over_a_rank_s_own_samples_needs_one_that_compares_them() -> None:
     many = two(RANDOM.normal(size=(6, 4)), loss_line="train.py:5: loss.backward()")
-    one = update(THIRD, taken(0, 1, 2, 3), compares=True)
+    one = update(THIRD, taken(0, 1, 2, 3), loss_compares_samples=True)
     cause = found(many, one)[1]
     assert cause.code == "LS208"
     assert "the loss is made by train.py:5: loss.backward()" in cause.seen
@@ -278,7 +279,7 @@ def test_a_loss_over_a_rank_s_own_samples_needs_one_that_compares_them() -> None
         rank.calls = [ScriptCall(name="all_gather", line="train.py:4")]
     assert found(many, one)[1].code == "LS210"
     # The root of a mean is no mean of roots, but a sum of them with other weights.
-    one = update(0.53 * ONE + 0.48 * OTHER, taken(0, 1, 2, 3), compares=True)
+    one = update(0.53 * ONE + 0.48 * OTHER, taken(0, 1, 2, 3), loss_compares_samples=True)
     assert found(two(WHOLE), one)[1].code == "LS208"
 
 
@@ -301,20 +302,20 @@ def test_a_loss_over_a_rank_s_own_samples_needs_one_that_compares_them() -> None
 def test_terms_of_the_loss_that_do_not_scale_alike(
     terms: tuple[tuple[float, ...], ...], words: str
 ) -> None:
-    one = update(THIRD, taken(0, 1, 2, 3), terms=[[2.0, 4.0]])
+    one = update(THIRD, taken(0, 1, 2, 3), loss_terms=[[2.0, 4.0]])
     many = two(RANDOM.normal(size=(6, 4)))
     for rank, own in zip(many, terms, strict=True):
-        rank.terms = [list(own)]
+        rank.loss_terms = [list(own)]
     cause = found(many, one)[1]
     assert cause.code == ("LS211" if words.strip("*") == words != "" else "LS210")
     assert any(words.strip("*") in text for text in cause.seen)
 
 
 def test_a_term_of_the_loss_that_is_zero_but_for_rounding_is_both_mean_and_sum() -> None:
-    one = update(THIRD, taken(0, 1, 2, 3), terms=[[1e-17, 4.0]])
+    one = update(THIRD, taken(0, 1, 2, 3), loss_terms=[[1e-17, 4.0]])
     many = two(RANDOM.normal(size=(6, 4)))
     for rank, own in zip(many, ((3e-17, 5.0), (-2e-17, 3.0)), strict=True):
-        rank.terms = [list(own)]
+        rank.loss_terms = [list(own)]
     assert found(many, one)[1].code == "LS210"
 
 
@@ -344,7 +345,7 @@ def test_batches_of_no_loader_are_known_by_what_the_model_was_called_with(
 ) -> None:
     def called(gradient: np.ndarray, *contents: str, shape: str = "f") -> RankUpdate:
         batch = taken(ids=(), contents=contents, shape=shape)
-        return update(gradient, batch, inputs=[batch])
+        return update(gradient, batch, model_inputs=[batch])
 
     one, gradient = called(WHOLE, "a", "b"), RANDOM.normal(size=(6, 4))
     cause = found([called(gradient, *contents) for contents in own], one)[1]
@@ -375,12 +376,12 @@ def test_other_inputs_of_models_are_a_cause_though_the_samples_are_not_known(
         seen = taken(ids=(), contents=contents)
         rows = np.array([[ord(letter), ord(letter) ** 2] for letter in contents], dtype=float)
         beside = np.zeros((len(contents), 0))
-        forward = Forward(model="Net, forward pass 1", shape="f", inputs=rows, beside=beside)
-        return update(gradient, loaded, inputs=[seen], forwards=[forward])
+        forward = Forward(model="Net, forward pass 1", shape="f", inputs=rows, other_inputs=beside)
+        return update(gradient, loaded, model_inputs=[seen], forwards=[forward])
 
     one, gradient = called(WHOLE, "a", "b", "c"), RANDOM.normal(size=(6, 4))
     divergence, cause = found([called(gradient, *contents) for contents in own], one)
-    assert divergence.what == "gradients"
+    assert divergence.kind == "gradients"
     assert cause.code == code
     same = len({*own[0], *own[1]} & {*"abc"})
     numbers = f"3 inputs, on 2 processes with {len(own[0] + own[1])}; {same} are the same"
@@ -392,9 +393,9 @@ def test_in_float32_a_part_that_one_process_does_not_have_weighs_nothing() -> No
     one = update(ONE + noise, taken(ids=None, contents=(), shape=""))
     many = []
     for rank in two(WHOLE):
-        rank.taken = one.taken
+        rank.batches = one.batches
         many.append(rank)
-    (divergence,) = divergences([Update([one])], [Update(many)], FLOAT32)
+    (divergence,) = find_divergences([Update([one])], [Update(many)], FLOAT32)
     cause = cause_of(divergence)
     assert cause.code == "LS110"
     assert cause.seen[0] == "the gradient of one process is that of part 1 of 2 alone"
@@ -404,32 +405,34 @@ def test_in_float32_a_ratio_of_some_gradients_is_known_in_spite_of_rounding() ->
     one = update(WHOLE, taken(0, 1), gradients={"w": WHOLE, "b": ONE})
     gradients = {"w": 2 * WHOLE * (1 + 1e-6 * RANDOM.normal(size=(6, 4))), "b": OTHER}
     many = [update(WHOLE, taken(sample), gradients=gradients) for sample in (0, 1)]
-    (divergence,) = divergences([Update([one])], [Update(many)], FLOAT32)
+    (divergence,) = find_divergences([Update([one])], [Update(many)], FLOAT32)
     assert cause_of(divergence).seen == ("2 times: w", "in no constant ratio: b")
 
 
 def test_without_the_ranks_own_gradients_nothing_is_guessed() -> None:
-    many = [update(RANDOM.normal(size=(6, 4)), taken(0, 1, 2, 3), local=()) for _ in range(1)]
+    many = [
+        update(RANDOM.normal(size=(6, 4)), taken(0, 1, 2, 3), local_gradients=()) for _ in range(1)
+    ]
     assert found(many)[1].code == "LS210"
 
 
 @pytest.mark.parametrize(
     ("values", "code"),
     [
-        ({"not_averaged": ("w",)}, "LS303"),
-        ({"past_wrapper": "train.py:5"}, "LS302"),
+        ({"unknown_to_ddp": ("w",)}, "LS303"),
+        ({"past_wrapper_line": "train.py:5"}, "LS302"),
         ({"calls": (ScriptCall(name="all_reduce", line="", gradient_of="w"),)}, "LS406"),
-        ({"bare": ("w",), "bare_line": "train.py:6: model(x)"}, "LS311"),
+        ({"unwrapped": ("w",), "unwrapped_line": "train.py:6: model(x)"}, "LS311"),
         ({}, "LS301"),
     ],
 )
 def test_ranks_with_gradients_of_their_own(values: dict[str, Any], code: str) -> None:
     many = [
-        update(ONE, taken(0, 1), local=({"w": ONE},), **values),
-        update(OTHER, taken(2, 3), local=({"w": OTHER},), **values),
+        update(ONE, taken(0, 1), local_gradients=({"w": ONE},), **values),
+        update(OTHER, taken(2, 3), local_gradients=({"w": OTHER},), **values),
     ]
     assert found(many)[1].code == code
-    if "past_wrapper" in values:  # the script went both ways
+    if "past_wrapper_line" in values:  # the script went both ways
         assert found([replace(rank, wrapped_passes=1) for rank in many])[1].code == "LS301"
 
 
@@ -438,7 +441,10 @@ def test_what_the_last_backward_pass_left_is_each_rank_s_own(earlier: np.ndarray
     """As where `no_sync` is around the last of several."""
     many = [
         update(
-            earlier + part, taken(n, n + 2), losses=(1.0, 1.0), local=[{"w": 2 * part}, {"w": part}]
+            earlier + part,
+            taken(n, n + 2),
+            losses=(1.0, 1.0),
+            local_gradients=[{"w": 2 * part}, {"w": part}],
         )
         for n, part in enumerate((ONE, OTHER))
     ]
@@ -450,7 +456,13 @@ def test_what_the_last_backward_pass_left_is_each_rank_s_own(earlier: np.ndarray
 def test_ranks_whose_gradients_are_not_what_their_backward_passes_left() -> None:
     reduced = ScriptCall(name="all_reduce", line="train.py:9", gradient_of="w")
     many = [
-        update(factor * WHOLE, taken(n, n + 2), local=({"w": part},), bare=("w",), calls=[reduced])
+        update(
+            factor * WHOLE,
+            taken(n, n + 2),
+            local_gradients=({"w": part},),
+            unwrapped=("w",),
+            calls=[reduced],
+        )
         for n, (factor, part) in enumerate([(1.0, ONE), (1.2, OTHER)])
     ]
     cause = found(many)[1]
@@ -475,7 +487,7 @@ def test_ranks_whose_gradients_are_not_what_their_backward_passes_left() -> None
 def test_other_samples(parts: list[tuple[int, ...]], code: str) -> None:
     many = [update(WHOLE, taken(*ids)) for ids in parts]
     divergence, cause = found(many)
-    assert (divergence.what, cause.code) == ("samples", code)
+    assert (divergence.kind, cause.code) == ("samples", code)
 
 
 def test_samples_that_are_known_by_their_content_are_told_by_their_index() -> None:
@@ -508,11 +520,11 @@ def test_a_stream_that_is_the_same_on_all_ranks() -> None:
 )
 def test_other_content(contents: tuple[str, str], streams: tuple[str, str], code: str) -> None:
     many = [
-        update(WHOLE, taken(0, 1, drawn=drawn(streams[0]))),
-        update(WHOLE, taken(2, 3, contents=contents, drawn=drawn(streams[1]))),
+        update(WHOLE, taken(0, 1, random_draws=drawn(streams[0]))),
+        update(WHOLE, taken(2, 3, contents=contents, random_draws=drawn(streams[1]))),
     ]
     divergence, cause = found(many)
-    assert (divergence.what, cause.code) == ("contents", code)
+    assert (divergence.kind, cause.code) == ("contents", code)
 
 
 def drawn(numbers: str, of: str = "train.py:2") -> dict[str, str]:
@@ -523,14 +535,21 @@ def drawn(numbers: str, of: str = "train.py:2") -> dict[str, str]:
     ("values", "words"),
     [
         ({"workers": True}, "worker processes read them, whose draws are not seen"),
-        ({"drawn": "numpy's global stream"}, "to read them: numpy's global stream"),
+        ({"random_draws": "numpy's global stream"}, "to read them: numpy's global stream"),
         ({}, "no draw from torch or a global stream was seen; what is left is a generator"),
     ],
 )
 def test_draws_are_told_as_they_were_seen(values: dict[str, Any], words: str) -> None:
     one = update(WHOLE, taken(0, 1, 2, 3, contents=("a", "b", "c", "d")))
     ways = [
-        {**values, **({"drawn": drawn(s, values["drawn"])} if "drawn" in values else {})}
+        {
+            **values,
+            **(
+                {"random_draws": drawn(s, values["random_draws"])}
+                if "random_draws" in values
+                else {}
+            ),
+        }
         for s in "xy"
     ]
     many = [
@@ -559,11 +578,11 @@ def test_content_is_compared_only_where_the_samples_have_one_shape() -> None:
 
 
 def test_what_comes_after_equal_gradients() -> None:
-    assert found(two(WHOLE, rates=(0.2,)))[1].code == "LS402"
+    assert found(two(WHOLE, learning_rates=(0.2,)))[1].code == "LS402"
     assert found(two(WHOLE, losses=(2.0,)))[1].code == "LS501"
     assert found(two(WHOLE, parameters={"w": WHOLE}))[1].code == "LS403"
     mean = {"bn.running_mean": ONE}
-    assert found(two(WHOLE, buffers=mean, statistics=("bn",)))[1].code == "LS306"
+    assert found(two(WHOLE, buffers=mean, local_norm_layers=("bn",)))[1].code == "LS306"
     assert found(two(WHOLE, buffers=mean, losses=(0.5, 0.5)))[1].code == "LS307"
     assert found(two(WHOLE, buffers=mean))[1].code == "LS309"
     assert found(two(WHOLE, buffers={"centre": ONE}))[1].code == "LS309"
@@ -573,9 +592,9 @@ def test_what_comes_after_equal_gradients() -> None:
 
 def test_what_comes_before_the_first_step() -> None:
     divergence, cause = found(two(WHOLE, initial={"w": ONE}))
-    assert (divergence.what, cause.code) == ("initial", "LS305")
-    divergence, cause = found([*two(WHOLE)[:1], *two(WHOLE, held={"w": np.zeros(2)})[1:]])
-    assert (divergence.what, cause.code) == ("replicas", "LS304")
+    assert (divergence.kind, cause.code) == ("initial", "LS305")
+    divergence, cause = found([*two(WHOLE)[:1], *two(WHOLE, parameter_sums={"w": np.zeros(2)})[1:]])
+    assert (divergence.kind, cause.code) == ("replicas", "LS304")
     assert cause.seen[0] == "before step 1 rank 1 held other parameters than rank 0"
 
 
@@ -592,26 +611,30 @@ def test_a_rate_that_parts_later_is_the_schedules_if_there_is_one(
 ) -> None:
     calls = [[ScriptCall(name="schedule", line="train.py:8: s.step()")] * n for n in turns]
     later = update(WHOLE, taken(4), step=1, calls=calls[0])
-    faster = update(WHOLE, taken(4), step=1, rates=(0.05,), calls=calls[1])
-    divergence = parting([[ALONE], [later]], [two(WHOLE), [faster, replace(faster, taken=[])]])
+    faster = update(WHOLE, taken(4), step=1, learning_rates=(0.05,), calls=calls[1])
+    divergence = parting([[ALONE], [later]], [two(WHOLE), [faster, replace(faster, batches=[])]])
     assert divergence is not None
-    assert divergence.update == 1
+    assert divergence.update_index == 1
     cause = cause_of(divergence)
     assert cause.code == code
     assert words in cause.seen[1]
 
 
 def test_a_rate_names_the_line_and_the_rank() -> None:
-    one = update(WHOLE, taken(0, 1, 2, 3), rates=(0.3, 0.1))
-    many = two(WHOLE, rates=(0.3, 0.2), rate_lines=("train.py:2", "train.py:3: g['lr'] = 0.2"))
+    one = update(WHOLE, taken(0, 1, 2, 3), learning_rates=(0.3, 0.1))
+    many = two(
+        WHOLE,
+        learning_rates=(0.3, 0.2),
+        learning_rate_lines=("train.py:2", "train.py:3: g['lr'] = 0.2"),
+    )
     cause = found(many, one)[1]
     assert cause.seen[-1] == "it was set by train.py:3: g['lr'] = 0.2"
     many = two(WHOLE)
-    many[1].rates = (0.2,)
+    many[1].learning_rates = (0.2,)
     assert found(many)[1].seen[0] == "0.1 on one process, 0.1 on rank 0, 0.2 on rank 1"
     many = two(WHOLE)
     step = ScriptCall(name="schedule", line="train.py:8: s.step()")
-    many[1].rates, many[0].calls = (0.2,), [step]
+    many[1].learning_rates, many[0].calls = (0.2,), [step]
     text = "steps of the scheduler until then: 0 on one process, 1 on rank 0, 0 on rank 1"
     assert found(many)[1].seen[1] == text
 
@@ -629,9 +652,9 @@ def codes(*runs: Sequence[Sequence[RankUpdate]]) -> list[str]:
 
 
 def test_all_differences_are_listed_but_not_what_follows_from_them() -> None:
-    doubled = two(2 * WHOLE, rates=(0.2,), buffers={"centre": ONE})
+    doubled = two(2 * WHOLE, learning_rates=(0.2,), buffers={"centre": ONE})
     assert codes([[ALONE]], [doubled]) == ["LS201", "LS402"]
-    other = [update(WHOLE, taken(0, 1)), update(ONE, taken(4, 5), rates=(0.2,))]
+    other = [update(WHOLE, taken(0, 1)), update(ONE, taken(4, 5), learning_rates=(0.2,))]
     assert codes([[ALONE]], [other])[:2] == ["LS109", "LS402"]
     # Parameters have parted; samples and rates have not.
     later = update(ONE, taken(4, 5), step=1)
@@ -647,21 +670,21 @@ def test_steps_are_counted_from_one() -> None:
 
 def test_what_needs_no_reference_is_said_beside_other_samples() -> None:
     many = [
-        update(part, taken(n), bare=("w",), local=[{"w": part}])
+        update(part, taken(n), unwrapped=("w",), local_gradients=[{"w": part}])
         for n, part in ((8, ONE), (9, OTHER))
     ]
     found = verdict([[ALONE]], [many])
     assert [each.cause.code for each in found.findings] == ["LS109", "LS311"]
     assert any(line == "  and in  gradients (1 of 1), step 1" for line in found.lines())
     held = [
-        update(WHOLE, taken(8), held={"w": np.ones(2)}),
-        update(WHOLE, taken(9), held={"w": np.zeros(2)}),
+        update(WHOLE, taken(8), parameter_sums={"w": np.ones(2)}),
+        update(WHOLE, taken(9), parameter_sums={"w": np.zeros(2)}),
     ]
     assert "LS304" in codes([[ALONE]], [held])
 
 
 def test_replicas_that_part_by_a_step_or_after_it() -> None:
-    later = [update(WHOLE, taken(4), step=1, held={"w": np.full(2, n)}) for n in range(2)]
+    later = [update(WHOLE, taken(4), step=1, parameter_sums={"w": np.full(2, n)}) for n in range(2)]
     for parameters, words in ((WHOLE, "itself left all ranks with the same"), (ONE, "has left")):
         first = two(WHOLE)
         first[1].parameters = {"w": parameters}
@@ -672,8 +695,8 @@ def test_replicas_that_part_by_a_step_or_after_it() -> None:
 
 
 def test_an_optimizer_that_was_not_prepared_is_said_where_the_numbers_are_equal() -> None:
-    assert codes([[ALONE]], [two(WHOLE, unprepared=True)]) == ["LS407"]
-    assert verdict([[ALONE]], [two(WHOLE, unprepared=True)]).word == "EQUAL"
+    assert codes([[ALONE]], [two(WHOLE, optimizer_unprepared=True)]) == ["LS407"]
+    assert verdict([[ALONE]], [two(WHOLE, optimizer_unprepared=True)]).word == "EQUAL"
 
 
 def test_a_wrapper_before_names_does_not_matter() -> None:
@@ -683,7 +706,9 @@ def test_a_wrapper_before_names_does_not_matter() -> None:
         whole = {**values, f"{prefix}bias": np.zeros(6), f"{prefix}scale": np.zeros(6)}
         own = {n: a for n, a in whole.items() if a.ndim == 2}
         arrays = dict.fromkeys(("initial", "parameters", "gradients", "unclipped"), whole)
-        return update(WHOLE, taken(0, 1, 2, 3), **{**arrays, "held": {}, "local": [own]})
+        return update(
+            WHOLE, taken(0, 1, 2, 3), **{**arrays, "parameter_sums": {}, "local_gradients": [own]}
+        )
 
     wrapped = named("Module/net.")
     assert codes([[named("Net/")]], [[wrapped]]) == []
@@ -717,7 +742,7 @@ def test_inputs_that_all_ranks_share_are_said_where_the_numbers_are_equal() -> N
 
 def test_a_gradient_that_a_gather_loses_on_one_process_too_is_said() -> None:
     line = "train.py:7: dist.all_gather(x)"
-    one, many = update(WHOLE, taken(0, 1, 2, 3), gathered=line), two(WHOLE, gathered=line)
+    one, many = update(WHOLE, taken(0, 1, 2, 3), gather_line=line), two(WHOLE, gather_line=line)
     assert codes([[one]], [many]) == ["LS207"]
     assert verdict([[one]], [many]).word == "EQUAL"
     # Who puts the own part back, with its gradient, has lost none on one process.
@@ -746,15 +771,15 @@ def test_of_a_second_pass_with_the_same_order_is_spoken_only_where_there_may_be_
 
 def test_random_numbers_that_one_process_has_drawn_too_are_no_cause() -> None:
     """Each sample has a draw of its own: the last one of a rank is another one's on one process."""
-    one = replace(update(THIRD, taken(0, 1, 2, 3)), draws=[("train.py:3", "d")])
+    one = replace(update(THIRD, taken(0, 1, 2, 3)), loss_draws=[("train.py:3", "d")])
     many = two(RANDOM.normal(size=(6, 4)))
     for rank, last, drawn in zip(many, "bd", ("ab", "cd"), strict=True):
-        rank.draws, rank.drawn = [("train.py:3", last)], frozenset(drawn)
-    one.drawn = frozenset("abcd")
+        rank.loss_draws, rank.drawn_digests = [("train.py:3", last)], frozenset(drawn)
+    one.drawn_digests = frozenset("abcd")
     assert found(many, one)[1].code == "LS210"
-    many[1].draws, many[1].drawn = [("train.py:3", "b")], frozenset("ab")
+    many[1].loss_draws, many[1].drawn_digests = [("train.py:3", "b")], frozenset("ab")
     assert found(many, one)[1].code == "LS106"
-    many[1].draws, many[1].drawn = [("train.py:3", "x")], frozenset("yx")
+    many[1].loss_draws, many[1].drawn_digests = [("train.py:3", "x")], frozenset("yx")
     assert found(many, one)[1].code == "LS308"
 
 
@@ -769,16 +794,16 @@ def test_fewer_steps() -> None:
 def test_an_optimizer_that_some_ranks_alone_step_with() -> None:
     """Rank 0 pretrains: its first step is not that of the others, and is not compared with it."""
     ranks = [
-        update(WHOLE, taken(0, 1), kind="Adam", rates=(0.01,)),
-        update(THIRD, taken(2, 3), kind="SGD"),
+        update(WHOLE, taken(0, 1), optimizer_class="Adam", learning_rates=(0.01,)),
+        update(THIRD, taken(2, 3), optimizer_class="SGD"),
     ]
-    found = verdict([[replace(ALONE, kind="Adam")]], [ranks]).findings
+    found = verdict([[replace(ALONE, optimizer_class="Adam")]], [ranks]).findings
     assert [each.cause.code for each in found] == ["LS405"]
     assert found[0].cause.seen[0].endswith("Adam on rank 0, SGD on rank 1")
 
 
 def test_shards_that_each_rank_has_multiplied_by_a_number_of_its_own() -> None:
-    factors = [{"local": (), "factor": factor} for factor in (0.2, 0.4)]
+    factors = [{"local_gradients": (), "gradient_factor": factor} for factor in (0.2, 0.4)]
     many = [replace(rank, **own) for rank, own in zip(two(THIRD), factors, strict=True)]
     cause = found(many)[1]
     assert cause.code == "LS404"
@@ -786,18 +811,18 @@ def test_shards_that_each_rank_has_multiplied_by_a_number_of_its_own() -> None:
 
 
 def test_a_factor_that_came_after_the_backward_pass_is_none_of_the_loss_s() -> None:
-    one = replace(ALONE, factor=0.5)
-    assert found(two(1.4 * WHOLE, factor=0.7), one)[1].code == "LS403"
-    assert found(two(1.4 * WHOLE, factor=0.5), one)[1].code == "LS209"
+    one = replace(ALONE, gradient_factor=0.5)
+    assert found(two(1.4 * WHOLE, gradient_factor=0.7), one)[1].code == "LS403"
+    assert found(two(1.4 * WHOLE, gradient_factor=0.5), one)[1].code == "LS209"
     assert found(two(1.4 * WHOLE), one)[1].code == "LS209"
 
 
 @pytest.mark.parametrize(
     ("values", "code"),
     [
-        ({"own_passes": [True, False]}, "LS301"),
-        ({"own_passes": [True, False], "past_wrapper": "train.py:5"}, "LS302"),
-        ({"own_passes": [False, True]}, "LS304"),
+        ({"local_passes": [True, False]}, "LS301"),
+        ({"local_passes": [True, False], "past_wrapper_line": "train.py:5"}, "LS302"),
+        ({"local_passes": [False, True]}, "LS304"),
     ],
 )
 def test_parameters_that_are_changed_between_backward_passes(
@@ -805,9 +830,9 @@ def test_parameters_that_are_changed_between_backward_passes(
 ) -> None:
     many = two(THIRD, **values)
     moved = [{"w": np.array([1.0, number])} for number in (1.0, 2.0)]
-    parted = [replace(r, shifted=own) for r, own in zip(many, moved, strict=True)]
+    parted = [replace(r, changed_between_passes=own) for r, own in zip(many, moved, strict=True)]
     assert found(parted)[1].code == code
-    same = [replace(rank, shifted=moved[0]) for rank in many]
+    same = [replace(rank, changed_between_passes=moved[0]) for rank in many]
     assert found(same)[1].code == "LS210"
 
 
@@ -815,12 +840,16 @@ def test_parameters_that_are_changed_between_backward_passes(
 def test_parameters_that_are_averaged_instead_of_gradients(share: float, code: str) -> None:
     many = [
         replace(
-            rank, gradients={"w": own}, unclipped={"w": own}, bare=("w",), parameters={"w": own}
+            rank,
+            gradients={"w": own},
+            unclipped={"w": own},
+            unwrapped=("w",),
+            parameters={"w": own},
         )
         for rank, own in zip(two(WHOLE), (ONE, OTHER), strict=True)
     ]
     mean = share * ONE + (1 - share) * OTHER
-    later = [replace(rank, rewritten={"w": mean}, step=1) for rank in many]
+    later = [replace(rank, rewritten_parameters={"w": mean}, step=1) for rank in many]
     case = parting([[ALONE], [ALONE]], [many, later])
     assert case is not None
     assert cause_of(case).code == code

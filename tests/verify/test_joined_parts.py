@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from lockstep.run.start.worker import Script
-from lockstep.verify.compare import FLOAT64, RankUpdate, ScriptCall, Update
 from lockstep.verify.record import Recorded, Way
 from lockstep.verify.shards import joined, outcomes_agree
+from lockstep.verify.tolerance import FLOAT64
+from lockstep.verify.training_record import RankUpdate, ScriptCall, Update
 from lockstep.verify.verdict import Verdict, judge
 
 RANDOM = np.random.default_rng(2)
@@ -28,15 +29,15 @@ def held(number: int) -> dict[str, np.ndarray]:
 def update(number: int, gradient: np.ndarray, **values: Any) -> RankUpdate:
     found: dict[str, Any] = {
         "step": number,
-        "rates": (0.1,),
+        "learning_rates": (0.1,),
         "losses": [1.0],
-        "begun": True,
+        "began_with_forward": True,
         "initial": {} if number else {"Net/w": WHOLE},
-        "held": held(number),
+        "parameter_sums": held(number),
         "gradients": {"Net/w": gradient},
         "unclipped": {"Net/w": gradient},
         "parameters": {"Net/w": WHOLE - 0.1 * gradient},
-        "bare": ["Net/w"],
+        "unwrapped": ["Net/w"],
         **values,
     }
     return RankUpdate(**found)
@@ -66,13 +67,16 @@ def test_gradients_that_no_update_used_are_no_finding() -> None:
 
 def test_updates_that_leave_other_parameters_are_found() -> None:
     assert verdict(AVERAGES_IN_STEP, (FINALS[0], [held(2), held(3)])).word == "DIFFERENT"
-    wrong = [AVERAGES_IN_STEP[0], Update(replace(r, held=held(5)) for r in AVERAGES_IN_STEP[1])]
+    wrong = [
+        AVERAGES_IN_STEP[0],
+        Update(replace(r, parameter_sums=held(5)) for r in AVERAGES_IN_STEP[1]),
+    ]
     assert verdict(wrong).word == "DIFFERENT"
 
 
 def test_parameters_that_never_move_prove_nothing() -> None:
-    one = [Update(replace(r, held=held(0)) for r in u) for u in REFERENCE]
-    many = [Update(replace(r, held=held(0)) for r in u) for u in AVERAGES_IN_STEP]
+    one = [Update(replace(r, parameter_sums=held(0)) for r in u) for u in REFERENCE]
+    many = [Update(replace(r, parameter_sums=held(0)) for r in u) for u in AVERAGES_IN_STEP]
     assert not outcomes_agree(one, many, ([held(0)], [held(0)] * 2), FLOAT64)
 
 
@@ -82,7 +86,7 @@ def test_a_sum_that_adam_hides_is_seen_in_what_it_keeps() -> None:
         call = ScriptCall(name="reduce_scatter_tensor", line="train.py:9: reduce", in_step=True)
         # Adam's first step says nothing of the size of gradients.
         moved = {"Net/w": WHOLE - 0.01 * np.sign(STEPS[0])}
-        known = {"state": state, "calls": [call], "parameters": moved}
+        known = {"optimizer_state": state, "calls": [call], "parameters": moved}
         return [Update(replace(r, **known) for r in u) for u in updates]
 
     one = keeping(REFERENCE, 1.0)
@@ -93,14 +97,14 @@ def test_a_sum_that_adam_hides_is_seen_in_what_it_keeps() -> None:
 
 
 def test_a_rank_that_others_step_for_has_no_say() -> None:
-    missed = RankUpdate(step=1, stepped=False, counts=False)
+    missed = RankUpdate(step=1, stepped=False, contributes=False)
     many = [Update([REFERENCE[0][0], REFERENCE[0][0]]), Update([REFERENCE[1][0], missed])]
     assert verdict(many, ([held(2)], [held(2), {}])).word == "EQUAL"
 
 
 def of_parts(parts: Sequence[np.ndarray], name: str, whole: np.ndarray = WHOLE) -> Any:
-    one = [Update([RankUpdate(initial={name: whole}, bare=[name])])]
-    return joined(one, [Update(RankUpdate(initial={name: p}, bare=[name]) for p in parts)])
+    one = [Update([RankUpdate(initial={name: whole}, unwrapped=[name])])]
+    return joined(one, [Update(RankUpdate(initial={name: p}, unwrapped=[name]) for p in parts)])
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lockstep.verify.compare import RankUpdate, Update
 from lockstep.verify.lines_up import lined_up, with_idle_ranks
+from lockstep.verify.training_record import RankUpdate, Update
 
 RANDOM = np.random.default_rng(2)
 MODELS = {"A": "Encoder/weight", "B": "Probe/weight"}
@@ -25,7 +25,7 @@ def rank_of(text: str) -> list[list[RankUpdate]]:
             [
                 RankUpdate(
                     optimizer=number,
-                    kind="Adam",
+                    optimizer_class="Adam",
                     step=counts[letter],
                     parameters=values,
                     initial={"Encoder/weight": np.ones(2)} if not steps else {},
@@ -86,11 +86,11 @@ def test_a_rank_that_trained_a_model_before_is_known_by_the_step_that_is_alike(
         return [
             RankUpdate(
                 optimizer=optimizer,
-                kind="SGD",
+                optimizer_class="SGD",
                 step=number,
                 parameters={"Net/weight": np.full(3, left)},
                 initial={"Net/weight": np.ones(3)},
-                rates=[0.1] if known == "parameters" else [value],
+                learning_rates=[0.1] if known == "parameters" else [value],
             )
         ]
 
@@ -106,7 +106,7 @@ def test_a_rank_that_trained_a_model_before_is_known_by_the_step_that_is_alike(
 def test_a_rank_that_took_no_part_has_not_stepped() -> None:
     updates = with_idle_ranks(lined_up([rank_of("AA"), rank_of("AA")]), (0, 2))
     assert told(updates) == [".A.A", ".A.A"]
-    assert not updates[0][0].counts
+    assert not updates[0][0].contributes
 
 
 def test_of_two_steps_by_one_backward_pass_the_samples_are_those_of_all_ranks() -> None:
@@ -114,10 +114,10 @@ def test_of_two_steps_by_one_backward_pass_the_samples_are_those_of_all_ranks() 
     for steps, losses in zip(ranks, ([1.0], [1.0, 2.0]), strict=True):
         for step in steps:
             step[0].losses = losses
-    ranks[0][0][0].held = {"Encoder/weight": np.ones(2)}
+    ranks[0][0][0].parameter_sums = {"Encoder/weight": np.ones(2)}
     first, second = lined_up(ranks)
-    assert first[0].held
-    assert first[0].counts
+    assert first[0].parameter_sums
+    assert first[0].contributes
     # Which of the two a loss is of, and what ranks held between them, is not known.
-    assert not any(rank.losses or rank.held for rank in second)
+    assert not any(rank.losses or rank.parameter_sums for rank in second)
     assert not any(rank.losses for rank in first)

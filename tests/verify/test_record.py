@@ -9,8 +9,8 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.run.start.worker import Script
-from lockstep.verify.compare import RankUpdate
 from lockstep.verify.record import Recorded, UpdateWriter, Way, record
+from lockstep.verify.training_record import RankUpdate
 
 TWO = Way(name="2 processes", nproc=2, script=Script(path="train.py"))
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lockstep.errors import RecordingFailedError
 from lockstep.run.start.worker import Script
-from lockstep.verify.compare import Forward
 from lockstep.verify.patches import DeterminismPatches
 from lockstep.verify.rank import _merged
 from lockstep.verify.record import UpdateWriter, Way, record
 from lockstep.verify.recorder import Recorder, RecordingFailed, _Pass
+from lockstep.verify.training_record import Forward
 from lockstep.verify.verdict import Verdict
 
 RIGHT = Path(__file__).with_name("gallery") / "right"
@@ -310,7 +310,7 @@ def test_gradients_are_those_that_a_closure_has_computed(tmp_path: Path) -> None
     script = tmp_path / "train.py"
     script.write_text(CLOSURE)
     found = warm.verify(script).findings[0]
-    assert (found.cause.code, found.case and found.case.update) == ("LS201", 0), found
+    assert (found.cause.code, found.case and found.case.update_index) == ("LS201", 0), found
     script.write_text(CLOSURE.replace(".grad)", ".grad.div_(size))"))
     verdict = warm.verify(script)
     assert verdict.word == "EQUAL", verdict.lines()
@@ -547,6 +547,6 @@ def test_an_error_of_a_connection_is_not_the_recorders() -> None:
 
 def test_an_output_that_no_loss_came_back_to_has_no_slope() -> None:
     rows = np.ones((2, 2))
-    seen = _Pass(Forward(model="Net", shape="", inputs=rows, beside=rows))
+    seen = _Pass(Forward(model="Net", shape="", inputs=rows, other_inputs=rows))
     Recorder.__new__(Recorder)._see_slope(seen, 0, None)  # as DDP's sink has it
-    assert not len(seen.seen.slopes)
+    assert not len(seen.seen.output_gradients)

@@ -14,15 +14,10 @@ from test_causes import ALONE, ONE, OTHER, RANDOM, THIRD, WHOLE, codes, found, t
 from test_causes import verdict as judged_as
 
 from lockstep.verify.causes import cause_of
-from lockstep.verify.compare import (
-    FLOAT64,
-    Forward,
-    RankUpdate,
-    ScriptCall,
-    Update,
-    divergences,
-)
+from lockstep.verify.compare import find_divergences
 from lockstep.verify.names import aligned
+from lockstep.verify.tolerance import FLOAT64
+from lockstep.verify.training_record import Forward, RankUpdate, ScriptCall, Update
 
 X, Y = RANDOM.normal(size=(9, 2)), RANDOM.normal(size=(9, 2))
 """Of nine samples what they go in with, and what comes out."""
@@ -33,8 +28,13 @@ HALVES = ((0, 1), (2, 3))
 
 def passed(ids: Sequence[int], **values: Any) -> dict[str, Any]:
     place = list(ids)
-    known = {"inputs": X[place], "outputs": Y[place], "slopes": Y[place], "targets": X[place]}
-    known |= {"beside": np.zeros((0, 2)), "values": X[place], **values}
+    known = {
+        "inputs": X[place],
+        "outputs": Y[place],
+        "output_gradients": Y[place],
+        "targets": X[place],
+    }
+    known |= {"other_inputs": np.zeros((0, 2)), "input_values": X[place], **values}
     return {"forwards": [Forward(model="Net, forward pass 1", shape="f [2]", **known)]}
 
 
@@ -68,10 +68,10 @@ def test_other_inputs_than_on_one_process(
     reference = [Update([alone()]), Update([alone((4, 5, 6, 7))])]
     many = ranks(halves)
     for each in (*reference[0], *many):
-        each.taken = []
+        each.batches = []
     for rank, drawn in zip(many, draws, strict=False):
-        rank.draws = [("train.py:3", drawn)]
-    cause = cause_of(divergences(reference, [Update(many), reference[1]], FLOAT64)[0])
+        rank.loss_draws = [("train.py:3", drawn)]
+    cause = cause_of(find_divergences(reference, [Update(many), reference[1]], FLOAT64)[0])
     assert cause.code == code
     assert any(words in text for text in cause.seen), cause.seen
 
@@ -79,25 +79,35 @@ def test_other_inputs_than_on_one_process(
 def test_inputs_that_each_rank_has_shifted_and_scaled() -> None:
     one, many = alone(), ranks()
     for each in (one, *many):
-        each.taken = []
+        each.batches = []
     rows = RANDOM.normal(size=(6, 3))
-    one.forwards[0] = replace(one.forwards[0], inputs=X[:6], values=rows)
+    one.forwards[0] = replace(one.forwards[0], inputs=X[:6], input_values=rows)
     for number, rank in enumerate(many):
         part = rows[number::2]  # in turns
         values = (part - part.mean(0)) / part.std(0)
-        rank.forwards[0] = replace(rank.forwards[0], inputs=values[:, :2], values=values)
+        rank.forwards[0] = replace(rank.forwards[0], inputs=values[:, :2], input_values=values)
     seen = found(many, one)[1].seen
     assert "each rank's are those of one process, shifted and scaled by numbers of its own" in seen
-    many[0].forwards[0].values[0, 0] += 1e-3
+    many[0].forwards[0].input_values[0, 0] += 1e-3
     assert "6 are not known from one process" in found(many, one)[1].seen
 
 
 @pytest.mark.parametrize(
     ("one", "many", "code", "words"),
     [
-        ({"couples": "Net"}, {}, "LS208", "on one process its output for a sample follows"),
-        ({"attributes": 1.0}, {"attributes": 2.0}, "LS309", "not that of one process: mean"),
-        ({"entered": 1.0}, {"entered": 2.0}, "LS309", "not that of one process: mean"),
+        ({"coupling_model": "Net"}, {}, "LS208", "on one process its output for a sample follows"),
+        (
+            {"module_tensors": 1.0},
+            {"module_tensors": 2.0},
+            "LS309",
+            "not that of one process: mean",
+        ),
+        (
+            {"module_tensors_before": 1.0},
+            {"module_tensors_before": 2.0},
+            "LS309",
+            "not that of one process: mean",
+        ),
         ({}, {}, "LS210", "something else was returned by Net, forward pass 1"),
     ],
 )
@@ -106,7 +116,9 @@ def test_other_outputs_for_the_same_inputs(
 ) -> None:
     def kept(known: dict[str, Any]) -> dict[str, Any]:
         numbers = {
-            k: {"Net/mean": np.array([v, v, 3.0])} for k, v in known.items() if k != "couples"
+            k: {"Net/mean": np.array([v, v, 3.0])}
+            for k, v in known.items()
+            if k != "coupling_model"
         }
         return known | numbers
 
@@ -115,7 +127,7 @@ def test_other_outputs_for_the_same_inputs(
     cause = found(others, alone(**kept(one)))[1]
     assert cause.code == code
     assert any(words in text for text in cause.seen), cause.seen
-    if "couples" in one:  # statistics that are reduced by hand
+    if "coupling_model" in one:  # statistics that are reduced by hand
         others[0].calls = [ScriptCall(name="all_reduce", line="train.py:4")]
         others[0].losses = [1.0]
         assert found(others, alone(**one))[1].code == "LS210"
@@ -134,7 +146,7 @@ def test_other_outputs_for_the_same_inputs(
 def test_samples_that_weigh_otherwise(weights: Sequence[float], code: str, words: str) -> None:
     many = ranks()
     for rank, half in zip(many, HALVES, strict=True):
-        rank.forwards[0].slopes = 2 * Y[list(half)] * np.array(weights)[list(half), None]
+        rank.forwards[0].output_gradients = 2 * Y[list(half)] * np.array(weights)[list(half), None]
     cause = found(many, alone())[1]
     assert cause.code == code
     assert any(words in text for text in cause.seen), cause.seen
@@ -155,24 +167,24 @@ def test_other_targets_and_other_arguments_of_a_loss() -> None:
 def test_inputs_that_differ_by_their_padding() -> None:
     words = np.array([[3.0, 4, 0, 0], [5, 6, 7, 8]])
     one, many = alone(), ranks()
-    one.forwards[0] = replace(one.forwards[0], shape="i [4]", values=words)
+    one.forwards[0] = replace(one.forwards[0], shape="i [4]", input_values=words)
     for rank, width, number in zip(many, (3, 4), (0, 1), strict=True):
         own = words[number : number + 1, :width]
-        rank.forwards[0] = replace(rank.forwards[0], shape=f"i [{width}]", values=own)
+        rank.forwards[0] = replace(rank.forwards[0], shape=f"i [{width}]", input_values=own)
     cause = found(many, one)[1]
     assert cause.code == "LS111"
     assert "the same but for their padding: they have 3 or 4 columns" in cause.seen[0]
-    many[1].forwards[0].values = words[:1]
+    many[1].forwards[0].input_values = words[:1]
     assert found(many, one)[1].code == "LS210"
 
 
-CHANGED = ScriptCall(name="all_reduce", line="train.py:9", gradient_of="w", changed=True)
+CHANGED = ScriptCall(name="all_reduce", line="train.py:9", gradient_of="w", gradient_changed=True)
 
 
 @pytest.mark.parametrize(
     ("gradient", "values", "code"),
     [
-        (THIRD, {"comm_hook": "train.py:2"}, "LS213"),
+        (THIRD, {"comm_hook_line": "train.py:2"}, "LS213"),
         (THIRD, {"calls": [CHANGED]}, "LS406"),
         (THIRD, {}, "LS210"),
         (0.3 * ONE / np.linalg.norm(ONE) + 0.3 * OTHER / np.linalg.norm(OTHER), {}, "LS404"),
@@ -181,7 +193,7 @@ CHANGED = ScriptCall(name="all_reduce", line="train.py:9", gradient_of="w", chan
 def test_what_is_made_of_gradients_that_are_right(
     gradient: np.ndarray, values: dict[str, Any], code: str
 ) -> None:
-    one = update(np.sign(WHOLE), taken(*ALL), local=({"w": WHOLE},))
+    one = update(np.sign(WHOLE), taken(*ALL), local_gradients=({"w": WHOLE},))
     cause = found(two(gradient, **values), one)[1]
     assert cause.code == code
     assert cause.seen[0].startswith("what the backward passes left is, on average over the ranks")
@@ -189,9 +201,9 @@ def test_what_is_made_of_gradients_that_are_right(
 
 def test_parameters_to_which_a_rank_s_backward_passes_do_not_come() -> None:
     both = {"w": WHOLE, "v": WHOLE}
-    one = update(WHOLE, taken(*ALL), local=(both,), gradients=both, unclipped=both)
+    one = update(WHOLE, taken(*ALL), local_gradients=(both,), gradients=both, unclipped=both)
     many = two(WHOLE, gradients={"w": WHOLE, "v": THIRD})
-    many[0].local = [{"w": ONE, "v": ONE}]
+    many[0].local_gradients = [{"w": ONE, "v": ONE}]
     cause = found(many, one)[1]
     assert (cause.code, cause.names) == ("LS312", ("v",))
     assert cause.seen[0].startswith("the backward passes of rank 1 left no gradient")
@@ -203,11 +215,11 @@ def test_gradients_that_differ_between_ranks() -> None:
         rank.gradients = rank.unclipped = {"w": gradient}
         rank.calls = [replace(CHANGED, gradient_of="v")]
     assert found(own)[1].code == "LS301"  # the script reduces those of others
-    own[0].comm_hook = "train.py:2"
+    own[0].comm_hook_line = "train.py:2"
     assert found(own)[1].code == "LS213"
     noisy = two(WHOLE)
     noisy[1].gradients = noisy[1].unclipped = {"w": WHOLE + 1}
-    noisy[1].gradient_draw = "train.py:8"
+    noisy[1].gradient_draw_line = "train.py:8"
     assert found(noisy)[1].code == "LS308"
 
 
@@ -215,25 +227,31 @@ def test_the_optimizer_s_options_and_what_it_has_kept_are_compared() -> None:
     other = {"parameters": {"w": THIRD}}
     for values, words in (
         (
-            {"options": [{"momentum": 0.5}]},
+            {"group_options": [{"momentum": 0.5}]},
             "momentum of parameter group 1: 0.9 on one process",
         ),
-        ({"state": {"w/step": np.ones(2)}}, "what the optimizer kept before the step is not"),
-        ({"options": [{}, {}], "rates": (0.1, 0.1)}, "parameter groups of the optimizer: 1 on"),
+        (
+            {"optimizer_state": {"w/step": np.ones(2)}},
+            "what the optimizer kept before the step is not",
+        ),
+        (
+            {"group_options": [{}, {}], "learning_rates": (0.1, 0.1)},
+            "parameter groups of the optimizer: 1 on",
+        ),
     ):
-        one = replace(update(WHOLE, taken(*ALL)), options=[{"momentum": 0.9}])
-        cause = found(two(WHOLE, **{"options": one.options, **other, **values}), one)[1]
+        one = replace(update(WHOLE, taken(*ALL)), group_options=[{"momentum": 0.9}])
+        cause = found(two(WHOLE, **{"group_options": one.group_options, **other, **values}), one)[1]
         assert cause.code == "LS403"
         assert any(words in text for text in cause.seen), cause.seen
 
 
 def test_a_teacher_of_its_own_on_several_processes() -> None:
     def kept(value: float) -> dict[str, Any]:
-        return {"frozen": ["t"], "held": {"w": np.ones(2), "t": np.full(2, value)}}
+        return {"frozen": ["t"], "parameter_sums": {"w": np.ones(2), "t": np.full(2, value)}}
 
     one = replace(update(WHOLE, taken(*ALL)), **kept(1.0))
     divergence, cause = found(two(WHOLE, **kept(2.0)), one)
-    assert (divergence.what, divergence.names, cause.code) == ("kept", ("t",), "LS309")
+    assert (divergence.kind, divergence.names, cause.code) == ("kept", ("t",), "LS309")
 
 
 def test_what_is_not_finite_on_both_sides_is_no_difference() -> None:
@@ -267,17 +285,18 @@ def test_a_model_and_its_copy_that_were_met_in_another_order(alike: bool) -> Non
 
 @pytest.mark.parametrize("made_by_hand", [WHOLE, ONE])
 def test_parameters_that_agree_before_every_next_forward_pass(made_by_hand: np.ndarray) -> None:
-    one = [[replace(ALONE, begun=True)]] * 3
+    one = [[replace(ALONE, began_with_forward=True)]] * 3
     apart = [
-        replace(rank, begun=True) for rank in (update(ONE, taken(0, 1)), update(OTHER, taken(2, 3)))
+        replace(rank, began_with_forward=True)
+        for rank in (update(ONE, taken(0, 1)), update(OTHER, taken(2, 3)))
     ]
-    after = [replace(rank, rewritten={"w": 1 - 0.1 * made_by_hand}) for rank in apart]
+    after = [replace(rank, rewritten_parameters={"w": 1 - 0.1 * made_by_hand}) for rank in apart]
     judged = judged_as(one, [apart, after, after])
     assert judged.word == ("EQUAL" if made_by_hand is WHOLE else "DIFFERENT")
     late = [
         apart,
         after,
-        [replace(rank, held={"w": np.full(2, n)}) for n, rank in enumerate(after)],
+        [replace(rank, parameter_sums={"w": np.full(2, n)}) for n, rank in enumerate(after)],
     ]
     assert codes(one, late)[0] == ("LS304" if made_by_hand is WHOLE else "LS210")
 
@@ -287,7 +306,12 @@ def test_a_rate_that_makes_good_for_the_scale_of_the_gradients(rate: float, word
     half = {"w": WHOLE / 2}
     parameters = {"w": 1 - rate * WHOLE / 2}
     batches = taken(0, 1), taken(2, 3)
-    values = {"rates": (rate,), "unclipped": half, "parameters": parameters, "losses": (0.5,)}
+    values = {
+        "learning_rates": (rate,),
+        "unclipped": half,
+        "parameters": parameters,
+        "losses": (0.5,),
+    }
     many = [update(WHOLE / 2, batch, **values) for batch in batches]
     judged = judged_as([[ALONE]] * 2, [many] * 2)
     assert judged.word == word

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lockstep.batch.pytree import tensors
-from lockstep.verify.compare import Taken
 from lockstep.verify.patches import IGNORED, mark
+from lockstep.verify.training_record import Batch
 
 
-def look_at(batch: Any, count: int | None = None, **known: Any) -> Taken:
+def look_at(batch: Any, count: int | None = None, **known: Any) -> Batch:
     """Takes a batch apart.
 
     Args:
@@ -31,7 +31,7 @@ def look_at(batch: Any, count: int | None = None, **known: Any) -> Taken:
     rows = [t for t in held if len(t) == count]
     shape = "; ".join(f"{t.dtype} {list(t.shape[1:])}" for t in rows)
     contents = _digests(rows, count)
-    return Taken(contents=contents, shape=shape, weights=_weights(rows, count), **known)
+    return Batch(contents=contents, shape=shape, weights=_weights(rows, count), **known)
 
 
 def random_streams() -> list[str]:
@@ -102,13 +102,13 @@ class Fetched:
 
     def __init__(self) -> None:
         self._number = 0
-        self._unused: dict[int, Taken] = {}
+        self._unused: dict[int, Batch] = {}
         self._recognised: set[int] = set()
         """Loaders."""
-        self.only_seen: list[Taken] = []
+        self.only_seen: list[Batch] = []
         """What the script looked at in a pass of its own."""
 
-    def add(self, batch: Any, taken: Taken) -> None:
+    def add(self, batch: Any, taken: Batch) -> None:
         """One more, as it was handed out."""
         self._number += 1
         mark(batch, batch=self._number)
@@ -123,7 +123,7 @@ class Fetched:
                     self.only_seen += [taken] if taken.epoch < used.epoch else []
                     del self._unused[each]
 
-    def ahead(self) -> list[Taken]:
+    def ahead(self) -> list[Batch]:
         """What belongs to a later update; the rest is forgotten."""
         kept = {n: taken for n, taken in self._unused.items() if taken.loader in self._recognised}
         self._unused, self.only_seen = kept, []

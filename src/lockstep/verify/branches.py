@@ -18,7 +18,8 @@ import torch
 
 from lockstep.user_code import format_source_line, is_user_file
 from lockstep.verify.catalogue import Cause, of_runs
-from lockstep.verify.compare import Divergence, Place
+from lockstep.verify.compare import Divergence
+from lockstep.verify.training_record import Place
 from lockstep.wording import format_ranks
 
 _NAME = "__lockstep_test__"
@@ -124,25 +125,29 @@ def other_ways(case: Divergence, cause: Cause) -> list[str]:
         case: where trainings part.
         cause: what is said of it; tests that stand there are left out.
     """
-    shorter = min(len(case.reference), len(case.other))
-    if case.reference is case.other or case.update >= shorter:
+    shorter = min(len(case.reference_run), len(case.parallel_run))
+    if case.reference_run is case.parallel_run or case.update_index >= shorter:
         return []
-    if not case.update and cause.code != "LS210":
+    if not case.update_index and cause.code != "LS210":
         return []
 
     def parted(number: int, place: Place) -> bool:
-        ranks = [rank.ways.get(place, 0) for rank in case.other[number]]
+        ranks = [rank.branch_outcomes.get(place, 0) for rank in case.parallel_run[number]]
         every = 0
         for ways in ranks:
             every |= ways
-        return every != case.reference[number][0].ways.get(place, 0)
+        return every != case.reference_run[number][0].branch_outcomes.get(place, 0)
 
-    places = [p for p in case.one[0].ways if all(p in rank.ways for rank in case.many)]
-    now = [place for place in places if parted(case.update, place)]
-    new = [p for p in now if not any(parted(number, p) for number in range(case.update))]
+    places = [
+        p
+        for p in case.expected[0].branch_outcomes
+        if all(p in rank.branch_outcomes for rank in case.actual)
+    ]
+    now = [place for place in places if parted(case.update_index, place)]
+    new = [p for p in now if not any(parted(number, p) for number in range(case.update_index))]
     new = [p for p in new if not any(_line(p) in text for text in cause.seen)]
-    ways = [rank.ways for rank in (*case.one, *case.many)]
-    before = ", and in none before," if case.update else ""
+    ways = [rank.branch_outcomes for rank in (*case.expected, *case.actual)]
+    before = ", and in none before," if case.update_index else ""
     text = f"in this step{before} another way was gone at"
     return [f"{text} {_told(place, ways)}" for place in new[:_MOST]]
 
@@ -158,7 +163,7 @@ def ways_of_ranks(ranks: Sequence[Mapping[Place, int]]) -> list[str]:
 def writes_to(case: Divergence, names: Sequence[str]) -> list[str]:
     """Lines that wrote to tensors, outside of optimizer steps, since the step before; in words."""
     by_line: dict[tuple[str, int], list[int]] = defaultdict(list)
-    stacks = [[r.written[n] for n in names if n in r.written] for r in case.many]
+    stacks = [[r.write_stacks[n] for n in names if n in r.write_stacks] for r in case.actual]
     for number, of_rank in enumerate(stacks):
         for stack in of_rank[:1]:
             by_line[stack[0]].append(number)
@@ -171,7 +176,7 @@ def writes_to(case: Divergence, names: Sequence[str]) -> list[str]:
         return words
     words.append(f"of {format_ranks(rest)} no write was seen")
     stack = next(of_rank[0] for of_rank in stacks if of_rank)
-    ways = [rank.ways for rank in case.many]
+    ways = [rank.branch_outcomes for rank in case.actual]
     around = [
         place
         for file, line in stack

@@ -20,33 +20,23 @@ from dataclasses import replace
 import numpy as np
 
 from lockstep.verify import replicas, samples
+from lockstep.verify.algebra import constant_ratio, flat, mean_of, near, norm, proportional, weights
 from lockstep.verify.branches import other_ways, writes_to
 from lockstep.verify.catalogue import Cause, of_runs, plain, shown
-from lockstep.verify.compare import (
-    Array,
-    Divergence,
-    Update,
-    constant_ratio,
-    flat,
-    mean_of,
-    near,
-    norm,
-    proportional,
-    same_samples,
-    scale_of,
-    weights,
-)
+from lockstep.verify.compare import Divergence, same_samples
+from lockstep.verify.tolerance import Array, scale_of
+from lockstep.verify.training_record import Update
 from lockstep.wording import format_ranks, join_first
 
 
 def _of_initial(case: Divergence) -> Cause:
-    apart = case.many.ranks_that_differ("initial", case.tolerance)
+    apart = case.actual.ranks_that_differ("initial", case.tolerance)
     if stale := _stale(case):
         return stale
     seen = "all ranks began with the same values, which are not those of one process"
     if apart:
         seen = f"before the first step {replicas.ranks_of(apart)} had other values than rank 0"
-    runs = [rank.seeds for rank in (*case.one, *case.many)]
+    runs = [rank.seeds for rank in (*case.expected, *case.actual)]
     other = [line for line in runs[0] if len({run.get(line) for run in runs}) > 1]
     told = [
         f"torch was seeded with {of_runs([r.get(n, 'nothing') for r in runs])}" for n in other[:1]
@@ -61,10 +51,10 @@ def _stale(case: Divergence) -> Cause | None:
     It goes by an optimizer all of whose parameters are of a model on one process, and by models
     whose parameters stay as they are. Those of sharded models are not looked at between steps.
     """
-    loose = [n for n in case.many.merged("initial") if n.startswith("/")]
-    if not loose or any(name.startswith("/") for name in case.one.merged("initial")):
+    loose = [n for n in case.actual.merged("initial") if n.startswith("/")]
+    if not loose or any(name.startswith("/") for name in case.expected.merged("initial")):
         return None
-    before, *later = [update.merged("held") for update in case.other]
+    before, *later = [update.merged("parameter_sums") for update in case.parallel_run]
     models = [name for name in before if not name.startswith("/")]
     moved = any(
         name in held and not np.array_equal(held[name], before[name])
@@ -73,7 +63,7 @@ def _stale(case: Divergence) -> Cause | None:
     )
     if moved:
         return None
-    kind = case.many[0].kind
+    kind = case.actual[0].optimizer_class
     seen = f"{len(loose)} parameters that {kind} updates belong to no model that was called"
     before_wrap = "on one process all of its parameters do, so the model has got others since"
     return Cause("LS314", (seen, before_wrap), tuple(loose))
@@ -88,19 +78,19 @@ def _of_gradients(case: Divergence) -> Cause:
     """
     if cause := _of_modes(case):
         return cause
-    apart = case.many.ranks_that_differ("gradients", case.tolerance)
+    apart = case.actual.ranks_that_differ("gradients", case.tolerance)
     if apart and (cause := _of_own_step(case)):
         return cause
     if apart:
         return replicas.of_own_gradients(case, tuple(apart))
     if cause := replicas.of_shifted(case) or replicas.of_factors(case):
         return cause
-    gathered = case.many.first("gathered") or _detached(case)
+    gathered = case.actual.first("gather_line") or _detached(case)
     if gathered:
         seen = "the loss is made of what an all-gather brought, which carries no gradient"
         return Cause("LS207", (seen, gathered, *patterns(case)))
-    expected, found = case.one.merged(case.what), case.many.merged(case.what)
-    if case.what == "gradients" and (case.one.clips or case.many.clips):
+    expected, found = case.expected.merged(case.kind), case.actual.merged(case.kind)
+    if case.kind == "gradients" and (case.expected.clips or case.actual.clips):
         return _of_clipping(case)
     return samples.of_inputs(case) or _of_values(case, expected, found)
 
@@ -111,22 +101,26 @@ def _of_own_step(case: Divergence) -> Cause | None:
     It goes by a first step on one process that is its gradient times one number, as of SGD; then
     the step of several processes, divided by that number, is the gradient that they used.
     """
-    if not case.many.in_step or case.update or case.what != "gradients":
+    if not case.actual.in_step or case.update_index or case.kind != "gradients":
         return None
-    expected = case.one.merged("gradients")
+    expected = case.expected.merged("gradients")
     moved = []
-    for update in (case.one, case.many):
+    for update in (case.expected, case.actual):
         before, after = update.merged("initial"), update.merged("parameters")
         moved.append({n: before[n] - after[n] for n in expected if n in before and n in after})
     one, many = moved
-    rate = constant_ratio(expected, one, case.exact) if one.keys() == expected.keys() else None
+    rate = constant_ratio(expected, one, case.max_error) if one.keys() == expected.keys() else None
     if rate is None or many.keys() != one.keys():
         return None
     used = {name: array / rate for name, array in many.items()}
-    ranks = Update(replace(rank, gradients=used, unclipped=used) for rank in case.many)
-    other = [*case.other[: case.update], ranks, *case.other[case.update + 1 :]]
-    cause = _of_values(replace(case, other=other), expected, used)
-    by = f"the optimizer exchanges gradients in its step: {case.many.in_step[0].line}"
+    ranks = Update(replace(rank, gradients=used, unclipped=used) for rank in case.actual)
+    other = [
+        *case.parallel_run[: case.update_index],
+        ranks,
+        *case.parallel_run[case.update_index + 1 :],
+    ]
+    cause = _of_values(replace(case, parallel_run=other), expected, used)
+    by = f"the optimizer exchanges gradients in its step: {case.actual.in_step[0].line}"
     what = "what it used of them is seen by what it made of the parameters"
     return replace(cause, seen=(by, what, *cause.seen))
 
@@ -136,31 +130,33 @@ def _detached(case: Divergence) -> str:
 
     On one process the gradient of a sample follows what models returned for others.
     """
-    if case.one.first("detached") or not any(rank.compares for rank in case.one):
+    if case.expected.first("detached_gather_line") or not any(
+        rank.loss_compares_samples for rank in case.expected
+    ):
         return ""
-    return case.many.first("detached")
+    return case.actual.first("detached_gather_line")
 
 
 def _of_modes(case: Divergence) -> Cause | None:
     """LS312: parameters that are trained on some processes only, or in another mode."""
-    for what, words in (("frozen", "requires_grad"), ("evaluating", "train() or eval()")):
-        alone = set(getattr(case.one[0], what))
+    for what, words in (("frozen", "requires_grad"), ("in_eval_mode", "train() or eval()")):
+        alone = set(getattr(case.expected[0], what))
         apart = {
-            n: (alone ^ set(getattr(rank, what))) & rank.held.keys()
-            for n, rank in enumerate(case.many)
+            n: (alone ^ set(getattr(rank, what))) & rank.parameter_sums.keys()
+            for n, rank in enumerate(case.actual)
             # A model and its copy that are met later may have come in another order.
             if Counter(plain(getattr(rank, what))) != Counter(plain(alone))
-            or case.reference[0][0].initial.keys() >= alone | set(getattr(rank, what))
+            or case.reference_run[0][0].initial.keys() >= alone | set(getattr(rank, what))
         }
         if names := tuple(sorted(set().union(*apart.values()))):
             ranks = format_ranks(n for n, of_rank in apart.items() if of_rank)
             seen = f"{words} is not that of one process on {ranks}: {shown(plain(names))}"
             return Cause("LS312", (seen,), names)
-    expected, found = case.one.merged(case.what), case.many.merged(case.what)
+    expected, found = case.expected.merged(case.kind), case.actual.merged(case.kind)
     unused = tuple(sorted(expected.keys() - found.keys()))
     same_names = Counter(plain(expected)) == Counter(plain(found))
-    if case.what == "gradients" and unused and not same_names:
-        seen = f"no optimizer of {case.size} processes updates {join_first(plain(unused))}"
+    if case.kind == "gradients" and unused and not same_names:
+        seen = f"no optimizer of {case.num_ranks} processes updates {join_first(plain(unused))}"
         return Cause("LS312", (seen, "on one process one does"), unused)
     return None
 
@@ -168,14 +164,14 @@ def _of_modes(case: Divergence) -> Cause | None:
 def _of_values(
     case: Divergence, expected: Mapping[str, Array], found: Mapping[str, Array]
 ) -> Cause:
-    ratio = constant_ratio(expected, found, case.exact)
+    ratio = constant_ratio(expected, found, case.max_error)
     if ratio is not None:
         return _of_ratio(case, ratio)
     pieces = [
-        f"clipped after backward pass {call.passes} of {len(rank.losses)}: {call.line}"
-        for rank in (*case.many, *case.one)
+        f"clipped after backward pass {call.passes_before} of {len(rank.losses)}: {call.line}"
+        for rank in (*case.actual, *case.expected)
         for call in rank.calls
-        if call.name == "clip" and call.acts and call.passes < len(rank.losses)
+        if call.name == "clip" and call.has_clipped and call.passes_before < len(rank.losses)
     ]
     if pieces:
         return Cause("LS404", (pieces[0], *patterns(case)))
@@ -189,16 +185,18 @@ def _of_values(
 
 def _of_missing(case: Divergence) -> Cause | None:
     """LS312: what differs are parameters to which a rank's backward passes do not come."""
-    alone = {name for part in case.one[0].local for name in part}
+    alone = {name for part in case.expected[0].local_gradients for name in part}
     missing = {
         name
-        for rank in case.many
-        if rank.counts and rank.local
-        for name in alone - {name for part in rank.local for name in part}
+        for rank in case.actual
+        if rank.contributes and rank.local_gradients
+        for name in alone - {name for part in rank.local_gradients for name in part}
     }
     if not missing or not {*case.names} <= missing:
         return None
-    ranks = [n for n, r in enumerate(case.many) if missing - {k for p in r.local for k in p}]
+    ranks = [
+        n for n, r in enumerate(case.actual) if missing - {k for p in r.local_gradients for k in p}
+    ]
     seen = f"the backward passes of {format_ranks(ranks)} left no gradient of these parameters"
     return Cause("LS312", (seen, "on one process they do, and all others are right"), case.names)
 
@@ -211,27 +209,29 @@ def _of_changes(case: Divergence, found: Mapping[str, Array]) -> Cause | None:
     number before the average, and so to one length; LS406 by gradients that were reduced when they
     were no longer what the backward passes had left.
     """
-    ranks = [replicas.left_by(rank.local, found) for rank in case.many if rank.counts]
-    alone = replicas.left_by(case.one[0].local, found)
-    if case.size == 1 or not alone or not all(ranks):
+    ranks = [
+        replicas.left_by(rank.local_gradients, found) for rank in case.actual if rank.contributes
+    ]
+    alone = replicas.left_by(case.expected[0].local_gradients, found)
+    if case.num_ranks == 1 or not alone or not all(ranks):
         return None
     mean = mean_of(ranks)
-    right = constant_ratio(alone, mean, case.exact)
-    if right is None or constant_ratio(mean, found, case.exact) is not None:
+    right = constant_ratio(alone, mean, case.max_error)
+    if right is None or constant_ratio(mean, found, case.max_error) is not None:
         return None
     seen = "what the backward passes left is, on average over the ranks, that of one process"
     if not near(right, 1):
         seen = f"{seen} times {right:.6g}"
-    if hook := case.many.first("comm_hook"):
+    if hook := case.actual.first("comm_hook_line"):
         text = "what DDP's communication hook made of it is not its mean"
         return Cause("LS213", (seen, text, hook, *patterns(case)))
-    used = weights(found, ranks, case.exact)
-    if used is not None and not _all_equal(used, case.exact):
+    used = weights(found, ranks, case.max_error)
+    if used is not None and not _all_equal(used, case.max_error):
         text = f"each rank multiplied its own before they were added: {_ratio_text(used)}"
         norms = [norm(flat(own)) * abs(w) for own, w in zip(ranks, used, strict=True)]
         clipped = "to gradients of one length, as clipping does"
         return Cause("LS404", (seen, text, *([clipped] if _all_equal(norms, 1e-5) else [])))
-    changed = [call.line for call in case.many.calls if call.changed][:1]
+    changed = [call.line for call in case.actual.calls if call.gradient_changed][:1]
     if changed:
         text = f"each rank changed its own before they were averaged: {changed[0]}"
         return Cause("LS406", (seen, text, *patterns(case)))
@@ -246,20 +246,20 @@ def _of_clipping(case: Divergence) -> Cause:
     in `_of_values`, by clipping before the last backward pass of a step that changed something.
     LS403: they were equal before. Whether clipping is all that was done in between is not seen.
     """
-    clips = case.many.clips or case.one.clips
+    clips = case.actual.clips or case.expected.clips
     lines = [call.line for call in clips][:1]
-    expected = case.one.merged("unclipped")
-    if not case.many.ranks_that_differ("unclipped", case.tolerance):
+    expected = case.expected.merged("unclipped")
+    if not case.actual.ranks_that_differ("unclipped", case.tolerance):
         seen = "they were equal before they were clipped, and are not after"
         return Cause("LS403", (seen, *lines, *patterns(case)))
-    mean = mean_of([rank.unclipped for rank in case.many])
-    ratio = constant_ratio(expected, mean, case.exact)
-    if ratio is None or not any(call.acts for call in (*clips, *case.one.clips)):
+    mean = mean_of([rank.unclipped for rank in case.actual])
+    ratio = constant_ratio(expected, mean, case.max_error)
+    if ratio is None or not any(call.has_clipped for call in (*clips, *case.expected.clips)):
         cause = _of_values(case, expected, mean)
         early = "gradients were clipped while those of the ranks still differed"
         return replace(cause, seen=(*cause.seen, early, *lines))
     early = "clipping changed gradients while those of the ranks still differed"
-    times = "" if near(ratio, 1) else f"{_times(ratio, case.size)} "
+    times = "" if near(ratio, 1) else f"{_times(ratio, case.num_ranks)} "
     right = f"their mean was {times or 'equal to '}that of one process before"
     return Cause("LS404", (early, right, *lines))
 
@@ -270,31 +270,33 @@ def _of_ratio(case: Divergence, ratio: float) -> Cause:
     Where the numbers of processes and of backward passes are the same, or their ratio is, it does
     not: all that it may be is said.
     """
-    size, one, many = case.size, case.one.backward_passes, case.many.backward_passes
+    size, one, many = case.num_ranks, case.expected.backward_passes, case.actual.backward_passes
     if near(ratio, 1):
         return Cause("LS210", ("they are those of one process but for rounding, as in float32",))
     seen = f"all gradients are {_times(ratio, size)} those of one process"
-    calls = [c for c in case.many.calls if c.name.startswith("all_gather") and not c.of_graph]
+    calls = [
+        c for c in case.actual.calls if c.name.startswith("all_gather") and not c.carries_gradient
+    ]
     more = [f"if the loss is made of it, its backward must add up: {c.line}" for c in calls[:1]]
     known = [("LS201", size, more), ("LS202", 1 / size, more)]
     if one != many and one and many:
         passes = [_passes(case)]
         known = [("LS203", many / one, passes), ("LS204", one / many, passes), *known]
-    fitting = [(code, why) for code, value, why in known if near(ratio, value, case.exact)]
+    fitting = [(code, why) for code, value, why in known if near(ratio, value, case.max_error)]
     if fitting:
         code, why = fitting[0]
         also = [f"it may be {other} as well; another --nproc tells" for other, _ in fitting[1:]]
         return Cause(code, (seen, *_loss_line(case), *why, *also), ratio=ratio)
-    factors = [rank.factor for rank in (*case.one, *case.many)]
+    factors = [rank.gradient_factor for rank in (*case.expected, *case.actual)]
     if near(factors[1] / factors[0] if factors[0] else math.nan, ratio):
         told = f"by {factors[1]:.6g}, on one process by {factors[0]:.6g}"
         after = f"they were right after the last backward pass, and then multiplied {told}"
-        return Cause("LS403", (after, *(call.line for call in case.many.clips[:1])))
+        return Cause("LS403", (after, *(call.line for call in case.actual.clips[:1])))
     return Cause("LS209", (seen, *_loss_line(case)), ratio=ratio)
 
 
 def _loss_line(case: Divergence) -> list[str]:
-    line = case.many.first("loss_line")
+    line = case.actual.first("loss_line")
     return [f"the loss is made by {line}"] if line else []
 
 
@@ -308,14 +310,14 @@ def _of_weights(
     that are added up equally where unequal ones would add up to as much, of a loss that does not
     compare samples.
     """
-    parts = [piece for rank in case.many if rank.counts for piece in rank.local]
-    right, used = weights(expected, parts, case.exact), weights(found, parts, case.exact)
+    parts = [piece for rank in case.actual if rank.contributes for piece in rank.local_gradients]
+    right, used = weights(expected, parts, case.max_error), weights(found, parts, case.max_error)
     if right is None:
         return None
     # Of a part that one process does not have, rounding leaves a weight.
-    least = max(1e-6, case.exact) * max(abs(weight) for weight in right)
+    least = max(1e-6, case.max_error) * max(abs(weight) for weight in right)
     if used is None:
-        if not _all_equal(right, case.exact):
+        if not _all_equal(right, case.max_error):
             return None
         text = "the sum of what the ranks' backward passes left is right, but for a factor"
         return _unknown(case, f"{text}; what was made of it afterwards is not")
@@ -338,7 +340,7 @@ def _of_weights(
     if compares := _compares(case):
         return Cause("LS208", (*words, *compares))
     told = samples.statistics_of(case)
-    if _all_equal(used, case.exact) and near(sum(right), sum(used), 1e-5):
+    if _all_equal(used, case.max_error) and near(sum(right), sum(used), 1e-5):
         nothing = "of nothing that was counted in the batches there is as much"
         return Cause("LS205", (*words, *(told or [nothing])))
     if told and not samples.draws_that_may_differ(case):
@@ -354,7 +356,7 @@ def _of_parts_left_out(case: Divergence, right: Sequence[float], used: Sequence[
     """
     alone = [number for number, weight in enumerate(right) if weight > 0]
     same = [right[number] for number in alone]
-    known = True in same_samples(case.one, case.many)
+    known = True in same_samples(case.expected, case.actual)
     mean = alone and _all_equal(same, 1e-5) and _all_equal(used, 1e-5)
     if known or min(right) < 0 or not mean:
         seen = "the gradient of one process is a sum of the same parts, but not a mean of them"
@@ -369,14 +371,14 @@ def _of_parts_left_out(case: Divergence, right: Sequence[float], used: Sequence[
 def _counts(case: Divergence, parts: int) -> dict[str, list[float]]:
     """What each backward pass may weigh, by what was counted in its batch and its loss."""
     found: dict[str, list[float]] = {}
-    batches = case.many.batches
+    batches = case.actual.batches
     if len(batches) == parts:
         # What is plainest first: samples, labels that count, then what is not padding.
-        kinds = ("samples", "labels", "non-zero", "ones", "values")
+        kinds = ("samples", "labels", "non-zero", "ones", "input_values")
         known = dict.fromkeys(key for batch in batches for key in batch.weights)
         keys = [key for kind in kinds for key in known if key.startswith(kind)]
         found = {key: [batch.weights.get(key, 0.0) for batch in batches] for key in keys}
-    losses = [loss for rank in case.many if rank.counts for loss in rank.weighed]
+    losses = [loss for rank in case.actual if rank.contributes for loss in rank.loss_divisors]
     if len(losses) == parts:
         keys = [*dict.fromkeys(key for loss in losses for key in loss)]
         found |= {key: [loss.get(key, 0.0) for loss in losses] for key in keys}
@@ -395,7 +397,7 @@ def _of_coupling(case: Divergence) -> Cause:
     """
     if cause := _of_batchnorm(case):
         return cause
-    if line := case.many.first("hook_line"):
+    if line := case.actual.first("gradient_hook_line"):
         seen = "a hook changed gradients of the ranks while they still differed"
         return Cause("LS406", (seen, line, *patterns(case)))
     terms, all_told = _of_terms(case)
@@ -411,7 +413,7 @@ def _of_coupling(case: Divergence) -> Cause:
     if cause := samples.of_padding(case):
         return cause
     words = []
-    if any(rank.local for rank in case.many) and case.size > 1:
+    if any(rank.local_gradients for rank in case.actual) and case.num_ranks > 1:
         words.append("no weighting of the ranks' own gradients gives that of one process")
     return _unknown(case, *words, *terms)
 
@@ -424,18 +426,21 @@ def _unknown(case: Divergence, *seen: str) -> Cause:
     at all.
     """
     words, code = [], "LS210"
-    one, many = samples.inputs_of(case.one), samples.inputs_of(case.many)
+    one, many = samples.inputs_of(case.expected), samples.inputs_of(case.actual)
     if one and many:
         same = (sum(one, Counter()) & sum(many, Counter())).total()
         numbers = [str(sum(map(Counter.total, each))) for each in (one, many)]
-        shapes = [{b.shape for rank in each for b in rank.inputs} for each in (case.one, case.many)]
+        shapes = [
+            {b.shape for rank in each for b in rank.model_inputs}
+            for each in (case.expected, case.actual)
+        ]
         if shapes[0] != shapes[1]:
             sorts = (" or ".join(sorted(shape)) for shape in shapes)
             numbers = [f"{n} of {sort}" for n, sort in zip(numbers, sorts, strict=True)]
         text = "the models were called with {} inputs, on {} processes with {}; {} are the same"
-        words.append(text.format(numbers[0], case.size, numbers[1], same))
+        words.append(text.format(numbers[0], case.num_ranks, numbers[1], same))
         if shapes[0] == shapes[1] and samples.inputs_differ(case):
-            code = _of_other_inputs(one, many, case.size)
+            code = _of_other_inputs(one, many, case.num_ranks)
     words += samples.what_is_equal(case)
     told = (*words, *samples.statistics_of(case), *_loss_line(case), *patterns(case))
     return Cause(code, (*seen, *told))
@@ -458,9 +463,9 @@ def _of_terms(case: Divergence) -> tuple[list[str], bool]:
 
     And whether that is all: it is not if some term is neither the mean nor the sum of the ranks'.
     """
-    one = case.one[0].terms
-    ranks = [rank.terms for rank in case.many if rank.counts]
-    if case.size == 1 or any(len(terms) != 1 for terms in (one, *ranks)):
+    one = case.expected[0].loss_terms
+    ranks = [rank.loss_terms for rank in case.actual if rank.contributes]
+    if case.num_ranks == 1 or any(len(terms) != 1 for terms in (one, *ranks)):
         return [], False
     counts = [len(terms[0]) for terms in ranks]
     if {*counts} != {len(one[0])}:
@@ -468,10 +473,13 @@ def _of_terms(case: Divergence) -> tuple[list[str], bool]:
         text = f"the loss is a sum of {len(one[0])} terms on one process, of {of_ranks}"
         return [text], len({*counts}) > 1
     kinds: dict[str, list[int]] = {"mean": [], "sum": [], "neither the mean nor the sum": []}
-    least = case.exact * max(abs(term) for terms in (one, *ranks) for term in terms[0])
+    least = case.max_error * max(abs(term) for terms in (one, *ranks) for term in terms[0])
     for number, term in enumerate(one[0]):
         own = [terms[0][number] for terms in ranks]
-        fits = [near(sum(own) / len(own), term, case.exact), near(sum(own), term, case.exact)]
+        fits = [
+            near(sum(own) / len(own), term, case.max_error),
+            near(sum(own), term, case.max_error),
+        ]
         if max(map(abs, (term, *own))) > least:  # what is zero but for rounding is both
             kinds[[*kinds][fits.index(True) if any(fits) else 2]].append(number + 1)
     if sum(map(bool, kinds.values())) < 2:
@@ -483,8 +491,12 @@ def _of_terms(case: Divergence) -> tuple[list[str], bool]:
 
 def _compares(case: Divergence) -> list[str]:
     """Evidence for a loss over each rank's own samples that should be one over all, in words."""
-    gathers = any(call.name.startswith("all_gather") for call in case.many.calls)
-    if gathers or case.size == 1 or not any(rank.compares for rank in case.one):
+    gathers = any(call.name.startswith("all_gather") for call in case.actual.calls)
+    if (
+        gathers
+        or case.num_ranks == 1
+        or not any(rank.loss_compares_samples for rank in case.expected)
+    ):
         return []
     seen = "the loss compares samples: the gradient of one follows the output of another"
     return [seen, "no rank gathered those of the others"]
@@ -492,21 +504,23 @@ def _compares(case: Divergence) -> list[str]:
 
 def patterns(case: Divergence) -> tuple[str, ...]:
     """How many gradients are right, and what the others are."""
-    expected, found = case.one.merged(case.what), case.many.merged(case.what)
+    expected, found = case.expected.merged(case.kind), case.actual.merged(case.kind)
     wrong = [name for name in case.names if name in expected]
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in (name for name in wrong if name in found):
         one, many = {name: expected[name]}, {name: found[name]}
-        ratio = constant_ratio(one, many, case.exact) if expected[name].size > 1 else None
-        kinds["in no constant ratio" if ratio is None else _times(ratio, case.size)].append(name)
+        ratio = constant_ratio(one, many, case.max_error) if expected[name].size > 1 else None
+        kinds["in no constant ratio" if ratio is None else _times(ratio, case.num_ranks)].append(
+            name
+        )
     right = f"{len(expected) - len(wrong)} of {len(expected)} gradients are right"
     words = [right] if len(wrong) < len(expected) else []
     return (*words, *(f"{key}: {shown(plain(names))}" for key, names in list(kinds.items())[:3]))
 
 
 def _of_loss(case: Divergence) -> Cause:
-    one, many = case.one.loss, case.many.loss
-    seen = f"{one:.9g} on one process, {many:.9g} on {case.size}, with equal gradients"
+    one, many = case.expected.loss, case.actual.loss
+    seen = f"{one:.9g} on one process, {many:.9g} on {case.num_ranks}, with equal gradients"
     return Cause("LS501", (seen,))
 
 
@@ -516,17 +530,20 @@ def _of_rates(case: Divergence) -> Cause:
     LS401 needs schedulers that have stepped another number of times. A rate that the script sets
     by hand, a scheduler of another length, and one that follows a metric are all LS402.
     """
-    ranks = (*case.one, *case.many)
-    if len({len(rank.rates) for rank in ranks}) > 1:
+    ranks = (*case.expected, *case.actual)
+    if len({len(rank.learning_rates) for rank in ranks}) > 1:
         return Cause("LS403", tuple(_of_optimizers(case)) or ("other parameter groups",))
-    texts = [", ".join(f"{rate:.6g}" for rate in rank.rates) for rank in ranks]
-    runs = [(case.reference, 0), *((case.other, rank) for rank in range(case.size))]
+    texts = [", ".join(f"{rate:.6g}" for rate in rank.learning_rates) for rank in ranks]
+    runs = [(case.reference_run, 0), *((case.parallel_run, rank) for rank in range(case.num_ranks))]
     turns = [
-        sum(c.name == "schedule" for u in run[: case.update + 1] for c in u[rank].calls)
+        sum(c.name == "schedule" for u in run[: case.update_index + 1] for c in u[rank].calls)
         for run, rank in runs
     ]
     apart = len({*texts[1:]}) > 1 or len({*turns[1:]}) > 1
-    places = ["one process", *([f"rank {n}" for n in range(case.size)] if apart else [case.size])]
+    places = [
+        "one process",
+        *([f"rank {n}" for n in range(case.num_ranks)] if apart else [case.num_ranks]),
+    ]
 
     def told(values: Sequence[object]) -> str:
         pairs = zip(values, places, strict=False)
@@ -534,26 +551,28 @@ def _of_rates(case: Divergence) -> Cause:
 
     lines = [
         line
-        for rank in (*case.many, *case.one)
+        for rank in (*case.actual, *case.expected)
         for other in ranks
-        for rate, wrong, line in zip(rank.rates, other.rates, rank.rate_lines, strict=False)
+        for rate, wrong, line in zip(
+            rank.learning_rates, other.learning_rates, rank.learning_rate_lines, strict=False
+        )
         if rate != wrong and line
     ]
     where = [f"it was set by {line}" for line in dict.fromkeys(lines)][:2]
     followed = [
-        [c for u in run[: case.update + 1] for c in u[rank].calls if c.value is not None][-1:]
+        [c for u in run[: case.update_index + 1] for c in u[rank].calls if c.value is not None][-1:]
         for run, rank in runs
     ]
     values = [f"{call.value:.6g}" for last in followed for call in last]
     if all(followed) and len({*values}) > 1:
         where.append(f"ReduceLROnPlateau was given {of_runs(values)}: {followed[-1][0].line}")
-    one, many = ranks[0].rates, ranks[1].rates
+    one, many = ranks[0].learning_rates, ranks[1].learning_rates
     ratio = many[0] / one[0] if one and many and one[0] else math.nan
     how = "no scheduler stepped"
     if any(turns):
         how = f"steps of the scheduler until then: {told(turns)}"
-    elif case.update == 0 and not apart:
-        size = case.size
+    elif case.update_index == 0 and not apart:
+        size = case.num_ranks
         kinds = {size: f"{size} times", math.sqrt(size): f"the square root of {size} times"}
         word = next((w for c, w in kinds.items() if near(ratio, c)), f"{ratio:.6g} times")
         how = f"{word} as high"
@@ -563,7 +582,7 @@ def _of_rates(case: Divergence) -> Cause:
 
 def _of_parameters(case: Divergence) -> Cause:
     """LS403 goes by the optimizer's options and by what it kept, LS304 by ranks that differ."""
-    apart = case.many.ranks_that_differ("parameters", case.tolerance)
+    apart = case.actual.ranks_that_differ("parameters", case.tolerance)
     seen = "gradients and learning rates are equal, and the parameters after the step are not"
     if others := _of_optimizers(case):
         return Cause("LS403", (seen, *others))
@@ -575,24 +594,26 @@ def _of_parameters(case: Divergence) -> Cause:
 
 def _of_optimizers(case: Divergence) -> list[str]:
     """Options of parameter groups, and what the optimizer kept, that are not alike, in words."""
-    ranks = (*case.one, *(rank for rank in case.many if rank.stepped))
+    ranks = (*case.expected, *(rank for rank in case.actual if rank.stepped))
     words = []
-    if len({len(rank.options) for rank in ranks}) > 1:
-        counts = of_runs([len(rank.options) for rank in ranks])
+    if len({len(rank.group_options) for rank in ranks}) > 1:
+        counts = of_runs([len(rank.group_options) for rank in ranks])
         words.append(f"parameter groups of the optimizer: {counts}")
-    for number, groups in enumerate(zip(*(rank.options for rank in ranks), strict=False), 1):
+    for number, groups in enumerate(zip(*(rank.group_options for rank in ranks), strict=False), 1):
         for key in dict.fromkeys(key for group in groups for key in group):
             values = [group.get(key) for group in groups]
             if any(value != values[0] for value in values):
                 what = "number of parameters" if key == "parameters" else key
                 words.append(f"{what} of parameter group {number}: {of_runs(values)}")
-    first, held = case.one.merged("state"), "what the optimizer kept before the step"
-    for number, rank in enumerate(case.many):
-        keys = first.keys() | rank.state.keys()
+    first, held = case.expected.merged("optimizer_state"), "what the optimizer kept before the step"
+    for number, rank in enumerate(case.actual):
+        keys = first.keys() | rank.optimizer_state.keys()
         scale = scale_of(first)
-        whole = [n for n in keys if n not in first or n not in rank.state]
+        whole = [n for n in keys if n not in first or n not in rank.optimizer_state]
         whole += [
-            n for n in keys - {*whole} if case.tolerance.differ(first[n], rank.state[n], scale)
+            n
+            for n in keys - {*whole}
+            if case.tolerance.differ(first[n], rank.optimizer_state[n], scale)
         ]
         if whole and not words:
             of = f"is not that of one process on rank {number}"
@@ -602,14 +623,14 @@ def _of_optimizers(case: Divergence) -> list[str]:
 
 def _of_kept(case: Divergence) -> Cause:
     """LS309 goes by parameters that are frozen; what changes others between steps is not seen."""
-    before = f"before step {case.many[0].step + 1}"
-    if {*case.names} <= {*case.one[0].frozen}:
+    before = f"before step {case.actual[0].step + 1}"
+    if {*case.names} <= {*case.expected[0].frozen}:
         seen = f"{before} parameters that nothing trains are other ones"
         kind = "such as those of a teacher, an average or a target network"
         return Cause("LS309", (seen, kind, *writes_to(case, case.names)))
     seen = f"{before} parameters are other ones than on one process"
     wrote = writes_to(case, case.names)
-    last = case.other[case.update - 1] if case.update else Update()
+    last = case.parallel_run[case.update_index - 1] if case.update_index else Update()
     if not last.merged("parameters"):
         return Cause("LS210", (seen, *wrote))
     how = wrote or ["something changes them between the steps, or in a forward pass"]
@@ -625,30 +646,30 @@ def _of_buffers(case: Divergence) -> Cause:
 
 def _of_batchnorm(case: Divergence) -> Cause | None:
     """LS306 and LS307 go by what BatchNorm's forward passes saw, and by how many they were."""
-    of_gradients = () if case.what == "buffers" else patterns(case)
-    layers = sorted({layer for rank in case.many for layer in rank.statistics})
-    if layers and case.size > 1:
-        frozen = {f"{name.rpartition('.')[0]}" for name in case.many[0].frozen}
+    of_gradients = () if case.kind == "buffers" else patterns(case)
+    layers = sorted({layer for rank in case.actual for layer in rank.local_norm_layers})
+    if layers and case.num_ranks > 1:
+        frozen = {f"{name.rpartition('.')[0]}" for name in case.actual[0].frozen}
         kind = "BatchNorm layers of a model that is not trained" if {*layers} <= frozen else ""
         of = f"{kind or 'BatchNorm layers'}: {shown(plain(layers))}"
         return Cause(
             "LS306", (f"each rank's part alone gave the statistics of {of}", *of_gradients)
         )
-    moved = any(name.endswith("running_mean") for name in case.many.merged("buffers"))
-    if moved and case.one.backward_passes != case.many.backward_passes:
+    moved = any(name.endswith("running_mean") for name in case.actual.merged("buffers"))
+    if moved and case.expected.backward_passes != case.actual.backward_passes:
         return Cause("LS307", (_passes(case), *of_gradients))
     return None
 
 
 def _of_length(case: Divergence) -> Cause:
-    one, many = len(case.reference), len(case.other)
-    if not case.other:
+    one, many = len(case.reference_run), len(case.parallel_run)
+    if not case.parallel_run:
         return Cause("LS405", (f"one process took {one} steps, and some rank took none",))
-    return Cause("LS405", (f"one process took {one} steps, {case.size} took {many}",))
+    return Cause("LS405", (f"one process took {one} steps, {case.num_ranks} took {many}",))
 
 
 def _passes(case: Divergence) -> str:
-    one, many = case.one.backward_passes, case.many.backward_passes
+    one, many = case.expected.backward_passes, case.actual.backward_passes
     return f"backward passes for this step: {one} on one process, {many} on each rank"
 
 
@@ -690,13 +711,17 @@ def cause_of(case: Divergence) -> Cause:
     LS405 goes by optimizers of several classes in what should be one step: some ranks step with
     one that the others do not have, and nothing else can be compared from there.
     """
-    kinds = [rank.kind for rank in case.many if rank.stepped] if case.what != "length" else []
+    kinds = (
+        [rank.optimizer_class for rank in case.actual if rank.stepped]
+        if case.kind != "length"
+        else []
+    )
     if len({*kinds}) > 1:
         seen = f"the ranks step with different optimizers: {of_runs(kinds, alone=False)}"
         cause = Cause("LS405", (seen,))
     else:
         unstepped = None
-        if case.what in ("unclipped", "gradients", "loss"):
+        if case.kind in ("unclipped", "gradients", "loss"):
             unstepped = replicas.of_unstepped(case)
-        cause = unstepped or KINDS[case.what][0](case)
+        cause = unstepped or KINDS[case.kind][0](case)
     return replace(cause, seen=(*cause.seen, *other_ways(case, cause)))

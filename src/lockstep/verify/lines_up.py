@@ -13,7 +13,8 @@ from itertools import chain
 
 import numpy as np
 
-from lockstep.verify.compare import Array, RankUpdate, Update
+from lockstep.verify.tolerance import Array
+from lockstep.verify.training_record import RankUpdate, Update
 from lockstep.wording import group_by_key
 
 Step = list[RankUpdate]
@@ -78,7 +79,9 @@ def _step_alike(ranks: Sequence[list[Step]]) -> bool:
     """Whether all ranks step with optimizers of the same classes."""
     kinds = []
     for steps in ranks:
-        kinds.append({number: update.kind for number, update in _optimizers(steps).items()})
+        kinds.append(
+            {number: update.optimizer_class for number, update in _optimizers(steps).items()}
+        )
     return all(each == kinds[0] for each in kinds)
 
 
@@ -118,7 +121,10 @@ def _matched(own: dict[int, RankUpdate], known: dict[int, RankUpdate]) -> dict[i
             continue
         free = number in known and number not in numbers.values()
         # A rank that has no optimizer, and is sent what others have updated, knows no class.
-        if free and (known[number].kind == update.kind or "" in (known[number].kind, update.kind)):
+        if free and (
+            known[number].optimizer_class == update.optimizer_class
+            or "" in (known[number].optimizer_class, update.optimizer_class)
+        ):
             numbers[number] = number
         else:
             numbers[number] = max(known, default=-1) + 1
@@ -138,8 +144,11 @@ def _likeness(one: RankUpdate, other: RankUpdate) -> tuple[bool, bool, bool]:
         and np.allclose(one.parameters[name], other.parameters[name], rtol=1e-6, equal_nan=True)
         for name in names
     )
-    of_same_options = list(one.rates) == list(other.rates) and one.options == other.options
-    return one.kind == other.kind, left_the_same, of_same_options
+    of_same_options = (
+        list(one.learning_rates) == list(other.learning_rates)
+        and one.group_options == other.group_options
+    )
+    return one.optimizer_class == other.optimizer_class, left_the_same, of_same_options
 
 
 def _split(steps: Sequence[Step], common: set[int]) -> list[list[Step]]:
@@ -170,11 +179,11 @@ def missed_by(update: RankUpdate) -> RankUpdate:
     """What is recorded of a rank that has not made the step that another one has made."""
     return RankUpdate(
         optimizer=update.optimizer,
-        kind=update.kind,
+        optimizer_class=update.optimizer_class,
         step=update.step,
         stepped=False,
         dtype=update.dtype,
-        counts=False,
+        contributes=False,
     )
 
 
@@ -216,10 +225,10 @@ def _with_the_pass_of(some: Update, together: Update) -> Update:
         if not before.stepped:
             before = replace(
                 before,
-                taken=after.taken,
-                inputs=after.inputs,
-                counts=after.counts,
-                held=after.held,
+                batches=after.batches,
+                model_inputs=after.model_inputs,
+                contributes=after.contributes,
+                parameter_sums=after.parameter_sums,
             )
         ranks.append(replace(before, losses=[]))
     return Update(ranks)
@@ -227,7 +236,7 @@ def _with_the_pass_of(some: Update, together: Update) -> Update:
 
 def _without_the_pass(update: Update) -> Update:
     """The second of two such updates; what it began with is told of the first."""
-    return Update(replace(rank, losses=[], held={}) for rank in update)
+    return Update(replace(rank, losses=[], parameter_sums={}) for rank in update)
 
 
 def _begun_by_all(updates: list[Update]) -> list[Update]:

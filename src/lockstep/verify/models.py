@@ -23,7 +23,7 @@ from lockstep.batch.pytree import tensors
 from lockstep.checkpoint.modules import plain_names, unwrap
 from lockstep.distributed.torch_compat import is_sharded, pytree
 from lockstep.strategies.base import parameters_of
-from lockstep.verify.compare import Array
+from lockstep.verify.tolerance import Array
 
 _LIBRARIES = ("torch.", "lockstep.")
 """What their modules keep is their own affair."""

@@ -8,14 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.verify.compare import Array, RankUpdate, Update
+from lockstep.verify.tolerance import Array
+from lockstep.verify.training_record import RankUpdate, Update
 
 _BY_NAME = (
-    *("initial", "held", "gradients", "unclipped", "parameters", "buffers"),
-    *("attributes", "entered", "state", "rewritten", "shifted", "written"),
+    *("initial", "parameter_sums", "gradients", "unclipped", "parameters", "buffers"),
+    *(
+        "module_tensors",
+        "module_tensors_before",
+        "optimizer_state",
+        "rewritten_parameters",
+        "changed_between_passes",
+        "write_stacks",
+    ),
 )
 _FIRST = ("buffers", "parameters", "initial")
-_NAMES = ("bare", "not_averaged", "frozen", "evaluating", "holds")
+_NAMES = ("unwrapped", "unknown_to_ddp", "frozen", "in_eval_mode", "optimizer_parameters")
 
 
 def aligned(reference: Sequence[Update], other: Sequence[Update]) -> list[Update]:
@@ -52,7 +60,7 @@ def renamed(rank: RankUpdate, change: Callable[[str], str]) -> RankUpdate:
 
     values: dict[str, Any] = {what: of(getattr(rank, what)) for what in _BY_NAME}
     values |= {what: [*of(dict.fromkeys(getattr(rank, what)))] for what in _NAMES}
-    return replace(rank, **values, local=list(map(of, rank.local)))
+    return replace(rank, **values, local_gradients=list(map(of, rank.local_gradients)))
 
 
 def _in_root(name: str, roots: Mapping[str, str]) -> str:

@@ -261,7 +261,7 @@ def _watch_loaders(
 
     def fed(loader: DataLoader[Any], reader: BatchReader) -> Iterator[Any]:
         for batch, ids in _wanted(recorder, reader.batches(reader.begin(loader))):
-            recorder.took(loader, ids=ids, batch=batch, drawn={})
+            recorder.took(loader, ids=ids, batch=batch, random_draws={})
             yield batch
 
     def told(loader: DataLoader[Any], running: Iterator[Any]) -> Iterator[Any]:
@@ -279,7 +279,7 @@ def _watch_loaders(
             ids = _numbers(queue.popleft()) if queue else None
             if torch.is_grad_enabled():
                 drawn = patches.draws() | streams_that_moved(before)
-                recorder.took(loader, ids=ids, batch=batch, drawn=drawn)
+                recorder.took(loader, ids=ids, batch=batch, random_draws=drawn)
             if isinstance(kept, BatchWriter) and keeps:
                 kept.keep(place, number, Fed(batch, ids))
             yield batch

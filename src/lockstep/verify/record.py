@@ -28,10 +28,11 @@ from lockstep.errors import LockstepError, RecordingFailedError, UsageError
 from lockstep.run.start.worker import Script
 from lockstep.run.watch.error_record import describe_error
 from lockstep.settings import INSTEAD
-from lockstep.verify.compare import Array, Place, RankUpdate, Update
 from lockstep.verify.files import restore
 from lockstep.verify.lines_up import lined_up, steps_of, with_idle_ranks
 from lockstep.verify.names import renamed
+from lockstep.verify.tolerance import Array
+from lockstep.verify.training_record import Place, RankUpdate, Update
 
 OWN_PROCESSES = (
     "verify a script that is one rank, as for torchrun: with RANK and WORLD_SIZE from the "

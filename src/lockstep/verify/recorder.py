@@ -42,7 +42,6 @@ from lockstep.strategies.base import parameters_of
 from lockstep.user_code import user_line
 from lockstep.verify.batches import Fetched, look_at, random_streams, streams_that_moved
 from lockstep.verify.branches import Branches
-from lockstep.verify.compare import Array, Forward, RankUpdate, ScriptCall, Taken, scale_of
 from lockstep.verify.models import (
     Models,
     are_positions,
@@ -69,13 +68,35 @@ from lockstep.verify.patches import (
     unmark,
 )
 from lockstep.verify.record import LEAST_STEPS, LOST_PEER, UpdateWriter, Way
+from lockstep.verify.tolerance import Array, scale_of
+from lockstep.verify.training_record import Batch, Forward, RankUpdate, ScriptCall
 
 _OF_BACKWARD = (
-    "taken", "losses", "local", "terms", "loss_line", "inputs", "forwards", "compares",
-    "weighed", "loss_options", "couples", "entered", "batch_statistics", "own_passes", "shifted",
-    "draws", "drawn", "numbers", "streams", "gathered", "detached", "bare_line", "past_wrapper",
+    "batches",
+    "losses",
+    "local_gradients",
+    "loss_terms",
+    "loss_line",
+    "model_inputs",
+    "forwards",
+    "loss_compares_samples",
+    "loss_divisors",
+    "loss_options",
+    "coupling_model",
+    "module_tensors_before",
+    "batch_statistics",
+    "local_passes",
+    "changed_between_passes",
+    "loss_draws",
+    "drawn_digests",
+    "scalar_statistics",
+    "random_streams",
+    "gather_line",
+    "detached_gather_line",
+    "unwrapped_line",
+    "past_wrapper_line",
     "wrapped_passes",
-)  # fmt: skip
+)
 """What belongs to backward passes, after which several optimizers may step."""
 _MOST_FORWARDS = 256
 """Of an update, whose samples are kept apart."""
@@ -130,7 +151,7 @@ class _Pass:
 
     seen: Forward
     outputs: list[Tensor] = field(default_factory=list)
-    taken: Taken | None = None
+    taken: Batch | None = None
     """What it was called with, where another pass may turn out to be the first of the loss."""
     inside: Tensor | None = None
     """What the first of the model's parts returned that has a row for each sample."""
@@ -141,7 +162,9 @@ class _Pass:
         rows = rows_of_tensors(with_rows([gradient], count), count) * (1 + place)
         if not len(rows):
             return
-        self.seen.slopes = self.seen.slopes + rows if len(self.seen.slopes) else rows
+        self.seen.output_gradients = (
+            self.seen.output_gradients + rows if len(self.seen.output_gradients) else rows
+        )
 
 
 @dataclass
@@ -161,7 +184,7 @@ class _Beside:
     began: dict[str, Array] = field(default_factory=dict)
     """Sums over the parameters at the first forward pass."""
     unstepped: dict[tuple[int, int], Array] = field(default_factory=dict)
-    """See `RankUpdate.unstepped`."""
+    """See `RankUpdate.unstepped_sums`."""
     graded: dict[int, Tensor] = field(default_factory=dict)
     """The gradients of this rank as the last backward pass left them, by the ids of parameters."""
     left: list[dict[int, Tensor]] = field(default_factory=list)
@@ -233,7 +256,7 @@ class Recorder(Callback):
         self._stepped: dict[Optimizer, int] = {}
         """Updates up to the last one of each optimizer."""
         self._fetched = Fetched()
-        self._ahead: list[Taken] = []
+        self._ahead: list[Batch] = []
         """Batches of a later update."""
         self._passes: dict[Any, int] = {}
         """Of each loader, likewise; counted for those of torch."""
@@ -280,7 +303,7 @@ class Recorder(Callback):
     @guarded
     def delivered(self, event: BatchEvent) -> None:
         """A loader of Lockstep's hands out a micro-batch."""
-        self._update.counts, self._micro_batch = event.counts, event.micro_batch
+        self._update.contributes, self._micro_batch = event.counts, event.micro_batch
         ids = event.samples.tolist()
         taken = look_at(event.batch, event.micro_batch.local, epoch=event.epoch, ids=ids)
         if len(taken.contents) != len(ids):
@@ -341,27 +364,33 @@ class Recorder(Callback):
             passes = self._beside.forwards = self._passes_of(loss)
         update.loss_line = loss.__dict__.get("_line") or user_line() or ""
         marks = marks_of(loss)
-        update.gathered = update.gathered or marks.get("gather", "")
-        update.detached = update.detached or marks.get("detached", "")
+        update.gather_line = update.gather_line or marks.get("gather", "")
+        update.detached_gather_line = update.detached_gather_line or marks.get("detached", "")
         self._made_of(marks, self._beside.drawn)
-        update.numbers |= self._patches.numbers
-        update.drawn |= self._patches.drawn
-        update.streams |= streams_that_moved(self._streams)
-        samples = sum(taken.weights["samples"] for taken in (update.taken or update.inputs)[-1:])
+        update.scalar_statistics |= self._patches.numbers
+        update.drawn_digests |= self._patches.drawn
+        update.random_streams |= streams_that_moved(self._streams)
+        samples = sum(
+            taken.weights["samples"] for taken in (update.batches or update.model_inputs)[-1:]
+        )
         if not dist.is_initialized() or dist.get_world_size() == 1:
             outputs = [output for each in passes for output in each.outputs]
-            update.compares = update.compares or compares_samples(loss, outputs, int(samples))
-            update.couples = update.couples or self._coupling_model(passes)
+            update.loss_compares_samples = update.loss_compares_samples or compares_samples(
+                loss, outputs, int(samples)
+            )
+            update.coupling_model = update.coupling_model or self._coupling_model(passes)
         value = float(loss.detach())
-        seen = (*update.taken[-1:], *update.inputs[-1:])
+        seen = (*update.batches[-1:], *update.model_inputs[-1:])
         empty = any(not taken.weights["samples"] for taken in seen)
         # The mean over no samples is NaN; there is nothing that it could be the loss of.
         update.losses.append(0.0 if empty and math.isnan(value) else value)
-        update.terms.append(terms_of(loss))
+        update.loss_terms.append(terms_of(loss))
         self._beside.left.append({})
         self._weigh(marks.get("divisor", (0.0, ""))[0], passes)
         for each in passes:
-            each.seen.slopes = each.seen.slopes[:0]  # what was derived until here is not the loss
+            each.seen.output_gradients = each.seen.output_gradients[
+                :0
+            ]  # what was derived until here is not the loss
         update.forwards = [*update.forwards, *(each.seen for each in passes)][-_MOST_FORWARDS:]
         self._beside.forwards, self._beside.calls, self._beside.unclipped = [], 0, {}
 
@@ -393,8 +422,8 @@ class Recorder(Callback):
         used = [each for each in passes if any(t.grad_fn in made for t in each.outputs)]
         if not used or used[0] is passes[0]:
             return passes
-        if update.inputs and used[0].taken is not None:
-            update.inputs[-1] = used[0].taken
+        if update.model_inputs and used[0].taken is not None:
+            update.model_inputs[-1] = used[0].taken
         return used
 
     @guarded
@@ -408,11 +437,11 @@ class Recorder(Callback):
                 parts = [part[id(parameter)] for part in left if id(parameter) in part]
                 whole = sum(parts, torch.zeros_like(now))
                 own += [now.equal(whole) or now.equal(parts[-1])] if parts else []
-        update.own_passes.append(bool(own) and all(own))
-        self._beside.taken = len(update.taken)
+        update.local_passes.append(bool(own) and all(own))
+        self._beside.taken = len(update.batches)
 
     def _factor(self) -> float:
-        """See `RankUpdate.factor`."""
+        """See `RankUpdate.gradient_factor`."""
         graded, products = self._beside.graded, np.zeros(3)
         for _, parameter in self.models.parameters():
             if parameter.grad is not None:
@@ -431,7 +460,7 @@ class Recorder(Callback):
         counted = {"divisor of the loss": divisor} if divisor else {}
         if calls:
             counted["labels in the loss"] = sum(call.count for call in calls)
-        self._update.weighed.append(counted)
+        self._update.loss_divisors.append(counted)
         for call in calls:
             for key, value in call.options.items():
                 if isinstance(value, Tensor | float):
@@ -453,7 +482,7 @@ class Recorder(Callback):
             elif kind.startswith(NORM):
                 self._beside.local.add(value)
         number, *draw = marks.get("draw", (0,))
-        self._update.draws += [(draw[0], draw[1])] if number > before else []
+        self._update.loss_draws += [(draw[0], draw[1])] if number > before else []
 
     def clips(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The script clips gradients."""
@@ -463,7 +492,7 @@ class Recorder(Callback):
         norm = clip(*args, **kwargs)
         after = self._gradients().items()
         changed = (not np.array_equal(array, before.get(name, array)) for name, array in after)
-        self._update.calls[-1].acts = any(changed)
+        self._update.calls[-1].has_clipped = any(changed)
         return norm
 
     @guarded
@@ -490,11 +519,11 @@ class Recorder(Callback):
         call = ScriptCall(
             name=name,
             line=user_line() or "",
-            of_graph=known and tensor.requires_grad and torch.is_grad_enabled(),
-            of_model=known and "trained" in marks_of(tensor),
+            carries_gradient=known and tensor.requires_grad and torch.is_grad_enabled(),
+            uses_model_output=known and "trained" in marks_of(tensor),
             gradient_of=owner[0],
-            changed=bool(owner[0]) and self._changed(owner[1], tensor),
-            passes=len(self._update.losses),
+            gradient_changed=bool(owner[0]) and self._changed(owner[1], tensor),
+            passes_before=len(self._update.losses),
             value=value,
             in_step=bool(self._stepping),
             in_function=known and inside_autograd_function(),
@@ -517,9 +546,9 @@ class Recorder(Callback):
 
     def _loses_gradient(self, call: ScriptCall, result: Any) -> None:
         """An all-gather has brought what models returned to be trained, without its gradient."""
-        if call.of_graph:
+        if call.carries_gradient:
             mark(result, gather=call.line)
-        elif call.of_model:
+        elif call.uses_model_output:
             mark(result, detached=call.line)
 
     @guarded
@@ -530,7 +559,10 @@ class Recorder(Callback):
         storage = storage_of(tensor)
         for name, p in self.models.parameters():
             if storage and p.grad is not None and storage_of(p.grad) == storage:
-                self._update.reduced = {**self._update.reduced, **_arrays([(name, p.grad)])}
+                self._update.reduced_in_step = {
+                    **self._update.reduced_in_step,
+                    **_arrays([(name, p.grad)]),
+                }
 
     def _changed(self, parameter: int, gradient: Tensor) -> bool:
         """Whether a gradient is no longer what the backward passes of this update left."""
@@ -548,7 +580,7 @@ class Recorder(Callback):
     @guarded
     def changed_by_hook(self, line: str) -> None:
         """A hook of the script's has changed the gradient of a parameter."""
-        self._update.hook_line = line
+        self._update.gradient_hook_line = line
 
     @guarded
     def wrapped(self, wrapper: DistributedDataParallel) -> None:
@@ -575,27 +607,33 @@ class Recorder(Callback):
         if self._depth > 1:
             return None
         trains = grad and next(module.parameters(), None) is not None
-        if trains and len(update.inputs) == len(update.losses) and self._is_stepped_by_others():
+        if (
+            trains
+            and len(update.model_inputs) == len(update.losses)
+            and self._is_stepped_by_others()
+        ):
             self._close_round()
             update = self._update
         self._beside.present = None
         if id(module) in self.models.averaged and training:
-            update.past_wrapper = update.past_wrapper or user_line() or "somewhere"
+            update.past_wrapper_line = update.past_wrapper_line or user_line() or "somewhere"
         update.wrapped_passes += training and isinstance(module, DistributedDataParallel)
         self._meet(module)
         if trains:
             if not self.models.is_wrapped(module):
-                update.bare_line = update.bare_line or user_line() or ""
-            update.entered = update.entered or self.models.attributes()
-            if not update.begun:
-                update.begun, update.rewritten = True, self._rewritten()
+                update.unwrapped_line = update.unwrapped_line or user_line() or ""
+            update.module_tensors_before = update.module_tensors_before or self.models.attributes()
+            if not update.began_with_forward:
+                update.began_with_forward, update.rewritten_parameters = True, self._rewritten()
                 self._joined = False
-            if not update.losses or len(update.inputs) == len(update.losses):
+            if not update.losses or len(update.model_inputs) == len(update.losses):
                 self._look_between()
-            if len(update.inputs) == len(update.losses):
+            if len(update.model_inputs) == len(update.losses):
                 seen = look_at(inputs, ids=())
-                self._beside.drawn = self._beside.drawn if update.inputs else self._patches.count
-                update.inputs += [seen] if seen.shape else []
+                self._beside.drawn = (
+                    self._beside.drawn if update.model_inputs else self._patches.count
+                )
+                update.model_inputs += [seen] if seen.shape else []
             parts = (part for part in module.modules() if not part.training)
             self._beside.evaluating |= {
                 id(p) for part in parts for p in part.parameters(recurse=False)
@@ -651,20 +689,20 @@ class Recorder(Callback):
         count = self._beside.taken
         closed = replace(
             update,
-            taken=update.taken[:count] or update.inputs,
+            batches=update.batches[:count] or update.model_inputs,
             stepped=False,
             step=self._rounds,
             dtype=str(self._patches.lowest),
-            held=self._beside.began,
+            parameter_sums=self._beside.began,
             frozen=[name for name, parameter in named if not parameter.requires_grad],
-            bare=self.models.bare(),
-            local=self._local_gradients(named),
-            ways=self.branches.since(),
+            unwrapped=self.models.bare(),
+            local_gradients=self._local_gradients(named),
+            branch_outcomes=self.branches.since(),
         )
         self._writer.write(closed)
         self._rounds += 1
         self._begun = min(self._begun, time.monotonic())
-        self._update = RankUpdate(counts=update.counts, taken=update.taken[count:])
+        self._update = RankUpdate(contributes=update.contributes, batches=update.batches[count:])
         self._beside = _Beside()
         self._weighted = False
         self.end_if_enough()
@@ -676,13 +714,13 @@ class Recorder(Callback):
         for number, optimizer in enumerate(self._taken):
             missed = RankUpdate(
                 optimizer=number,
-                kind=type(optimizer).__name__,
+                optimizer_class=type(optimizer).__name__,
                 step=self._taken[optimizer],
                 stepped=False,
                 dtype=str(self._patches.lowest),
-                rates=last.rates,
-                options=last.options,
-                counts=False,
+                learning_rates=last.learning_rates,
+                group_options=last.group_options,
+                contributes=False,
             )
             self._writer.write(missed)
             self._taken[optimizer] += 1
@@ -696,7 +734,7 @@ class Recorder(Callback):
         """
         if self._joined:
             return {}
-        if self._update.begun:
+        if self._update.began_with_forward:
             return self._beside.began
         return {n: sums_of(p) for n, p in self.models.parameters() if not is_sharded(p)}
 
@@ -711,9 +749,9 @@ class Recorder(Callback):
             self._beside.unstepped = {place: sums_of(p) for place, p in unstepped}
             if not self._writer.count:
                 update.initial = _arrays((n, p) for n, p in self.models.parameters() if n in now)
-        elif not update.shifted:
+        elif not update.changed_between_passes:
             changed = (n for n in now if n in began and not np.array_equal(now[n], began[n]))
-            update.shifted = {n: now[n] for n in changed}
+            update.changed_between_passes = {n: now[n] for n in changed}
 
     def _rewritten(self) -> dict[str, Array]:
         if not self._writer.count:  # what tests came to before is no part of a step
@@ -731,9 +769,11 @@ class Recorder(Callback):
         shape = f"{parts[0].dtype} {list(parts[0].shape[1:])}"
         rows = rows_of_tensors(parts[:1], count), rows_of_tensors(parts[1:], count)
         alike = 1 < len(parts) == sum(t.dim() > 0 for t in tensors(inputs))
-        seen = Forward(model=name, shape=shape, inputs=rows[0], beside=rows[1], fits=alike)
+        seen = Forward(
+            model=name, shape=shape, inputs=rows[0], other_inputs=rows[1], rows_are_samples=alike
+        )
         if 0 < parts[0].numel() <= _FEW_VALUES:
-            seen.values = parts[0].detach().double().reshape(count, -1).cpu().clone().numpy()
+            seen.input_values = parts[0].detach().double().reshape(count, -1).cpu().clone().numpy()
         return _Pass(seen)
 
     @guarded
@@ -758,7 +798,9 @@ class Recorder(Callback):
         self._beside.present = None
         present.outputs = found
         mark(found, trained=self._writer.count)
-        present.seen.fits |= bool(whole) or any(not count or not len(t) % count for t in found)
+        present.seen.rows_are_samples |= bool(whole) or any(
+            not count or not len(t) % count for t in found
+        )
         self._beside.forwards = [*self._beside.forwards, present][-_MOST_PIECES:]
         if found and len(whole) == len(found):
             present.seen.outputs = rows_of_tensors(whole, count)
@@ -816,14 +858,16 @@ class Recorder(Callback):
             kept = {name: getattr(self._last, name) for name in _OF_BACKWARD}
             update = self._update = replace(update, **kept)
         named = list(self.models.parameters())
-        update.statistics = [n for n, m in self.models.modules() if id(m) in self._beside.local]
-        update.evaluating = [name for name, p in named if id(p) in self._beside.evaluating]
-        update.unprepared = optimizer not in self.known and self.models.of_prepared(held)
+        update.local_norm_layers = [
+            n for n, m in self.models.modules() if id(m) in self._beside.local
+        ]
+        update.in_eval_mode = [name for name, p in named if id(p) in self._beside.evaluating]
+        update.optimizer_unprepared = optimizer not in self.known and self.models.of_prepared(held)
         if not any(self._taken.values()):
             update.initial = {**_arrays(named), **update.initial}
-        update.factor = self._factor()
+        update.gradient_factor = self._factor()
         early = (n for n in self._beside.made if n < self._stepped.get(optimizer, 0))
-        update.carried = next((self._beside.made[n] for n in early), "")
+        update.earlier_outputs_line = next((self._beside.made[n] for n in early), "")
         gradients = _arrays((n, p.grad) for n, p in named if id(p) in held and p.grad is not None)
         _silence(gradients, [p for n, p in named if n in gradients])
         for gradient in (p.grad for _, p in named if p.grad is not None):
@@ -834,28 +878,31 @@ class Recorder(Callback):
         }
         update.frozen = [name for name, parameter in named if not parameter.requires_grad]
         whole = {name: sums_of(p) for name, p in named if not is_sharded(p)}
-        update.held = {**whole, **self._beside.began}
-        update.unstepped = self._beside.unstepped
-        update.attributes, update.comm_hook = self.models.attributes(), self.models.comm_hook
-        update.state = {
+        update.parameter_sums = {**whole, **self._beside.began}
+        update.unstepped_sums = self._beside.unstepped
+        update.module_tensors, update.comm_hook_line = (
+            self.models.attributes(),
+            self.models.comm_hook,
+        )
+        update.optimizer_state = {
             f"{name}/{key}": np.array([*sums_of(value), value.numel()])
             for name, p in named
             for key, value in optimizer.state.get(p, {}).items()
             if isinstance(value, Tensor) and not is_sharded(value)
         }
         drawn = marks_of([p.grad for _, p in named if p.grad is not None]).get("draw", (0, ""))
-        update.gradient_draw = drawn[1] if drawn[0] > self._drawn_before else ""
-        update.options = [_options(group) for group in optimizer.param_groups]
+        update.gradient_draw_line = drawn[1] if drawn[0] > self._drawn_before else ""
+        update.group_options = [_options(group) for group in optimizer.param_groups]
         groups = [group for group in optimizer.param_groups if "lr" in group]
-        update.rates = [float(group["lr"]) for group in groups]
-        update.rate_lines = [getattr(group, "line", "") for group in groups]
-        update.not_averaged, update.bare = self.models.not_averaged(), self.models.bare()
-        update.averaged_over = self.models.averaged_over
+        update.learning_rates = [float(group["lr"]) for group in groups]
+        update.learning_rate_lines = [getattr(group, "line", "") for group in groups]
+        update.unknown_to_ddp, update.unwrapped = self.models.not_averaged(), self.models.bare()
+        update.ddp_ranks = self.models.averaged_over
         seen, self._ahead = self._fetched.only_seen, self._fetched.ahead()
         others = set(map(id, (*seen, *self._ahead)))
-        update.taken = [taken for taken in update.taken if id(taken) not in others]
-        if not update.taken:  # these may be made from the batch, so they are not compared with it
-            update.taken = update.inputs
+        update.batches = [taken for taken in update.batches if id(taken) not in others]
+        if not update.batches:  # these may be made from the batch, so they are not compared with it
+            update.batches = update.model_inputs
 
     @guarded
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -864,27 +911,27 @@ class Recorder(Callback):
             return
         update, held = self._update, set(map(id, parameters_of(optimizer)))
         update.optimizer = list(self._taken).index(optimizer)
-        update.kind = type(optimizer).__name__
+        update.optimizer_class = type(optimizer).__name__
         update.step, update.dtype = self._taken[optimizer], str(self._patches.lowest)
         named = list(self.models.parameters())
         if optimizer in self.models.built:
-            update.built = self.models.built.index(optimizer)
+            update.construction_index = self.models.built.index(optimizer)
         name_of = {id(parameter): name for name, parameter in named}
-        update.holds = [name_of.get(id(p), "") for p in parameters_of(optimizer)]
-        update.local = self._local_gradients(named) or update.local
+        update.optimizer_parameters = [name_of.get(id(p), "") for p in parameters_of(optimizer)]
+        update.local_gradients = self._local_gradients(named) or update.local_gradients
         self._last = replace(update)
         update.parameters = _arrays((n, p) for n, p in named if id(p) in held)
         update.buffers = _arrays(self.models.buffers())
         writes, self._patches.writes = self._patches.writes, {}
         places = self._watch_writes().items()
-        update.written = {name: writes[place] for name, place in places if place in writes}
-        update.ways = self.branches.since()
+        update.write_stacks = {name: writes[place] for name, place in places if place in writes}
+        update.branch_outcomes = self.branches.since()
         self.models.left.update(update.parameters)
         self._writer.write(update, self._micro_batch.replica)
         self._stepped[optimizer] = self._writer.count
         self._taken[optimizer] += self._micro_batch.replica is None or self._micro_batch.last
         self._begun = min(self._begun, time.monotonic())
-        self._update = RankUpdate(counts=update.counts, taken=self._ahead)
+        self._update = RankUpdate(contributes=update.contributes, batches=self._ahead)
         self._beside = _Beside()
         self.begins_anew()
         self._weighted = False
@@ -906,7 +953,7 @@ class Recorder(Callback):
         done = max(self._taken.values(), default=self._rounds)
         way, micro = self._way, self._micro_batch
         late = way.seconds is not None and time.monotonic() > self._begun + way.seconds
-        others = micro.replica is not None and (self._update.taken or not micro.last)
+        others = micro.replica is not None and (self._update.batches or not micro.last)
         if not others and (done >= way.steps or (done >= LEAST_STEPS and late)):
             self.until = f"step {done}{self._place}"
             raise Finished(0)
@@ -925,7 +972,7 @@ class Recorder(Callback):
         self._patches.watched = frozenset(places.values()) - {0}
         return places
 
-    def _take(self, loader: Any, taken: Taken, number: int) -> None:
+    def _take(self, loader: Any, taken: Batch, number: int) -> None:
         self._weighted = False
         self._passes.setdefault(loader, 0)
         taken.loader = list(self._passes).index(loader)
@@ -933,7 +980,7 @@ class Recorder(Callback):
         with suppress(TypeError):  # a stream has no length
             self._place += f"{len(loader)} of "
         self._place += f"epoch {taken.epoch + 1}"
-        self._update.taken.append(taken)
+        self._update.batches.append(taken)
         self._patches.watch_draws()
         self.begins_anew()
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.verify.compare import Array, Forward, RankUpdate, Update, largest
+from lockstep.verify.tolerance import Array, largest
+from lockstep.verify.training_record import Forward, RankUpdate, Update
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def followed(updates: Sequence[Update], *others: Sequence[Update]) -> list[Updat
         others: of those with which it is compared; what fits on all ranks of all is followed.
     """
     forwards = [f for run in (updates, *others) for u in run for rank in u for f in rank.forwards]
-    unfit = {_class_of(forward) for forward in forwards if not forward.fits}
+    unfit = {_class_of(forward) for forward in forwards if not forward.rows_are_samples}
     return [Update(_without(rank, unfit) for rank in u) for u in updates] if unfit else [*updates]
 
 
@@ -71,11 +72,11 @@ def _class_of(forward: Forward) -> str:
 
 
 def _without(rank: RankUpdate, unfit: Set[str]) -> RankUpdate:
-    inputs = [replace(taken, contents=()) for taken in rank.inputs]
-    taken = [replace(t, contents=()) if t.ids is None else t for t in rank.taken]
-    taken = inputs if rank.taken == rank.inputs else taken
+    inputs = [replace(taken, contents=()) for taken in rank.model_inputs]
+    taken = [replace(t, contents=()) if t.ids is None else t for t in rank.batches]
+    taken = inputs if rank.batches == rank.model_inputs else taken
     kept = [forward for forward in rank.forwards if _class_of(forward) not in unfit]
-    return replace(rank, forwards=kept, inputs=inputs, taken=taken)
+    return replace(rank, forwards=kept, model_inputs=inputs, batches=taken)
 
 
 def rows_of(one: Update, many: Update) -> list[Rows]:
@@ -91,13 +92,13 @@ def tables(update: Update) -> dict[str, tuple[Forward, Array]]:
     """By model, all samples in the order of ranks, and the rank of each."""
     found: dict[str, list[tuple[int, Forward]]] = defaultdict(list)
     for number, rank in enumerate(update):
-        for forward in rank.forwards if rank.counts else ():
+        for forward in rank.forwards if rank.contributes else ():
             found[forward.model].append((number, forward))
     return {model: _joined(each) for model, each in found.items()}
 
 
 def _joined(each: Sequence[tuple[int, Forward]]) -> tuple[Forward, Array]:
-    kinds = ("inputs", "beside", "outputs", "slopes", "targets", "values")
+    kinds = ("inputs", "other_inputs", "outputs", "output_gradients", "targets", "input_values")
     arrays: dict[str, Any] = {k: np.zeros((0, 2)) for k in kinds}
     for kind in kinds:
         found = [getattr(forward, kind) for _, forward in each]
@@ -126,7 +127,7 @@ def _pairs(one: Forward, many: Forward) -> Array:
     order = np.argsort(many.inputs[:, 0], kind="stable")
     firsts = many.inputs[order, 0]
     free, found = np.ones(len(order), dtype=bool), []
-    kinds = ("inputs", "beside", "outputs", "targets")
+    kinds = ("inputs", "other_inputs", "outputs", "targets")
     known = [k for k in kinds if len(getattr(one, k)) == len(one.inputs)]
     known = [k for k in known if len(getattr(many, k)) == len(many.inputs)]
     a, b = (np.concatenate([getattr(f, k) for k in known], axis=1) for f in (one, many))

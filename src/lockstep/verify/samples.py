@@ -13,18 +13,10 @@ from typing import Any
 import numpy as np
 
 from lockstep.verify.catalogue import Cause, shown
-from lockstep.verify.compare import (
-    Array,
-    Divergence,
-    Forward,
-    Sample,
-    Update,
-    contents_that_differ,
-    largest,
-    same_samples,
-    scale_of,
-)
+from lockstep.verify.compare import Divergence, contents_that_differ, same_samples
 from lockstep.verify.rows import Rows, near_rows, rows_of, tables
+from lockstep.verify.tolerance import Array, largest, scale_of
+from lockstep.verify.training_record import Forward, Sample, Update
 
 Identity = Callable[[Update], list[Sample] | None]
 
@@ -32,22 +24,22 @@ Identity = Callable[[Update], list[Sample] | None]
 def of_samples(case: Divergence) -> Cause:
     """Other samples than one process trains, by their indices or their contents."""
     # Where indices and contents differ, the contents say more: ranks may have other datasets.
-    by_content = same_samples(case.one, case.many)[1] is not None
+    by_content = same_samples(case.expected, case.actual)[1] is not None
     identity: Identity = Update.contents if by_content else Update.indices
-    expected, found = Counter(identity(case.one)), Counter(identity(case.many))
+    expected, found = Counter(identity(case.expected)), Counter(identity(case.actual))
     total, wanted = found.total(), expected.total()
-    numbers = f"one process trained {wanted} samples in this step, {case.size} trained {total}"
+    numbers = f"one process trained {wanted} samples in this step, {case.num_ranks} trained {total}"
     if skips := _skipped(case):
         return Cause("LS405", (numbers, *skips))
-    before = _all(case.other[: case.update], identity).keys() - expected.keys()
+    before = _all(case.parallel_run[: case.update_index], identity).keys() - expected.keys()
     again = [s for s, n in found.items() if n > max(1, expected[s]) or s in before]
     again = again if {*(found - expected)} <= {*again} else []
     if again:
-        per_rank = [Counter(identity(Update([rank]))) for rank in case.many if rank.counts]
+        per_rank = [Counter(identity(Update([rank]))) for rank in case.actual if rank.contributes]
         every = all(one == per_rank[0] for one in per_rank)
         what = "every rank trained the same ones" if every else _which(again, case)
         text = f"{len(again)} of them were trained before, or by several ranks: {what}"
-        stream = all(batch.iterable for batch in case.many.batches)
+        stream = all(batch.iterable for batch in case.actual.batches)
         return Cause("LS108" if stream else "LS101", (numbers, text))
     if wanted and total > wanted and total % wanted == 0:
         text = f"the global batch is {total // wanted} times as large, in as few steps"
@@ -61,7 +53,7 @@ def of_samples(case: Divergence) -> Cause:
     if twice := _on_several_ranks(case, of_ranks):
         return Cause("LS105", (numbers, *twice))
     text = "over all steps compared they are the same samples"
-    if _all(case.reference, identity) != _all(case.other, identity):
+    if _all(case.reference_run, identity) != _all(case.parallel_run, identity):
         other = (found - expected).total()
         text = f"{other} of them are in another step of one process, or in none"
     return Cause("LS109", (numbers, text))
@@ -72,11 +64,11 @@ def _skipped(case: Divergence) -> list[str]:
 
     It goes by other numbers of backward passes before this step, which are not always as many.
     """
-    ranks = [*case.one, *(rank for rank in case.many if rank.counts)]
+    ranks = [*case.expected, *(rank for rank in case.actual if rank.contributes)]
     passes = [len(rank.losses) for rank in ranks]
     always = [
         len({len(update[n].losses) for update in run}) == 1
-        for run in (case.reference, case.other)
+        for run in (case.reference_run, case.parallel_run)
         for n in range(len(run[0]))
     ]
     if all(always) or len({*passes}) == 1 or 0 in passes:
@@ -93,19 +85,25 @@ def of_contents(case: Divergence) -> Cause:
     has all as it is on one process and by the absence of draws. A private generator that is seeded
     by the rank looks like LS104 where rank 0 reads what one process reads first.
     """
-    samples = contents_that_differ(case.one, case.many)
+    samples = contents_that_differ(case.expected, case.actual)
     text = f"{len(samples)} samples have other content under the same index: {shown(samples)}"
-    reference = [batch for update in case.reference for rank in update for batch in rank.taken]
+    reference = [
+        batch for update in case.reference_run for rank in update for batch in rank.batches
+    ]
     known = {digest for batch in reference for digest in batch.contents}
-    batches = [batch for rank in case.many for batch in rank.taken]
+    batches = [batch for rank in case.actual for batch in rank.batches]
     pairs = (pair for b in batches for pair in zip(b.ids or (), b.contents, strict=False))
     other = [digest for sample, digest in pairs if sample in samples]
     moved = sum(digest in known for digest in other)
     if 2 * moved >= len(other):
         where = f"{moved} of them stand under another index on one process"
         return Cause("LS105", (text, where))
-    drawn = [rank.taken[0].drawn for rank in case.many if rank.taken]
-    if not any(drawn) and case.size > 1 and not contents_that_differ(case.one, case.many[:1]):
+    drawn = [rank.batches[0].random_draws for rank in case.actual if rank.batches]
+    if (
+        not any(drawn)
+        and case.num_ranks > 1
+        and not contents_that_differ(case.expected, case.actual[:1])
+    ):
         return Cause("LS104", (text, "rank 0 has the content of one process, other ranks have not"))
     if any(batch.workers for batch in batches):
         return Cause("LS107", (text, "worker processes read them, whose draws are not seen"))
@@ -124,7 +122,7 @@ def _which(samples: Iterable[Sample], case: Divergence) -> str:
     """Samples by their indices on one process, where those are known."""
     index_of = {
         content: index
-        for update in case.reference
+        for update in case.reference_run
         for content, index in zip(update.contents() or (), update.indices() or (), strict=False)
     }
     return shown([index_of.get(sample, sample) for sample in samples])
@@ -140,8 +138,11 @@ def draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
     Where each sample has a draw of its own, the last one of a rank is not the last one of one
     process: these may be the same numbers all the same.
     """
-    one, many = (Counter(d for rank in each for d in rank.draws) for each in (case.one, case.many))
-    return [draw for draw in {**many, **one} if many[draw] != one[draw] * case.size]
+    one, many = (
+        Counter(d for rank in each for d in rank.loss_draws)
+        for each in (case.expected, case.actual)
+    )
+    return [draw for draw in {**many, **one} if many[draw] != one[draw] * case.num_ranks]
 
 
 def draws_of(case: Divergence) -> list[str]:
@@ -149,8 +150,8 @@ def draws_of(case: Divergence) -> list[str]:
 
     What one process and several have both drawn for this step are no other numbers.
     """
-    drawn_by_one = frozenset[str]().union(*(rank.drawn for rank in case.one))
-    drawn_by_many = frozenset[str]().union(*(rank.drawn for rank in case.many))
+    drawn_by_one = frozenset[str]().union(*(rank.drawn_digests for rank in case.expected))
+    drawn_by_many = frozenset[str]().union(*(rank.drawn_digests for rank in case.actual))
     drawn_by_both = drawn_by_one & drawn_by_many
     text = "the loss is made of random numbers, drawn for this step: {}"
     for line, numbers in draws_that_may_differ(case):
@@ -172,17 +173,17 @@ def statistics_of(case: Divergence) -> list[str]:
 def _numbers_of(case: Divergence) -> list[str]:
     """Statistics over each rank's own samples that became numbers before the loss, in words."""
     text = "each rank's own samples alone gave a number, before the loss was made"
-    return _other_numbers(case, "numbers", text)
+    return _other_numbers(case, "scalar_statistics", text)
 
 
 def _other_numbers(case: Divergence, what: str, text: str) -> list[str]:
     """Of numbers by line, the first lines that have another one on some rank, in words."""
     lines = [
         line
-        for line, number in getattr(case.one[0], what).items()
-        for rank in case.many
-        if case.size > 1 and (own := getattr(rank, what).get(line)) is not None
-        if not math.isclose(number, own, rel_tol=case.exact, abs_tol=1e-12)
+        for line, number in getattr(case.expected[0], what).items()
+        for rank in case.actual
+        if case.num_ranks > 1 and (own := getattr(rank, what).get(line)) is not None
+        if not math.isclose(number, own, rel_tol=case.max_error, abs_tol=1e-12)
     ]
     return [f"{text}: {line}" for line in dict.fromkeys(lines)][:2]
 
@@ -196,22 +197,27 @@ def of_inputs(case: Divergence) -> Cause | None:
     rank drew for itself; LS106 and LS308 by random numbers; LS111 is what is left. A model that
     rightly gets a constant would look like LS101.
     """
-    batches = [batch for rank in (*case.one, *case.many) for batch in rank.taken]
-    one, many = inputs_of(case.one), inputs_of(case.many)
+    batches = [batch for rank in (*case.expected, *case.actual) for batch in rank.batches]
+    one, many = inputs_of(case.expected), inputs_of(case.actual)
     unloaded = not any(batch.ids is None or batch.ids for batch in batches)
     if one and many and unloaded:
         wanted, total = sum(map(Counter.total, one)), sum(map(Counter.total, many))
-        numbers = f"one process computed {wanted} inputs in this step, {case.size} computed {total}"
+        numbers = (
+            f"one process computed {wanted} inputs in this step, {case.num_ranks} computed {total}"
+        )
         if repeated(many):
             return Cause("LS101", (numbers, "no DataLoader made them, and every rank had the same"))
-        if total == wanted * case.size > wanted and len({batch.shape for batch in batches}) == 1:
+        if (
+            total == wanted * case.num_ranks > wanted
+            and len({batch.shape for batch in batches}) == 1
+        ):
             return Cause("LS110", (numbers, "no DataLoader made them"))
-    if any(batch.drawn or batch.workers for batch in batches):
+    if any(batch.random_draws or batch.workers for batch in batches):
         return None
-    for number, rows in enumerate(rows_of(case.one, case.many)):
+    for number, rows in enumerate(rows_of(case.expected, case.actual)):
         if rows.missing or rows.more.size:
             return _of_other_rows(case, rows, whole=unloaded and not number)
-        beside, outputs = rows.differ("beside"), rows.differ("outputs").any()
+        beside, outputs = rows.differ("other_inputs"), rows.differ("outputs").any()
         if beside.any() and outputs:
             seen = _beside(rows, beside)
             return of_draws(case, seen) or Cause("LS111", (seen, *statistics_of(case)))
@@ -231,11 +237,11 @@ def _of_other_rows(case: Divergence, rows: Rows, *, whole: bool) -> Cause:
     place, model = rows.more, rows.model
     wanted, total = len(rows.one.inputs), len(rows.many.inputs)
     numbers = (
-        f"{model}: {wanted} inputs on one process, {total} on {case.size}; "
+        f"{model}: {wanted} inputs on one process, {total} on {case.num_ranks}; "
         f"{len(rows.pairs[0])} are the same"
     )
     again = near_rows(rows.many.inputs[place], rows.one.inputs)
-    steps = [forward for update in case.reference for forward, _ in tables(update).values()]
+    steps = [forward for update in case.reference_run for forward, _ in tables(update).values()]
     known = [f for f in steps if (f.model, f.shape) == (model, rows.one.shape)]
     inputs = np.concatenate([f.inputs for f in known])
     elsewhere = again | near_rows(rows.many.inputs[place], inputs)
@@ -268,7 +274,7 @@ def _shifted(rows: Rows) -> bool:
 
     The samples are to be in the order of one process, in slices or in turns.
     """
-    one, many = rows.one.values, rows.many.values
+    one, many = rows.one.input_values, rows.many.input_values
     if one.shape != many.shape or not one.size:
         return False
     ranks = [many[rows.ranks == rank] for rank in np.unique(rows.ranks)]
@@ -296,8 +302,8 @@ def _affine(one: Array, many: Array) -> bool:
 def _on_several_ranks(case: Divergence, ranks_of: Callable[[Update], Sequence[Any]]) -> list[str]:
     """Samples that several ranks trained, and one process once, until it began anew; in words."""
     known: Counter[Any] = Counter()
-    trained: list[set[Any]] = [set() for _ in range(case.size)]
-    for one, many in zip(case.reference, case.other, strict=False):
+    trained: list[set[Any]] = [set() for _ in range(case.num_ranks)]
+    for one, many in zip(case.reference_run, case.parallel_run, strict=False):
         new = sum(map(Counter, ranks_of(one)), Counter[Any]())
         if max((new + known).values(), default=0) > 1:
             break
@@ -311,7 +317,7 @@ def _on_several_ranks(case: Divergence, ranks_of: Callable[[Update], Sequence[An
 
 def _drawn_apart(case: Divergence) -> list[str]:
     """Lines at which the ranks drew other numbers from one another; empty: they did not."""
-    each = [dict(rank.draws) for rank in case.many if rank.counts]
+    each = [dict(rank.loss_draws) for rank in case.actual if rank.contributes]
     shared = set(each[0]).intersection(*each[1:]) if each else set()
     return sorted(line for line in shared if len({own[line] for own in each}) > 1)[:1]
 
@@ -324,7 +330,7 @@ def of_draws(case: Divergence, *seen: str) -> Cause | None:
     draws = draws_of(case)
     if not draws:
         return None
-    each = [Counter(rank.draws) for rank in case.many if rank.counts]
+    each = [Counter(rank.loss_draws) for rank in case.actual if rank.contributes]
     if len(each) > 1 and each[0] and all(own == each[0] for own in each):
         return Cause("LS106", (*seen, *draws, "all ranks drew the same numbers"))
     return Cause("LS308", (*seen, *draws))
@@ -337,9 +343,9 @@ def of_outputs(case: Divergence) -> Cause | None:
     samples, and by ranks that exchanged nothing before the backward pass; LS309 by tensors that
     the model keeps. Something else may be wrong besides.
     """
-    every = rows_of(case.one, case.many)
+    every = rows_of(case.expected, case.actual)
     for rows in every:
-        if rows.both("outputs") is None and (beside := rows.differ("beside")).any():
+        if rows.both("outputs") is None and (beside := rows.differ("other_inputs")).any():
             return Cause("LS111", (_beside(rows, beside),))
     other = next((each for each in every if each.differ("outputs").any()), None)
     if other is None:
@@ -347,7 +353,7 @@ def of_outputs(case: Divergence) -> Cause | None:
     differ = other.differ("outputs")
     count = f"{differ.sum()} of {len(differ)} inputs"
     seen = f"{other.model}: for {count} it returned something else than on one process"
-    if case.one.first("couples") and not _exchanged(case):
+    if case.expected.first("coupling_model") and not _exchanged(case):
         text = "on one process its output for a sample follows from the others of the batch"
         return Cause("LS208", (seen, text, "no rank exchanged anything in the forward pass"))
     if kept := _kept(case):
@@ -358,15 +364,17 @@ def of_outputs(case: Divergence) -> Cause | None:
 
 def _of_streams(case: Divergence, *seen: str) -> Cause | None:
     """LS308: random numbers that are not torch's were drawn for this step."""
-    ranks = (*case.one, *case.many)
-    kinds = dict.fromkeys(kind for rank in ranks for kind in rank.streams)
+    ranks = (*case.expected, *case.actual)
+    kinds = dict.fromkeys(kind for rank in ranks for kind in rank.random_streams)
     text = "random numbers were drawn for this step, after its batch, from"
     return Cause("LS308", (*seen, f"{text} {' and '.join(kinds)}")) if kinds else None
 
 
 def _exchanged(case: Divergence) -> bool:
-    calls = (call for rank in case.many for call in rank.calls)
-    return any(call.passes < case.many.backward_passes and not call.gradient_of for call in calls)
+    calls = (call for rank in case.actual for call in rank.calls)
+    return any(
+        call.passes_before < case.actual.backward_passes and not call.gradient_of for call in calls
+    )
 
 
 def _kept(case: Divergence) -> list[str]:
@@ -375,13 +383,17 @@ def _kept(case: Divergence) -> list[str]:
     And those that have a part of the size, for a part of the samples, but are alike on all ranks.
     """
     found: dict[str, None] = {}
-    for what in ("entered", "attributes", "buffers"):
-        expected = case.one.merged(what)
+    for what in ("module_tensors_before", "module_tensors", "buffers"):
+        expected = case.expected.merged(what)
         for name, array in expected.items():
-            own = [getattr(rank, what)[name] for rank in case.many if name in getattr(rank, what)]
+            own = [getattr(rank, what)[name] for rank in case.actual if name in getattr(rank, what)]
             sized = what != "buffers"
             same = all(a.shape == array.shape and (not sized or a[-1] == array[-1]) for a in own)
-            part = sized and case.size > 1 and all(a[-1] * case.size == array[-1] > 0 for a in own)
+            part = (
+                sized
+                and case.num_ranks > 1
+                and all(a[-1] * case.num_ranks == array[-1] > 0 for a in own)
+            )
             alike = part and len(own) > 1 and own[0].any() and not np.ptp(own, axis=0).any()
             wrong = (case.tolerance.differ(array, a, scale_of(expected)) for a in own)
             if (same and any(wrong)) or (alike and own[0][1]):
@@ -391,7 +403,9 @@ def _kept(case: Divergence) -> list[str]:
 
 def of_padding(case: Divergence) -> Cause | None:
     """LS111: inputs that are the same but for what ends each row, as of batches padded apart."""
-    rows = [[f.values for f in update] for update in (_first(case.one), _first(case.many))]
+    rows = [
+        [f.input_values for f in update] for update in (_first(case.expected), _first(case.actual))
+    ]
     if not all(rows) or any(a.size == 0 for each in rows for a in each):
         return None
     width = max(a.shape[1] for each in rows for a in each)
@@ -411,7 +425,7 @@ def of_padding(case: Divergence) -> Cause | None:
 
 def _first(update: Update) -> list[Forward]:
     """The first forward passes of the ranks."""
-    return [rank.forwards[0] for rank in update if rank.counts and rank.forwards]
+    return [rank.forwards[0] for rank in update if rank.contributes and rank.forwards]
 
 
 def of_loss(case: Divergence) -> Cause | None:
@@ -422,7 +436,7 @@ def of_loss(case: Divergence) -> Cause | None:
     the outputs that are those of one process but for a number for each sample; LS208 by what each
     rank took over its own samples, unless random numbers may be the cause.
     """
-    every = rows_of(case.one, case.many)
+    every = rows_of(case.expected, case.actual)
     if not every or any(rows.differ("outputs").any() for rows in every):
         return None
     targets = every[0].differ("targets")
@@ -430,19 +444,19 @@ def of_loss(case: Divergence) -> Cause | None:
         count = f"{targets.sum()} of {len(targets)} samples with the same inputs"
         told = f"the loss was given other targets for {count}"
         return Cause("LS112", (told, *statistics_of(case)))
-    if carried := case.many.first("carried"):
+    if carried := case.actual.first("earlier_outputs_line"):
         text = "the loss is made of what models returned in earlier steps, which no rank exchanged"
         return Cause("LS309", (f"{text}: {carried}", "outputs of this step are the same"))
-    expected, found = case.one.merged("loss_options"), case.many.merged("loss_options")
+    expected, found = case.expected.merged("loss_options"), case.actual.merged("loss_options")
     options = [
         name
         for name, array in expected.items()
-        for rank in case.many
+        for rank in case.actual
         if name in rank.loss_options and case.tolerance.differ(array, rank.loss_options[name], 0.0)
     ]
     if options and expected.keys() == found.keys():
         return Cause("LS212", (f"not that of one process is {options[0]}", *statistics_of(case)))
-    weighs = next(filter(None, (_weights_of_samples(rows, case.size) for rows in every)), ())
+    weighs = next(filter(None, (_weights_of_samples(rows, case.num_ranks) for rows in every)), ())
     known = all(rows.both("outputs") is not None for rows in every)
     took = statistics_of(case) or _numbers_of(case)
     if known and took and not draws_that_may_differ(case):
@@ -453,7 +467,7 @@ def of_loss(case: Divergence) -> Cause | None:
 
 def _weights_of_samples(rows: Rows, size: int) -> tuple[str, ...]:
     """How otherwise samples weigh, in words; empty: that is not all, or they do not."""
-    both = rows.both("slopes")
+    both = rows.both("output_gradients")
     if both is None or not len(both[0]):
         return ()
     one, many = both[0], both[1] / size
@@ -478,15 +492,15 @@ def _weights_of_samples(rows: Rows, size: int) -> tuple[str, ...]:
 
 def inputs_of(update: Update) -> list[Counter[str]]:
     """What the models of each rank were called with; empty: it is not known."""
-    ranks = [rank for rank in update if rank.counts and rank.inputs]
-    if any(not batch.contents for rank in ranks for batch in rank.inputs):
+    ranks = [rank for rank in update if rank.contributes and rank.model_inputs]
+    if any(not batch.contents for rank in ranks for batch in rank.model_inputs):
         return []
-    return [Counter(c for batch in rank.inputs for c in batch.contents) for rank in ranks]
+    return [Counter(c for batch in rank.model_inputs for c in batch.contents) for rank in ranks]
 
 
 def inputs_differ(case: Divergence) -> bool:
     """Whether models were called with other inputs than on one process; rounding is passed over."""
-    every = rows_of(case.one, case.many)
+    every = rows_of(case.expected, case.actual)
     return any(rows.missing or rows.more.size for rows in every)
 
 
@@ -497,15 +511,17 @@ def repeated(ranks: Sequence[Counter[str]]) -> bool:
 
 def what_is_equal(case: Divergence) -> list[str]:
     """How far the way of the samples is that of one process, in words; empty: it is not known."""
-    words, every = [], rows_of(case.one, case.many)
+    words, every = [], rows_of(case.expected, case.actual)
     outputs = [rows.differ("outputs") for rows in every]
     if outputs and all(map(len, outputs)):
         wrong = [r.model for r, differ in zip(every, outputs, strict=True) if differ.any()]
         same = "for each sample the models returned the same; it is the loss, or later"
         other = f"for the same inputs something else was returned by {shown(wrong)}"
         words.append(other if wrong else same)
-    if case.update:
-        kept = sorted({name.partition("/")[2] for rank in case.many for name in rank.entered})
+    if case.update_index:
+        kept = sorted(
+            {name.partition("/")[2] for rank in case.actual for name in rank.module_tensors_before}
+        )
         text = "until here all steps are equal, so it may be what is carried from step to step"
         words.append(f"{text}: {shown(kept)}" if kept else text)
     return words

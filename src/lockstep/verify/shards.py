@@ -15,21 +15,20 @@ from typing import Any
 import numpy as np
 
 from lockstep.verify.catalogue import plain, shown
-from lockstep.verify.compare import (
-    FLOAT64,
-    LARGEST,
-    SIZE,
-    Array,
-    RankUpdate,
-    Tolerance,
-    Update,
-    of_tensors,
-    scale_of,
-)
+from lockstep.verify.compare import tensor_differences
+from lockstep.verify.tolerance import FLOAT64, Array, Tolerance, scale_of
+from lockstep.verify.training_record import LARGEST, SIZE, RankUpdate, Update
 
-_WHOLE = ("initial", "gradients", "reduced", "unclipped", "parameters", "rewritten")
+_WHOLE = (
+    "initial",
+    "gradients",
+    "reduced_in_step",
+    "unclipped",
+    "parameters",
+    "rewritten_parameters",
+)
 """Where tensors are recorded as they are, so that parts of them can be joined."""
-_SUMS = ("held", "shifted", "state")
+_SUMS = ("parameter_sums", "changed_between_passes", "optimizer_state")
 """Where sums over tensors are recorded, which those of parts do not give."""
 _LOOSE = "/"
 """How the names of parameters begin that an optimizer has and no model."""
@@ -141,7 +140,7 @@ def _stay_apart(name: str, other: Sequence[Update]) -> bool:
     """
     calls = [call for update in other for call in update.calls]
     averaged = any(call.gradient_of == name for call in calls)
-    if averaged or not all(name in rank.bare for rank in other[0]):
+    if averaged or not all(name in rank.unwrapped for rank in other[0]):
         return False
     for update in other:
         used = [rank.gradients[name] for rank in update if name in rank.gradients]
@@ -156,8 +155,8 @@ def _hands_on(update: Update) -> bool:
     What is only shown, such as the losses of all ranks, is gathered too, but no loss is made of it.
     """
     passes = update.backward_passes
-    before = [call for call in update.calls if call.passes < passes and not call.gradient_of]
-    gathered = bool(update.first("gathered") or update.first("detached"))
+    before = [call for call in update.calls if call.passes_before < passes and not call.gradient_of]
+    gathered = bool(update.first("gather_line") or update.first("detached_gather_line"))
     return gathered or any(call.name in _MOVES or call.in_function for call in before)
 
 
@@ -190,17 +189,19 @@ def _replaced(
     for what in _SUMS:
         sums = getattr(rank, what)
         new[what] = {n: sums[n] for n in sums if not {n, n.rpartition("/")[0]} & gone}
-    new["local"] = [{n: part[n] for n in part if n not in gone} for part in rank.local]
+    new["local_gradients"] = [
+        {n: part[n] for n in part if n not in gone} for part in rank.local_gradients
+    ]
     return replace(rank, **new)
 
 
 def _without_copies(update: Update) -> Update:
     """Ranks that hold parts of one model are given the same samples, which count once."""
-    first = [taken.contents for taken in update[0].taken]
-    same = all([taken.contents for taken in rank.taken] == first for rank in update)
+    first = [taken.contents for taken in update[0].batches]
+    same = all([taken.contents for taken in rank.batches] == first for rank in update)
     if not same:
         return update
-    return Update([update[0], *(replace(rank, counts=False) for rank in update[1:])])
+    return Update([update[0], *(replace(rank, contributes=False) for rank in update[1:])])
 
 
 # Updates that are right all the same
@@ -229,7 +230,7 @@ def outcomes_agree(
     if not count or len(reference) != len(other):
         return False
     both = list(zip(reference, other, strict=True))
-    states = [(one[0].held, [rank.held for rank in many]) for one, many in both]
+    states = [(one[0].parameter_sums, [rank.parameter_sums for rank in many]) for one, many in both]
     states.append((finals[0][0] if finals[0] else {}, [*finals[1]]))
     known = 0
     for held, ranks in states[1:]:
@@ -250,8 +251,8 @@ def _keep_the_same(one: Update, many: Update, tolerance: Tolerance) -> bool:
 
     Of slices the largest value of all is compared, for which their sums do not tell.
     """
-    for name, sums in one[0].state.items():
-        ranks = [rank.state[name] for rank in many if name in rank.state]
+    for name, sums in one[0].optimizer_state.items():
+        ranks = [rank.optimizer_state[name] for rank in many if name in rank.optimizer_state]
         whole = [own for own in ranks if own[SIZE] == sums[SIZE]]
         if any(tolerance.differ(sums, own, 0.0) for own in whole):
             return False
@@ -301,11 +302,11 @@ def without_steps(updates: Sequence[Update]) -> list[Update]:
                 rank,
                 gradients={},
                 unclipped={},
-                reduced={},
+                reduced_in_step={},
                 parameters={},
                 losses=rank.losses,
                 initial=_of_models(rank.initial),
-                held=_of_models(rank.held),
+                parameter_sums=_of_models(rank.parameter_sums),
             )
             for rank in update
         )
@@ -319,7 +320,7 @@ def differs_in_steps(
     """Whether gradients or parameters of some step are not those of one process."""
     both = zip(reference, other, strict=False)
     return any(
-        any(of_tensors(what, one, many, tolerance))
+        any(tensor_differences(what, one, many, tolerance))
         for one, many in both
         for what in ("initial", "gradients", "parameters")
     ) or any(many.replicas_that_differ() for many in other)

@@ -18,15 +18,11 @@ from lockstep.verify.branches import ways_of_ranks
 from lockstep.verify.catalogue import ENTRIES, Cause, cure_lines, plain, shown
 from lockstep.verify.causes import KINDS, cause_of, patterns
 from lockstep.verify.compare import (
-    FLOAT64,
     Divergence,
-    RankUpdate,
-    Tolerance,
-    Update,
-    comparable,
-    divergences,
-    of_tensors,
-    rates_differ,
+    find_divergences,
+    learning_rates_differ,
+    num_comparable_updates,
+    tensor_differences,
     tolerance_of,
 )
 from lockstep.verify.names import aligned
@@ -41,6 +37,8 @@ from lockstep.verify.shards import (
     outcomes_agree,
     without_steps,
 )
+from lockstep.verify.tolerance import FLOAT64, Tolerance
+from lockstep.verify.training_record import RankUpdate, Update
 from lockstep.wording import format_ranks
 
 
@@ -67,15 +65,15 @@ class Finding:
     def place(self) -> str:
         """In words."""
         case = self.case
-        if case is None or case.what == "length":
-            return "" if case is None else KINDS[case.what][1]
-        what = KINDS[case.what][1]
+        if case is None or case.kind == "length":
+            return "" if case is None else KINDS[case.kind][1]
+        what = KINDS[case.kind][1]
         if case.names:
-            what += f" ({len(case.names)} of {case.of})"
-        update = case.one[0]
-        several = len({update[0].optimizer for update in case.reference}) > 1
+            what += f" ({len(case.names)} of {case.num_compared})"
+        update = case.expected[0]
+        several = len({update[0].optimizer for update in case.reference_run}) > 1
         of_optimizer = f" of optimizer {update.optimizer + 1}" if several else ""
-        if several and update.kind:
+        if several and update.optimizer_class:
             of_optimizer += f" ({_optimizer_in_words(update)})"
         return f"{what}, step {update.step + 1}{of_optimizer}"
 
@@ -83,11 +81,11 @@ class Finding:
         """In plain values."""
         number, case = None, self.case
         if case is not None:
-            number = 1 + (case.update if case.what == "length" else case.one[0].step)
+            number = 1 + (case.update_index if case.kind == "length" else case.expected[0].step)
         return {
             "code": self.cause.code,
             "title": self.title,
-            "what": "" if case is None else case.what,
+            "what": "" if case is None else case.kind,
             "step": number,
             "names": self.names,
             "seen": list(self.cause.seen),
@@ -125,7 +123,7 @@ def _optimizer_in_words(update: RankUpdate) -> str:
     names = [*update.gradients, *update.parameters]
     models = dict.fromkeys(name.partition("/")[0] for name in names)
     trained = " and ".join(list(filter(None, models))[:2])
-    return f"{update.kind} of {trained}" if trained else update.kind
+    return f"{update.optimizer_class} of {trained}" if trained else update.optimizer_class
 
 
 def _cause_of(case: Divergence) -> Cause:
@@ -159,13 +157,13 @@ def of_run(
                 case = Divergence(updates, updates, tolerance, *values)
                 found.append(Finding(_cause_of(case), case))
         step, codes = update[0].step + 1, dict[str, str]()
-        whole = all(rank.gradients.keys() <= rank.held.keys() for rank in update)
-        ranks = [Counter(c for t in r.taken for c in t.contents) for r in update if r.counts]
+        whole = all(rank.gradients.keys() <= rank.parameter_sums.keys() for rank in update)
+        ranks = [Counter(c for t in r.batches for c in t.contents) for r in update if r.contributes]
         if whole and not any(batch.ids for batch in update.batches) and repeated(ranks):
             stream = all(batch.iterable for batch in update.batches)
             seen = f"in step {step} every rank computed the same inputs"
             codes["LS108" if stream else "LS101"] = seen
-        if any(rank.unprepared for rank in update):
+        if any(rank.optimizer_unprepared for rank in update):
             codes["LS407"] = f"optimizer {update[0].optimizer + 1} of the script, in step {step}"
         found += [Finding(Cause(code, (seen,))) for code, seen in codes.items()]
     if repeats := _repeated_orders(updates):
@@ -180,7 +178,7 @@ def of_run(
 def _repeated_orders(updates: Sequence[Update]) -> str:
     """An order that several epochs have, in words; empty: there is none, or it is the data's."""
     orders: dict[tuple[int, int], list[int]] = defaultdict(list)
-    batches = [batch for update in updates for batch in update[0].taken if batch.ids]
+    batches = [batch for update in updates for batch in update[0].batches if batch.ids]
     for batch in batches:
         orders[batch.loader, batch.epoch] += batch.ids or ()
     for (loader, epoch), order in orders.items():
@@ -193,7 +191,7 @@ def _repeated_orders(updates: Sequence[Update]) -> str:
 
 def _has_a_fixed_order(updates: Sequence[Update]) -> bool:
     """Whether the last batch is of a DistributedSampler that shuffles, and was told no epoch."""
-    batches = [batch for update in updates for batch in update[0].taken if batch.ids]
+    batches = [batch for update in updates for batch in update[0].batches if batch.ids]
     return bool(batches) and batches[-1].order_fixed
 
 
@@ -342,7 +340,7 @@ def _is_right_in_the_end(
 
 def _of_parts(cause: Cause, case: Divergence, parts: Sequence[str]) -> Cause:
     """The cause where ranks hold parts of tensors: rules for copies of a model say nothing then."""
-    if case.what not in ("gradients", "unclipped", "kept", "parameters"):
+    if case.kind not in ("gradients", "unclipped", "kept", "parameters"):
         return cause
     seen = f"of these tensors the ranks hold parts, which were joined: {shown(plain(parts))}"
     return Cause("LS210", (seen, *patterns(case)))
@@ -358,15 +356,19 @@ def _between_steps(
     is nowhere so.
     """
     both = list(zip(reference, other, strict=False))
-    begins = [n for n, (one, many) in enumerate(both) if n and one[0].begun and many[0].begun]
+    begins = [
+        n
+        for n, (one, many) in enumerate(both)
+        if n and one[0].began_with_forward and many[0].began_with_forward
+    ]
     changed: dict[int, tuple[Update, Update]] = {}
     for number, (one, many) in enumerate(both):
         after = next((both[n] for n in begins if n > number), None)
-        if any(of_tensors("parameters", one, many, tolerance)):
+        if any(tensor_differences("parameters", one, many, tolerance)):
             if after is not None:
                 settled = _settled(one, after[0]), _settled(many, after[1])
                 whole = all(r.parameters.keys() == one[0].parameters.keys() for r in many)
-                if whole and not any(of_tensors("parameters", *settled, tolerance)):
+                if whole and not any(tensor_differences("parameters", *settled, tolerance)):
                     changed[number] = settled
             elif any(one[0].optimizer == both[n][0][0].optimizer for n in changed):
                 changed[number] = _settled(one, None), _settled(many, None)
@@ -386,10 +388,12 @@ def _settled(update: Update, after: Update | None) -> Update:
             rank,
             gradients={},
             unclipped={},
-            held=rank.held if rank.begun else {},
+            parameter_sums=rank.parameter_sums if rank.began_with_forward else {},
             parameters={}
             if after is None
-            else {n: after[place].rewritten.get(n, a) for n, a in rank.parameters.items()},
+            else {
+                n: after[place].rewritten_parameters.get(n, a) for n, a in rank.parameters.items()
+            },
         )
         for place, rank in enumerate(update)
     )
@@ -404,16 +408,19 @@ def _made_good(
     as they are. None: they are not, or it is not both that differs.
     """
     both = list(zip(reference, other, strict=False))
-    if any(any(of_tensors("parameters", one, many, tolerance)) for one, many in both):
+    if any(any(tensor_differences("parameters", one, many, tolerance)) for one, many in both):
         return None
     if not any(
-        any(of_tensors("gradients", one, many, tolerance)) and rates_differ(one, many, tolerance)
+        any(tensor_differences("gradients", one, many, tolerance))
+        and learning_rates_differ(one, many, tolerance)
         for one, many in both
     ):
         return None
     first, second = (
         [
-            Update(replace(r, gradients={}, unclipped={}, losses=[], rates=()) for r in update)
+            Update(
+                replace(r, gradients={}, unclipped={}, losses=[], learning_rates=()) for r in update
+            )
             for update in run
         ]
         for run in (reference, other)
@@ -452,14 +459,14 @@ def _judge(reference: Recorded, other: Recorded) -> Verdict:
     reference, other = replace(reference, updates=one), replace(other, updates=many)
     if whole.unknown and not other.error:
         return Verdict(reference, other, unknown=whole.unknown, unknown_do=_OF_PARTS_DO)
-    count = comparable(reference.updates, other.updates, tolerance)
+    count = num_comparable_updates(reference.updates, other.updates, tolerance)
     if count < max(len(reference.updates), len(other.updates)):
         until = f"step {count}, as rounding has grown since to more than is passed over"
         reference = replace(reference, updates=reference.updates[:count], until=until)
         other = replace(other, updates=other.updates[:count])
-    cases = divergences(reference.updates, other.updates, tolerance)
+    cases = find_divergences(reference.updates, other.updates, tolerance)
     if other.error:
-        cases = [case for case in cases if case.what != "length"]
+        cases = [case for case in cases if case.kind != "length"]
     caused = [(_cause_of(case), case) for case in cases]
     if whole.parts:
         caused = [(_of_parts(cause, case, whole.parts), case) for cause, case in caused]
@@ -475,14 +482,16 @@ def _judge(reference: Recorded, other: Recorded) -> Verdict:
         told = other.code in {each.cause.code for each in found}
         end = [] if told else [Finding(Cause(other.code, (seen, *ways)))]
         return Verdict(reference, other, (*found, *end) if other.code else (*end, *found))
-    lost = next(filter(None, (update.first("gathered") for update in reference.updates)), "")
+    lost = next(filter(None, (update.first("gather_line") for update in reference.updates)), "")
     others = [] if whole.parts else of_run(other.updates, tolerance, stopped=bool(other.until))
     if lost:  # even on one process, so that there is nothing to compare it with
         others.append(Finding(Cause("LS207", ("on one process too the loss is made of it", lost))))
-    places = {(case.what, case.update) for case in cases}
+    places = {(case.kind, case.update_index) for case in cases}
     for more in others:
         told = more.cause.code in {each.cause.code for each in found}
-        told = told or (more.case is not None and (more.case.what, more.case.update) in places)
+        told = told or (
+            more.case is not None and (more.case.kind, more.case.update_index) in places
+        )
         if not told and (cases or more.case is None):  # ranks may differ by rounding
             found.append(more)
     if other.idle and not found:
@@ -547,8 +556,8 @@ def _compared(reference: Recorded) -> str:
         f"{first.samples} samples each" if first.samples else "",
         "losses" if first.loss is not None else "",
         f"{len(first.merged('gradients'))} gradients" if first.merged("gradients") else "",
-        f"{len(first.merged('parameters') or first.merged('held'))} parameters",
+        f"{len(first.merged('parameters') or first.merged('parameter_sums'))} parameters",
         f"{len(first.merged('buffers'))} buffers" if first.merged("buffers") else "",
-        "learning rates" if first[0].rates else "",
+        "learning rates" if first[0].learning_rates else "",
     ]
     return ", ".join(filter(None, kinds))

@@ -1,0 +1,83 @@
+"""How far two arrays may be apart and still count as equal.
+
+A run on several processes adds up the same numbers in another order, so its results differ from
+those of one process by rounding. A `Tolerance` says how much rounding is allowed in one precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """Two arrays are equal if `|a - b| <= relative * max|tensor| + absolute * max|all tensors|`."""
+
+    relative: float = 1e-9
+    absolute: float = 1e-12
+    # The lowest precision of the values for which this tolerance is meant.
+    dtype: str = "float64"
+
+    def differ(self, a: Array, b: Array, scale: float) -> bool:
+        """Returns whether two arrays are not equal.
+
+        Args:
+            a: the first array.
+            b: the second array.
+            scale: the largest absolute value of all tensors that are compared with these.
+        """
+        return self.used_share(a, b, scale) > 1
+
+    def used_share(self, a: Array, b: Array, scale: float) -> float:
+        """Returns the difference of two arrays as a share of what is allowed.
+
+        Above 1 they differ; it is infinite if the shapes differ or only one of them is finite.
+        Where both have the same infinity, or both have NaN, they count as equal.
+        """
+        if a.shape != b.shape:
+            return math.inf
+        both_nan = np.isnan(a) & np.isnan(b)
+        unequal = ~((a == b) | both_nan)
+        with np.errstate(over="ignore"):
+            difference = a[unequal].astype(np.complex128) - b[unequal]
+        if not np.isfinite(difference).all():
+            return math.inf
+        if difference.size == 0:
+            return 0.0
+        allowed = self.relative * max(largest(a), largest(b)) + self.absolute * scale
+        return largest(difference) / allowed
+
+
+FLOAT64 = Tolerance()
+FLOAT32 = Tolerance(relative=1e-3, absolute=1e-5, dtype="float32")
+FLOAT16 = Tolerance(relative=1e-1, absolute=1e-2, dtype="16 bits or fewer")
+
+
+def tolerance_for_dtype(dtype: str) -> Tolerance:
+    """Returns the tolerance for values that have been in a dtype, such as "torch.float32"."""
+    if dtype == "torch.float64":
+        return FLOAT64
+    if dtype == "torch.float32":
+        return FLOAT32
+    return FLOAT16
+
+
+def largest(array: Array) -> float:
+    """Returns the largest finite absolute value of an array, or 0 if it has none."""
+    finite = array[np.isfinite(array)]
+    if finite.size == 0:
+        return 0.0
+    return float(np.abs(finite).max())
+
+
+def scale_of(arrays: Mapping[str, Array]) -> float:
+    """Returns the largest finite absolute value of several arrays, or 0 if they have none."""
+    return max((largest(array) for array in arrays.values()), default=0.0)
