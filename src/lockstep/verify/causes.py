@@ -374,7 +374,7 @@ def _counts(case: Divergence, parts: int) -> dict[str, list[float]]:
     batches = case.actual.batches
     if len(batches) == parts:
         # What is plainest first: samples, labels that count, then what is not padding.
-        kinds = ("samples", "labels", "non-zero", "ones", "input_values")
+        kinds = ("samples", "labels", "non-zero", "ones", "values")
         known = dict.fromkeys(key for batch in batches for key in batch.weights)
         keys = [key for kind in kinds for key in known if key.startswith(kind)]
         found = {key: [batch.weights.get(key, 0.0) for batch in batches] for key in keys}
