@@ -20,7 +20,7 @@ from lockstep.run.machines.hosts import (
     SSH_OPTIONS,
     Host,
     HostsSpec,
-    forwarded,
+    forwarded_environment,
     ssh_command,
 )
 from lockstep.run.machines.ssh_connection import Remote
@@ -156,10 +156,10 @@ def test_the_variables_that_are_sent() -> None:
         "HOME": "/x",
         "A": "b",
     }
-    assert forwarded(environ, ()) == {"LOCKSTEP_SEED": "1", "NCCL_DEBUG": "INFO"}
-    assert forwarded(environ, ("A",))["A"] == "b"
+    assert forwarded_environment(environ, ()) == {"LOCKSTEP_SEED": "1", "NCCL_DEBUG": "INFO"}
+    assert forwarded_environment(environ, ("A",))["A"] == "b"
     with pytest.raises(SettingError, match="it is not set"):
-        forwarded(environ, ("B",))
+        forwarded_environment(environ, ("B",))
 
 
 def test_what_each_machine_starts() -> None:

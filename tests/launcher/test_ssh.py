@@ -154,9 +154,9 @@ def test_an_answer_that_comes_in_two_parts(before: bytes, cut: int) -> None:
 
     async def both() -> Remote:
         one = Remote(Host(HOST), [], show)
-        one._mark, one._answers = b"\x1elockstep 0123456789abcdef ", asyncio.Queue()
+        one._answer_mark, one._answers = b"\x1elockstep 0123456789abcdef ", asyncio.Queue()
         one._shutdown_timeout_s = 1.0
-        answer = one._mark + b'{"exit": 7}\n'
+        answer = one._answer_mark + b'{"exit": 7}\n'
         await one._process_output("stdout", before + answer[:cut])
         await one._process_output("stdout", answer[cut:])
         await one._process_output("stdout", b"\n")

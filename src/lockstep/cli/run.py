@@ -17,7 +17,7 @@ from lockstep.run.machines.hostfile import parse_hosts
 from lockstep.run.machines.hosts import (
     HostsSpec,
     current_folder,
-    forwarded,
+    forwarded_environment,
     ssh_command,
 )
 from lockstep.run.machines.ssh_run import run_on_hosts
@@ -302,7 +302,7 @@ def _on_hosts(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]
         module=ctx.params["module"],
         torchrun=[*alone, *ctx.meta[_TORCHRUN]],
         nproc=ctx.params["nproc"] or "1",
-        environment=forwarded(os.environ, given["forward_env"]),
+        environment=forwarded_environment(os.environ, given["forward_env"]),
         ssh=ssh_command(given["ssh"]),
         copy=given["copy"],
         keep=given["on_lost"] == "keep",

@@ -96,6 +96,7 @@ class ConnectionServer:
             writer.close()
 
     async def _handle_connection(self, client: Streams) -> None:
+        """Handles a connection; it is closed when this returns."""
         raise NotImplementedError
 
 
@@ -121,8 +122,9 @@ class AuthProxy(ConnectionServer):
         self._num_handshakes = 0
 
     async def _handle_connection(self, client: Streams) -> None:
+        """Authenticates a client, then carries its connection to the store or to `on_peer`."""
         if self._num_handshakes >= MAX_HANDSHAKES_AT_ONCE:
-            return
+            return  # too many strangers at once; the connection is closed
         address = str(client.writer.get_extra_info("peername")[0])
         self._num_handshakes += 1
         try:
@@ -168,6 +170,7 @@ class Forwarder(ConnectionServer):
         self._aborted = False
 
     async def _handle_connection(self, client: Streams) -> None:
+        """Carries a connection of this machine to the store behind the proxy."""
         if not self._aborted:
             proxy = await authenticate(self._address, self._port, self._token, TO_STORE)
             await relay(client, proxy)

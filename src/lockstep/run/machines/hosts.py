@@ -207,7 +207,7 @@ class HostsSpec:
         return "\n".join(lines)
 
 
-def forwarded(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+def forwarded_environment(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Returns the environment variables that are sent to all machines.
 
     Args:

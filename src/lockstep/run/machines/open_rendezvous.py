@@ -1,9 +1,10 @@
-"""Opens a run's rendezvous: serves the store at which the launchers meet, or connects to it.
+"""Opens a run's rendezvous: the meeting of its launchers, and the store that the ranks use.
 
-    one machine       a store on loopback; no thread, no other launcher
-    several           the *server*, one of the launchers, serves the store on its loopback behind
-                      an auth proxy; the others connect to it
-    etcd and others   torch's own rendezvous, unchanged
+On one machine the store is on loopback. With several, one launcher is the *server*. Its store is on
+loopback, too, behind an *auth proxy*, which listens for the other machines and checks the token.
+The other launchers connect to the proxy; each has a *forwarder*, which carries connections of its
+machine through the proxy to the store. `Peers` is a launcher's table of all launchers (*nodes*).
+For etcd and other backends torch's own rendezvous is used.
 
 The rule for which launcher is the server is torchrun's: node 0 with --node-rank, --master-addr and
 --master-port; with c10d the node on the machine that --rdzv-endpoint names, or the one whose
@@ -101,7 +102,7 @@ def open_rendezvous(
         run_id=parameters.run_id,
         nodes=f"{min_nodes}:{num_nodes}",
     )
-    if _needs_torchs_rendezvous(parameters):
+    if _needs_torch_rendezvous(parameters):
         say(
             f"--rdzv-backend {parameters.backend}: torch's own rendezvous; its store asks for no "
             "token and listens on all interfaces of the node of rank 0, and ranks that hang on "
@@ -110,8 +111,8 @@ def open_rendezvous(
         return TorchRendezvous(parameters, Peers(own), say)
     if num_nodes > 1:
         return _MultiNodeOpener(parameters, own, say, environ).open()
-    # With "static" the port becomes the ranks' MASTER_PORT. With c10d it is the port at which
-    # other nodes find the store, and there are none.
+    # One node. With "static" the port becomes the ranks' MASTER_PORT. With c10d it would be the
+    # port at which other nodes find the store; there are none, so any free port (0) will do.
     endpoint = read_endpoint(parameters) if is_static else Endpoint(LOOPBACK, 0)
     try:
         store = network.serve_store(LOOPBACK, endpoint.port, store_timeout(parameters))
@@ -120,7 +121,7 @@ def open_rendezvous(
     return StaticRendezvous(parameters, Peers(own), store, say, loopback_name())
 
 
-def _needs_torchs_rendezvous(parameters: RendezvousParameters) -> bool:
+def _needs_torch_rendezvous(parameters: RendezvousParameters) -> bool:
     """Returns True for backends, or stores of c10d, that Lockstep does not have."""
     if parameters.backend == "static":
         return False
@@ -133,8 +134,8 @@ def _needs_torchs_rendezvous(parameters: RendezvousParameters) -> bool:
 class _ServerChoice(Enum):
     """Whether this node is the server, and who says so."""
 
-    SERVE_AS_TOLD = "the flags say that this node is the server"
-    SERVE_AS_GUESSED = "the endpoint names this machine, so this node may be the server"
+    SERVE_BY_FLAGS = "the flags say that this node is the server"
+    SERVE_BY_GUESS = "the endpoint names this machine, so this node may be the server"
     CONNECT = "another node is the server"
 
 
@@ -157,8 +158,8 @@ class _MultiNodeOpener:
         choice = self._choose_server()
         if choice == _ServerChoice.CONNECT:
             return self._connect(self._timeout)
-        was_told = choice == _ServerChoice.SERVE_AS_TOLD
-        if was_told and not _is_this_machine(endpoint.host):
+        is_sure = choice == _ServerChoice.SERVE_BY_FLAGS
+        if is_sure and not _is_this_machine(endpoint.host):
             # The address may be that of a port forwarding to this machine. Or it may be that of
             # another machine, on which another launcher was started as node 0 by mistake.
             with suppress(MasterUnreachableError):
@@ -172,7 +173,7 @@ class _MultiNodeOpener:
                 raise error from None
             # If a launcher has the port, this node connects to it, or is told why it may not.
             try:
-                return self._connect(OTHER_SERVER_TIMEOUT_S if was_told else self._timeout)
+                return self._connect(OTHER_SERVER_TIMEOUT_S if is_sure else self._timeout)
             except (MasterUnreachableError, TokenDiffersError):
                 raise error from None
         return self._serve(listener)
@@ -181,7 +182,7 @@ class _MultiNodeOpener:
         """Returns whether this node is the server, by torchrun's rules."""
         if self._parameters.backend == "static":
             is_server = self._own.rank == 0
-            return _ServerChoice.SERVE_AS_TOLD if is_server else _ServerChoice.CONNECT
+            return _ServerChoice.SERVE_BY_FLAGS if is_server else _ServerChoice.CONNECT
         try:
             is_host = self._parameters.get_as_bool("is_host")
         except ValueError:
@@ -190,10 +191,10 @@ class _MultiNodeOpener:
                 f"--rdzv-conf is_host={value}", "neither yes nor no", "write 1 or 0"
             ) from None
         if is_host is not None:
-            return _ServerChoice.SERVE_AS_TOLD if is_host else _ServerChoice.CONNECT
+            return _ServerChoice.SERVE_BY_FLAGS if is_host else _ServerChoice.CONNECT
         host = self._endpoint.host
         if host in ("localhost", socket.gethostname()) or _is_this_machine(host):
-            return _ServerChoice.SERVE_AS_GUESSED
+            return _ServerChoice.SERVE_BY_GUESS
         return _ServerChoice.CONNECT
 
     def _serve(self, listener: socket.socket) -> Rendezvous:
@@ -230,10 +231,14 @@ class _MultiNodeOpener:
                 peers = thread.run(join_server(connection, self._own))
             except (OSError, EOFError, ValueError):
                 raise network.unreachable(SERVER, endpoint, network.CUT, address=address) from None
+
+            # The ranks' way to the store.
             forwarder = Forwarder(address, endpoint.port, self._token)
             listener = network.listening_socket(LOOPBACK, 0)
             thread.run(forwarder.listen(listener))
             resources.callback(lambda: thread.run(forwarder.close()))
+
+            # This launcher's way to tell the others what changes, and theirs to it.
             peers.send = lambda changes, to: thread.call_soon(
                 lambda: connection.send({"changes": changes, "to": to})
             )

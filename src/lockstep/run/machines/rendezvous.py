@@ -151,13 +151,15 @@ class Rendezvous(RendezvousHandler):
         # The agent's function holds the agent, which holds this rendezvous and so the store.
         self.defers_joiners = lambda: False
 
+        is_server = self._peers.own_number == 0
+
         def others_have_left() -> bool:
             return all(node.number == 0 for node in self._peers.present())
 
-        with self.resources:
+        with self.resources:  # closed at the end of this block
             if why:
                 self._peers.update(state=LEFT, why=why)
-            if self._peers.own_number == 0:
+            if is_server:
                 timeout = LEAVE_TIMEOUT_AFTER_FAILURE_S if why else LEAVE_TIMEOUT_S
                 network.wait_until(others_have_left, time.monotonic() + timeout)
             self._peers.update(state=LEFT)

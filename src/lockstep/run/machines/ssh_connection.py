@@ -1,12 +1,13 @@
 """The connection to one machine of a run, and to the helper process that ssh starts there.
 
-The *helper* (`lockstep.run.machines.remote`) receives requests, JSON lines on its standard input,
-and sends *answers*, marked lines of its standard output. When it is asked to, it starts the
-launcher, whose output it passes on between its answers. On this machine it runs without ssh.
-Nothing secret is in a command line: the run's token and variables go through standard input.
+The *helper* (module `remote`) gets *requests*, JSON lines on its standard input. Its *answers* are
+lines of its standard output that begin with a mark. When it is asked to, it starts the launcher,
+whose output then comes between the answers. A *drop* means that the ssh server closed the
+connection before anything else, as sshd does when too many connections begin at once
+(MaxStartups); then the connection is tried again.
 
-A *drop* means that the ssh server closed the connection before anything else, as sshd does when
-too many connections begin at once (MaxStartups); then the connection is tried again.
+On this machine the helper is started without ssh. Nothing secret is in a command line: the run's
+token and variables go through standard input.
 """
 
 from __future__ import annotations
@@ -141,9 +142,9 @@ class Remote:
             await asyncio.sleep(pause)
 
     async def _start_helper(self) -> None:
-        """Starts the helper, by ssh if it is on another machine, and the reading of its output."""
+        """Starts the helper, by ssh unless it is here, and the tasks that read its output."""
         nonce = secrets.token_hex(8)
-        self._mark = ANSWER_MARK + f"{nonce} ".encode()
+        self._answer_mark = ANSWER_MARK + f"{nonce} ".encode()
         self._error_output = b""
         self._reading_tasks = []
         self.unfinished_lines = {"stdout": b"", "stderr": b""}
@@ -154,7 +155,7 @@ class Remote:
         # when the event loop is closed.
         process = _start_process(
             self.host.command(self._module, nonce, self._ssh),
-            "install OpenSSH's client, or name another program with --ssh",
+            advice="install OpenSSH's client, or name another program with --ssh",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -239,7 +240,7 @@ class Remote:
         with _temporary_file(file_names) as names_file, _temporary_file() as error_file:
             process = _start_process(
                 command,
-                "install rsync",
+                advice="install rsync",
                 stdin=names_file,
                 stderr=error_file,
                 start_new_session=True,
@@ -410,21 +411,26 @@ class Remote:
         self._begun_answers[stream] = b""  # an answer that has not come whole
 
     async def _process_output(self, stream: str, data: bytes) -> None:
-        """Takes the answers out of what was printed, and shows the lines between them."""
+        """Takes the answers out of what the helper printed, and shows the other lines.
+
+        Before the launcher was started nothing is shown; standard error is kept, because it says
+        why ssh has failed.
+        """
         text = self.unfinished_lines[stream] + self._begun_answers[stream] + data
         while True:
-            start = text.find(self._mark)
+            start = text.find(self._answer_mark)
             end = text.find(b"\n", start)
             if start < 0 or end < 0:
                 break
-            answer = json.loads(text[start + len(self._mark) : end])
+            answer = json.loads(text[start + len(self._answer_mark) : end])
             text = text[:start] + text[end + 1 :]
             if answer != ALIVE:
                 self.exit_code = answer.get("exit")
                 self._answers.put_nowait(answer)
-        # What may be the beginning of the next answer is neither shown nor part of a line.
-        start = text.rfind(self._mark[:1])
-        if start < 0 or not self._mark.startswith(text[start : start + len(self._mark)]):
+        # The end of the text may be the beginning of an answer. It is kept until the rest comes.
+        start = text.rfind(self._answer_mark[:1])
+        end_of_text = text[start : start + len(self._answer_mark)]
+        if start < 0 or not self._answer_mark.startswith(end_of_text):
             start = len(text)
         self._begun_answers[stream] = text[start:]
         lines, self.unfinished_lines[stream] = finished_lines(text[:start])

@@ -42,6 +42,7 @@ class StaticRendezvous(Rendezvous):
             MissingRankError: a node has not come within the join timeout, or has left for good.
         """
         present = self._peers.present()
+        # The round that another node has asked for already, or the one after the last.
         round_number = max(max(node.round, node.started + 1) for node in present)
         self._peers.update(round=round_number)
         self._wait_for_all_nodes(round_number)
@@ -49,10 +50,11 @@ class StaticRendezvous(Rendezvous):
         self.attempt = round_number - 1
         store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
         rank = self._peers.own.rank or 0
+        # Node 0 prepares the store; the others wait until the key is there.
         if rank == 0:
             delete_keys_of_ranks(self._store)
             store.set(READY_KEY, "")
-        store.get(READY_KEY)  # waits for node 0
+        store.get(READY_KEY)
         return self._make_info(store, rank, self._parameters.max_nodes)
 
     def _wait_for_all_nodes(self, round_number: int) -> None:
