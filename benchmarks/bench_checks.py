@@ -44,9 +44,9 @@ def train(kind: str) -> dict[str, Any]:
 
     import lockstep
     from lockstep.batch.coverage import Coverage
-    from lockstep.extensions.checks import GUARDS
-    from lockstep.extensions.checks.base import Guard
-    from lockstep.step import CHECK_EVERY, check_due
+    from lockstep.extensions.checks import CHECKS
+    from lockstep.session.extension import EVENTS, Extension
+    from lockstep.session.step import CHECK_EVERY, check_due
     from lockstep.strategies.ddp import ExactDDP
 
     torch.set_num_threads(1)
@@ -58,10 +58,10 @@ def train(kind: str) -> dict[str, Any]:
     clock = spent["clock"] / 1000
     hooks = [(Coverage, "add"), (ExactDDP, "check_gradients")]
     hooks += [
-        (guard, event)
-        for guard in GUARDS
-        for event, unused in vars(Guard).items()
-        if not event.startswith("_") and getattr(guard, event) is not unused
+        (check, event)
+        for check in CHECKS
+        for event in EVENTS
+        if getattr(check, event) is not getattr(Extension, event)
     ]
     for owner, event in hooks:
         timed(owner, event, spent, f"{owner.__name__}.{event}")

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from bars import Bar, write_svg
+from lockstep.training.memory import Memory
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.strategies import DP
-from lockstep.training.memory import Memory
 
 WAYS = ("DP", "balanced DP", "DDP", "FSDP")
 

@@ -1,15 +1,20 @@
-"""The settings of a run: from the script, or from the command line where the script is silent.
+"""The settings of a run: each is declared once, as a field of `Settings`.
 
-`lockstep run --strategy ddp` reaches the script as LOCKSTEP_STRATEGY. What the script says wins by
-being the only one to speak: where both speak and differ, that is an error.
+From the declaration follow the argument of `lockstep.init`, the environment variable, the option of
+`lockstep run`, how text is read, and whether all ranks must agree; a test holds the table in
+docs/reference.md to it.
+
+`lockstep run --strategy ddp` reaches the script as LOCKSTEP_STRATEGY. A setting may come from the
+script or from outside; two that contradict each other are an error.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, field, fields
 from datetime import timedelta
+from enum import Enum
 from typing import Any, NamedTuple, TypeGuard
 
 from lockstep.errors import LockstepError, SettingError
@@ -24,77 +29,194 @@ class Choice(NamedTuple):
     reason: str
 
 
-INSTEAD = "LOCKSTEP_VERIFY"
-"""Variable: what `lockstep verify` has set in the place of the script's settings, as JSON."""
+VERIFY_VARIABLE = "LOCKSTEP_VERIFY"
+"""The variable in which `lockstep verify` sets what goes before the script's settings, as JSON."""
 AUTO = "auto"
-"""What is measured instead of given: shares, micro_batch_size."""
+"""The value of shares and micro_batch_size that are to be measured."""
 
 
 def is_whole_number(value: object, least: int = 1) -> TypeGuard[int]:
-    """Whether it is a whole number from `least` up; True and False are none."""
+    """Returns True for a whole number of at least `least`; True and False are not numbers."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_whole_number(
     was_set: str, value: object, least: int = 1, kind: type[LockstepError] = SettingError
 ) -> None:
-    """Raises SettingError, or an error of another kind, where it is none."""
+    """Raises an error of a kind unless the value is a whole number of at least `least`."""
     if not is_whole_number(value, least):
         raise kind(was_set, f"it is not a whole number of at least {least}", "give such a number")
 
 
 def is_auto(setting: Any) -> bool:
-    """Whether shares or a size are to be found by measuring; arrays compare item by item."""
+    """Returns True if shares or a size are to be found by measuring."""
+    # An array compares item by item, so the type comes first.
     return isinstance(setting, str) and setting == AUTO
+
+
+class Agreement(Enum):
+    """What must be equal on all ranks of a setting."""
+
+    VALUE = "its value"
+    PRESENCE = "whether it is set"
+    NONE = "nothing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """What is known of a setting besides its default."""
+
+    name: str
+    """The argument of `init`."""
+    reader: Callable[[str], Any] | None
+    """Reads the value of the variable; None: the setting cannot be set outside of the script."""
+    metavar: str
+    """How `lockstep run --help` shows the value."""
+    help: str
+    """What `lockstep run --help` says; empty: `lockstep run` has no option for it."""
+    agreement: Agreement
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return f"LOCKSTEP_{self.name.upper()}"
+
+    @property
+    def option(self) -> str:
+        """The option of `lockstep run`."""
+        return f"--{self.name.replace('_', '-')}"
+
+
+def _setting(
+    default: Any,
+    *,
+    name: str = "",
+    reader: Callable[[str], Any] | None = None,
+    metavar: str = "",
+    help: str = "",
+    agreement: Agreement = Agreement.VALUE,
+) -> Any:
+    """Returns the field of a setting. `name` is that of the argument, if the field's differs."""
+    declaration = {"name": name, "reader": reader, "metavar": metavar, "help": help}
+    return field(default=default, metadata={**declaration, "agreement": agreement})
+
+
+def whole_number_from_1(text: str) -> int:
+    """Reads a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def whole_number_or_auto(text: str) -> int | str:
+    """Reads a whole number, or `auto`."""
+    return text if text == AUTO else int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user set; None where nothing was said."""
+    """What the user set. None: nothing was said."""
 
-    strategy: Any = None
+    strategy: Any = _setting(
+        None,
+        reader=str,
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="How the model is distributed, such as ddp or diloco:every=100.",
+    )
     """A name, or an options object of `lockstep.strategies`."""
-    seed: int = 0
-    precision: str = "fp32"
-    backend: str | None = None
-    device: str | None = None
-    init_method: str | None = None
-    shares: Any = None
-    """One whole number for each part of the global batch, `"auto"`, or None: equal ones."""
-    micro_batch_size: int | str | None = None
-    """Samples, `"auto"`, or None: the whole part."""
-    num_micro_batches: int | None = None
-    """Micro-batches of a global batch, on any number of ranks; None: as few as the size needs."""
-    join_timeout_s: float = 30.0
+    precision: str = _setting("fp32", reader=str, metavar="NAME", help="fp32, bf16, fp16 or fp64.")
+    shares: Any = _setting(
+        None,
+        reader=str,
+        metavar="A:B:...|auto",
+        help="How a batch is divided over the ranks.",
+    )
+    """One whole number for each part of the global batch, `"auto"`, or None for equal parts."""
+    num_micro_batches: int | None = _setting(
+        None,
+        reader=whole_number_from_1,
+        metavar="INTEGER",
+        help="Micro-batches of a global batch, the same on any number of ranks.",
+    )
+    """None: as few as `micro_batch_size` needs."""
+    micro_batch_size: int | str | None = _setting(
+        None,
+        reader=whole_number_or_auto,
+        metavar="SAMPLES|auto",
+        help="Most samples computed at a time; auto: as many as fit.",
+    )
+    """Samples of one rank, `"auto"`, or None for the whole part."""
+    backend: str | None = _setting(None, reader=str, metavar="NAME", help="nccl, gloo or mpi.")
+    device: str | None = _setting(
+        None,
+        reader=str,
+        metavar="NAME",
+        help="cpu, cuda or cuda:0.",
+        agreement=Agreement.NONE,
+    )
+    join_timeout_s: float = _setting(
+        30.0,
+        name="join_timeout",
+        reader=float,
+        metavar="SECONDS",
+        help="How long ranks wait to join.",
+        agreement=Agreement.NONE,
+    )
     """Seconds that ranks wait for each other in `init`."""
-    collective_timeout_s: float | None = None
-    """Seconds that a collective may take; None: torch's default for the backend."""
-    sync_batchnorm: bool = True
-    measure_link: bool = True
-    """Measure the network between machines when the run begins."""
-    ledger: str | None = None
+    seed: int = _setting(0, reader=int, metavar="NUMBER", help="Of everything random.")
+    ledger: str | None = _setting(
+        None,
+        reader=str,
+        metavar="FOLDER",
+        help="Write down which samples each step trains.",
+        agreement=Agreement.PRESENCE,
+    )
     """Folder where every rank writes down which samples it trains; None: nowhere."""
-    report: str | None = None
+    report: str | None = _setting(
+        None,
+        reader=str,
+        metavar="FOLDER",
+        help="Write down how the run goes; see lockstep report.",
+        agreement=Agreement.PRESENCE,
+    )
     """Folder where every rank writes down how its steps go; None: nowhere."""
+    init_method: str | None = _setting(None, reader=str, agreement=Agreement.NONE)
+    collective_timeout_s: float | None = _setting(
+        None, name="collective_timeout", agreement=Agreement.NONE
+    )
+    """Seconds that a collective may take; None: torch's default for the backend."""
+    sync_batchnorm: bool = _setting(True)
+    measure_link: bool = _setting(True)
+    """Measure the network between machines when the run begins."""
     min_micro_batches: int = 1
     """Micro-batches of a global batch, at least; `lockstep verify --accumulate` asks for them."""
     uncompressed: bool = False
     """Gradients are sent as they are, whatever was chosen; `lockstep verify` compares so."""
 
 
-def _whole_number_or_auto(text: str) -> int | str:
-    return text if text == AUTO else int(text)
+def _declaration_of(setting: Field[Any]) -> Declaration:
+    values = dict(setting.metadata)
+    values["name"] = values["name"] or setting.name
+    return Declaration(**values)
 
 
-_READERS: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("strategy", "precision", "backend", "device", "init_method"), str),
-    **dict.fromkeys(("shares", "ledger", "report"), str),
-    "seed": int,
-    "micro_batch_size": _whole_number_or_auto,
-    "num_micro_batches": int,
-    "join_timeout": float,
+DECLARATIONS: dict[str, Declaration] = {
+    setting.name: _declaration_of(setting) for setting in fields(Settings) if setting.metadata
 }
-"""What may be set outside of the script, and how it is read."""
+"""By the name of the field: all settings that a user can set."""
+
+
+def settings_of_ranks(settings: Settings) -> dict[str, object]:
+    """Returns what must be equal on all ranks, by the names of the settings."""
+    compared: dict[str, object] = {}
+    for field_name, declaration in DECLARATIONS.items():
+        value = getattr(settings, field_name)
+        if declaration.agreement is Agreement.VALUE:
+            compared[declaration.name] = getattr(value, "name", value)
+        elif declaration.agreement is Agreement.PRESENCE:
+            compared[declaration.name] = value is not None
+    return compared
 
 
 def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
@@ -106,39 +228,54 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
         SettingError: a value that does not parse, or two that contradict each other.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    for name, read in _READERS.items():
-        variable = f"LOCKSTEP_{name.upper()}"
-        if not environ.get(variable):
+    for declaration in DECLARATIONS.values():
+        value = _read_variable(declaration, environ)
+        if value is None:
             continue
-        try:
-            outside = read(environ[variable])
-        except ValueError:
+        name = declaration.name
+        in_script = values.setdefault(name, value)
+        if _as_command_line_text(in_script) != _as_command_line_text(value):
             raise SettingError(
-                f"{variable}={environ[variable]}",
-                f"it is not a valid {read.__name__.strip('_').replace('_', ' ')}",
-                "correct or unset it",
-            ) from None
-        if _written(values.setdefault(name, outside)) != _written(outside):
-            raise SettingError(
-                f"{name}={values[name]!r} in the script and {variable}={outside} outside it",
+                f"{name}={in_script!r} in the script and {declaration.variable}={value} outside it",
                 "they contradict each other",
                 "set it in one place",
             )
-    if environ.get(INSTEAD):
-        values |= json.loads(environ[INSTEAD])
+    if environ.get(VERIFY_VARIABLE):
+        values |= json.loads(environ[VERIFY_VARIABLE])
     for name in ("join_timeout", "collective_timeout"):
         if name in values:
             values[f"{name}_s"] = parse_seconds(name, values.pop(name))
     seed = values.get("seed", 0)
-    if not is_whole_number(seed, least=0) or seed >= 2**64:  # as torch takes them
-        found = "a seed is a whole number from 0 to 2**64 - 1"
-        raise SettingError(f"seed={seed!r}", found, "give such a one")
+    if not is_whole_number(seed, least=0) or seed >= 2**64:  # the range that torch takes
+        raise SettingError(
+            f"seed={seed!r}",
+            "a seed is a whole number from 0 to 2**64 - 1",
+            "pass a whole number from 0 to 2**64 - 1",
+        )
     check_micro_batches(values.get("num_micro_batches"), values.get("micro_batch_size"))
     return Settings(**values)
 
 
+def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:
+    """Returns the value of a setting's variable, or None if it is not set.
+
+    Raises:
+        SettingError: the variable does not have such a value.
+    """
+    text = environ.get(declaration.variable)
+    if not text or declaration.reader is None:
+        return None
+    try:
+        return declaration.reader(text)
+    except ValueError:
+        kind = declaration.reader.__name__.replace("_", " ")
+        raise SettingError(
+            f"{declaration.variable}={text}", f"it is not a valid {kind}", "correct or unset it"
+        ) from None
+
+
 def check_micro_batches(number: Any, size: Any) -> None:
-    """Raises SettingError where a number of micro-batches is none, or their size is set too."""
+    """Raises SettingError if a number of micro-batches is invalid, or their size is set too."""
     if number is None:
         return
     check_whole_number(f"num_micro_batches={number!r}", number)
@@ -151,10 +288,12 @@ def check_micro_batches(number: Any, size: Any) -> None:
         )
 
 
-def _written(value: Any) -> str:
-    """How a value is written on the command line, for comparing."""
+def _as_command_line_text(value: Any) -> str:
+    """Returns how a value is written on the command line, to compare two of them."""
     if isinstance(value, list | tuple):
         return ":".join(str(part) for part in value)
     if isinstance(value, timedelta):
         return str(value.total_seconds())
-    return str(getattr(value, "name", value) if not isinstance(value, int) else float(value))
+    if isinstance(value, int):
+        return str(float(value))
+    return str(getattr(value, "name", value))

@@ -26,10 +26,10 @@ from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import main_process_first
 from lockstep.distributed.seeding import seed_everything, seed_rank
 from lockstep.errors import UsageError, warn
+from lockstep.extensions import add_extensions
 from lockstep.extensions.report.closing import print_closing
 from lockstep.extensions.report.console import print_choices, print_line, title_of
 from lockstep.extensions.report.metrics import RunningMeans
-from lockstep.extensions.report.network_advice import NetworkAdvice
 from lockstep.extensions.report.progress import (
     check_loader,
     check_shown,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lockstep.checkpoint.session import Checkpoint
-    from lockstep.training.memory import Memory
+    from lockstep.extensions.memory import Memory
 
 
 _open: set[World] = set()
@@ -83,8 +83,11 @@ class World:
         self._run = run
         self._preparer = Preparer(run, strategy, plan)
         self._preparer.choices += choices
-        self._diverged = self._closed = False
-        self._turns = 0
+        add_extensions(run, strategy, plan, self._preparer, __version__)
+        self._ranks_have_own_seeds = False
+        self._closed = False
+        self._num_turns = 0
+        """Calls of `main_process_first`."""
         self._folders: list[str] = []
         self._means: list[RunningMeans] = []
         """Those of the passes that `progress` shows, the innermost last."""
@@ -105,7 +108,7 @@ class World:
     @property
     def is_last_micro_batch(self) -> bool:
         """Whether the present micro-batch closes its global batch: the optimizer steps in it."""
-        return self._run.step.current.last
+        return self._run.step.micro_batch.last
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, device='{self.device}')"
@@ -114,8 +117,9 @@ class World:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        add_memory_advice(error, self._run.step.latest.local, self._run.step.devices)
-        note_empty_part(error, self._run.step.latest)
+        step = self._run.step
+        add_memory_advice(error, step.latest_micro_batch.local, step.num_devices)
+        note_empty_part(error, step.latest_micro_batch)
         self._close(failed=error is not None)
 
     def prepare(self, *objects: Any) -> Any:
@@ -138,9 +142,10 @@ class World:
         if not objects:
             raise UsageError("world.prepare()", "nothing was given", "pass the model, ...")
         prepared = self._preparer.prepare(objects)
-        if not self._diverged and any(isinstance(thing, nn.Module) for thing in objects):
+        has_module = any(isinstance(thing, nn.Module) for thing in objects)
+        if has_module and not self._ranks_have_own_seeds:
             seed_rank(self._run.settings.seed, self._run.collectives.data_parallel.rank)
-            self._diverged = True
+            self._ranks_have_own_seeds = True
         self._announce()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -248,7 +253,7 @@ class World:
         Returns:
             The norm before clipping; None on micro-batches that do not close a global batch.
         """
-        if not self._run.step.current.closes:
+        if not self._run.step.micro_batch.closes:
             return None
         return self._preparer.clip(model, max_norm, norm_type)
 
@@ -284,7 +289,7 @@ class World:
         return self._run.collectives.gather(value, gradient=gradient)
 
     def _check_gathers_whole_batch(self) -> None:
-        micro_batches = self._run.step.current.num_micro_batches
+        micro_batches = self._run.step.micro_batch.num_micro_batches
         found = ""
         if self.strategy in ("pipeline", "diloco"):
             found = f"under {self.strategy} the ranks do not compute one batch side by side"
@@ -307,8 +312,8 @@ class World:
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Rank 0 runs the block first, the others when it is done (however long that takes)."""
-        self._turns += 1
-        return main_process_first(self._run, str(self._turns))
+        self._num_turns += 1
+        return main_process_first(self._run, str(self._num_turns))
 
     def print(self, *values: object, sep: str = " ") -> None:
         """Prints on rank 0 alone, above a running progress bar."""
@@ -322,15 +327,19 @@ class World:
             UsageError: outside of `for batch in world.progress(loader)`, where nothing shows them.
         """
         check_shown(self._means, values)
-        self._means[-1].add(self._run.step.seen.local, **values)
+        self._means[-1].add(self._run.step.micro_batch_in_use.local, **values)
 
     def progress(self, loader: Loader, description: str | None = None) -> Iterator[Any]:
         """Iterates the loader and shows, on rank 0, how far it is, how fast, and what is logged."""
         check_loader(loader)
         text = f"epoch {self.epoch}" if description is None else description
-        done, callbacks = loader.start, self._run.step.callbacks
         return progress(
-            loader, self._run.collectives, self._means, text, done=done, callbacks=callbacks
+            loader,
+            self._run.collectives,
+            self._means,
+            text,
+            done=loader.start,
+            extensions=self._run.extensions,
         )
 
     def memory(
@@ -340,8 +349,8 @@ class World:
         loader: Loader | None = None,
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
     ) -> Memory:
-        """What each device holds for a prepared model; see `lockstep.training.memory.measure`."""
-        from lockstep.training.memory import measure  # not all scripts ask
+        """What each device holds for a prepared model; see `lockstep.extensions.memory.measure`."""
+        from lockstep.extensions.memory import measure  # not all scripts ask
 
         self._check_open("memory")
         return measure(self._preparer, model, optimizer, loader, loss)
@@ -390,9 +399,14 @@ class World:
                     "prepared with it is not: a resumed run would begin its schedule anew",
                     "name it too: world.checkpoint(..., scheduler=scheduler)",
                 )
-        replicas = self._preparer.replicas
         return Checkpoint(
-            folder, self._run, policy, state, world=self, replicas=replicas, rounds=first
+            folder,
+            self._run,
+            policy,
+            state,
+            world=self,
+            replicas=self._preparer.virtual_ranks,
+            rounds=first,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -400,18 +414,23 @@ class World:
 
         Under `state`, by rank, what this one has not sent yet of its gradients, if it compresses.
         """
-        self._preparer.guards.settle()
-        scaler = self._preparer.precision.state_dict()
-        unsent = self._preparer.unsent()
-        own = {"state": {self.rank: unsent}} if unsent else {}
-        return {"epoch": self._epochs.next, "step": self._run.step.number, "scaler": scaler, **own}
+        self._run.extensions.settle()
+        state: dict[str, Any] = {
+            "epoch": self._epochs.next,
+            "step": self._run.step.number,
+            "scaler": self._preparer.precision.state_dict(),
+        }
+        unsent = self._preparer.unsent_gradients()
+        if unsent:
+            state["state"] = {self.rank: unsent}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` gave."""
         self._epochs.present = state["epoch"]
         self._run.step.number = state["step"]
         self._preparer.precision.load_state_dict(state["scaler"])
-        self._preparer.load_unsent(state.get("state", {}))
+        self._preparer.load_unsent_gradients(state.get("state", {}))
 
     def close(self) -> None:
         """Leaves the run; called at exit too. A second call does nothing."""
@@ -426,16 +445,18 @@ class World:
         self._preparer.release()
         process_group.leave(self._run, failed=failed)
         if not failed:
-            self._preparer.guards.settle()
+            self._run.extensions.settle()
         if self.is_main and not failed:
             print_closing(self._run.step, self._folders, traffic, self.strategy)
 
     def _announce(self) -> None:
         """Prints the choices made since the last time, once, on rank 0."""
-        choices, self._preparer.choices = self._preparer.choices, []
-        for callback in self._run.step.callbacks if choices else ():
-            callback.announced(choices)
-        if self.is_main and choices:
+        choices = self._preparer.choices
+        self._preparer.choices = []
+        if not choices:
+            return
+        self._run.extensions.choices_made(choices)
+        if self.is_main:
             joined = self._run.joined
             hosts = 1 if joined is None else len(set(joined.hosts))
             print_choices(title_of(self.size, hosts, __version__), choices)
@@ -529,29 +550,10 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         if run.topology.size > 1:
             reason = f"{reason}; ranks given by {run.topology.source}"
         run.collectives.data_parallel = plan.rank
-        run.step.devices = len(plan.own_devices)
+        run.step.num_devices = len(plan.own_devices)
         choices.insert(0, Choice("strategy", chosen.name, reason))
         seed_everything(settings.seed)
-        world = World(run, chosen, plan, choices)
-        if run.link is not None and chosen.name == "ddp":
-            run.step.callbacks.append(NetworkAdvice(run, run.link))
-        if settings.ledger is not None:
-            from lockstep.batch.ledger import Ledger  # not all runs keep one
-
-            written = Ledger(settings.ledger, run.collectives, run.loaders)
-            run.step.callbacks.append(written)
-            run.at_end.append(lambda failed: written.close())
-        if settings.report is not None:
-            from lockstep.extensions.report.record import Recorder  # nor a record
-
-            about = {
-                "lockstep": __version__,
-                "strategy": chosen.name,
-                "ledger": settings.ledger and os.path.abspath(settings.ledger),
-            }
-            recorder = Recorder(settings.report, run, world._preparer.optimizers, **about)
-            run.step.callbacks.append(recorder)
-        return world
+        return World(run, chosen, plan, choices)
     except BaseException:
         process_group.leave(run, failed=True)
         raise

@@ -23,7 +23,8 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.distributed import process_group
-from lockstep.step import Callback
+from lockstep.session.extension import Extension, Place
+from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies import DP, HSDP, Pipeline
 
 BATCH, SAMPLES, STEPS_A_PIECE = 12, 40, 2
@@ -46,7 +47,7 @@ PIECES = [*COMBINATIONS, *COMBINATIONS[1:], COMBINATIONS[0]]
 STEPS = len(PIECES) * STEPS_A_PIECE
 
 
-class Record(Callback):
+class Record(Extension):
     """What happens on one rank: a watcher of its steps."""
 
     def __init__(self) -> None:
@@ -60,11 +61,11 @@ class Record(Callback):
         if self.counts:
             self.samples.append((self.step, handed.epoch, handed.samples.tolist()))
 
-    def backward(self, loss: Tensor) -> None:
-        if self.counts:
-            self.losses[self.step] += float(loss.detach())
+    def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
+        if self.counts and micro_batch.scale:
+            self.losses[self.step] += float(weighted_loss.detach())
 
-    def stepped(self, number: int) -> None:
+    def step_finished(self, number: int) -> None:
         assert number == self.step
         self.step += 1
 
@@ -88,7 +89,7 @@ def data() -> TensorDataset:
 def train(world: lockstep.World, folder: Path | None, end: int) -> tuple[Record, dict[str, Tensor]]:
     """Goes on from the folder's checkpoint to step `end`, and saves another."""
     made, record = model(), Record()
-    world._run.step.callbacks.append(record)
+    world._run.extensions.add(record, Place.OBSERVER)
     groups = [{"params": list(made[:2].parameters())}, {"params": list(made[2:].parameters())}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)

@@ -24,8 +24,8 @@ from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import Topology
 from lockstep.errors import CheckpointError, SettingError, UsageError
+from lockstep.session.step import Step
 from lockstep.settings import Settings
-from lockstep.step import Step
 
 CPU = torch.device("cpu")
 

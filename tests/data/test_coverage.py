@@ -13,7 +13,7 @@ import pytest
 from lockstep.batch.coverage import Coverage, checksum
 from lockstep.batch.plan import EpochPlan, plan_epoch, split_batch
 from lockstep.errors import DataError, LockstepError, RanksDifferError
-from lockstep.step import MicroBatch
+from lockstep.session.micro_batch import MicroBatch
 
 WHOLE = MicroBatch()
 

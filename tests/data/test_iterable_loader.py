@@ -36,7 +36,7 @@ from lockstep.errors import (
     SettingError,
     UsageError,
 )
-from lockstep.step import Step
+from lockstep.session.step import Step
 
 LENGTH, BATCH = 23, 6
 FORKED = {"multiprocessing_context": "fork"}

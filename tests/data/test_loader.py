@@ -30,7 +30,8 @@ from lockstep.batch.source import Source, make_source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
 from lockstep.errors import CheckpointError, DataError, UsageError
-from lockstep.step import MicroBatch, Step
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import Step
 
 
 class Numbers(Dataset[int]):
@@ -148,7 +149,7 @@ def test_a_position_inside_a_global_batch_is_that_before_it():
     iterator = iter(loader)
     next(iterator)
     assert loader.state_dict()["step"] == 0
-    loader._step.of_loss()
+    loader._step.source_of_loss()
     next(iterator)
     assert loader.state_dict()["step"] == 0  # not stepped yet
     loader._step.mark_stepped()
@@ -248,16 +249,16 @@ def test_a_position_in_an_order_that_was_drawn_whole_is_refused():
 def test_the_state_is_left_as_it_was():
     loader = make(numbers(8, 4))
     for _ in loader:
-        assert loader._step.current.count == 4
-        assert loader._step.inside
-    assert not loader._step.inside
-    assert loader._step.current == MicroBatch()
+        assert loader._step.micro_batch.count == 4
+        assert loader._step.in_training_loop
+    assert not loader._step.in_training_loop
+    assert loader._step.micro_batch == MicroBatch()
     for _ in loader:
         with torch.no_grad():
             list(loader)
-        assert loader._step.current.count == loader._step.seen.count == 4
+        assert loader._step.micro_batch.count == loader._step.micro_batch_in_use.count == 4
         break
-    assert not loader._step.inside
+    assert not loader._step.in_training_loop
 
 
 @pytest.mark.ranks  # workers of loaders

@@ -94,7 +94,7 @@ def noisy(rng: np.random.Generator, kind: str, count: int) -> list[float]:
 
 
 def searched(rng: np.random.Generator, kind: str, seconds: tuple[float, ...]) -> tuple[int, ...]:
-    """As `training.autotune` does it."""
+    """As `extensions.autotune` does it."""
     shares, tried = (1,) * len(seconds), {}
     free = [None] * len(seconds)
     while shares not in tried and len(tried) < 3:

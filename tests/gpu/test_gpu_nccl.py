@@ -35,8 +35,11 @@ from lockstep.optim.precision import Precision
 from lockstep.run.watch.probe import FLIGHT_RECORDER_VARIABLES
 from lockstep.run.watch.probe_answer import with_answer
 from lockstep.run.watch.snapshot import CollectiveCall, RankState
+from lockstep.session.delivery import TrainingPass
+from lockstep.session.extension import Place
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import Step
 from lockstep.settings import Choice, Settings
-from lockstep.step import MicroBatch, Pass, Step
 from lockstep.strategies import DDP, FSDP, sync_batchnorm
 from lockstep.strategies.base import Strategy, Wrapped
 from lockstep.strategies.ddp import ExactDDP
@@ -217,25 +220,25 @@ def steps(wrapped: Wrapped, device: torch.device, strategy: Strategy, run: Run) 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     precision = Precision("fp32", device)
     x, y = (tensor.to(device) for tensor in tensors(48).tensors)
-    norm, running = 0.0, Pass()
+    norm, running = 0.0, TrainingPass()
     for _ in range(4):
         for piece in range(2):
             micro = MicroBatch(first=piece == 0, last=piece == 1, count=24, local=24, scale=0.5)
             run.step.begin(running, micro)
             part = slice(24 * piece, 24 * piece + 24)
             loss = mean_loss(model, (x[part], y[part])) * micro.scale
-            wrapped.before_backward(loss)
+            run.extensions.backward_begins(loss, micro)
             strategy.backward([model], loss, precision)
-            wrapped.after_backward()
+            run.extensions.backward_ended(micro)
         parameters = list(model.parameters())
         norm = float(strategy.total_norm(parameters, 2.0))
         torch.nn.utils.clip_grads_with_norm_(parameters, 0.5, torch.tensor(norm))
-        wrapped.before_step(optimizer)
+        run.extensions.before_step(optimizer, [model])
         optimizer.step()
         run.step.mark_stepped()
-        wrapped.after_step()
+        run.extensions.after_step(optimizer, [model])
         optimizer.zero_grad()
-    run.step.end(running)
+    run.step.end_pass(running)
     return norm
 
 
@@ -248,6 +251,8 @@ def train(device: torch.device, kind: str) -> tuple[dict[str, Tensor], float]:
     )  # fmt: skip
     run = run_of(device, 1 if kind in ("plain", "ddp") else 2)
     wrapped = options.wrap(model, run)
+    for extension in wrapped.extensions:
+        run.extensions.add(extension, Place.STRATEGY)
     if kind == "ddp":  # which leaves a module alone where there is one rank
         ids = [device.index] if device.type == "cuda" else None
         made = ExactDDP(

@@ -10,7 +10,10 @@ from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
 from lockstep.errors import UsageError
 from lockstep.optim.precision import Precision
-from lockstep.step import MicroBatch, Pass, Step
+from lockstep.session.delivery import TrainingPass
+from lockstep.session.extension import Place
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import Step
 from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
 
 CPU = torch.device("cpu")
@@ -21,8 +24,8 @@ def prepared(
 ) -> tuple[nn.Parameter, PreparedOptimizer, Step]:
     parameter, step = nn.Parameter(torch.zeros(2)), Step()
     optimizer = torch.optim.SGD([parameter], lr=lr)
-    nothing = lambda: None  # noqa: E731
-    made = PreparedOptimizer(optimizer, step, Precision(precision, CPU), nothing, nothing)
+    made = PreparedOptimizer(optimizer, step, Precision(precision, CPU))
+    step.extensions.add(made.as_extension, Place.PREPARED_OBJECT)
     return parameter, made, step
 
 
@@ -39,13 +42,13 @@ def test_one_step_and_one_clearing_for_a_global_batch(zero_grad_at):
         step,
         Collectives(Topology(), CPU),
     )
-    steps, running = [], Pass()
+    steps, running = [], TrainingPass()
     for first, last in [(True, False), (False, False), (False, True)] * 2:
         step.begin(running, micro(first, last))
         if zero_grad_at == "start":
             optimizer.zero_grad()
         (parameter.sum() * 1.0).backward()
-        running.backwards += 1
+        running.num_backwards += 1
         optimizer.step()
         scheduler.step()
         if zero_grad_at == "end":
@@ -60,13 +63,13 @@ def test_one_step_and_one_clearing_for_a_global_batch(zero_grad_at):
 @pytest.mark.parametrize("after_backward", [False, True])
 def test_a_step_that_is_left_out_leaves_nothing_behind(after_backward):
     parameter, optimizer, step = prepared()
-    running = Pass()
+    running = TrainingPass()
     for number, (first, last) in enumerate([(True, False), (False, True)] * 2):
         step.begin(running, micro(first, last))
         left_out = number == 1  # as where the loss is infinite
         if after_backward or not left_out:
             (parameter.sum() * 1.0).backward()
-            running.backwards += 1
+            running.num_backwards += 1
         if not left_out:
             optimizer.step()
         optimizer.zero_grad()
@@ -97,7 +100,7 @@ def test_a_scheduler_can_be_made_from_the_prepared_optimizer():
 
 def test_backward_of_the_loss_itself_is_noticed_where_it_is_wrong():
     parameter, optimizer, step = prepared()
-    running = Pass()
+    running = TrainingPass()
     step.begin(running, MicroBatch(count=8, local=3, scale=0.75, plain=False))
     parameter.sum().backward()
     with pytest.raises(UsageError, match=r"loss.backward\(\).*\n.*3 of 8 samples"):
@@ -125,7 +128,7 @@ def test_a_closure_is_evaluated_on_a_whole_batch_only():
         return loss.detach()
 
     assert optimizer.step(closure) == 2.0
-    step.begin(Pass(), micro(True, False))
+    step.begin(TrainingPass(), micro(True, False))
     with pytest.raises(UsageError, match="closure"):
         optimizer.step(closure)
 

@@ -7,7 +7,7 @@ import torch
 
 import lockstep
 from lockstep.errors import UsageError
-from lockstep.extensions.checks.loss import LossGuard
+from lockstep.extensions.checks.loss import LossCheck
 from lockstep.optim.precision import Precision
 
 
@@ -24,7 +24,7 @@ class Copied:
 def test_the_last_loss_is_waited_for(was_nan):
     """On CUDA a loss is looked at one step late; the last one when the run is saved or left."""
     world = lockstep.init(device="cpu")
-    check, copied = LossGuard(world._run, Precision("fp32", world.device)), Copied()
+    check, copied = LossCheck(world._run, Precision("fp32", world.device)), Copied()
     check.settle()
     check._pending = torch.tensor(was_nan), copied, 7  # type: ignore[assignment]
     if was_nan:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.extensions.report.record_format import COLUMNS
-from lockstep.step import PHASES
+from lockstep.session.extension import PHASES
 
 USUAL = {"data": 0.01, "forward": 0.03, "backward": 0.06, "optimizer": 0.01, "other": 0.002}
 STEP_S = 0.125

@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.communication.link import Traffic
 from lockstep.extensions.report.closing import print_closing
-from lockstep.step import Step
+from lockstep.session.step import Step
 
 
 def test_the_last_lines_of_a_run(

@@ -24,7 +24,7 @@ from lockstep.extensions.report import displays
 from lockstep.extensions.report.console import Choice, print_choices, print_line
 from lockstep.extensions.report.metrics import RunningMeans
 from lockstep.extensions.report.progress import progress, reduce_every
-from lockstep.step import MicroBatch
+from lockstep.session.micro_batch import MicroBatch
 
 
 class PlainLoader:

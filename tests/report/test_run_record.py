@@ -22,7 +22,7 @@ from lockstep.communication import link
 from lockstep.errors import CheckpointError, LockstepWarning, SettingError
 from lockstep.extensions.report import record as writing
 from lockstep.extensions.report.reading import Record
-from lockstep.step import PHASES
+from lockstep.session.extension import PHASES
 
 SAMPLES, BATCH = 20, 4
 

@@ -506,7 +506,7 @@ def process_groups() -> tuple[list[str], list[str]]:
     """
     with lockstep.init(HSDP(shard_size=2)) as world:
         model = world.prepare(build("transformer"))
-        wrapped = world._preparer._wrapped[model]
+        wrapped = world._preparer.wrapped[model]
         group = model._get_fsdp_state()._fsdp_param_group
         before = [k for k, v in vars(group.mesh_info).items() if isinstance(v, dist.ProcessGroup)]
         assert isinstance(model, FSDPModule)

@@ -13,14 +13,14 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import UsageError
-from lockstep.strategies import DP, Pipeline
-from lockstep.training.memory import (
+from lockstep.extensions.memory import (
     DeviceMemory,
     LiveTensors,
     Memory,
     SavedTensors,
     state_bytes,
 )
+from lockstep.strategies import DP, Pipeline
 
 CPU = torch.device("cpu")
 DOUBLE, BATCH, HIDDEN = 8, 16, 16

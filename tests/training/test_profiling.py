@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import UsageError
+from lockstep.extensions.autotune import ForwardCall, ProfilingRun, seen_calls
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
-from lockstep.training.autotune import ForwardCall, ProfilingRun, seen_calls
 
 
 @dataclass

@@ -106,7 +106,7 @@ MESSAGES: dict[str, str] = {
         "  do:    give seconds, or a timedelta"
     ),
     "seed of words": (
-        "seed='lucky'\n  found: a seed is a whole number from 0 to 2**64 - 1\n  do:    give such a one"
+        "seed='lucky'\n  found: a seed is a whole number from 0 to 2**64 - 1\n  do:    pass a whole number from 0 to 2**64 - 1"
     ),
     "foreign parameters": (
         "world.prepare of SGD\n"

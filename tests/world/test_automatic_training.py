@@ -21,8 +21,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 import lockstep
 from lockstep.batch import shares
 from lockstep.errors import SettingError, UsageError
+from lockstep.extensions.autotune import ProfilingRun
 from lockstep.strategies import DP
-from lockstep.training.autotune import ProfilingRun
 
 BATCH = 24
 SLOW, FITS = 1, 5

@@ -305,7 +305,7 @@ def test_a_closure_of_the_loss_itself_is_noticed():
     with lockstep.init() as world:
         model, optimizer = ready(world)
         for batch in world.loader(tensors(5), 5, weight=lambda batch: 2.0):
-            world._run.step.running.micro_batch = lockstep_uneven()
+            world._run.step.training_pass.micro_batch = lockstep_uneven()
             before = weights(model)
 
             def closure(batch: Any = batch) -> torch.Tensor:
@@ -319,7 +319,7 @@ def test_a_closure_of_the_loss_itself_is_noticed():
 
 
 def lockstep_uneven() -> Any:
-    from lockstep.step import MicroBatch
+    from lockstep.session.micro_batch import MicroBatch
 
     return MicroBatch(count=5, local=3, scale=1.2, plain=False)
 
@@ -476,8 +476,8 @@ def moving_buffers(world: lockstep.World) -> list[Any]:
         world.backward(mean_loss(model, batch))
         optimizer.step()
         optimizer.zero_grad()
-    follow = world._preparer._wrapped[model].after_step
-    return [follow.__self__.moving, *weights(model).values()]
+    (steps,) = world._preparer.wrapped[model].extensions
+    return [steps.moving_buffers.moving, *weights(model).values()]
 
 
 def frozen(world: lockstep.World) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from torch.utils.data import Sampler, SequentialSampler
 from lockstep.batch.plan import CustomPlan, Indices, Plan
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import DataError, RanksDifferError, warn
-from lockstep.step import MicroBatch
+from lockstep.session.micro_batch import MicroBatch
 
 _FIRST_PASSES = 2
 _STEPS = 1000

@@ -198,8 +198,8 @@ class GlobalBatchKey(NamedTuple):
     position: int
     shares: tuple[int, ...]
     micro_batches: int
-    """Of it, or of the part of each replica."""
-    replicas: int | None
+    """Of it, or of the part of each virtual rank."""
+    num_virtual_ranks: int | None
     begin: int
     """The position of the first global batch of this pass."""
     read_beginning: bool = False
@@ -301,7 +301,7 @@ class IterableFetch(Dataset[Any]):
         begin = key.position * size
         if shard is None:
             samples = self.read_whole(key.epoch, key.position, key.begin)
-            parts = split_batch(len(samples), key.shares, key.micro_batches, key.replicas)
+            parts = split_batch(len(samples), key.shares, key.micro_batches, key.num_virtual_ranks)
             sizes = parts[..., 1] - parts[..., 0]
             counts = sizes.sum(axis=0)
             bounds = parts[:, rank].tolist()

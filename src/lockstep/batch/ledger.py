@@ -37,7 +37,7 @@ import numpy as np
 from lockstep.batch.fingerprint import Fingerprint, compare, differing_sample
 from lockstep.batch.plan import Indices
 from lockstep.errors import CheckpointError, SettingError, explain_hint
-from lockstep.step import BatchEvent, Callback
+from lockstep.session.extension import DeliveredBatch, Extension
 from lockstep.wording import count_noun, format_ranges, format_ranks, join_first
 
 if TYPE_CHECKING:  # reading needs no torch
@@ -61,7 +61,7 @@ _AT_ONCE, _KEPT = 2**24, 2**16
 """Samples that are compared at a time, and that are kept of those with the same fault."""
 
 
-class Ledger(Callback):
+class Ledger(Extension):
     """Watches a training and writes its samples down.
 
     A global batch counts as trained when the first optimizer has stepped for it.
@@ -84,25 +84,25 @@ class Ledger(Callback):
         """The numbers of the loaders that have been written down."""
         self._begun: set[tuple[int, int]] = set()
         """Numbers of streams, and the epochs whose first samples have been written down."""
-        self._open: dict[Loader, list[BatchEvent]] = {}
+        self._open: dict[Loader, list[DeliveredBatch]] = {}
         """The micro-batches of a global batch for which no optimizer has stepped."""
         name = f"{_NAME}{collectives.data_parallel.rank}{SUFFIX}"
         writes = collectives.contributes
         self._file = open_on_all_ranks(folder, collectives, name if writes else None, "ledger")
         self._write_json({"ledger": FORMAT, "ranks": collectives.data_parallel.size})
 
-    def close(self) -> None:
-        """Writes nothing more."""
+    def close(self, failed: bool) -> None:
+        """Closes the file."""
         if self._file is not None:
             self._file.close()
 
-    def delivered(self, event: BatchEvent) -> None:
+    def delivered(self, event: DeliveredBatch) -> None:
         """Remembers what the training loop is about to get."""
         if event.micro_batch.first:
             self._open[event.loader] = []
         self._open.setdefault(event.loader, []).append(event)
 
-    def stepped(self, number: int) -> None:
+    def step_finished(self, number: int) -> None:
         """Writes down what the step of this number was made of."""
         # The last global batch of an earlier pass was not trained now.
         trained = {loader: events for loader, events in self._open.items() if loader.mid_epoch}

@@ -39,8 +39,11 @@ from lockstep.batch.source import SHARDING, Source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.errors import CheckpointError, DataError
+from lockstep.session.delivery import Delivery, TrainingPass
+from lockstep.session.extension import DeliveredBatch
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import Step
 from lockstep.settings import Choice
-from lockstep.step import BatchEvent, Delivery, MicroBatch, Pass, Step
 from lockstep.user_code import Location, user_location
 
 _ORDER = 1
@@ -106,7 +109,7 @@ class Loader:
         """Passes without gradients that have begun."""
         self.start = 0
         """Global batches of the coming pass with gradients: a checkpoint was resumed after them."""
-        self._running: Pass | None = None
+        self._running: TrainingPass | None = None
         self._custom_plan: CustomPlan | None = None
         """Of the pass that is running or is to be taken up, where the order is the user's own."""
         self._position = 0
@@ -281,8 +284,9 @@ class Loader:
             plan = self.source.plan(self.seed, epoch)
         self._custom_plan = plan if isinstance(plan, CustomPlan) else None
         self.coverage.begin(epoch, start, plan)
-        apart = self._plan.replicas is not None
-        self._needs_empty_parts = not apart and not self._plan.reaches_all(plan)
+        self._needs_empty_parts = False
+        if self._plan.num_virtual_ranks is None:
+            self._needs_empty_parts = not self._plan.reaches_all(plan)
         segments = self._plan.segments(plan, start)
         return self._run(epoch, start, self._of_segments(epoch, segments), training=True)
 
@@ -320,8 +324,10 @@ class Loader:
         some_skip: bool = False,
     ) -> Iterator[Any]:
         """Hands out the micro-batches; everything is as it was before when the pass is left."""
-        step, seen, blocked = self._step, self._step.seen, self._collectives.blocked
-        running, begun_at = Pass(), user_location()
+        step = self._step
+        micro_batch_before = step.micro_batch_in_use
+        blocked = self._collectives.blocked
+        running, begun_at = TrainingPass(), user_location()
         reading, working = ("data", "forward") if training else ("evaluation", "evaluation")
         before = step.enter_phase(reading)
         exhausted = False
@@ -331,7 +337,7 @@ class Loader:
             elif some_skip:
                 self._collectives.blocked = SOME_SKIP
             for planned, batch in pairs:
-                self.current = step.seen = step.latest = planned.micro_batch
+                self._set_current(planned.micro_batch)
                 if not planned.micro_batch.local:
                     batch = self._without_samples(batch)
                 if training:
@@ -340,7 +346,7 @@ class Loader:
                 yield batch
                 step.enter_phase(reading)
             exhausted = True
-            if not running.trained:
+            if not running.ever_stepped:
                 self.evaluated += 1
                 self.evaluated_at = begun_at
         finally:
@@ -348,9 +354,9 @@ class Loader:
             self._collectives.blocked = blocked
             if self._running is running:
                 self._running = None
-            self.trained += int(running.trained)
-            step.end(running, exhausted=exhausted)
-            step.seen = seen
+            self.trained += int(running.ever_stepped)
+            step.end_pass(running, exhausted=exhausted)
+            step.micro_batch_in_use = micro_batch_before
             step.enter_phase(before)
 
     def _without_samples(self, batch: Any) -> Any:
@@ -362,30 +368,48 @@ class Loader:
         """
         if batch is None:  # the collate function left out the whole global batch
             return None
-        self._step.placeholder = batch
-        for begins in self._step.empty_part_begins:
-            begins()
-        self._step.empty_part_begins.clear()
+        self._step.sample_in_place_of_none = batch
+        if not self._step.had_empty_part:
+            self._step.had_empty_part = True
+            self._step.extensions.part_is_empty()
         return map_tensors(emptied(batch, 1, share=True), marked)
 
-    def _hand_out(self, epoch: int, running: Pass, planned: PlannedMicroBatch, batch: Any) -> None:
-        """Tells the step, and those who look on, what the training loop is about to get."""
+    def _hand_out(
+        self, epoch: int, running: TrainingPass, planned: PlannedMicroBatch, batch: Any
+    ) -> None:
+        """Tells the step and the extensions what the training loop is about to get."""
         position, micro, indices, _, whole = planned
         self.coverage.add(epoch, position, indices, micro, whole)
-        given: Any = batch  # let go of below: whether the script keeps the batch is to be seen
+        # Set to () below: only the script may keep the batch alive, so that one sees if it does.
+        batch_for_extensions: Any = batch
 
-        def begins(present: MicroBatch) -> None:
-            self.current = self._step.latest = self._step.seen = present
-            if self._step.callbacks:
-                counts = self._collectives.contributes
-                event = BatchEvent(self, epoch, position, indices, present, given, counts)
-                for callback in self._step.callbacks:
-                    callback.delivered(event)
+        def begin(micro_batch: MicroBatch) -> None:
+            self._set_current(micro_batch)
+            extensions = self._step.extensions
+            if extensions.listeners["delivered"]:
+                extensions.delivered(
+                    DeliveredBatch(
+                        loader=self,
+                        epoch=epoch,
+                        position=position,
+                        samples=indices,
+                        micro_batch=micro_batch,
+                        batch=batch_for_extensions,
+                        counts=self._collectives.contributes,
+                    )
+                )
             if self._running is running or self._running is None:
-                self._running, self._position = running, position
+                self._running = running
+                self._position = position
 
-        self._step.hand_out(Delivery(running, micro, storages(batch), begins))
-        given = ()
+        self._step.hand_out(Delivery(running, micro, storages(batch), begin))
+        batch_for_extensions = ()
+
+    def _set_current(self, micro_batch: MicroBatch) -> None:
+        """The script works on this micro-batch of the loader from now on."""
+        self.current = micro_batch
+        self._step.micro_batch_in_use = micro_batch
+        self._step.latest_micro_batch = micro_batch
 
     def _of_segments(
         self, epoch: int, segments: Generator[Segment, None, None]
@@ -412,7 +436,7 @@ class Loader:
                         self._collectives,
                         epoch,
                         weight_before,
-                        self._plan.replicas,
+                        self._plan.num_virtual_ranks,
                     )
                     pairs, weight_before = islice(scaled, 1) if ahead else scaled, handed
                 yield from to_device(pairs, self._collectives.device)

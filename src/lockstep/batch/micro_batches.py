@@ -28,16 +28,17 @@ from torch import Tensor
 from lockstep.batch.plan import (
     Indices,
     Plan,
+    ceil_div,
     micro_batches_needed,
-    replicas_of,
     split_batch,
+    virtual_ranks_of,
 )
 from lockstep.batch.rows import RowCounter
 from lockstep.batch.shares import first_micro_batch
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import DataParallelRank
 from lockstep.errors import DataError, RanksDifferError, SettingError
-from lockstep.step import MicroBatch
+from lockstep.session.micro_batch import MicroBatch, VirtualRank
 
 Weight = Callable[[Any], float | Tensor]
 
@@ -124,16 +125,17 @@ class MicroBatchPlan:
     """The most samples a rank computes at a time, likewise; None: its whole part."""
     min_micro_batches: int = 1
     """Of a global batch."""
-    replicas: int | None = None
-    """That train apart, on equal parts of it; None: there are none."""
+    num_virtual_ranks: int | None = None
+    """Each has an equal part of every global batch; None: there are none."""
     request: AutotuneRequest
     """What is found in the first pass that trains."""
 
     def __post_init__(self) -> None:
         self._needed(self.batch_size)  # refuses a size that cannot be
-        if self.replicas is not None and len(set(self.first_shares)) > 1:
+        if self.num_virtual_ranks is not None and len(set(self.first_shares)) > 1:
             raise SettingError(
-                f"shares {':'.join(map(str, self.first_shares))} for {self.replicas} replicas",
+                f"shares {':'.join(map(str, self.first_shares))} for "
+                f"{self.num_virtual_ranks} replicas",
                 "each of them trains on an equal part of the global batch, wherever it is computed",
                 "leave shares out",
             )
@@ -152,9 +154,9 @@ class MicroBatchPlan:
         return self.first_micro_batch_size
 
     @property
-    def turns(self) -> int:
-        """Replicas that a rank computes, one after the other, at most."""
-        return -(-(self.replicas or 1) // len(self.shares))
+    def max_virtual_ranks_of_process(self) -> int:
+        """The most virtual ranks that a process computes, one after the other."""
+        return ceil_div(self.num_virtual_ranks or 1, len(self.shares))
 
     @property
     def num_micro_batches(self) -> int:
@@ -164,9 +166,9 @@ class MicroBatchPlan:
     def split(self, count: int) -> Indices:
         """Begin and end of each part of a global batch, shape `(micro-batches, ranks, 2)`."""
         needed = self._needed(count if self.varying else self.batch_size)
-        if self.replicas is None and not self.varying and count < self.batch_size:
+        if self.num_virtual_ranks is None and not self.varying and count < self.batch_size:
             needed = self._needed_of_short(count, needed)
-        return split_batch(count, self.shares, needed, self.replicas)
+        return split_batch(count, self.shares, needed, self.num_virtual_ranks)
 
     def _needed_of_short(self, count: int, of_full: int) -> int:
         """Micro-batches of a short global batch: about as large as those of a full one.
@@ -194,10 +196,10 @@ class MicroBatchPlan:
         return all(bool((split[..., 0] < split[..., 1]).all()) for split in splits)
 
     def check_trained(self, smallest: int) -> None:
-        """Raises DataError where a replica would get nothing of a global batch of this size."""
-        if self.replicas is not None and smallest < self.replicas:
+        """Raises DataError if a virtual rank would get nothing of a global batch of this size."""
+        if self.num_virtual_ranks is not None and smallest < self.num_virtual_ranks:
             raise DataError(
-                f"a global batch of {smallest} samples for {self.replicas} replicas",
+                f"a global batch of {smallest} samples for {self.num_virtual_ranks} replicas",
                 "each of them makes a step with its own part, and some would have none",
                 "leave a short last batch out with drop_last=True, or use fewer replicas",
             )
@@ -227,12 +229,12 @@ class MicroBatchPlan:
             yield Segment(self._planned(step, batch, self._rest(count, done)))
 
     def _needed(self, count: int) -> int:
-        """Micro-batches of a global batch, or of the part of one replica."""
-        if self.replicas is not None:
-            group = (1,) * max(1, len(self.shares) // self.replicas)
-            largest = -(-count // self.replicas)
+        """Micro-batches of a global batch, or of the part of one virtual rank."""
+        if self.num_virtual_ranks is not None:
+            group = (1,) * max(1, len(self.shares) // self.num_virtual_ranks)
+            largest = -(-count // self.num_virtual_ranks)
             needed = micro_batches_needed(largest, group, self.micro_batch_size)
-            return max(needed, min(self.min_micro_batches, count // self.replicas))
+            return max(needed, min(self.min_micro_batches, count // self.num_virtual_ranks))
         needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
         return max(needed, min(self.min_micro_batches, count))
 
@@ -258,13 +260,13 @@ class MicroBatchPlan:
         rank, sizes = self.data_parallel.rank, parts[..., 1] - parts[..., 0]
         opens, closes = bool(parts[0, 0, 0] == 0), bool(parts[-1, -1, 1] == count)
         found = micro_batches(
-            sizes, rank, count, opens=opens, closes=closes, replicas=self.replicas
+            sizes, rank, count, opens=opens, closes=closes, num_virtual_ranks=self.num_virtual_ranks
         )
         return [
             (micro, slice(begin, end), bool(of_ranks.all()))
             for micro, (begin, end), of_ranks in zip(
                 found, parts[:, rank].tolist(), sizes, strict=False
-            )  # another rank may have one replica more
+            )  # another rank may have one virtual rank more
         ]
 
 
@@ -275,7 +277,7 @@ def micro_batches(
     *,
     opens: bool = True,
     closes: bool = True,
-    replicas: int | None = None,
+    num_virtual_ranks: int | None = None,
 ) -> list[MicroBatch]:
     """A rank's consecutive micro-batches of a global batch.
 
@@ -285,11 +287,11 @@ def micro_batches(
         count: samples of the whole global batch.
         opens: the first of them is the first of the global batch.
         closes: the last of them is the last.
-        replicas: that train apart, each on a part of its own; None: there are none.
+        num_virtual_ranks: of the run; None: every rank computes a part of one model's batch.
     """
     number, ranks = sizes.shape
-    if replicas is not None:
-        return _in_turns(sizes, rank, count, replicas)
+    if num_virtual_ranks is not None:
+        return _micro_batches_of_virtual_ranks(sizes, rank, count, num_virtual_ranks)
     plain = opens and closes and number == 1 and count > 0 and bool((sizes == sizes[0, 0]).all())
     return [
         MicroBatch(
@@ -305,31 +307,49 @@ def micro_batches(
     ]
 
 
-def _in_turns(sizes: Indices, rank: int, count: int, replicas: int) -> list[MicroBatch]:
-    """Those of the replicas that a rank computes, one replica after the other."""
-    number, ranks = sizes.shape
-    own, group = replicas_of(rank, ranks, replicas), max(1, ranks // replicas)
-    pieces, first = max(1, number // -(-replicas // ranks)), rank // group * group
-    number = len(own) * pieces
+def _micro_batches_of_virtual_ranks(
+    sizes: Indices, rank: int, count: int, num_virtual_ranks: int
+) -> list[MicroBatch]:
+    """Returns a rank's micro-batches, those of its first virtual rank first.
+
+    Args:
+        sizes: samples of each part, shape `(micro-batches, ranks)`.
+        rank: whose micro-batches are returned.
+        count: samples of the whole global batch.
+        num_virtual_ranks: of the run.
+    """
+    max_micro_batches, num_ranks = sizes.shape
+    numbers = virtual_ranks_of(rank, num_ranks, num_virtual_ranks)
+    max_virtual_ranks = ceil_div(num_virtual_ranks, num_ranks)
+    pieces_of_each = max(1, max_micro_batches // max_virtual_ranks)
+    ranks_of_each = max(1, num_ranks // num_virtual_ranks)
+    first_rank = rank // ranks_of_each * ranks_of_each
+    num_micro_batches = len(numbers) * pieces_of_each
     found = []
-    for j, local in enumerate(sizes[:number, rank].tolist()):
-        turn, piece = divmod(j, pieces)
-        part = int(sizes[turn * pieces : (turn + 1) * pieces, first : first + group].sum())
-        micro = MicroBatch(
-            count=count,
-            local=local,
-            first=j == 0,
-            last=j == number - 1,
-            num_micro_batches=number,
-            scale=local * group / max(1, part),
-            plain=False,
-            replica=own[turn],
-            turns=len(own),
-            mean_turns=max(1.0, replicas / ranks),
-            begins_turn=piece == 0,
-            ends_turn=piece == pieces - 1,
-        )
-        found.append(micro)
+    for index, number in enumerate(numbers):
+        begin = index * pieces_of_each
+        parts = sizes[begin : begin + pieces_of_each]
+        samples_of_virtual_rank = int(parts[:, first_rank : first_rank + ranks_of_each].sum())
+        for piece, local in enumerate(parts[:, rank].tolist()):
+            virtual_rank = VirtualRank(
+                number=number,
+                begins=piece == 0,
+                ends=piece == pieces_of_each - 1,
+                number_on_process=len(numbers),
+                mean_number_on_process=max(1.0, num_virtual_ranks / num_ranks),
+            )
+            position = begin + piece
+            micro_batch = MicroBatch(
+                count=count,
+                local=local,
+                first=position == 0,
+                last=position == num_micro_batches - 1,
+                num_micro_batches=num_micro_batches,
+                scale=local * ranks_of_each / max(1, samples_of_virtual_rank),
+                plain=False,
+                virtual_rank=virtual_rank,
+            )
+            found.append(micro_batch)
     return found
 
 
@@ -397,7 +417,7 @@ def _begin_sum(
     collectives: Collectives,
     epoch: int,
     weight_before: float,
-    replicas: int,
+    num_virtual_ranks: int,
 ) -> Callable[[], list[WithBatch]]:
     """Begins to sum up the weight of one global batch; see `weighted`.
 
@@ -406,16 +426,16 @@ def _begin_sum(
         RanksDifferError where another rank is at another global batch.
     """
     counted = [weighing.counted(*pair) for pair in pairs]
-    own = [weight_before, *[0.0] * (replicas - 1)]
+    own = [weight_before, *[0.0] * (num_virtual_ranks - 1)]
     for each in counted:
-        own[each.planned.micro_batch.replica or 0] += each.weight
+        own[each.planned.micro_batch.virtual_rank_number or 0] += each.weight
     differing = float(any(each.differs for each in counted))
     unclear = float(any(each.unclear for each in counted))
     if not collectives.contributes:
-        own = [0.0] * replicas
+        own = [0.0] * num_virtual_ranks
     place = epoch, pairs[0][0].step
-    # Over the ranks: weight of each replica's part, or of all, how many ranks have other rows than
-    # planned or none that can be seen, epoch, position.
+    # Over the ranks: weight of each virtual rank's part, or of all, how many ranks have other rows
+    # than planned or none that can be seen, epoch, position.
     sums = torch.tensor([*own, differing, unclear, *place], dtype=torch.float64)
     work = None if collectives.alone else dist.all_reduce(sums, async_op=True)
 
@@ -440,12 +460,12 @@ def _begin_sum(
                 return pairs
             weighing.rows.warn_of_rows(samples, int(sum(totals)))
         alone = ranks == 1 and len(pairs) == 1 and pairs[0][0].micro_batch.first
-        alone = alone and pairs[0][0].micro_batch.replica is None
+        alone = alone and pairs[0][0].micro_batch.virtual_rank is None
         found = []
         for each in counted:
             micro = each.planned.micro_batch
-            total = totals[micro.replica or 0]
-            scale = each.weight * max(1, ranks // replicas) / total if total else 0.0
+            total = totals[micro.virtual_rank_number or 0]
+            scale = each.weight * max(1, ranks // num_virtual_ranks) / total if total else 0.0
             micro = replace(micro, scale=scale, plain=alone and total > 0)
             # Where nothing is left on any rank, all get what one device would get.
             batch = each.batch if sum(totals) else each.given
@@ -461,7 +481,7 @@ def weighted(
     collectives: Collectives,
     epoch: int,
     weight_before: float = 0.0,
-    replicas: int | None = None,
+    num_virtual_ranks: int | None = None,
 ) -> Iterator[WithBatch]:
     """The same micro-batches with the exact scale of what they weigh instead of that of the plan.
 
@@ -471,7 +491,7 @@ def weighted(
         collectives: of the run.
         epoch: of the pass.
         weight_before: of what this rank was handed of the first global batch before.
-        replicas: that train apart, each with a mean of its own; None: there are none.
+        num_virtual_ranks: of the run, each with a mean of its own; None: there are none.
 
     Raises:
         RanksDifferError: another rank is at another global batch.
@@ -483,7 +503,9 @@ def weighted(
         if pair[0].micro_batch.last:
             # Before the next sum begins: it would meet what a rank does that has gone elsewhere.
             ready = ahead()
-            ahead = _begin_sum(group, weighing, collectives, epoch, weight_before, replicas or 1)
+            ahead = _begin_sum(
+                group, weighing, collectives, epoch, weight_before, num_virtual_ranks or 1
+            )
             group, weight_before = [], 0.0
             yield from ready
             if collectives.alone:  # there is no sum to wait for, so nothing is read ahead

@@ -232,7 +232,10 @@ def _cross(cells: Words, length: int, keys: Words) -> Words:
 
 @lru_cache(maxsize=256)
 def split_batch(
-    count: int, shares: tuple[int, ...], micro_batches: int = 1, replicas: int | None = None
+    count: int,
+    shares: tuple[int, ...],
+    micro_batches: int = 1,
+    num_virtual_ranks: int | None = None,
 ) -> Indices:
     """Who computes which samples of a global batch.
 
@@ -244,13 +247,14 @@ def split_batch(
         count: samples in the global batch.
         shares: one weight a rank, `(1, 2)`: rank 1 computes twice as much as rank 0.
         micro_batches: how many pieces the batch is computed in, one after the other.
-        replicas: of the model, that train apart; see `_split_for_replicas`. None: there are none.
+        num_virtual_ranks: that divide the global batch; see `_split_over_virtual_ranks`. None:
+            there are none.
 
     Returns:
         An array of shape `(micro-batches, ranks, 2)`: begin and end within the global batch.
     """
-    if replicas is not None:
-        return _split_for_replicas(count, len(shares), micro_batches, replicas)
+    if num_virtual_ranks is not None:
+        return _split_over_virtual_ranks(count, len(shares), micro_batches, num_virtual_ranks)
     micro_batches = max(1, min(micro_batches, count))
     of_rank = parts(count, shares)
     # Spread each rank's samples evenly over the batch, then cut: the totals stay exact.
@@ -266,42 +270,58 @@ def split_batch(
     return found
 
 
-def _split_for_replicas(count: int, ranks: int, micro_batches: int, replicas: int) -> Indices:
-    """Who computes which samples where replicas of the model train apart on parts of a batch.
+def _split_over_virtual_ranks(
+    count: int, num_ranks: int, micro_batches: int, num_virtual_ranks: int
+) -> Indices:
+    """Says who computes which samples of a global batch that virtual ranks divide.
 
-    Each replica has a part of its own, which does not depend on the number of ranks. Where there
-    are fewer ranks, each computes several replicas in turn; where there are more, as many
-    neighbouring ranks compute one together.
+    Each virtual rank has a part of its own, which does not depend on the number of ranks. If there
+    are fewer ranks, each computes several virtual ranks, one after the other; if there are more,
+    several neighbouring ranks compute one together.
 
     Args:
         count: samples in the global batch.
-        ranks: at most `replicas`, or a multiple of it.
-        micro_batches: pieces in which each part is computed; of a part with fewer samples fewer.
-        replicas: how many.
+        num_ranks: at most `num_virtual_ranks`, or a multiple of it.
+        micro_batches: pieces in which each part is computed; fewer if a part has fewer samples.
+        num_virtual_ranks: of the run.
 
     Returns:
-        As of `split_batch`, the micro-batches of a rank's first replica first.
+        An array as of `split_batch`, with the micro-batches of a rank's first virtual rank first.
     """
-    turns, group = -(-replicas // ranks), max(1, ranks // replicas)
-    sizes = parts(count, (1,) * replicas)
-    micro_batches = max(1, min(micro_batches, *sizes))
+    max_on_rank = ceil_div(num_virtual_ranks, num_ranks)
+    ranks_of_each = max(1, num_ranks // num_virtual_ranks)
+    sizes = parts(count, (1,) * num_virtual_ranks)
     begins = np.cumsum([0, *sizes])
-    found = np.zeros((turns * micro_batches, ranks, 2), dtype=np.int64)
-    for first in range(0, ranks, group):
-        for turn, replica in enumerate(replicas_of(first, ranks, replicas)):
-            of_replica = begins[replica] + split_batch(sizes[replica], (1,) * group, micro_batches)
-            rows = slice(turn * micro_batches, (turn + 1) * micro_batches)
-            found[rows, first : first + group] = of_replica
-    found.setflags(write=False)
-    return found
+    pieces = max(1, min(micro_batches, *sizes))
+    split = np.zeros((max_on_rank * pieces, num_ranks, 2), dtype=np.int64)
+    for first_rank in range(0, num_ranks, ranks_of_each):
+        columns = slice(first_rank, first_rank + ranks_of_each)
+        numbers = virtual_ranks_of(first_rank, num_ranks, num_virtual_ranks)
+        for index, number in enumerate(numbers):
+            rows = slice(index * pieces, (index + 1) * pieces)
+            split_of_part = split_batch(sizes[number], (1,) * ranks_of_each, pieces)
+            split[rows, columns] = begins[number] + split_of_part
+    split.setflags(write=False)
+    return split
 
 
-def replicas_of(rank: int, ranks: int, replicas: int) -> range:
-    """The replicas that a rank computes: as many as others do, or one more; or one, with others."""
-    if ranks > replicas:
-        replica = rank // (ranks // replicas)
-        return range(replica, replica + 1)
-    return range(-(-replicas * rank // ranks), -(-replicas * (rank + 1) // ranks))
+def virtual_ranks_of(rank: int, num_ranks: int, num_virtual_ranks: int) -> range:
+    """Returns the virtual ranks that a rank computes.
+
+    These are as many as other ranks compute, or one more; or a single one, with other ranks.
+    """
+    if num_ranks > num_virtual_ranks:
+        ranks_of_each = num_ranks // num_virtual_ranks
+        number = rank // ranks_of_each
+        return range(number, number + 1)
+    first = ceil_div(num_virtual_ranks * rank, num_ranks)
+    end = ceil_div(num_virtual_ranks * (rank + 1), num_ranks)
+    return range(first, end)
+
+
+def ceil_div(dividend: int, divisor: int) -> int:
+    """Returns the quotient of two whole numbers, rounded up."""
+    return -(-dividend // divisor)
 
 
 def parts(count: int, shares: tuple[int, ...]) -> list[int]:

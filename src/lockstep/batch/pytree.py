@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lockstep.distributed.torch_compat import storage_reference
 from lockstep.errors import DataError
-from lockstep.step import StorageReference
+from lockstep.session.delivery import StorageReference
 
 
 def map_tensors(

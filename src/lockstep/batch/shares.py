@@ -1,6 +1,6 @@
 """What `shares="auto"` and `micro_batch_size="auto"` decide from measurements: pure functions.
 
-The measuring is done by `training.autotune`, in the first global batch that is trained on. It can
+The measuring is done by `extensions.autotune`, in the first global batch that is trained on. It can
 be, because shares and micro-batches change how a global batch is computed and never what: the
 loader hands out a first micro-batch, which is profiled, and the rest is divided by what was found.
 """

@@ -68,7 +68,7 @@ class IterableLoader(Loader):
                 "they are measured on a global batch that every rank has read as a whole",
                 "give numbers, or leave shard out",
             )
-        if source.shard is not None and self._plan.replicas is not None:
+        if source.shard is not None and self._plan.num_virtual_ranks is not None:
             raise SettingError(
                 "strategy='diloco' for a stream with shard=",
                 "each replica has a part of every global batch, whoever computes it, so every rank "
@@ -183,7 +183,11 @@ class IterableLoader(Loader):
                 rest = self._with_rows(epoch, rest)
             elif not weighing.is_planned:
                 rest = weighted(
-                    rest, weighing, self._collectives, epoch, replicas=self._plan.replicas
+                    rest,
+                    weighing,
+                    self._collectives,
+                    epoch,
+                    num_virtual_ranks=self._plan.num_virtual_ranks,
                 )
             yield from to_device(rest, self._collectives.device)
         finally:
@@ -222,8 +226,8 @@ class IterableLoader(Loader):
         sizes = np.clip(own.counts - before, 0, own.sizes)
         some = np.flatnonzero(sizes.sum(axis=1))
         rank, count = self._collectives.data_parallel.rank, int(own.counts.sum())
-        replicas = self._plan.replicas
-        of_rank = micro_batches(sizes[some], rank, count, replicas=replicas)
+        num_virtual_ranks = self._plan.num_virtual_ranks
+        of_rank = micro_batches(sizes[some], rank, count, num_virtual_ranks=num_virtual_ranks)
         for j, micro in zip(some, of_rank, strict=False):  # see `MicroBatchPlan`
             batch = own.batches[j]
             if micro.local:
@@ -305,11 +309,18 @@ class IterableLoader(Loader):
         What several loader workers have read is compared.
         """
         plan = self._plan
-        needed, replicas = plan.num_micro_batches // plan.turns, plan.replicas
+        needed = plan.num_micro_batches // plan.max_virtual_ranks_of_process
+        num_virtual_ranks = plan.num_virtual_ranks
         compares_beginning = self._first_samples_before is not None
         keys = (
             GlobalBatchKey(
-                epoch, t, plan.shares, needed, replicas, begin, compares_beginning and t == begin
+                epoch,
+                t,
+                plan.shares,
+                needed,
+                num_virtual_ranks,
+                begin,
+                compares_beginning and t == begin,
             )
             for t in itertools.count(begin)
         )

@@ -53,6 +53,7 @@ from lockstep.distributed.collectives import (
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import CheckpointError, UsageError
+from lockstep.session.extension import Extension, Place
 
 M = TypeVar("M", bound=Callable[..., Any])
 _IN_MEMORY = "the last round, from memory"
@@ -90,6 +91,20 @@ class CheckpointWorld(Protocol):
 
     def print(self, *values: object) -> None:
         """Tells the user something, once."""
+
+
+class _WriterAtEnd(Extension):
+    """Waits for the writer of a checkpoint when the run ends, and stops listening for requests."""
+
+    def __init__(self, writer: Writer, requests: Requests) -> None:
+        self._writer = writer
+        self._requests = requests
+
+    def close(self, failed: bool) -> None:
+        """Ends both. After SIGTERM a failed run is killed before long, so it waits for seconds."""
+        timeout = _STOPPING_S if failed and self._requests.stop else None
+        self._requests.close()
+        self._writer.close(failed, timeout)
 
 
 class Checkpoint:
@@ -145,7 +160,7 @@ class Checkpoint:
         self._moment = Moment(policy.every, run.collectives, requests)
         self._stepped = 0
         # Not this object, which holds a copy of the state: nobody may want it any more.
-        run.at_end.append(partial(_end, self._writer, requests))
+        run.extensions.add(_WriterAtEnd(self._writer, requests), Place.OBSERVER)
 
     @_in_phase
     def save(self, metric: float | Tensor | None = None) -> Path | None:
@@ -552,14 +567,6 @@ class Checkpoint:
 
     def _modules(self) -> list[str]:
         return [name for name, value in self._state.items() if isinstance(value, nn.Module)]
-
-
-def _end(writer: Writer, requests: Requests, failed: bool) -> None:
-    """What the end of the run does."""
-    # Whoever has sent SIGTERM kills before long.
-    timeout = _STOPPING_S if failed and requests.stop else None
-    requests.close()
-    writer.close(failed, timeout)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lockstep.run.machines.ssh_run import run_on_hosts
 from lockstep.run.start.plan import HangRules, LaunchSpec
 from lockstep.run.start.torchrun_flags import check_flags_elsewhere, has_node_flags, parse_flags
 from lockstep.run.start.worker import Script, nothing_collected
+from lockstep.settings import DECLARATIONS, Declaration
 from lockstep.units import parse_seconds
 
 _TORCHRUN, _FLAGS = "lockstep.torchrun", "lockstep.flags"
@@ -89,11 +91,35 @@ def _lay_aside(ctx: click.Context, option: click.Parameter, value: str | bool | 
         ctx.meta[_TORCHRUN] += [name, value]
 
 
-def samples_or_auto(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> int | str | None:
-    """A whole number, or `auto` as it is."""
-    return value if value in (None, "auto") else int(click.INT(value, param, ctx))
+class SettingType(click.ParamType):  # type: ignore[type-arg]
+    """The value of a setting, read as its environment variable is."""
+
+    def __init__(self, declaration: Declaration) -> None:
+        assert declaration.reader is not None
+        self.name = declaration.reader.__name__.replace("_", " ")
+        self._read = declaration.reader
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Returns the value, or ends with click's error for one that cannot be read."""
+        try:
+            return self._read(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a valid {self.name}.", param, ctx)
+
+
+def setting_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds an option for each setting whose declaration has a help text, in their order."""
+    for declaration in reversed(list(DECLARATIONS.values())):
+        if declaration.help:
+            add = click.option(
+                declaration.option,
+                type=SettingType(declaration),
+                callback=known_strategy if declaration.name == "strategy" else None,
+                metavar=declaration.metavar,
+                help=declaration.help,
+            )
+            command = add(command)
+    return command
 
 
 def known_strategy(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
@@ -183,33 +209,7 @@ def known_strategy(ctx: click.Context, param: click.Parameter, value: str | None
     type=click.Choice(["local_rank", "local-rank", "none"]),
     help="Give the script its local rank as this argument.  [default: where its source asks]",
 )
-@click.option(
-    "--strategy",
-    callback=known_strategy,
-    metavar="NAME[:OPTION=VALUE,...]",
-    help="How the model is distributed, such as ddp or diloco:every=100.",
-)
-@click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or fp64.")
-@click.option("--shares", metavar="A:B:...|auto", help="How a batch is divided over the ranks.")
-@click.option(
-    "--num-micro-batches",
-    type=click.IntRange(min=1),
-    help="Micro-batches of a global batch, the same on any number of ranks.",
-)
-@click.option(
-    "--micro-batch-size",
-    callback=samples_or_auto,
-    metavar="SAMPLES|auto",
-    help="Most samples computed at a time; auto: as many as fit.",
-)
-@click.option("--backend", metavar="NAME", help="nccl, gloo or mpi.")
-@click.option("--device", metavar="NAME", help="cpu, cuda or cuda:0.")
-@click.option("--join-timeout", type=float, metavar="SECONDS", help="How long ranks wait to join.")
-@click.option("--seed", type=int, metavar="NUMBER", help="Of everything random.")
-@click.option("--ledger", metavar="FOLDER", help="Write down which samples each step trains.")
-@click.option(
-    "--report", metavar="FOLDER", help="Write down how the run goes; see lockstep report."
-)
+@setting_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.distributed.topology import Topology
 from lockstep.errors import LockstepError, SettingError
-from lockstep.step import Step
+from lockstep.session.step import Step
 from lockstep.wording import count_noun
 
 
@@ -164,7 +164,7 @@ def add_memory_advice_at_end(
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        add_memory_advice(error, step.latest.local, step.devices)
+        add_memory_advice(error, step.latest_micro_batch.local, step.num_devices)
         also(error)
         before(kind, error, traceback)
 

@@ -34,8 +34,9 @@ from lockstep.distributed.manifest import collect
 from lockstep.distributed.topology import Topology, detect, port
 from lockstep.distributed.torch_compat import without_compile
 from lockstep.errors import LockstepError, SettingError, UsageError, set_rank
-from lockstep.settings import Choice, Settings
-from lockstep.step import Step
+from lockstep.session.extension import Extensions
+from lockstep.session.step import Step
+from lockstep.settings import Choice, Settings, settings_of_ranks
 from lockstep.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -68,12 +69,15 @@ class Run:
     """Between machines; None: there is one, or it was not measured."""
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     """What the strategy has opened beside the group of all ranks; closed with it."""
-    at_end: list[Callable[[bool], None]] = field(default_factory=list)
-    """Called by `leave`, while the group is open, with whether this process has failed."""
     loaders: list[Any] = field(default_factory=list)
     """All prepared ones."""
     prepared: list[weakref.ref[nn.Module]] = field(default_factory=list)
     """The modules that `World.prepare` gave out."""
+
+    @property
+    def extensions(self) -> Extensions:
+        """Everything that takes part in the training, in the order in which it is told."""
+        return self.step.extensions
 
 
 CLOSING_TIMEOUT = timedelta(seconds=5)
@@ -180,7 +184,9 @@ def _meet(topology: Topology, settings: Settings, environ: Mapping[str, str]) ->
     return join(
         topology,
         settings.init_method,
-        manifest=collect(_compared(settings, environ)),
+        manifest=collect(
+            {**settings_of_ranks(settings), "threads": environ.get("OMP_NUM_THREADS")}
+        ),
         timeout=settings.join_timeout_s,
         attempt=".".join((*launch, str(_joins))),
     )
@@ -315,8 +321,7 @@ def leave(run: Run, *, failed: bool) -> None:
     with ExitStack() as stack:  # all of it, whatever raises
         stack.callback(set_rank, None)
         stack.callback(_leave_group, run, failed)
-        for finish in reversed(run.at_end):
-            stack.callback(finish, failed)
+        stack.callback(run.extensions.close, failed)
 
 
 def _leave_group(run: Run, failed: bool) -> None:
@@ -410,18 +415,6 @@ def _topology(
         master_port=port(environ),
         source=_BY_SCRIPT,
     )
-
-
-def _compared(settings: Settings, environ: Mapping[str, str]) -> dict[str, object]:
-    """The settings that must be equal on all ranks."""
-    alike = ("seed", "precision", "backend", "shares", "micro_batch_size", "sync_batchnorm")
-    return {
-        "strategy": getattr(settings.strategy, "name", settings.strategy),
-        **{name: getattr(settings, name) for name in (*alike, "measure_link")},
-        "ledger": settings.ledger is not None,
-        "report": settings.report is not None,
-        "threads": environ.get("OMP_NUM_THREADS"),
-    }
 
 
 def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]:

@@ -1,1 +1,63 @@
-"""What takes part in a training besides the strategy: the checks, and the record of the run."""
+"""What takes part in a training besides the strategy. The core imports none of it.
+
+`add_extensions` names what a run has; each extension can be read, removed or written by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lockstep.distributed.process_group import Run
+from lockstep.session.extension import Place
+from lockstep.strategies.base import Strategy, StrategyPlan
+
+
+def add_extensions(
+    run: Run, strategy: Strategy, plan: StrategyPlan, preparer: Any, version: str
+) -> None:
+    """Adds to a run everything that its settings ask for, and the checks, which are always on.
+
+    What a run does not need is not imported.
+
+    Args:
+        run: of this process.
+        strategy: of the run.
+        plan: of the strategy.
+        preparer: the `training.prepare.Preparer` of the run.
+        version: of Lockstep, for the record of the run.
+
+    Raises:
+        SettingError: on all ranks, if a folder cannot be written to.
+    """
+    from lockstep.extensions.autotune import Autotune
+    from lockstep.extensions.checks import CHECKS
+
+    autotune = Autotune(run, strategy, plan, preparer.wrapped.keys(), preparer.optimizers)
+    preparer.sizes = autotune
+    run.extensions.add(autotune, Place.CHECK)  # before the checks: its trial steps are not checked
+    for check in CHECKS:
+        run.extensions.add(check(run, preparer.precision, preparer.wrapped.values()), Place.CHECK)
+    settings = run.settings
+    if run.link is not None and strategy.name == "ddp":
+        from lockstep.extensions.report.network_advice import NetworkAdvice
+
+        run.extensions.add(NetworkAdvice(run, run.link), Place.OBSERVER)
+    if settings.ledger is not None:
+        from lockstep.batch.ledger import Ledger
+
+        ledger = Ledger(settings.ledger, run.collectives, run.loaders)
+        run.extensions.add(ledger, Place.OBSERVER)
+    if settings.report is not None:
+        from lockstep.extensions.report.record import Recorder
+
+        ledger_path = None if settings.ledger is None else os.path.abspath(settings.ledger)
+        recorder = Recorder(
+            settings.report,
+            run,
+            preparer.optimizers,
+            lockstep=version,
+            strategy=strategy.name,
+            ledger=ledger_path,
+        )
+        run.extensions.add(recorder, Place.OBSERVER)

@@ -36,7 +36,8 @@ from lockstep.distributed.torch_compat import (
     without_compile,
 )
 from lockstep.errors import SettingError
-from lockstep.step import BatchEvent, Callback
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
 
 _DTYPES: dict[str, torch.dtype | None] = {
     "fp32": None,
@@ -229,17 +230,17 @@ def _called(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-class ForwardsSetLater(Callback):
+class ForwardsSetLater(Extension):
     """Lets a `forward` that is set on a model after `world.prepare` run in the precision, too."""
 
     def __init__(self, precision: Precision) -> None:
         self._precision = precision
 
-    def delivered(self, event: BatchEvent) -> None:
+    def begin(self, micro_batch: MicroBatch) -> None:
         """Before the forward passes of a micro-batch."""
         self._precision.follow_forwards()
 
-    def backward(self, loss: Tensor) -> None:
+    def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """After them, where no prepared loader delivers the batches."""
         self._precision.follow_forwards()
 

@@ -7,8 +7,8 @@ A strategy is a frozen set of options. On every rank
    what was chosen and the facts that the guards go by;
 3. `backward(modules, loss, precision)` for every micro-batch;
 4. `total_norm(parameters, norm_type)` where gradients are clipped;
-5. what `wrap` gave as `before_backward` and `after_backward` around 3, and as `before_step` and
-   `after_step` around each real step of an optimizer that holds parameters of the module.
+5. the extensions that `wrap` returned are told of all that happens in the training
+   (`session.extension`), after the prepared optimizers and before the checks.
 
 3 to 5 may communicate: every rank takes the same steps. The methods that are not abstract do what
 is right where every rank holds the whole module and computes a part of the batch of its own.
@@ -32,8 +32,10 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank
 from lockstep.errors import LockstepError, SettingError, UsageError
 from lockstep.optim.precision import Precision
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import CHECK_EVERY
 from lockstep.settings import Choice
-from lockstep.step import CHECK_EVERY, MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +63,9 @@ class StrategyPlan:
     number of samples without other ranks."""
     static_graph: bool = False
     """Every forward pass of the training has to be alike."""
-    replicas: int | None = None
-    """That train apart for a while, each on an equal part of every global batch; None: none do."""
+    num_virtual_ranks: int | None = None
+    """How many parts of every global batch are computed as if each had a rank of its own, whatever
+    the number of processes; None: the parts are those of the ranks."""
 
     def micro_batch_size(self, of_device: int | str | None) -> int | str | None:
         """The most samples this process computes at a time, of which no device gets more than set.
@@ -106,10 +109,6 @@ def open_group(run: Run, name: str, ranks: Tensor) -> dist.ProcessGroup:
     return group
 
 
-def _nothing(*_: Any) -> None:
-    """What most strategies do around a backward pass, a step, and at the end."""
-
-
 class Replicas(NamedTuple):
     """Tensors, by name, that have the same bits on several ranks; those on meta are left out."""
 
@@ -124,26 +123,26 @@ class Replicas(NamedTuple):
         return cls(dict(module.named_parameters()), dict(module.named_buffers()), group)
 
 
-class ApartState(Protocol):
-    """Of the replicas of a module that train apart, what checkpoints keep."""
+class VirtualRankState(Protocol):
+    """What a checkpoint keeps of a module that each virtual rank trains by itself."""
 
     own: Sequence[int]
-    """Those that this process computes."""
+    """The virtual ranks that this process computes."""
 
     def round_is_over(self) -> bool:
-        """Whether in the present step all replicas have begun again with the shared weights."""
+        """Returns True if all virtual ranks have begun again with the shared weights."""
 
     def shared_state(self) -> Any:
-        """What all ranks have alike, besides the module's own state."""
+        """Returns what all ranks share besides the module's own state."""
 
-    def replica_state(self, replica: int) -> Any:
-        """What one of this process's replicas has."""
+    def virtual_rank_state(self, number: int) -> Any:
+        """Returns what one of this process's virtual ranks has of its own."""
 
     def check(self, shared: Any) -> None:
-        """Raises CheckpointError where what `shared_state` gave cannot be taken up."""
+        """Raises CheckpointError if what `shared_state` returned cannot be loaded."""
 
-    def load(self, shared: Any, replicas: Mapping[int, Any]) -> None:
-        """Takes up what both gave."""
+    def load(self, shared: Any, states: Mapping[int, Any]) -> None:
+        """Loads what `shared_state` and `virtual_rank_state` returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,32 +158,22 @@ class Wrapped:
     """Parameters that are frozen now may be trained later."""
     whole: Sequence[nn.Parameter] = ()
     """What forward passes compute with, where the parameters are shards."""
-    gradients_apart: bool = False
-    """Those of micro-batches add up where no `zero_grad` reaches them."""
-    gradients_later: bool = False
-    """They are written after `backward` has returned, too."""
+    gradients_elsewhere: bool = False
+    """True if gradients of micro-batches add up in tensors that no `zero_grad` reaches."""
+    gradients_after_backward: bool = False
+    """True if gradients are also written after `backward` has returned."""
     units: Mapping[str, nn.Module] = field(default_factory=dict)
     """Submodules that communicate when they run, by name."""
     replicas: Callable[[], Iterable[Replicas]] = tuple
     """What ranks have in common; asked when it is to be compared."""
     check_every: int = CHECK_EVERY
     """Global batches between two comparisons of them; 0: never."""
-    before_backward: Callable[[Tensor], None] = _nothing
-    """Is given the loss, weighted; what the backward pass needs, and what it must not be."""
-    after_backward: Callable[[], None] = _nothing
-    """Lets go of what the backward pass has needed."""
-    before_step: Callable[[Optimizer], None] = _nothing
-    """Raises UsageError where the gradients are not those of the global batch."""
-    after_step: Callable[[], None] = _nothing
-    """Makes buffers that move equal on all ranks."""
+    extensions: Sequence[Extension] = ()
+    """What the strategy does with this module in each step."""
     compressed: CompressedMeans | None = None
     """How gradients are sent; what it still has to send belongs into checkpoints."""
-    optimizer_prepared: Callable[[Optimizer], None] = _nothing
-    """Is told of each optimizer that holds parameters of the module."""
-    apart: ApartState | None = None
-    """What its replicas have each of its own, where they train apart."""
-    release: Callable[[], None] = _nothing
-    """Lets go of the process group when the run is left; the module may still evaluate."""
+    virtual_rank_state: VirtualRankState | None = None
+    """What virtual ranks have of their own of this module; None: there are none."""
 
 
 def parameters_changed(found: str) -> UsageError:

@@ -35,8 +35,10 @@ from lockstep.distributed.torch_compat import (
 )
 from lockstep.errors import SettingError, UsageError, unknown_choice_error
 from lockstep.optim.precision import Precision
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import CHECK_EVERY
 from lockstep.settings import Choice, check_whole_number
-from lockstep.step import CHECK_EVERY
 from lockstep.strategies import base
 from lockstep.strategies.replication import MovingBuffers, take_from_first
 from lockstep.units import format_bytes
@@ -143,18 +145,16 @@ class DDP(base.Strategy):
                 f"gradients {compression.sent_between(run.device)}; not the numbers of one device"
             )
             choices.append(Choice("compression", compress, told))
+        moving_buffers = MovingBuffers(
+            module, run.step, average=self.average_buffers, strategy=type(self).__name__
+        )
         return base.Wrapped(
             module=wrapped,
             choices=choices,
             replicas=lambda: [base.Replicas.of(module)],
             check_every=self.check_every,
-            before_backward=wrapped.expect_backward,
-            before_step=wrapped.check_gradients,
-            after_step=MovingBuffers(
-                module, run.step, average=self.average_buffers, strategy=type(self).__name__
-            ).follow,
+            extensions=[_StepsUnderDDP(wrapped, moving_buffers)],
             compressed=wrapped.compressed,
-            release=wrapped.release,
         )
 
     def backward(
@@ -364,7 +364,7 @@ class ExactDDP(base.Around, DistributedDataParallel):
         if self._means is not None:
             # A lambda: torch refuses annotations that are text, as those of this file are.
             self.register_comm_hook(self._means, lambda means, bucket: means(bucket))
-        present = self.run.step.current
+        present = self.run.step.micro_batch
         if self.options.static_graph and not present.last:
             raise SettingError(
                 "DDP(static_graph=True) with micro-batches",
@@ -381,7 +381,7 @@ class ExactDDP(base.Around, DistributedDataParallel):
     @outside_compiled_code
     def _note_where(self, error: Exception) -> None:
         """Adds to an error of the forward pass what is known of this rank's part of the batch."""
-        present = self.run.step.current
+        present = self.run.step.micro_batch
         add_memory_advice(error, present.local)
         base.note_empty_part(error, present)
 
@@ -483,6 +483,37 @@ class ExactDDP(base.Around, DistributedDataParallel):
                 _advice_on_unused(sparse),
                 code="LS301",
             )
+
+
+class _StepsUnderDDP(Extension):
+    """What happens in a step with one module under DDP.
+
+    Args:
+        module: the wrapped module.
+        moving_buffers: its buffers that forward passes change.
+    """
+
+    def __init__(self, module: ExactDDP, moving_buffers: MovingBuffers) -> None:
+        self._module = module
+        self.moving_buffers = moving_buffers
+
+    def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Lets torch await this backward pass."""
+        self._module.expect_backward(weighted_loss)
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Raises UsageError if the gradients are not those of the global batch."""
+        if self._module in modules:
+            self._module.check_gradients(optimizer)
+
+    def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Makes buffers that forward passes change equal on all ranks."""
+        if self._module in modules:
+            self.moving_buffers.follow()
+
+    def release(self) -> None:
+        """Drops references to the process group."""
+        self._module.release()
 
 
 def sparse_weights(module: nn.Module) -> list[str]:

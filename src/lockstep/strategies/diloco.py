@@ -29,11 +29,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.batch.plan import replicas_of
+from lockstep.batch.plan import virtual_ranks_of
 from lockstep.communication.compression import Method
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import outside_compiled_code
 from lockstep.errors import CheckpointError, SettingError, UsageError, unknown_choice_error, warn
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies.base import (
     Replicas,
@@ -134,8 +136,8 @@ class DiLoCo(Strategy):
             open_group(run, GROUP, ranks)
             if self.compress:
                 open_group(run, ACROSS, ranks.T)
-        run.step.together = self.start
-        return replace(super().plan(run), replicas=self.replicas, statistics_group=GROUP)
+        run.step.num_common_steps = self.start
+        return replace(super().plan(run), num_virtual_ranks=self.replicas, statistics_group=GROUP)
 
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:
         """The module itself, on its device, which replicas take turns in.
@@ -159,9 +161,6 @@ class DiLoCo(Strategy):
             hooked.by_choice = f"differences of replicas are sent as {self.compress}"
         hooked.register_state_dict_pre_hook(_Hook(turns.show_shared))
         hooked.register_load_state_dict_pre_hook(_Hook(turns.forget))
-        run.step.micro_batch_begins.append(turns.begin)
-        run.step.pass_ends.append(turns.show_shared)
-        run.at_end.append(turns.end)
         least, more = divmod(self.replicas, run.topology.size)
         where = f"each on {count_noun(run.topology.size // self.replicas, 'process')}"
         if self.replicas > run.topology.size:
@@ -184,13 +183,8 @@ class DiLoCo(Strategy):
             module=module,
             choices=choices,
             replicas=turns.equal_tensors,
-            before_backward=turns.before_backward,
-            after_backward=turns.after_backward,
-            before_step=turns.before_step,
-            after_step=turns.after_step,
-            optimizer_prepared=turns.optimizers.append,
-            apart=turns,
-            release=turns.release,
+            extensions=[turns],
+            virtual_rank_state=turns,
         )
 
     def _warn_of_statistics(self, module: nn.Module) -> None:
@@ -285,7 +279,7 @@ class _Sent(NamedTuple):
     wait: Callable[[], None]
 
 
-class _Turns:
+class _Turns(Extension):
     """What the replicas of a module have, those that this process computes; see `Wrapped`."""
 
     def __init__(self, module: nn.Module, run: Run, options: DiLoCo) -> None:
@@ -293,7 +287,7 @@ class _Turns:
         self._step = run.step
         size, rank = run.topology.size, run.topology.rank
         each = max(1, size // options.replicas)
-        self.own: Sequence[int] = replicas_of(rank, size, options.replicas)
+        self.own: Sequence[int] = virtual_ranks_of(rank, size, options.replicas)
         self._exchange = Exchange(run, options.replicas)
         self._group = run.groups.get(GROUP) if each > 1 else None
         self._names = [n for n, p in module.named_parameters() if p.requires_grad]
@@ -325,14 +319,18 @@ class _Turns:
 
     # The turns
 
-    def begin(self) -> None:
-        """A micro-batch is handed out.
+    def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
+        """Remembers the optimizers that hold parameters of the module."""
+        if self._module in modules:
+            self.optimizers.append(optimizer.inner)
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Puts the weights of a micro-batch's virtual rank in place.
 
         Raises:
             UsageError: some replicas have not made their step in the global batch before.
         """
-        present = self._step.current
-        if present.first and self._unfinished:
+        if micro_batch.first and self._unfinished:
             if not self._complete:
                 raise UsageError(
                     "a training loop that was left between the replicas of a global batch",
@@ -341,8 +339,8 @@ class _Turns:
                     "once per global batch, such as world.step",
                 )
             self._finish()
-        self._complete = present.last
-        if present.opens:
+        self._complete = micro_batch.last
+        if micro_batch.opens:
             self._stepped.clear()
         self._put_present()
 
@@ -354,13 +352,13 @@ class _Turns:
         else:
             self.show_shared()
 
-    def before_backward(self, loss: Tensor) -> None:
+    def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """The weights have to be those of the forward pass.
 
         Raises:
             UsageError: no prepared loader says whose turn it is, or no optimizer is prepared.
         """
-        if not (self._step.inside and self.optimizers):
+        if not (self._step.in_training_loop and self.optimizers):
             raise UsageError(
                 "training under strategy='diloco' without a prepared loader and optimizer",
                 "the loader says which replica a micro-batch belongs to, and the optimizer when "
@@ -369,22 +367,24 @@ class _Turns:
             )
         self._put_present()
 
-    def after_backward(self) -> None:
+    def backward_ended(self, micro_batch: MicroBatch) -> None:
         """Averages the gradient over the ranks that compute the replica; all, as long as it is one.
 
         A gradient of an earlier backward pass of the step is a mean already, which stays as it is.
         """
-        together = self._step.current.replica is None
+        together = self._step.micro_batch.virtual_rank is None
         several = self._group is not None or (together and self._run.topology.size > 1)
-        if several and self._step.current.closes:
+        if several and self._step.micro_batch.closes:
             average_gradients(self.parameters, None if together else self._group)
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """The replica's weights have to be in place, whatever was evaluated in between.
 
         Raises:
             UsageError: a second step in one turn.
         """
+        if self._module not in modules:
+            return
         if id(optimizer) in self._stepped:
             raise UsageError(
                 f"several steps of {type(optimizer).__name__} in a global batch",
@@ -393,19 +393,25 @@ class _Turns:
                 "call optimizer.step() once for each batch of the loader",
             )
         self._put_present()
-        if self._step.current.replica is None and not self._unfinished:  # they train as one
+        if (
+            self._step.micro_batch.virtual_rank is None and not self._unfinished
+        ):  # they train as one
             self._average_buffers()
             self._buffers.put(None)
         self._unfinished = True
         self._stepped.add(id(optimizer))
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """After the last optimizer of the last turn comes the exchange, where it is due."""
-        if self._turn_is_over:
+        if self._module in modules and self._turn_is_over:
             if self._moving is not None:
                 self._moving.follow()
-            if self._step.current.last:
+            if self._step.micro_batch.last:
                 self._finish()
+
+    def pass_ended(self) -> None:
+        """Puts the shared weights and buffers in place."""
+        self.show_shared()
 
     def show_shared(self, *_: Any) -> None:
         """Puts the shared weights and buffers in place."""
@@ -416,11 +422,11 @@ class _Turns:
 
     def _put_present(self) -> None:
         """Puts what the present micro-batch is computed with in place."""
-        replica = self._step.replica
-        if replica is None:
+        if self._step.virtual_rank is None:
             return
+        replica = self._step.virtual_rank.number
         self._buffers.put(replica)
-        if self._step.current.replica is None:  # they train as one
+        if self._step.micro_batch.virtual_rank is None:  # they train as one
             return
         if self._weights.at is None and self._weights.begun(replica):
             self._check_unchanged()
@@ -571,7 +577,7 @@ class _Turns:
                 "lockstep.load_weights(model, folder)",
             )
 
-    def replica_state(self, replica: int) -> Any:
+    def virtual_rank_state(self, replica: int) -> Any:
         """Weights and buffers; without weights as long as the replicas train as one."""
         begun = self._weights.begun(replica)
         return {
@@ -608,7 +614,7 @@ class _Turns:
         self._momentum, self._sent, self._gradients = {}, {}, {}
         self._lost = {replica: {} for replica in self.own}
 
-    def end(self, failed: bool) -> None:
+    def close(self, failed: bool) -> None:
         """Waits for what is on its way; warns where the last steps are in no exchange."""
         sent, self._sent = self._sent, {}
         options, done = self._options, self._step.number - self._options.start

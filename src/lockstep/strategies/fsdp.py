@@ -149,6 +149,9 @@ class FSDP(Strategy):
             accumulate_shards=self.accumulate_shards,
             find_unused_parameters=self.find_unused_parameters,
         )
+        held.moving_buffers = MovingBuffers(
+            module, run.step, average=self.average_buffers, strategy=type(self).__name__
+        )
         if isinstance(module, AveragedModel):
             average_shards_apart(module)
         if callable(getattr(module, "save_pretrained", None)):
@@ -160,16 +163,10 @@ class FSDP(Strategy):
             replaced=[(old, after[name]) for name, old in before.items()],
             may_unfreeze=True,
             whole=list(held.whole.values()),
-            gradients_apart=not self.accumulate_shards,
+            gradients_elsewhere=not self.accumulate_shards,
             units=units,
             replicas=held.replicas,
-            before_backward=held.before_backward,
-            after_backward=held.after_backward,
-            before_step=held.before_step,
-            after_step=MovingBuffers(
-                module, run.step, average=self.average_buffers, strategy=type(self).__name__
-            ).follow,
-            release=held.release,
+            extensions=[held],
         )
 
     def _shard(self, unit: nn.Module, mesh: DeviceMesh, run: Run) -> None:

@@ -31,15 +31,18 @@ from torch.optim import Optimizer
 from lockstep.distributed import torch_compat
 from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
-from lockstep.step import check_due
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import check_due
 from lockstep.strategies.base import PLAIN, Replicas, may_set, note_empty_part
 from lockstep.strategies.fsdp_unused import UnusedParameters
+from lockstep.strategies.replication import MovingBuffers
 from lockstep.wording import join_first
 
 
 @dataclasses.dataclass(eq=False)
-class Sharded:
-    """A sharded module in the course of the global batch."""
+class Sharded(Extension):
+    """A sharded module, which follows the steps of the training."""
 
     units: Mapping[str, nn.Module]
     """The names of all modules that `fully_shard` was applied to, and the modules; the whole one,
@@ -71,6 +74,8 @@ class Sharded:
         self._storages = {name: p.untyped_storage() for name, p in self._shards.items()}
         self._hooked: set[str] = set()
         self._refuse_gradients()
+        self.moving_buffers: MovingBuffers | None = None
+        """Its buffers that forward passes change."""
         self._batch: object = None
         """The global batch that the last pass belonged to."""
         self._last = True
@@ -86,16 +91,16 @@ class Sharded:
         vars(root)["_apply"] = self._moved  # what .to(...) and its like call
         vars(root)["__deepcopy__"] = _no_copy
 
-    def before_backward(self, loss: Tensor) -> None:
+    def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """Follows the loop to the micro-batch; raises UsageError for a loss made of shards."""
-        if isinstance(loss, DTensor):
+        if isinstance(weighted_loss, DTensor):
             raise _outside_of_forward("the loss is a DTensor, as parameters are")
         self.follow()
         if self._unused is not None:
             self._unused.before_backward()
 
-    def after_backward(self) -> None:
-        """Lets units go, and drops zeros that stand for no gradient; for `world.backward`."""
+    def backward_ended(self, micro_batch: MicroBatch) -> None:
+        """Frees gathered units, and drops zeros that stand for no gradient."""
         self.end_keeping()
         if self._unused is not None and self._last:
             self._unused.end_round()
@@ -103,14 +108,14 @@ class Sharded:
     def follow(self) -> None:
         """Sets torch to what the present micro-batch needs."""
         step = self.run.step
-        if self._batch != step.batch:
-            self._batch = step.batch
+        if self._batch != step.key:
+            self._batch = step.key
             if not self._last:  # the batch before was left in its middle
                 for parameter in self.whole.values():
                     parameter.grad = None
                 if self._unused is not None:
                     self._unused.forget_round()
-        last = step.current.last
+        last = step.micro_batch.last
         if last is self._last:
             return
         self._last = last
@@ -144,12 +149,19 @@ class Sharded:
         for unit in self._units:
             unit.reshard()
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Lets go of whole parameters, which the step would leave behind, and looks at gradients.
+    def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Makes buffers that forward passes change equal on all ranks."""
+        if self.moving_buffers is not None and self.root in modules:
+            self.moving_buffers.follow()
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Frees whole parameters, which the step would make out of date, and checks gradients.
 
         Raises:
             UsageError: some stayed on this rank, or what the user has changed does not take hold.
         """
+        if self.root not in modules:
+            return
         self._check_failed()
         self.end_keeping()
         self.reshard()
@@ -257,13 +269,13 @@ class Sharded:
             self.follow()
             if self._unused is not None:
                 self._unused.before_forward()
-            if self.keep_whole and not self.run.step.current.first:
+            if self.keep_whole and not self.run.step.micro_batch.first:
                 self._freeze_shards()
         self._running = True
 
     @torch_compat.outside_compiled_code
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        present = self.run.step.current
+        present = self.run.step.micro_batch
         error = sys.exception() if output is None else None  # torch calls this after one, too
         began, self._running = self._running, False
         if error is not None and began:

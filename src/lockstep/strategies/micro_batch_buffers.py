@@ -15,7 +15,9 @@ from torch import nn
 
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import warn
-from lockstep.step import Step, Turn, check_due
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import Step, StepKey, check_due
 from lockstep.strategies.replication import fingerprint
 from lockstep.wording import join_first
 
@@ -23,7 +25,7 @@ TIMES_SEEN_BEFORE_WARNING = 2
 """A cache that the first forward pass fills changes once; a running statistic changes each time."""
 
 
-class MicroBatchBuffers:
+class MicroBatchBuffers(Extension):
     """Warns once of buffers that change between two micro-batches of one global batch.
 
     Buffers are compared at the beginning of the first and of the second micro-batch, in the first
@@ -53,22 +55,20 @@ class MicroBatchBuffers:
         self._times_changed = dict.fromkeys(self._names, 0)
         self._at_first: dict[str, tuple[torch.Size, int]] = {}
         """The buffers when the first micro-batch of `_global_batch` began."""
-        self._global_batch: Turn | None = None
-        if self._names:
-            step.micro_batch_begins.append(self._micro_batch_begins)
+        self._global_batch: StepKey | None = None
 
-    def _micro_batch_begins(self) -> None:
-        present = self._step.current
-        if present.num_micro_batches == 1 or not self._names:
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Compares at the beginning of the second micro-batch."""
+        if micro_batch.num_micro_batches == 1 or not self._names:
             return
         if not check_due(self._step.number + 1):
             return
-        if present.opens:
-            self._global_batch = self._step.batch
+        if micro_batch.opens:
+            self._global_batch = self._step.key
             self._at_first = self._values()
-        elif self._global_batch == self._step.batch:
+        elif self._global_batch == self._step.key:
             self._global_batch = None  # the later micro-batches are not looked at
-            self._compare(present.num_micro_batches)
+            self._compare(micro_batch.num_micro_batches)
 
     def _values(self) -> dict[str, tuple[torch.Size, int]]:
         """The shape and the sum of the bits of each buffer."""

@@ -13,8 +13,8 @@ were before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,33 +24,57 @@ from lockstep.batch.no_rows import Placeholder, has_no_rows, marked
 from lockstep.batch.pytree import map_tensors, storages, tensors
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import NormBase, never_compiled
-from lockstep.step import Step
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import Step
 from lockstep.strategies import sync_batchnorm
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
 
-class Placeholders:
+class Placeholders(Extension):
     """Gives the prepared modules of one run a placeholder sample where this rank has none.
 
     Args:
         step: of the run.
+        modules: all prepared ones; the collection may still grow.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, modules: Collection[nn.Module]) -> None:
         self._step = step
+        self._modules = modules
+        self._is_needed = False
+        """True once this rank had a micro-batch without samples."""
         self.computed = False
-        """Whether a forward pass of the present micro-batch computed one, with gradients."""
-        step.micro_batch_begins.append(self._forget)
+        """True if a forward pass of the present micro-batch computed one, with gradients."""
 
-    def attach(self, module: nn.Module) -> None:
-        """Adds the hooks to a module, as it is called."""
+    def part_is_empty(self) -> None:
+        """Hooks all prepared modules."""
+        self._is_needed = True
+        for module in self._modules:
+            self._attach(module)
+
+    def module_prepared(self, wrapped: Any) -> None:
+        """Hooks a module that is prepared later."""
+        if self._is_needed:
+            self._attach(wrapped.module)
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """No forward pass of this micro-batch has computed a placeholder yet."""
+        self.computed = False
+
+    def _attach(self, module: nn.Module) -> None:
         hook = _Placeholder(self)
         module.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
         module.register_forward_hook(hook.after, always_call=True)
 
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Returns the context of a backward pass, in which checkpointed activations are computed
+        once more.
+        """
+        return self._recomputing() if self._is_needed else nullcontext()
+
     @contextmanager
-    def in_backward(self) -> Iterator[None]:
-        """Around a backward pass: checkpointed activations are computed once more in it."""
+    def _recomputing(self) -> Iterator[None]:
         sync_batchnorm.placeholder.computed = self.computed
         try:
             yield
@@ -61,20 +85,17 @@ class Placeholders:
         """Tells the step what a module is called with, before that is replaced."""
         if torch.is_grad_enabled():
             derived = any(tensor.requires_grad for tensor in tensors(inputs))
-            self._step.saw_forward(storages(inputs), derived=derived)
+            self._step.module_called(storages(inputs), has_gradient=derived)
 
     @property
     def may_be_due(self) -> bool:
         """Whether this rank has no samples of a micro-batch that is trained or evaluated."""
-        return not (self._step.seen.local and self._step.current.local)
+        return not (self._step.micro_batch_in_use.local and self._step.micro_batch.local)
 
     @property
     def samples(self) -> list[Tensor]:
         """The tensors of a batch of one sample."""
-        return tensors(self._step.placeholder)
-
-    def _forget(self) -> None:
-        self.computed = False
+        return tensors(self._step.sample_in_place_of_none)
 
 
 class _Placeholder:

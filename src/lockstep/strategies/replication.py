@@ -25,7 +25,7 @@ from lockstep.distributed import collectives
 from lockstep.distributed.process_group import carrier_device
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import UsageError, warn
-from lockstep.step import Step, check_due
+from lockstep.session.step import Step, check_due
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.wording import join_first
 
@@ -261,7 +261,7 @@ class MovingBuffers:
         bits = self._bits()
         changed = (bits != self._before).to(torch.int64)
         extremes = torch.stack([changed, bits, -bits])
-        present = self._step.current
+        present = self._step.micro_batch
         if present.count and not present.local:
             # A rank without samples computes a placeholder, which leaves its buffers as they were.
             extremes[1:] = torch.iinfo(torch.int64).min
@@ -299,7 +299,7 @@ class MovingBuffers:
     @torch.no_grad()
     def _average(self) -> None:
         """Replaces buffers by their mean over the ranks, weighted by the samples of each."""
-        present = self._step.current
+        present = self._step.micro_batch
         by_samples = present.count > 0 and present.num_micro_batches == 1
         weight = float(present.local) if by_samples else 1.0
         now = dict(self._module.named_buffers())

@@ -1,7 +1,10 @@
 """Optimizers and schedulers that step once per global batch.
 
-The training loop runs once per micro-batch. On all but the last of a global batch, `step()` and
-`zero_grad()` do nothing, so the same loop is right with and without accumulation.
+The training loop runs once per micro-batch. On all but the last micro-batch of a global batch,
+`step()` and `zero_grad()` do nothing, so the same loop is right with and without accumulation.
+
+With virtual ranks (`session.micro_batch`) an optimizer steps once for each of them, and keeps a
+state for each; the inner optimizer holds the state of one of them at a time.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -22,12 +26,15 @@ from lockstep.distributed.collectives import Collectives, check_same_metric
 from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import UsageError, warn
 from lockstep.optim.precision import Precision
-from lockstep.step import Step, Turn
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import Step, StepKey
 from lockstep.strategies.base import parameters_of
 
-# Their CPU implementations over lists of tensors give the same bits as those over single tensors,
-# with a fraction of the calls (tests/optim/test_accumulation.py). The fused ones do not.
-_SAME_BITS_FOREACH = (
+# On the CPU, torch's implementations over lists of tensors (`foreach`) give the same bits as those
+# over single tensors with a fraction of the calls (tests/optim/test_accumulation.py). The fused
+# implementations do not.
+OPTIMIZERS_WITH_SAME_BITS = (
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -35,18 +42,17 @@ _SAME_BITS_FOREACH = (
     torch.optim.Adamax,
     torch.optim.Adadelta,
 )
-# Few tensors: the lists cost what they save. Large ones: each operation goes over memory that the
-# one before has pushed out of the cache, and lists as long as the model are held in between.
-_FOREACH_TENSORS = 8
-_FOREACH_MEAN_SIZE = 2**14
-
+# With few tensors the lists cost what they save. With large ones each operation goes over memory
+# that the one before has pushed out of the cache, and lists as long as the model are held.
+FOREACH_MIN_TENSORS = 8
+FOREACH_MAX_MEAN_ELEMENTS = 2**14
 
 # Every error of torch about operations on shards has one of these words.
-_TORCH_ON_SHARDS = ("DTensor", "Sharding propagation")
+WORDS_OF_SHARD_ERRORS = ("DTensor", "Sharding propagation")
 
 
-class _Around:
-    """Has what the object inside of it has."""
+class _DelegatesToInner:
+    """Has the attributes of the object in its attribute `inner`."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":  # not there yet while copying or unpickling
@@ -54,12 +60,17 @@ class _Around:
         return getattr(self.inner, name)
 
 
-class PreparedOptimizer(_Around, Optimizer):
+class PreparedOptimizer(_DelegatesToInner, Optimizer):
     """The user's optimizer, stepping once per global batch.
 
-    It shares the inner optimizer's groups and state. `before` and `after` are called around every
-    real step, `before` after each call of a closure; `whole` makes of the loss that a closure
-    returns that of the global batch.
+    It shares the inner optimizer's groups and state.
+
+    Args:
+        inner: the user's optimizer.
+        step: of the run.
+        precision: of the run; makes the step, with the loss scaler where there is one.
+        modules: the prepared modules whose parameters it has.
+        collectives: of the run; None: one process.
     """
 
     def __init__(
@@ -67,101 +78,112 @@ class PreparedOptimizer(_Around, Optimizer):
         inner: Optimizer,
         step: Step,
         precision: Precision,
-        before: Callable[[], None],
-        after: Callable[[], None],
-        whole: Callable[[Any], Any] = lambda loss: loss,
+        modules: Sequence[nn.Module] = (),
+        collectives: Collectives | None = None,
     ) -> None:
         # Not calling super().__init__(): there is one set of groups, state and hooks, the inner's.
         self.inner = inner
+        self.modules = modules
         self.stepping = False
-        """Whether the inner optimizer is just now in a step that this one has called."""
+        """True while the inner optimizer is in a step that this one has called."""
         self.skipped = False
-        """Whether the loss scaler left the last step out because a gradient was infinite."""
+        """True if the loss scaler left the last step out because a gradient was infinite."""
+        self.has_prepared_scheduler = False
+        """True if a scheduler that drives it is prepared, or if one that is not was warned of."""
+        self.places: list[list[int]] | None = None
+        """For each group the numbers of its parameters among all, if other ranks have some."""
+        self.num_parameters_of_groups: list[int] = []
+        """How many parameters each group has over all ranks, if `places` are set."""
+        self.as_extension = _OptimizerEvents(self)
         self._step = step
         self._precision = precision
-        self._before = before
-        self._after = after
-        self._whole = whole
-        self._asked: Turn | None = None
-        """The global batch, or the replica's turn, in which `step()` was last called."""
-        self._rates: list[Any] = []
-        """The learning rates then."""
-        self._taken: Turn | None = None
-        """That in which a step was last taken."""
-        self.places: list[list[int]] | None = None
-        """Where the parameters of each group stand among all, of which other ranks have some."""
-        self.counts: list[int] = []
-        """How many each group has over all ranks, where `places` are set."""
-        self.scheduled = False
-        """A scheduler that drives it is prepared, or it was warned of one that is not."""
+        self._collectives = collectives
+        self._asked_for: StepKey | None = None
+        """The optimizer step in which `step()` was last called."""
+        self._taken_for: StepKey | None = None
+        """The optimizer step in which the inner optimizer last stepped."""
+        self._clearing_postponed_in: StepKey | None = None
+        """The optimizer step in which `zero_grad()` was last postponed."""
+        self._learning_rates: list[Any] = []
+        """The learning rates when `step()` was last called."""
         self._error_of_closure: Exception | None = None
-        self._plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
-        self._dropped: Turn | None = None
-        """The global batch in which a clearing was last put off."""
-        self._replica: int | None = None
-        """Whose state the inner optimizer has; None: all replicas' alike, or there are none."""
+        self._has_plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
+        self._active_virtual_rank: int | None = None
+        """The virtual rank whose state the inner optimizer holds; None: the state that they share
+        at the beginning, or there are no virtual ranks."""
         self._states: dict[int | None, Any] = {}
-        """The states of all, but for that one."""
-        step.clear_gradients.append(inner.zero_grad)
-        step.batch_begins.append(self._clear_dropped)
+        """The states of the other virtual ranks of this process."""
 
     def __repr__(self) -> str:
         return f"Prepared{self.inner!r}"
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps where the present micro-batch closes its global batch; else returns None.
+        """Steps if the present micro-batch closes its global batch; else returns None.
 
         Raises:
             UsageError: `loss.backward()` was called where the loss needs exact weighting.
         """
-        if closure is None and not self._step.running.backwards:
-            self._step.of_loss()  # `loss.backward()` was called, or nothing
-        running = self._step.running
-        present = running.micro_batch
+        if closure is None and not self._step.training_pass.num_backwards:
+            self._step.source_of_loss()  # `loss.backward()` was called, or nothing
+        micro_batch = self._step.micro_batch
         if closure is None:
             self._check_backward()
-        elif not (present.first and present.last):
+        elif not (micro_batch.first and micro_batch.last):
             raise UsageError(
                 "optimizer.step(closure) with micro-batches",
                 "the closure would be evaluated on a part of the global batch",
                 "leave micro_batch_size out, or use an optimizer without closures",
             )
-        self._check_rates()
-        self._asked = batch = self._step.batch
-        if not present.closes:
+        self._check_learning_rates()
+        self._asked_for = self._step.key
+        if not micro_batch.closes:
             return None
-        self._take_turn(present.replica)
-        if len(self._states) == present.turns:  # all of them have begun
-            self._states.pop(None, None)
+        if micro_batch.virtual_rank is not None:
+            self._activate_state_of(micro_batch.virtual_rank.number)
+            if len(self._states) == micro_batch.virtual_rank.number_on_process:
+                # All virtual ranks have a state, so the one that they began with is not needed.
+                self._states.pop(None, None)
+        return self._take_step(closure, micro_batch)
+
+    def _take_step(self, closure: Callable[[], Any] | None, micro_batch: MicroBatch) -> Any:
+        extensions = self._step.extensions
+        key = self._step.key
         self._step.enter_phase("optimizer")
+        evaluate = None
         if closure is None:
-            self._before()
-        evaluate = None if closure is None else partial(self._evaluate, closure)
+            extensions.before_step(self.inner, self.modules)
+        else:
+            evaluate = partial(self._evaluate_closure, closure)
         self.stepping = True
         try:
             result, self.skipped = self._precision.step(self.inner, evaluate)
         except Exception as error:
-            if (refused := self._refused_by_shards(error)) is not None:
-                raise refused from error
+            error_on_shards = self._explain_shard_error(error)
+            if error_on_shards is not None:
+                raise error_on_shards from error
             raise
         finally:
             self.stepping = False
-        self._taken = batch
-        if present.last:
+        self._taken_for = key
+        if micro_batch.last:
             self._step.mark_stepped()
-        self._after()
+        extensions.after_step(self.inner, self.modules)
+        if micro_batch.last:
+            extensions.global_batch_trained()
         self._step.enter_phase("other")
         return result
 
-    def _refused_by_shards(self, error: Exception) -> UsageError | None:
-        """What an error of the step means where torch cannot compute it with shards; else None."""
-        of_torch = any(words in str(error) for words in _TORCH_ON_SHARDS)
-        if not of_torch or error is self._error_of_closure:
+    def _explain_shard_error(self, error: Exception) -> UsageError | None:
+        """Returns an error that says what to do if torch cannot compute the step with shards."""
+        if error is self._error_of_closure:
             return None
-        if not any(map(is_sharded, parameters_of(self.inner))):
+        if not any(words in str(error) for words in WORDS_OF_SHARD_ERRORS):
+            return None
+        if not any(is_sharded(parameter) for parameter in parameters_of(self.inner)):
             return None
         kind = type(self.inner).__name__
-        first_sentence = str(error).strip().splitlines()[0].split(". ")[0]
+        first_line = str(error).strip().splitlines()[0]
+        first_sentence = first_line.split(". ")[0]
         return UsageError(
             f"{kind}.step() on the shards of a model",
             "torch cannot compute it with parameters that are spread over the ranks "
@@ -170,34 +192,56 @@ class PreparedOptimizer(_Around, Optimizer):
             "and without masks, such as SGD, Adam, AdamW, RMSprop or Adagrad",
         )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, but for those that a global batch has begun to accumulate.
+    def _evaluate_closure(self, closure: Callable[[], Any]) -> Any:
+        """Calls a closure, and checks its gradients before anything is updated.
 
-        They have begun once `step()` was called for an earlier micro-batch (or for this one, where
-        the clearing comes after it), and are done when it was taken.
+        Returns:
+            The loss of the global batch, by which some optimizers decide.
         """
-        present = self._step.current
-        if not (present.opens and present.closes):
-            batch = self._step.batch
-            if self._asked == batch and self._taken != batch:
-                self._dropped = batch
+        self._step.training_pass.loss = 0.0  # the closure may be called more than once
+        try:
+            loss = closure()
+            self._check_backward()
+            self._step.extensions.before_step(self.inner, self.modules)
+        except Exception as error:
+            self._error_of_closure = error
+            raise
+        if self._collectives is None or self._collectives.alone:
+            return loss
+        if not isinstance(loss, Tensor | float):
+            return loss
+        scale = self._step.micro_batch_of_loss.scale
+        return self._collectives.mean(loss * scale if scale else 0.0)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, except those that a global batch has begun to accumulate.
+
+        A global batch accumulates from the first call of `step()` in one of its micro-batches until
+        the optimizer steps for it. Gradients of a loop that clears after `step()` are kept, too.
+        """
+        micro_batch = self._step.micro_batch
+        if not (micro_batch.opens and micro_batch.closes):
+            key = self._step.key
+            if self._asked_for == key and self._taken_for != key:
+                self._clearing_postponed_in = key
                 return
-        if set_to_none and self._plain_zero_grad:
-            # What torch's own does, without the profiling around it, which takes ten times as long.
+        if set_to_none and self._has_plain_zero_grad:
+            # This is what torch's own does, without its profiling, which takes ten times as long.
             for group in self.inner.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
         else:
             self.inner.zero_grad(set_to_none)
 
-    def _clear_dropped(self) -> None:
-        """Before a global batch: the one before was to be cleared, and its step was left out."""
-        if self._dropped not in (None, self._taken):
+    def clear_if_postponed(self) -> None:
+        """Clears gradients of a global batch whose step was left out, before the next one."""
+        postponed_in = self._clearing_postponed_in
+        if postponed_in is not None and postponed_in != self._taken_for:
             self.inner.zero_grad()
-        self._dropped = None
+        self._clearing_postponed_in = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the strategy was built for the parameters that were there at `prepare`."""
+        """Raises UsageError: the strategy was built for the parameters given to `prepare`."""
         raise UsageError(
             "optimizer.add_param_group after world.prepare",
             "gradients of parameters that came later would not be averaged over the ranks",
@@ -206,26 +250,29 @@ class PreparedOptimizer(_Around, Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state: that of plain torch.
+        """Returns the inner optimizer's state: that of plain torch.
 
         Under a pipeline it numbers the parameters as on one device, and has the entries of those
-        that are on this rank. Where replicas train apart it is that of the first on this rank.
+        that are on this rank. With virtual ranks it is the state of the first on this process.
         """
-        if self._replica is not None:
-            self._take_turn(min(r for r in (*self._states, self._replica) if r is not None))
-        state = self.inner.state_dict()
+        if self._active_virtual_rank is not None:
+            numbers = [number for number in self._states if number is not None]
+            self._activate_state_of(min([*numbers, self._active_virtual_rank]))
+        state: dict[str, Any] = self.inner.state_dict()
         if self.places is None:
             return state
-        numbers = list(chain(*self.places))
-        entries = {numbers[local]: entry for local, entry in state["state"].items()}
-        return _numbered(state, entries, self.counts)
+        number_on_one_device = list(chain(*self.places))
+        entries = {}
+        for number_here, entry in state["state"].items():
+            entries[number_on_one_device[number_here]] = entry
+        return _with_groups_of(state, entries, self.num_parameters_of_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the inner optimizer what `state_dict` gave, here or on one device.
+        """Loads into the inner optimizer what `state_dict` returned, here or on one device.
 
         As in plain torch, the state is converted to the dtypes of the parameters.
         """
-        self.inner.load_state_dict(self._begin_loading(state_dict))
+        self.inner.load_state_dict(self._state_for_inner(state_dict))
 
     def load_saved_state(
         self, state_dict: dict[str, Any], saved_dtypes: Mapping[torch.Tensor, torch.dtype]
@@ -233,56 +280,61 @@ class PreparedOptimizer(_Around, Optimizer):
         """Loads a state of a checkpoint in the dtypes that it was saved in.
 
         Args:
-            state_dict: what `state_dict` gave, here or on one device.
-            saved_dtypes: the dtypes that parameters had then, as far as they are known.
+            state_dict: what `state_dict` returned, here or on one device.
+            saved_dtypes: the dtypes that parameters had then, if they are known.
         """
-        load_saved_state(self.inner, self._begin_loading(state_dict), saved_dtypes)
+        load_saved_state(self.inner, self._state_for_inner(state_dict), saved_dtypes)
 
-    def _begin_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Drops the states of replicas; returns what the inner optimizer is to load."""
-        self._replica = None
+    def _state_for_inner(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Drops the states of virtual ranks; returns what the inner optimizer is to load."""
+        self._active_virtual_rank = None
         self._states.clear()
         if self.places is None:
             return state_dict
-        saved, numbers = state_dict["state"], enumerate(chain(*self.places))
-        entries = {local: saved[number] for local, number in numbers if number in saved}
-        return _numbered(state_dict, entries, [len(places) for places in self.places])
+        saved_entries = state_dict["state"]
+        entries = {}
+        for number_here, number_on_one_device in enumerate(chain(*self.places)):
+            if number_on_one_device in saved_entries:
+                entries[number_here] = saved_entries[number_on_one_device]
+        return _with_groups_of(state_dict, entries, [len(places) for places in self.places])
 
-    def replica_state(self, replica: int) -> Any:
-        """The state of one of the replicas that train apart, as `state_dict` has it; None: none."""
-        if self._replica is None:
+    def virtual_rank_state(self, number: int) -> Any:
+        """Returns the state of a virtual rank, as `state_dict` has it; None if there are none."""
+        if self._active_virtual_rank is None:
             return None
-        self._take_turn(replica)
+        self._activate_state_of(number)
         return self.inner.state_dict()["state"]
 
-    def load_replica_state(self, replica: int, state: Any) -> None:
-        """Takes up what `replica_state` gave."""
+    def load_virtual_rank_state(self, number: int, state: Any) -> None:
+        """Loads what `virtual_rank_state` returned for a virtual rank."""
         if state is not None:
-            self._take_turn(replica)
+            self._activate_state_of(number)
             self._states.pop(None, None)
             load_saved_state(self.inner, {**self.inner.state_dict(), "state": state}, {})
 
-    def _take_turn(self, replica: int | None) -> None:
-        """Puts the state of a replica in place; each begins with what was there before."""
-        if replica == self._replica or replica is None:
+    def _activate_state_of(self, number: int) -> None:
+        """Gives the inner optimizer the state of a virtual rank, at first a copy of the shared."""
+        if number == self._active_virtual_rank:
             return
-        self._states[self._replica] = self.inner.state
-        if replica not in self._states:
-            kept = self._states.get(None, {})
-            own = {parameter: copy.deepcopy(entry) for parameter, entry in kept.items()}
-            self._states[replica] = defaultdict(dict, own)
-        self.inner.state = self._states.pop(replica)
-        self._replica = replica
+        self._states[self._active_virtual_rank] = self.inner.state
+        if number not in self._states:
+            state: dict[Any, Any] = defaultdict(dict)
+            for parameter, entry in self._states.get(None, {}).items():
+                state[parameter] = copy.deepcopy(entry)
+            self._states[number] = state
+        self.inner.state = self._states.pop(number)
+        self._active_virtual_rank = number
 
     @property
     def partial(self) -> bool:
-        """Whether other ranks have parameters that this one has not."""
+        """True if other ranks have parameters that this one has not."""
         return self.places is not None
 
-    def check_kept(self) -> None:
-        """Raises UsageError where gradients were cleared in the middle of a global batch."""
-        cleared = all(parameter.grad is None for parameter in parameters_of(self.inner))
-        if self._asked == self._step.batch and cleared:
+    def check_gradients_are_there(self) -> None:
+        """Raises UsageError if gradients were cleared in the middle of a global batch."""
+        if self._asked_for != self._step.key:
+            return
+        if all(parameter.grad is None for parameter in parameters_of(self.inner)):
             raise UsageError(
                 "gradients cleared between the micro-batches of a global batch",
                 "those of the micro-batches before are lost",
@@ -295,9 +347,9 @@ class PreparedOptimizer(_Around, Optimizer):
 
         Raises:
             UsageError: in the middle of a global batch. The scaler has divided the gradients by its
-                scale, and those of later micro-batches come on top.
+                scale, and those of later micro-batches would be added to them.
         """
-        if not self._step.current.last:
+        if not self._step.micro_batch.last:
             raise UsageError(
                 "a GradScaler of your own with micro-batches",
                 "it divides the gradients by its scale at each of them, those of the micro-batches "
@@ -307,24 +359,15 @@ class PreparedOptimizer(_Around, Optimizer):
             )
         return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """What a closure gives; how it calls backward is looked at before anything is updated."""
-        self._step.running.loss = 0.0  # it may be called more than once
-        try:
-            loss = closure()
-            self._check_backward()
-            self._before()
-        except Exception as error:
-            self._error_of_closure = error
-            raise
-        return self._whole(loss)
-
     def _check_backward(self) -> None:
-        running = self._step.running
-        present = running.micro_batch
-        if running.backwards or (present.plain and self._precision.scaler is None):
+        """Raises UsageError if `loss.backward()` was called where the loss needs weighting."""
+        training_pass = self._step.training_pass
+        micro_batch = training_pass.micro_batch
+        if training_pass.num_backwards:
             return
-        if running.unstepped:
+        if micro_batch.plain and self._precision.scaler is None:
+            return
+        if training_pass.step_left_out:
             raise UsageError(
                 "optimizer.step() after another batch was fetched",
                 "no backward pass has followed that batch, and the one before has not been "
@@ -332,67 +375,97 @@ class PreparedOptimizer(_Around, Optimizer):
                 "call optimizer.step() before the next batch is fetched; num_workers= and "
                 "prefetch_factor= of the loader read ahead without a change to the loop",
             )
-        reason = (
-            f"the precision is {self._precision.name}, whose loss is scaled"
-            if present.plain
-            else f"this rank's part is {present.local} of {present.count} samples, "
-            "so its mean counts as much as others only when weighted"
-        )
+        if micro_batch.plain:
+            reason = f"the precision is {self._precision.name}, whose loss is scaled"
+            code = None
+        else:
+            reason = (
+                f"this rank's part is {micro_batch.local} of {micro_batch.count} samples, "
+                "so its mean counts as much as others only when weighted"
+            )
+            code = "LS206"
         raise UsageError(
             "loss.backward() before optimizer.step()",
             reason,
             "call world.backward(loss), which weighs the loss exactly",
-            code=None if present.plain else "LS206",
+            code=code,
         )
 
-    def _check_rates(self) -> None:
-        """Whether a scheduler that is not prepared steps in the loop.
+    def _check_learning_rates(self) -> None:
+        """Finds schedulers that are not prepared and step in the loop, and warns of them once.
 
         Raises:
-            UsageError: it has stepped between the micro-batches of a global batch.
+            UsageError: such a scheduler has stepped between the micro-batches of a global batch.
         """
-        batch, rates = self._step.batch, [g["lr"] for g in self.inner.param_groups if "lr" in g]
-        before, self._rates = self._rates, rates
-        # A rate that is a tensor is changed in place: it is one object, and nobody waits for it.
-        if self._asked is None or self._asked[0] is not batch[0] or rates == before:
+        rates_before = self._learning_rates
+        rates = [group["lr"] for group in self.inner.param_groups if "lr" in group]
+        self._learning_rates = rates
+        if self._asked_for is None or rates == rates_before:
+            return  # a rate that is a tensor is one object, changed in place: it is not compared
+        training_pass, global_batch, _ = self._step.key
+        pass_before, global_batch_before, _ = self._asked_for
+        if pass_before is not training_pass:
             return
-        if self._asked[:2] == batch[:2] and not self._step.current.first:
+        change = f"{_format_rates(rates_before)} and is {_format_rates(rates)}"
+        if global_batch_before == global_batch and not self._step.micro_batch.first:
             raise UsageError(
                 "a learning rate that changes between the micro-batches of a global batch",
-                f"it was {_shown(before)} and is {_shown(rates)}: a step once per micro-batch",
+                f"it was {change}: a step once per micro-batch",
                 "give the scheduler to world.prepare too: it then steps once per global batch",
                 code="LS401",
             )
-        # Torch's schedulers put a `step` of their own on the optimizer that they drive; that of an
-        # epoch, which is right as it is, does not change the rate within a pass.
-        driven = "step" in vars(self.inner) or "step" in vars(self)
-        if driven and self._step.inside and not self.scheduled:
-            self.scheduled = True
+        # Torch's schedulers put a `step` of their own on the optimizer that they drive. One that
+        # steps once an epoch is right as it is, and does not change the rate within a pass.
+        has_scheduler = "step" in vars(self.inner) or "step" in vars(self)
+        if has_scheduler and self._step.in_training_loop and not self.has_prepared_scheduler:
+            self.has_prepared_scheduler = True
             warn(
                 "a learning-rate scheduler that steps in the training loop and is not prepared",
-                f"the rate went from {_shown(before)} to {_shown(rates)}; with micro-batches it "
-                "would step once for each of them",
+                f"the rate went from {_format_rates(rates_before)} to {_format_rates(rates)}; with "
+                "micro-batches it would step once for each of them",
                 "give it to world.prepare too: it then steps once per global batch",
                 code="LS401",
             )
 
 
-def _shown(rates: list[Any]) -> str:
+class _OptimizerEvents(Extension):
+    """Tells a prepared optimizer when gradients of a global batch are to be cleared."""
+
+    def __init__(self, optimizer: PreparedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Clears what a global batch left whose step was left out."""
+        if micro_batch.opens:
+            self._optimizer.clear_if_postponed()
+
+    def clear_gradients(self) -> None:
+        """Clears the gradients of a global batch that was broken off."""
+        self._optimizer.inner.zero_grad()
+
+
+def _format_rates(rates: Sequence[Any]) -> str:
     return ", ".join(f"{float(rate):g}" for rate in rates)
 
 
-class PreparedScheduler(_Around, LRScheduler):
-    """The user's scheduler: steps where the optimizer does, once per global batch or per epoch."""
+class PreparedScheduler(_DelegatesToInner, LRScheduler):
+    """The user's scheduler: steps when the optimizer does, once per global batch or per epoch.
+
+    Args:
+        inner: the user's scheduler.
+        prepared: the optimizer that it drives.
+        step: of the run.
+        collectives: of the run.
+    """
 
     def __init__(
         self, inner: LRScheduler, prepared: PreparedOptimizer, step: Step, collectives: Collectives
     ) -> None:
         self.inner = inner
         self.prepared = prepared
-        """The optimizer that it drives."""
         self._step = step
         self._collectives = collectives
-        prepared.scheduled = True
+        prepared.has_prepared_scheduler = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Steps unless a global batch is in the middle or its optimizer step was left out.
@@ -400,22 +473,24 @@ class PreparedScheduler(_Around, LRScheduler):
         Raises:
             RanksDifferError: ReduceLROnPlateau was given a metric that differs between ranks.
         """
-        if (self._step.inside and self.prepared.skipped) or not self._step.current.last:
+        if not self._step.micro_batch.last:
+            return
+        if self._step.in_training_loop and self.prepared.skipped:
             return
         if isinstance(self.inner, ReduceLROnPlateau):
             self._check_metric(*args, **kwargs)
         self.inner.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """The learning rate of each parameter group."""
+        """Returns the learning rate of each parameter group."""
         return self.inner.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner scheduler's state."""
+        """Returns the inner scheduler's state."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the inner scheduler."""
+        """Loads a state into the inner scheduler."""
         self.inner.load_state_dict(state_dict)
 
     def _check_metric(self, metrics: Any, *_: Any, **__: Any) -> None:
@@ -424,31 +499,45 @@ class PreparedScheduler(_Around, LRScheduler):
 
 
 def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
-    """Switches to the faster implementation with the same bits; returns the reason, if it did."""
-    if device.type != "cpu" or type(optimizer) not in _SAME_BITS_FOREACH:
+    """Switches to torch's faster implementation with the same bits, if there is one.
+
+    Returns:
+        The reason, for the block of choices; None if nothing was switched.
+    """
+    if device.type != "cpu" or type(optimizer) not in OPTIMIZERS_WITH_SAME_BITS:
         return None
     flags = ("foreach", "fused", "differentiable", "capturable", "maximize")
     for group in optimizer.param_groups:
         if any(group.get(flag) for flag in flags) or group.get("foreach") is False:
             return None
-        # Given as tensors, they keep torch from working on lists.
-        if any(isinstance(x, torch.Tensor) for x in (group.get("lr"), *group.get("betas", ()))):
+        # A rate or beta that is a tensor keeps torch from working on lists.
+        settings = [group.get("lr"), *group.get("betas", ())]
+        if any(isinstance(setting, torch.Tensor) for setting in settings):
             return None
     sizes = [parameter.numel() for parameter in parameters_of(optimizer)]
-    if len(sizes) < _FOREACH_TENSORS or sum(sizes) > _FOREACH_MEAN_SIZE * len(sizes):
+    if len(sizes) < FOREACH_MIN_TENSORS:
+        return None
+    if sum(sizes) > FOREACH_MAX_MEAN_ELEMENTS * len(sizes):
         return None
     for group in optimizer.param_groups:
         group["foreach"] = True
     return "updates all tensors in one call; the same bits as one at a time"
 
 
-def _numbered(
-    state: dict[str, Any], entries: dict[int, Any], counts: Sequence[int]
+def _with_groups_of(
+    state: dict[str, Any], entries: dict[int, Any], num_parameters_of_groups: Sequence[int]
 ) -> dict[str, Any]:
-    """An optimizer's state with these entries, whose groups have so many parameters."""
-    numbers = iter(range(sum(counts)))
-    groups = [
-        {**group, "params": list(islice(numbers, count))}
-        for group, count in zip(state["param_groups"], counts, strict=False)
-    ]
+    """Returns an optimizer's state with other entries and other numbers of parameters.
+
+    Args:
+        state: what an optimizer's `state_dict` returned.
+        entries: the states of parameters, by their numbers.
+        num_parameters_of_groups: how many parameters each group is to have.
+    """
+    groups = []
+    next_number = 0
+    for group, count in zip(state["param_groups"], num_parameters_of_groups, strict=False):
+        numbers = list(range(next_number, next_number + count))
+        groups.append({**group, "params": numbers})
+        next_number += count
     return {**state, "state": entries, "param_groups": groups}

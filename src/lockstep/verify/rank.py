@@ -34,7 +34,6 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lockstep import step
 from lockstep.batch.loader import Loader
 from lockstep.batch.pytree import tensors
 from lockstep.distributed.seeding import seed_everything
@@ -45,6 +44,7 @@ from lockstep.distributed.torch_compat import (
 )
 from lockstep.run.start.worker import run_as_main
 from lockstep.run.watch.script_processes import replace_start_processes
+from lockstep.session.extension import add_to_every_run
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.user_code import is_user_file, user_line
 from lockstep.verify.batches import random_streams, streams_that_moved
@@ -84,9 +84,9 @@ def install(
     replace_start_processes(refuse_own_ranks)
     _watch_own_processes(recorder, way.nproc)
     recorder.branches.install()
-    step.add_callback(recorder)
-    register_optimizer_step_pre_hook(recorder.before_step)
-    register_optimizer_step_post_hook(recorder.after_step)
+    add_to_every_run(recorder)
+    register_optimizer_step_pre_hook(recorder.before_optimizer_step)
+    register_optimizer_step_post_hook(recorder.after_optimizer_step)
     register_module_forward_pre_hook(recorder.enters)
     register_module_forward_hook(recorder.leaves, always_call=True)
     _watch_losses(recorder)

@@ -27,7 +27,7 @@ from lockstep.distributed.torch_compat import on_default_group
 from lockstep.errors import LockstepError, RecordingFailedError, UsageError
 from lockstep.run.start.worker import Script
 from lockstep.run.watch.error_record import describe_error
-from lockstep.settings import INSTEAD
+from lockstep.settings import VERIFY_VARIABLE
 from lockstep.verify.files import restore
 from lockstep.verify.lines_up import lined_up, steps_of, with_idle_ranks
 from lockstep.verify.names import renamed
@@ -207,7 +207,7 @@ class Way:
         # Sets of strings have another order in every process: here surely, elsewhere by chance.
         own = {"PYTHONHASHSEED": str(self.nproc), **os.environ}
         instead = {"precision": self.precision, "uncompressed": True, **self.instead}
-        return {**own, INSTEAD: json.dumps(instead)}
+        return {**own, VERIFY_VARIABLE: json.dumps(instead)}
 
 
 def read_way(folder: Path) -> Way:

@@ -37,8 +37,9 @@ from lockstep.distributed.torch_compat import (
     pytree,
 )
 from lockstep.errors import LockstepError, RecordingFailedError
-from lockstep.step import BatchEvent, Callback, MicroBatch
-from lockstep.strategies.base import parameters_of
+from lockstep.session.extension import DeliveredBatch, Extension
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.strategies.base import Wrapped, parameters_of
 from lockstep.user_code import user_line
 from lockstep.verify.batches import Fetched, look_at, random_streams, streams_that_moved
 from lockstep.verify.branches import Branches
@@ -204,8 +205,8 @@ class _Beside:
     """Batches that were handed out before the last backward pass was over."""
 
 
-class Recorder(Callback):
-    """A `Callback` of Lockstep's steps, and the receiver of the hooks of `rank.install`.
+class Recorder(Extension):
+    """A `Extension` of Lockstep's steps, and the receiver of the hooks of `rank.install`.
 
     Args:
         writer: of this rank.
@@ -294,14 +295,15 @@ class Recorder(Callback):
     # Of Lockstep's steps
 
     @guarded
-    def prepared(self, module: nn.Module) -> None:
+    def module_prepared(self, wrapped: Wrapped) -> None:
         """`World.prepare` has wrapped a module."""
+        module = wrapped.module
         self.by_choice = self.by_choice or vars(module).get("by_choice", "")
         self.models.prepared.add(id(unwrap(module)))
         self._meet(module)
 
     @guarded
-    def delivered(self, event: BatchEvent) -> None:
+    def delivered(self, event: DeliveredBatch) -> None:
         """A loader of Lockstep's hands out a micro-batch."""
         self._update.contributes, self._micro_batch = event.counts, event.micro_batch
         ids = event.samples.tolist()
@@ -311,10 +313,10 @@ class Recorder(Callback):
         self._take(event.loader, taken, event.position + 1)
 
     @guarded
-    def backward(self, loss: Tensor) -> None:
+    def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """`World.backward` was given a loss, which is weighted here."""
         self._weighted = False
-        self.lost(loss)
+        self.lost(weighted_loss if micro_batch.scale else weighted_loss.new_zeros(()))
         self._weighted = True
 
     # Of the hooks
@@ -815,7 +817,7 @@ class Recorder(Callback):
             present.slope(place, gradient)
 
     @guarded
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer is about to step, perhaps by another one, as that of ZeRO.
 
         Returns:
@@ -905,7 +907,7 @@ class Recorder(Callback):
             update.batches = update.model_inputs
 
     @guarded
-    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
         if self._stepping.pop() is not optimizer or self._stepping:
             return
@@ -927,9 +929,9 @@ class Recorder(Callback):
         update.write_stacks = {name: writes[place] for name, place in places if place in writes}
         update.branch_outcomes = self.branches.since()
         self.models.left.update(update.parameters)
-        self._writer.write(update, self._micro_batch.replica)
+        self._writer.write(update, self._micro_batch.virtual_rank_number)
         self._stepped[optimizer] = self._writer.count
-        self._taken[optimizer] += self._micro_batch.replica is None or self._micro_batch.last
+        self._taken[optimizer] += self._micro_batch.virtual_rank is None or self._micro_batch.last
         self._begun = min(self._begun, time.monotonic())
         self._update = RankUpdate(contributes=update.contributes, batches=self._ahead)
         self._beside = _Beside()
@@ -953,7 +955,7 @@ class Recorder(Callback):
         done = max(self._taken.values(), default=self._rounds)
         way, micro = self._way, self._micro_batch
         late = way.seconds is not None and time.monotonic() > self._begun + way.seconds
-        others = micro.replica is not None and (self._update.batches or not micro.last)
+        others = micro.virtual_rank is not None and (self._update.batches or not micro.last)
         if not others and (done >= way.steps or (done >= LEAST_STEPS and late)):
             self.until = f"step {done}{self._place}"
             raise Finished(0)

@@ -1,52 +1,25 @@
-"""The interface of a guard: a check that is always on, told of what happens in a training."""
+"""The base of a check: an extension that raises an error where a training goes wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
-
-from torch import nn
-from torch.optim import Optimizer
+from collections.abc import Collection
 
 from lockstep.distributed.process_group import Run
 from lockstep.optim.precision import Precision
+from lockstep.session.extension import Extension
 from lockstep.strategies.base import Wrapped
 
 
-class Guard:
-    """Looks on at a training, changes nothing, and raises where it goes wrong.
-
-    A method that is not overridden is not called. All may communicate but
-    `before_backward`, `after_backward` and `settle`: every rank takes the same steps.
+class Check(Extension):
+    """Looks at a training in every run, changes nothing, and raises where it goes wrong.
 
     Args:
-        run: this process's part in the run.
+        run: of this process.
         precision: of the forward passes and the loss.
-        wrapped: all that `world.prepare` has wrapped so far; it grows.
+        wrapped: all that `world.prepare` has wrapped; the collection may still grow.
     """
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[Wrapped] = ()) -> None:
         self.run = run
         self.precision = precision
         self.wrapped = wrapped
-
-    def prepared(self, wrapped: Wrapped) -> None:
-        """`world.prepare` has wrapped a module."""
-
-    def optimizer_prepared(self, optimizer: Optimizer) -> None:
-        """`world.prepare` has made this optimizer of the user's."""
-
-    def before_backward(self, loss: Any) -> None:
-        """`world.backward` was given a loss, which is not weighted yet."""
-
-    def after_backward(self, loss: Any) -> None:
-        """The backward pass of that loss is through."""
-
-    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """An optimizer is about to step for a global batch; modules hold its parameters."""
-
-    def after_step(self) -> None:
-        """It has stepped."""
-
-    def settle(self) -> None:
-        """The state is about to be saved, or the run has ended well: nothing may stay unsaid."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lockstep.extensions.checks.base import Guard
+from lockstep.extensions.checks.base import Check
 
 
-class CoverageGuard(Guard):
+class CoverageCheck(Check):
     """Compares what the loaders have handed out, after the step in which that is due."""
 
-    def after_step(self) -> None:
+    def global_batch_trained(self) -> None:
         """Raises DataError or RanksDifferError; see `lockstep.batch.coverage`."""
         for loader in self.run.loaders:
             loader.coverage.settle(self.run.collectives)

@@ -29,9 +29,10 @@ from torch import Tensor
 from lockstep.batch.unprepared import ReadPass, UnpreparedLoaders
 from lockstep.distributed.process_group import Run, store_at_end
 from lockstep.errors import warn
-from lockstep.extensions.checks.base import Guard
+from lockstep.extensions.checks.base import Check
 from lockstep.extensions.checks.mean_of_batches import divides_sum_by_length
 from lockstep.optim.precision import Precision
+from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import Wrapped
 from lockstep.user_code import Location, format_source_line, user_call, user_location
 from lockstep.wording import format_ranks
@@ -75,7 +76,7 @@ class DoubtfulSum(NamedTuple):
     place: Location | None
 
 
-class EvaluationGuard(Guard):
+class EvaluationCheck(Check):
     """Compares passes over loaders, and looks at sums of what unprepared loaders gave."""
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[Wrapped]) -> None:
@@ -105,9 +106,8 @@ class EvaluationGuard(Guard):
         run.collectives.compare_histories = self._compare
         run.collectives.summed = self._look_at_sum
         self._unprepared = UnpreparedLoaders(self._ended_unprepared_pass)
-        run.at_end.append(self._end)
 
-    def before_backward(self, loss: Any) -> None:
+    def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Warns where an evaluation before this step, or the samples of this step, are in doubt."""
         if self._read is not None:
             self._forget_read_pass()
@@ -174,12 +174,13 @@ class EvaluationGuard(Guard):
             on_this_rank=on_this_rank,
         )
 
-    def _end(self, failed: bool) -> None:
+    def close(self, failed: bool) -> None:
         """Compares once more: what came after the last collective. The last rank to come does it.
 
         Nobody waits: a rank may evaluate for an hour while the others have ended.
         """
-        assert self._unprepared is not None
+        if self._unprepared is None:
+            return
         self._unprepared.release()
         if failed or self.run.joined is None:
             return
@@ -290,7 +291,7 @@ class EvaluationGuard(Guard):
 
     def _look_at_training(self, dataset: Any) -> None:
         """A loss is trained on while an unprepared loader is being read."""
-        if dataset is None or self.run.step.inside:
+        if dataset is None or self.run.step.in_training_loop:
             return
         if self.run.collectives.data_parallel.size == 1:  # all ranks compute the same samples
             return

@@ -13,31 +13,38 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
-from lockstep.extensions.checks.base import Guard
+from lockstep.extensions.checks.base import Check
+from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import parameters_of
 
 
-class GradientVersionGuard(Guard):
+class GradientVersionCheck(Check):
     """Remembers what the last backward pass has left."""
 
+    _num_backwards = 0
+    """Backward passes of the present micro-batch."""
     _marks: Sequence[tuple[nn.Parameter, int, int]] = ()
     """Of each gradient: its parameter, its id, and how often it was written to."""
 
-    def after_backward(self, loss: Any) -> None:
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """No backward pass has followed yet."""
+        self._num_backwards = 0
+
+    def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """The gradients wait, for further micro-batches or for the loss scaler."""
-        if not self.run.step.current.closes or self.precision.scaler is not None:
+        self._num_backwards += 1
+        if not self.run.step.micro_batch.closes or self.precision.scaler is not None:
             self._marks = [
                 (p, id(g), g._version)
                 for wrapped in self.wrapped
-                if not wrapped.gradients_later  # they are written after the backward pass, too
+                if not wrapped.gradients_after_backward  # they are written after it, too
                 for p in wrapped.module.parameters()
                 if (g := p.grad) is not None
             ]
 
-    def before_backward(self, loss: Any) -> None:
+    def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Raises UsageError where the gradients of earlier micro-batches were written to."""
-        running = self.run.step.running
-        if running.micro_batch.opens or running.backwards:
+        if self.run.step.micro_batch.opens or self._num_backwards:
             return
         if any(map(_changed, self._marks)):
             raise UsageError(

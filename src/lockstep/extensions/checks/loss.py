@@ -10,16 +10,17 @@ from torch import Tensor
 
 from lockstep.distributed.torch_compat import own_part
 from lockstep.errors import UsageError
-from lockstep.extensions.checks.base import Guard
+from lockstep.extensions.checks.base import Check
+from lockstep.session.micro_batch import MicroBatch
 
 
-class LossGuard(Guard):
+class LossCheck(Check):
     """Checks losses; on CUDA a NaN is reported one step late, because reading it would wait."""
 
     _pending: tuple[Tensor, torch.cuda.Event, int] | None = None
     """Whether a loss is NaN, when that has come from the GPU, and the step it is of."""
 
-    def before_backward(self, loss: Any) -> None:
+    def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Raises UsageError unless `loss` is a scalar tensor with a gradient and not NaN."""
         if not self.run.collectives.contributes:  # the loss is made of nothing, and is not used
             return
@@ -43,7 +44,7 @@ class LossGuard(Guard):
                 "compute it from the output of the prepared model, with gradients enabled",
             )
         # The mean over no samples, or over none that count, is NaN and is weighted with 0.
-        if self.run.step.of_backward.scale == 0.0:
+        if micro_batch.scale == 0.0:
             return
         if loss.is_cuda:
             self._look_back(loss)
@@ -52,9 +53,9 @@ class LossGuard(Guard):
         if value != value:  # NaN alone; asked of the number, which is faster than of the tensor
             self._complain(self.run.step.number + 1)
 
-    def after_backward(self, loss: Tensor) -> None:
+    def after_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Raises UsageError where a loss of weight 0 has made gradients NaN."""
-        present = self.run.step.of_backward
+        present = micro_batch
         if present.scale != 0.0 or not self.run.collectives.contributes:
             return
         if self.precision.scaler is not None and not present.local:

@@ -17,9 +17,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lockstep.checkpoint.modules import plain_names
 from lockstep.distributed.process_group import Run
 from lockstep.errors import warn_about
-from lockstep.extensions.checks.base import Guard
+from lockstep.extensions.checks.base import Check
 from lockstep.optim.precision import Precision
-from lockstep.step import check_due
+from lockstep.session.step import check_due
 from lockstep.strategies.base import Wrapped, parameters_changed
 from lockstep.wording import join_first
 
@@ -27,7 +27,7 @@ _Before = tuple[bool, torch.dtype, torch.device]
 """Whether a parameter was, or may be, trained, and what it was."""
 
 
-class ParameterGuard(Guard):
+class ParameterCheck(Check):
     """Compares prepared modules with what they were, in the first steps and now and then."""
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[Wrapped]) -> None:
@@ -36,7 +36,7 @@ class ParameterGuard(Guard):
         """Of each module, by its id: the names of its parameters, and what these were."""
         self._warned = False
 
-    def prepared(self, wrapped: Wrapped) -> None:
+    def module_prepared(self, wrapped: Wrapped) -> None:
         """The parameters are to stay as they are now."""
         module = wrapped.module
         plain = plain_names(module)
@@ -52,7 +52,7 @@ class ParameterGuard(Guard):
             UsageError: a parameter that is trained has changed, and there are several processes.
         """
         step = self.run.step
-        first = step.running.number == 1  # an epoch may begin otherwise
+        first = step.training_pass.number == 1  # an epoch may begin otherwise
         if self._warned or not (first or check_due(step.number + 1)):
             return
         changed = [change for module in modules for change in self._changes(module)]

@@ -26,8 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lockstep.distributed.process_group import Run, store_at_end
 from lockstep.distributed.torch_compat import is_sharded, never_compiled
 from lockstep.errors import warn
-from lockstep.extensions.checks.base import Guard
+from lockstep.extensions.checks.base import Check
 from lockstep.optim.precision import Precision
+from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import Wrapped, parameters_of
 from lockstep.user_code import Location, user_location
 from lockstep.wording import join_first
@@ -46,7 +47,7 @@ MAX_NUMBERS_OF_PARAMETER = 64
 """So many numbers of each parameter are compared."""
 
 
-class PreparationGuard(Guard):
+class PreparationCheck(Check):
     """Looks at what losses reach and at what optimizers hold, where there are several ranks."""
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[Wrapped]) -> None:
@@ -61,13 +62,12 @@ class PreparationGuard(Guard):
         if self._several:
             hook = register_optimizer_step_pre_hook(self._before_any_step)
             self._unhook = hook.remove
-            run.at_end.append(self._end)
 
-    def optimizer_prepared(self, optimizer: Optimizer) -> None:
+    def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
         """Its steps, and those of optimizers inside of it, are as they should be."""
         self._prepared_optimizers.append(optimizer)
 
-    def before_backward(self, loss: Any) -> None:
+    def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Looks at what the loss reaches, in the first backward passes of the user's line."""
         self._backwards += 1
         if not self._several or (self._backwards > WATCHED_BACKWARDS and not self._apart):
@@ -171,7 +171,10 @@ class PreparationGuard(Guard):
             code="LS407",
         )
 
-    def _end(self, failed: bool) -> None:
+    def close(self, failed: bool) -> None:
+        """Compares what was not compared yet."""
+        if not self._several:
+            return
         self._unhook()
         if failed or self.run.joined is None:
             return

@@ -11,17 +11,17 @@ import torch.distributed as dist
 
 from lockstep.communication import routing
 from lockstep.errors import RanksDifferError
-from lockstep.extensions.checks.base import Guard
-from lockstep.step import check_due
+from lockstep.extensions.checks.base import Check
+from lockstep.session.step import check_due
 from lockstep.strategies.base import Replicas
 from lockstep.strategies.replication import fingerprint
 from lockstep.wording import join_first
 
 
-class ReplicaGuard(Guard):
+class ReplicaCheck(Check):
     """Compares what several ranks have in common, in the first steps and now and then."""
 
-    def after_step(self) -> None:
+    def global_batch_trained(self) -> None:
         """Raises RanksDifferError, on all ranks, where they have parted."""
         number = self.run.step.number
         for wrapped in self.wrapped:

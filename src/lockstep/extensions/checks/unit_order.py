@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import outside_compiled_code
 from lockstep.errors import RanksDifferError, warn_about
-from lockstep.extensions.checks.base import Guard
+from lockstep.extensions.checks.base import Check
 from lockstep.optim.precision import Precision
 from lockstep.strategies.base import Wrapped
 from lockstep.wording import join_first
@@ -32,7 +32,7 @@ _AT_CLOSE = timedelta(seconds=5)
 """How long the last comparison is waited for; another rank may have failed."""
 
 
-class UnitOrderGuard(Guard):
+class UnitOrderCheck(Check):
     """Compares what the ranks use of each module with units."""
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[Wrapped]) -> None:
@@ -40,11 +40,15 @@ class UnitOrderGuard(Guard):
         self._uses: dict[int, _Use] = {}
         """Of modules, by the id of each."""
 
-    def prepared(self, wrapped: Wrapped) -> None:
+    def module_prepared(self, wrapped: Wrapped) -> None:
         """Follows its units, where it has some."""
         if wrapped.units:
-            self._uses[id(wrapped.module)] = use = _Use(wrapped)
-            self.run.at_end.append(lambda failed: use.release())
+            self._uses[id(wrapped.module)] = _Use(wrapped)
+
+    def close(self, failed: bool) -> None:
+        """Looks at the last comparisons."""
+        for use in self._uses.values():
+            use.release()
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Raises RanksDifferError, on all ranks, where the comparison before found a difference."""

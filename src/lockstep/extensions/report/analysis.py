@@ -17,7 +17,7 @@ import numpy as np
 from lockstep.extensions.report.console import duration
 from lockstep.extensions.report.reading import LauncherLine, RankRecord, Record, Start
 from lockstep.extensions.report.record_format import PHASES_WITHOUT_WAITING
-from lockstep.step import PHASES
+from lockstep.session.extension import PHASES
 from lockstep.wording import count_noun, format_ranges, format_ranks, join_first
 
 WORK_PHASES = tuple(

@@ -25,7 +25,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from lockstep.extensions.report.analysis import WORK_PHASES, phases_by_rank, work_by_rank
 from lockstep.extensions.report.reading import Floats, Record, Start, evaluation_name
 from lockstep.extensions.report.record_format import PHASES_WITHOUT_WAITING
-from lockstep.step import PHASES
+from lockstep.session.extension import PHASES
 
 STACKED_PHASES = (*PHASES_WITHOUT_WAITING, "communication")
 """From the bottom to the top: what a rank does itself, then waiting for others."""

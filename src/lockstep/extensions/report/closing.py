@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lockstep.communication.link import Traffic
 from lockstep.extensions.report.analysis import STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
 from lockstep.extensions.report.console import duration, print_line, rate, thousands
-from lockstep.step import Step
+from lockstep.session.step import Step
 from lockstep.units import format_bytes
 
 

@@ -25,7 +25,7 @@ from lockstep.communication.link import (
 )
 from lockstep.distributed.process_group import Run
 from lockstep.extensions.report.console import print_line
-from lockstep.step import Callback
+from lockstep.session.extension import Extension
 
 WARMUP_STEPS = 3  # in which buckets are made and caches filled
 MEASURED_STEPS = 10
@@ -43,7 +43,7 @@ class _ClocksAfterStep:
     """Seconds since the thread began in which it was ready to run but had no core."""
 
 
-class NetworkAdvice(Callback):
+class NetworkAdvice(Extension):
     """Measures the first steps and prints the advice on rank 0.
 
     Communication: one exchange of a few bytes, after the last measured step.
@@ -58,7 +58,7 @@ class NetworkAdvice(Callback):
         self._link = link
         self._clocks: list[_ClocksAfterStep] = []
 
-    def stepped(self, number: int) -> None:
+    def step_finished(self, number: int) -> None:
         """Reads the clocks after a step; after the last measured step the advice is printed."""
         if len(self._clocks) == WARMUP_STEPS + MEASURED_STEPS:
             return

@@ -27,7 +27,7 @@ from lockstep.extensions.report.reading import (
     Record,
     Start,
 )
-from lockstep.step import PHASES
+from lockstep.session.extension import PHASES
 from lockstep.units import format_bytes
 from lockstep.wording import count_noun, replace_unprintable
 

@@ -18,7 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.extensions.report.displays import open_display
 from lockstep.extensions.report.metrics import RunningMeans
 from lockstep.extensions.report.pass_text import PassState
-from lockstep.step import Callback
+from lockstep.session.extension import Extension
 
 # How often the means over all ranks are brought up to date during a pass.
 REDUCTIONS_PER_PASS = 50
@@ -58,7 +58,7 @@ def progress(
     description: str = "",
     *,
     done: int = 0,
-    callbacks: Sequence[Callback] = (),
+    extensions: Extension | None = None,
 ) -> Generator[Any, None, None]:
     """Yields the items of the loader and shows how the pass goes.
 
@@ -73,7 +73,7 @@ def progress(
             runs.
         description: the text in front of the bar, such as `epoch 3`.
         done: how many global batches of the epoch were trained before it was resumed.
-        callbacks: called with the new means whenever they were reduced.
+        extensions: told of the new means whenever they were reduced.
 
     Raises:
         RanksDifferError: the ranks did not log the same names.
@@ -98,14 +98,14 @@ def progress(
             means.step()
             if means.values is not last_values:
                 last_values = means.values
-                for callback in callbacks:
-                    callback.logged(description, means.values, complete=False)
+                if extensions is not None:
+                    extensions.means_logged(description, means.values, complete=False)
             if display is not None:
                 display.step(micro_batch.count, means.values)
         means.finish()
         is_complete = True
-        for callback in callbacks:
-            callback.logged(description, means.values, complete=True)
+        if extensions is not None:
+            extensions.means_logged(description, means.values, complete=True)
     finally:
         running.remove(means)
         if display is not None:

@@ -28,7 +28,7 @@ from lockstep.extensions.report.record_format import (
     RECORD_SUFFIX,
     parse_line,
 )
-from lockstep.step import PHASES
+from lockstep.session.extension import PHASES
 from lockstep.wording import join_first
 
 Floats = npt.NDArray[np.float64]

@@ -38,7 +38,7 @@ from lockstep.extensions.report.record_format import (
     RANK_INFIX,
     RECORD_SUFFIX,
 )
-from lockstep.step import PHASES, Callback
+from lockstep.session.extension import PHASES, Extension
 
 ROWS_BEFORE_DOUBLING = 64
 """After this number of rows, the next rows cover twice as many steps each."""
@@ -46,7 +46,7 @@ WRITE_INTERVAL_S = 1.0
 MEMORY_INTERVAL_S = 1.0
 
 
-class Recorder(Callback):
+class Recorder(Extension):
     """Writes down how this rank's steps go.
 
     Args:
@@ -108,8 +108,7 @@ class Recorder(Callback):
         self._num_rows = 0
         self._logged: dict[str, Any] | None = None
         self._row_without_loss: _RowWithoutLoss | None = None
-        run.step.enter_phase = self._wait_for_training
-        run.at_end.append(self.close)
+        self._training_has_begun = False
         if self._is_main:
             on_warning.append(self._write_warning)
 
@@ -125,14 +124,13 @@ class Recorder(Callback):
             self._finish_row_without_loss(wait=not failed)
             self._write({"end": "failed" if failed else "ok", "time": time.time()})
             self._close_file()
-        self._step.enter_phase = lambda phase: "other"
 
-    def stepped(self, number: int) -> None:
+    def step_finished(self, number: int) -> None:
         """Adds the step to the present row, and ends the row if it covers enough steps."""
         now = time.perf_counter()
         self._longest_step_s = max(self._longest_step_s, now - self._last_step_end_s)
         self._last_step_end_s = now
-        running = self._step.running
+        running = self._step.training_pass
         self._num_steps += 1
         self._num_samples += running.micro_batch.count
         loss = running.loss
@@ -143,11 +141,11 @@ class Recorder(Callback):
         if self._num_steps == self._steps_per_row:
             self._end_row(number)
 
-    def announced(self, choices: Sequence[tuple[str, str, str]]) -> None:
+    def choices_made(self, choices: Sequence[tuple[str, str, str]]) -> None:
         """Writes down the choices that the run printed."""
         self._write({"choices": choices})
 
-    def logged(self, description: str, means: Mapping[str, float], *, complete: bool) -> None:
+    def means_logged(self, description: str, means: Mapping[str, float], *, complete: bool) -> None:
         """Writes down the means of `world.log`: once per row, and at the end of a pass."""
         if not self._is_main or not means:
             return
@@ -165,40 +163,42 @@ class Recorder(Callback):
     def _write_warning(self, text: str) -> None:
         self._write({"warning": text, "step": self._step.number, "time": time.time()})
 
-    def _wait_for_training(self, phase: str) -> str:
-        """Stands for `Step.enter_phase` until the first batch: the time before it is left out."""
-        if phase in ("data", "backward", "optimizer"):
+    def phase_entered(self, phase: str) -> None:
+        """Ends the present phase and begins another.
+
+        The time before the first batch belongs to no step, so it is left out.
+        """
+        if self._training_has_begun:
+            self._end_phase()
+            self._phase = phase
+        elif phase in ("data", "backward", "optimizer"):
+            self._training_has_begun = True
             now = time.perf_counter()
             self._last_step_end_s = now
             self._phase = phase
             self._phase_begin_s = now
             self._blocked_before_phase_s = traffic.blocked_s
-            self._step.enter_phase = self._enter_phase
-        return "other"
 
-    def _enter_phase(self, phase: str) -> str:
-        """Ends the present phase and begins another; returns the name of the one that ended.
+    def _end_phase(self) -> None:
+        """Adds the time up to now to the present phase.
 
         The time in which this rank waited for others counts as communication, in whichever phase
         it waited.
         """
         now = time.perf_counter()
-        ended_phase = self._phase
         begin_s = self._phase_begin_s
         if self._blocked_before_phase_s != traffic.blocked_s:
             blocked_s = traffic.blocked_s - self._blocked_before_phase_s
             self._phase_seconds["communication"] += blocked_s
             self._blocked_before_phase_s += blocked_s
             begin_s += blocked_s
-        self._phase_seconds[ended_phase] += now - begin_s
-        self._phase = phase
+        self._phase_seconds[self._phase] += now - begin_s
         self._phase_begin_s = now
-        return ended_phase
 
     def _end_row(self, number: int) -> None:
         """Ends the present row with the step of this number, counted from 0."""
         # The present phase goes on, but its time up to now belongs to this row.
-        self._step.enter_phase(self._phase)
+        self._end_phase()
         self._finish_row_without_loss(wait=True)
         now_s = self._phase_begin_s - self._begin_s
         if now_s - self._memory_measured_at_s >= MEMORY_INTERVAL_S:

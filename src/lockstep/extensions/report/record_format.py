@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.step import PHASES
+from lockstep.session.extension import PHASES
 
 FORMAT_VERSION = 1
 # A rank's file is named TIME-ID.rankN.record and a launcher's file TIME-ID.launcher.record, where

@@ -19,8 +19,9 @@ from lockstep.distributed.seeding import mix_seed
 from lockstep.distributed.topology import DataParallelRank
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError, warn
+from lockstep.session.extension import DeliveredBatch, Extension
+from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Choice, is_auto
-from lockstep.step import BatchEvent, Callback
 from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped
 from lockstep.strategies.data_parallel.module import DataParallel
 
@@ -88,8 +89,11 @@ class DP(Strategy):
             )
         wrapped = self._wrapped(module.to(run.device), run)
         _part_random_streams(wrapped, run)
-        run.step.callbacks.append(_WeightedMeans(wrapped))
-        return Wrapped(module=wrapped, choices=self._choices(wrapped, run))
+        return Wrapped(
+            module=wrapped,
+            choices=self._choices(wrapped, run),
+            extensions=[_WeightedMeans(wrapped)],
+        )
 
     def _wrapped(self, module: nn.Module, run: Run) -> DataParallel:
         device_ids, replicas = self.device_ids, self.replicas
@@ -128,17 +132,17 @@ class DP(Strategy):
         return choices + wrapped.batchnorms.choices(each="device", of=of)
 
 
-class _WeightedMeans(Callback):
+class _WeightedMeans(Extension):
     """Warns of losses that the devices took means of, from a loader whose samples have weights."""
 
     def __init__(self, module: DataParallel) -> None:
         self._module = module
         self._weighted = self._warned = False
 
-    def delivered(self, event: BatchEvent) -> None:
+    def delivered(self, event: DeliveredBatch) -> None:
         self._weighted = event.loader.weight is not None
 
-    def backward(self, loss: Tensor) -> None:
+    def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         if self._weighted and not self._warned and self._module.averaged:
             self._warned = True
             warn(

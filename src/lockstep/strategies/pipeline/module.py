@@ -15,7 +15,7 @@ import copy
 import inspect
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,8 @@ from lockstep.distributed.seeding import mix_seed
 from lockstep.distributed.torch_compat import never_compiled, pytree
 from lockstep.errors import NotOnStageError, RanksDifferError, UsageError
 from lockstep.optim.precision import Precision
-from lockstep.step import Turn, check_due
+from lockstep.session.extension import Extension
+from lockstep.session.step import StepKey, check_due
 from lockstep.strategies.base import Around, Replicas
 from lockstep.strategies.pipeline.schedule import Action, Place, order
 from lockstep.strategies.pipeline.split import Arguments
@@ -85,7 +86,6 @@ class PipelinedModule(Around):
         """What went wrong in the model on this rank, while the others went on."""
         self._begun = 0, 0
         """Passes begun since that many optimizer steps."""
-        run.step.clear_gradients.append(self._leave_off)
         self._complete = True
 
     @property
@@ -119,7 +119,7 @@ class PipelinedModule(Around):
     def waits_for_loss(self) -> bool:
         """Whether a forward pass has got no `world.backward` yet."""
         batch = self._batch
-        if batch is None or batch.of != self.run.step.batch:
+        if batch is None or batch.of != self.run.step.key:
             return False
         return len(batch.losses) < len(batch.inputs)
 
@@ -185,10 +185,10 @@ class PipelinedModule(Around):
         if self._batch is not None and len(self._batch.losses) == self._batch.num_micro_batches:
             self._catch_up(self._batch)  # the loop calls the model several times a turn
         if self._batch is None:
-            micro_batches = step.current.num_micro_batches
+            micro_batches = step.micro_batch.num_micro_batches
             sizes = place.position, place.positions, place.per_rank, micro_batches
             self._batch = Batch(
-                of=step.batch,
+                of=step.key,
                 num_micro_batches=micro_batches,
                 actions=deque(order(self._schedule, *sizes)),
                 flags=tuple(p.requires_grad for p in self._parameters_there),
@@ -205,7 +205,7 @@ class PipelinedModule(Around):
         self._ask_early(batch, len(batch.losses) - 1)
         while batch.actions and batch.has(batch.actions[0]):
             self._do(batch)
-        if self.run.step.current.last:
+        if self.run.step.micro_batch.last:
             self._catch_up(batch)
             if self.replica_group is not None:
                 average_gradients(self.held(), self.replica_group)
@@ -217,7 +217,7 @@ class PipelinedModule(Around):
             UsageError: a forward pass has got no `world.backward`.
             RanksDifferError: the stages would be trained at other rates.
         """
-        if self._batch is not None and self._batch.of == self.run.step.batch:
+        if self._batch is not None and self._batch.of == self.run.step.key:
             raise UsageError(
                 "optimizer.step() before the backward pass of the pipeline",
                 "loss.backward() reaches no further than the stage of this rank",
@@ -369,7 +369,7 @@ class PipelinedModule(Around):
             wire.wait()
         self._batch = None
 
-    def _leave_off(self) -> None:
+    def leave_global_batch(self) -> None:
         """The loop over a loader was left in the middle of a global batch.
 
         What is left of it waits for the next call of the model: an exception may be why the loop
@@ -380,9 +380,9 @@ class PipelinedModule(Around):
 
     def _drop_old(self) -> None:
         """Drops a global batch that was broken off, after what other ranks still wait for."""
-        if self._batch is not None and self._batch.of != self.run.step.batch:
+        if self._batch is not None and self._batch.of != self.run.step.key:
             self._catch_up(self._batch, drop=True)
-            self._leave_off()
+            self.leave_global_batch()
 
     def _evaluate(self, arguments: Arguments) -> Any:
         """The real output on every rank: each sends it to the one before, the last one first."""
@@ -432,7 +432,7 @@ def _check_rates(optimizer: Optimizer, run: Run) -> None:
 class Batch:
     """A global batch under way."""
 
-    of: Turn
+    of: StepKey
     """Tells it from others."""
     num_micro_batches: int
     """Its micro-batches."""
@@ -456,3 +456,28 @@ class Batch:
     def has(self, action: Action) -> bool:
         """Whether the training loop has brought what it needs."""
         return action.micro_batch < len(self.inputs if action.forward else self.losses)
+
+
+class StepsOfPipeline(Extension):
+    """What happens in a step with the stages of a model on this rank."""
+
+    def __init__(self, module: PipelinedModule) -> None:
+        self._module = module
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Raises UsageError if a forward pass got no backward pass."""
+        if self._module in modules:
+            self._module.before_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Makes buffers that forward passes change equal in all pipelines."""
+        if self._module in modules:
+            self._module.after_step()
+
+    def clear_gradients(self) -> None:
+        """Drops the gradients of a global batch that was broken off."""
+        self._module.leave_global_batch()
+
+    def release(self) -> None:
+        """Drops references to process groups."""
+        self._module.release()

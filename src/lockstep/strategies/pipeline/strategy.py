@@ -35,7 +35,7 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped, open_group, plan_for
-from lockstep.strategies.pipeline.module import PipelinedModule
+from lockstep.strategies.pipeline.module import PipelinedModule, StepsOfPipeline
 from lockstep.strategies.pipeline.schedule import Place
 from lockstep.strategies.pipeline.split import Split, balanced, measure, split, units
 from lockstep.strategies.pipeline.stage import StagedModel
@@ -160,12 +160,10 @@ class Pipeline(Strategy):
             choices=choices,
             replaced=[(old, None) for old in gone],
             may_unfreeze=True,
-            gradients_apart=True,
-            gradients_later=True,
+            gradients_elsewhere=True,
+            gradients_after_backward=True,
             replicas=wrapped.replicas,
-            before_step=wrapped.before_step,
-            after_step=wrapped.after_step,
-            release=wrapped.release,
+            extensions=[StepsOfPipeline(wrapped)],
         )
 
     def backward(

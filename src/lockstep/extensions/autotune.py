@@ -41,6 +41,8 @@ from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import BatchNorm, outside_compiled_code, own_part
 from lockstep.errors import LockstepError, SettingError, UsageError
 from lockstep.extensions.report.console import print_line
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import is_auto
 from lockstep.strategies.base import Strategy, StrategyPlan, may_set
 from lockstep.strategies.data_parallel.module import DataParallel
@@ -227,7 +229,7 @@ class ProfilingRun:
 
 
 @dataclass
-class Autotune:
+class Autotune(Extension):
     """Finds shares and micro-batch size for all loaders of a run.
 
     Raises:
@@ -282,7 +284,7 @@ class Autotune:
             as_planned=self._as_planned,
         )
 
-    def after_backward(self) -> None:
+    def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Finds what is open in the present micro-batch, if anything; all ranks call it.
 
         Raises:
@@ -329,7 +331,7 @@ class Autotune:
         self._profiled = present = division, local, calls
         try:
             yield
-            if self._profiled is present and self.run.step.running.stepped:
+            if self._profiled is present and self.run.step.training_pass.stepped:
                 raise UsageError(
                     "loss.backward() where shares or micro_batch_size are 'auto'",
                     "they are found in world.backward",

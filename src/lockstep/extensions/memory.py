@@ -39,8 +39,8 @@ from lockstep.distributed.torch_compat import (
     pytree,
 )
 from lockstep.errors import UsageError
+from lockstep.extensions.autotune import gpus_of, now, restored
 from lockstep.strategies.data_parallel.module import DataParallel
-from lockstep.training.autotune import gpus_of, now, restored
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.training.prepare import Preparer
 
@@ -332,7 +332,7 @@ def _training_steps(
             "it is empty" if loader.steps == 0 else "a loop over it is running",
             "call it before the loop, with data for one global batch at least",
         )
-    if preparer.replicas is not None:
+    if preparer.virtual_ranks is not None:
         raise UsageError(
             "world.memory with training steps under strategy='diloco'",
             "they would be steps of the replicas, which are not put back",

@@ -1,0 +1,209 @@
+"""What a loader has handed out: passes over a loader, and the deliveries of each.
+
+A *pass* is one iteration of a training loop over a loader. A *delivery* is one micro-batch that the
+loop gets in a pass. `session.step` finds out which delivery a loss comes from; this module has the
+records that it keeps, and the errors that it raises where that is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Protocol
+
+from lockstep.errors import UsageError
+from lockstep.session.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+optimizer_steps_at = attrgetter("opens", "closes", "virtual_rank_number")
+"""When the optimizer steps. Two loaders that are trained on at a time must agree on it."""
+weight_in_backward = attrgetter("scale", "opens", "closes", "plain", "virtual_rank_number")
+"""Micro-batches that agree on this can be taken for one another in a backward pass."""
+
+
+class StorageReference(Protocol):
+    """A weak reference to the storage of a tensor; two to the same storage are equal."""
+
+    def __hash__(self) -> int: ...
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+    def expired(self) -> bool:
+        """Returns True when the storage is freed."""
+
+
+class Delivery:
+    """A micro-batch that a loader has handed out to be trained on.
+
+    Args:
+        training_pass: the pass that it belongs to.
+        micro_batch: how it weighs.
+        storages: of its tensors.
+        on_begin: called with the micro-batch each time that training on it begins.
+    """
+
+    def __init__(
+        self,
+        training_pass: TrainingPass,
+        micro_batch: MicroBatch,
+        storages: Iterable[StorageReference] = (),
+        on_begin: Callable[[MicroBatch], None] | None = None,
+    ) -> None:
+        self.training_pass = training_pass
+        self.micro_batch = micro_batch
+        self.storages = tuple(storages)
+        self.on_begin = on_begin
+        training_pass.num_deliveries += 1
+        self.place = training_pass.num_deliveries
+        """Its number among the deliveries of its pass, from 1."""
+        if micro_batch.first:
+            training_pass.num_delivered_global_batches += 1
+        self.global_batch = training_pass.num_delivered_global_batches
+        """The number of its global batch in its pass, from 1."""
+
+    @property
+    def is_referenced(self) -> bool:
+        """True while the script, or what it computes, holds a tensor of the batch."""
+        for storage in self.storages:
+            if storage.expired():
+                return False
+        return True
+
+
+class TrainingPass:
+    """One iteration of a training loop over a loader."""
+
+    def __init__(self) -> None:
+        self.micro_batch = MicroBatch()
+        """The micro-batch that is trained."""
+        self.number = 0
+        """Global batches begun."""
+        self.num_parts = 0
+        """Parts begun that an optimizer steps for: global batches, or those of virtual ranks."""
+        self.num_backwards = 0
+        """Calls of `World.backward` for the current micro-batch."""
+        self.loss: Tensor | float = 0.0
+        """Sum of the weighted losses of the current global batch on this rank."""
+        self.accumulated = False
+        """True if earlier micro-batches of the current global batch have left gradients."""
+        self.stepped = False
+        """True if an optimizer has stepped for the current global batch."""
+        self.ever_stepped = False
+        """True if an optimizer has stepped in this pass. A pass without is an evaluation, even one
+        with gradients enabled."""
+        self.step_left_out = False
+        """True if no optimizer had stepped for the micro-batch before the current one."""
+        self.num_deliveries = 0
+        self.num_delivered_global_batches = 0
+        self.active: Delivery | None = None
+        """The delivery whose micro-batch is trained."""
+        self.untrained: list[Delivery] = []
+        """Deliveries that no backward pass is known to have followed, in order."""
+        self.ended = False
+        """True if the loader was left. The loop may still train on batches that it holds."""
+        self.source_is_known = True
+        """False if the next loss may come from any of `untrained`, not from `active` alone."""
+
+
+def weigh_the_same(deliveries: Sequence[Delivery]) -> bool:
+    """Returns True if all deliveries count the same in a backward pass."""
+    weights = {weight_in_backward(delivery.micro_batch) for delivery in deliveries}
+    return len(weights) <= 1
+
+
+def next_trained(training_pass: TrainingPass) -> list[Delivery]:
+    """Returns the delivery that a loss of this pass comes from, or an equivalent one."""
+    if not training_pass.source_is_known and training_pass.untrained:
+        return training_pass.untrained[:1]
+    if training_pass.active is None:
+        return []
+    return [training_pass.active]
+
+
+def check_order(delivery: Delivery) -> None:
+    """Raises UsageError if the micro-batches of a global batch are not trained in order."""
+    training_pass = delivery.training_pass
+    active = training_pass.active
+    if active is None:
+        return
+    if delivery.micro_batch.first:
+        in_order = training_pass.micro_batch.last or not training_pass.num_backwards
+    else:
+        follows = delivery.place > active.place
+        in_order = follows and delivery.global_batch == active.global_batch
+    if not in_order:
+        raise UsageError(
+            "training on batches in another order than the loader gave them",
+            f"each global batch is computed in {delivery.micro_batch.num_micro_batches} "
+            "micro-batches, and those of one global batch do not follow each other",
+            "train on the batches in their order, or leave micro_batch_size out",
+        )
+
+
+def two_loaders_error() -> UsageError:
+    """Returns the error of a loop over two loaders whose optimizer steps do not coincide."""
+    return UsageError(
+        "training on two prepared loaders at a time",
+        "their global batches are computed in different numbers of micro-batches, so "
+        "the optimizer would step in the middle of one of them",
+        "evaluate under torch.no_grad(); to train on two datasets use one loader over "
+        "both, or leave micro_batch_size out",
+    )
+
+
+TRAIN_APART = (
+    "call the prepared model and world.backward for each batch by itself, one after the other, "
+    "then optimizer.step() once; or use one loader over both datasets, or batch sizes that the "
+    "number of ranks divides, with drop_last=True"
+)
+"""What to do if batches of two loaders weigh differently."""
+FETCH_LATER = (
+    "fetch a batch when the one before is trained (num_workers= and prefetch_factor= of the loader "
+    "read ahead without a change to the loop)"
+)
+"""What to do if a loop fetches batches ahead."""
+
+
+def unknown_source_error(
+    possible: Sequence[Delivery], which: str, instead: str = FETCH_LATER
+) -> UsageError:
+    """Returns the error of a loss that may have come from any of several batches.
+
+    Args:
+        possible: the batches.
+        which: describes them, after "several batches".
+        instead: what to do.
+    """
+    batches = "several batches" if len(possible) > 1 else "a batch"
+    return UsageError(
+        "world.backward(loss) in a loop that holds batches which it fetched before",
+        f"it is not known which batch the loss comes from: the loop holds {batches} {which}, of "
+        f"which this rank has {describe_parts(possible)} samples, so its loss counts differently "
+        "for each. The prepared model was not called with a tensor that the loader gave, or a view "
+        "of one",
+        f"{instead}; or call the model with the tensors that the loader gave and convert them "
+        "inside of it",
+    )
+
+
+def mixed_sources_error(deliveries: Sequence[Delivery]) -> UsageError:
+    """Returns the error of a loss that came from several batches of different weight."""
+    return UsageError(
+        "one world.backward(loss) for batches that weigh differently",
+        f"the loss comes from {len(deliveries)} batches, of which this rank has "
+        f"{describe_parts(deliveries)} samples: no single factor is exact for all of them on "
+        "these ranks",
+        TRAIN_APART,
+    )
+
+
+def describe_parts(deliveries: Sequence[Delivery]) -> str:
+    """Describes this rank's parts of up to four deliveries, such as `3 of 8 and 2 of 8`."""
+    parts: list[str] = []
+    for delivery in deliveries:
+        part = f"{delivery.micro_batch.local} of {delivery.micro_batch.count}"
+        if part not in parts:
+            parts.append(part)
+    return " and ".join(parts[:4])

@@ -1,0 +1,317 @@
+"""The one way to take part in a training: an `Extension`, in the ordered list of the run.
+
+Strategies, checks and observers (the report, the ledger, `lockstep verify`) are all extensions. The
+run tells them of each event in this order:
+
+1. `PREPARED_OBJECT`: the prepared optimizers;
+2. `STRATEGY`: the part of a strategy that belongs to one prepared module;
+3. `CHECK`: the checks, which raise an error where a training goes wrong;
+4. `OBSERVER`: what only looks on.
+
+The order matters. Each line names the test that fails if two of them change places:
+
+- Optimizers clear gradients of a global batch that was left out before a strategy puts the weights
+  of another virtual rank in place (`tests/session/test_extension.py::test_gradients_are_cleared`).
+- A strategy reshards and averages before the checks look at the gradients that the optimizer will
+  use (`test_checks_see_what_the_strategy_left`).
+- Checks look at a loss before the strategy and the observers get it, so that no observer records a
+  loss that cannot be trained on (`test_a_refused_loss_reaches_nobody`).
+- Every extension is closed, whatever the others raise, observers last: the record of the run has
+  what strategies and checks found at its end (`test_every_extension_is_closed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.session.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+PHASES = (
+    "data", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation", "other"
+)  # fmt: skip
+"""What a rank spends the time of a step on. `communication` is waiting for other ranks, whatever it
+is for; `forward` ends where `World.backward` begins, or the optimizer's step; `other` is what
+follows that step, up to the next batch."""
+
+
+class Place(IntEnum):
+    """Where an extension stands in the order in which events are told."""
+
+    PREPARED_OBJECT = 0
+    STRATEGY = 1
+    CHECK = 2
+    OBSERVER = 3
+
+
+class DeliveredBatch(NamedTuple):
+    """A micro-batch that a training loop gets from a loader, on this rank."""
+
+    loader: Any
+    epoch: int
+    position: int
+    """Number of its global batch in the epoch, from 0."""
+    samples: npt.NDArray[np.int64]
+    """The indices of its samples in the dataset."""
+    micro_batch: MicroBatch
+    batch: Any
+    """What the training loop gets."""
+    counts: bool
+    """True if the samples are to be counted on this rank. Under a pipeline several ranks get the
+    same micro-batch, and only one of them counts it."""
+
+
+class Extension:
+    """Takes part in a training. Every method does nothing until a subclass overrides it.
+
+    Methods may communicate unless their description says otherwise: all ranks call them at the same
+    places.
+    """
+
+    def module_prepared(self, wrapped: Any) -> None:
+        """`World.prepare` has wrapped a module; `wrapped` is a `strategies.base.Wrapped`."""
+
+    def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
+        """`World.prepare` has made a `PreparedOptimizer` of an optimizer of these modules."""
+
+    def choices_made(self, choices: Sequence[tuple[str, str, str]]) -> None:
+        """The run has decided something: names, values and reasons."""
+
+    def batches_fetched_ahead(self) -> None:
+        """For the first time a loop holds batches that it has not trained yet."""
+
+    def part_is_empty(self) -> None:
+        """For the first time this rank is about to get a micro-batch without samples."""
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Training on a micro-batch begins."""
+
+    def delivered(self, batch: DeliveredBatch) -> None:
+        """Training on a micro-batch begins; told after `begin`, with the samples."""
+
+    def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
+        """`World.backward` was called with this loss, which is not weighted yet.
+
+        May raise UsageError if the loss cannot be trained on. Must not communicate.
+        """
+
+    def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
+        """The backward pass of a loss is about to run.
+
+        The mean over ranks of the sums over micro-batches of these losses is the loss of the global
+        batch. A loss whose `micro_batch.scale` is 0 counts as 0; its value may be NaN.
+        """
+
+    def backward_ended(self, micro_batch: MicroBatch) -> None:
+        """The backward pass has run; strategies release what it needed."""
+
+    def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
+        """The backward pass has run and counts as one. Must not communicate."""
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """An optimizer is about to step; `modules` are the prepared ones whose parameters it has.
+
+        May raise UsageError if the gradients are not those of the global batch.
+        """
+
+    def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """The optimizer has stepped: for a global batch, or for one virtual rank's part of it."""
+
+    def step_finished(self, number: int) -> None:
+        """The first of the optimizers has stepped for the global batch of this number, from 0."""
+
+    def global_batch_trained(self) -> None:
+        """An optimizer has stepped for a whole global batch, and `after_step` was told."""
+
+    def pass_ended(self) -> None:
+        """A training loop has left a loader."""
+
+    def clear_gradients(self) -> None:
+        """Gradients of a global batch that was broken off in the middle are to be cleared."""
+
+    def phase_entered(self, phase: str) -> None:
+        """This rank begins to spend its time on something else, one of `PHASES`."""
+
+    def means_logged(self, description: str, means: Mapping[str, float], *, complete: bool) -> None:
+        """There are new means over all ranks of what was given to `World.log` in a pass.
+
+        Args:
+            description: of the pass.
+            means: by name.
+            complete: True if they are the means of the whole pass.
+        """
+
+    def settle(self) -> None:
+        """The state is about to be saved, or the run has ended well: raises what it still holds
+        back. Must not communicate.
+        """
+
+    def release(self) -> None:
+        """The run ends: references to process groups are to be dropped. Must not communicate."""
+
+    def close(self, failed: bool) -> None:
+        """The run ends; process groups are still open. `failed`: this process had an error."""
+
+
+EVENTS = tuple(name for name in vars(Extension) if not name.startswith("_"))
+
+_extensions_of_every_run: list[Extension] = []
+
+
+def add_to_every_run(extension: Extension) -> None:
+    """Adds an observer to every run that this process joins from now on."""
+    _extensions_of_every_run.append(extension)
+
+
+class Extensions(Extension):
+    """The extensions of a run. Telling this of an event tells each of them, in their order.
+
+    A method that an extension does not override costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._extensions: list[tuple[Place, Extension]] = []
+        self.listeners: dict[str, list[Callable[..., None]]] = {}
+        """By the name of an event, the methods to be called."""
+        self._observers_are_told = True
+        for extension in _extensions_of_every_run:
+            self.add(extension, Place.OBSERVER)
+        self._update()
+
+    def add(self, extension: Extension, place: Place) -> None:
+        """Adds an extension after the others of the same place."""
+        self._extensions.append((place, extension))
+        self._extensions.sort(key=lambda entry: entry[0])  # stable
+        self._update()
+
+    def remove(self, extension: Extension) -> None:
+        """Removes an extension, which is told of nothing any more."""
+        self._extensions = [entry for entry in self._extensions if entry[1] is not extension]
+        self._update()
+
+    def of_type(self, kind: type[Any]) -> Any:
+        """Returns the first extension of a type, or None."""
+        for _, extension in self._extensions:
+            if isinstance(extension, kind):
+                return extension
+        return None
+
+    @contextmanager
+    def observers_muted(self) -> Iterator[None]:
+        """Observers are told nothing of what happens inside."""
+        self._observers_are_told = False
+        self._update()
+        try:
+            yield
+        finally:
+            self._observers_are_told = True
+            self._update()
+
+    def _update(self) -> None:
+        for event in EVENTS:
+            does_nothing = getattr(Extension, event)
+            listeners: list[Callable[..., None]] = []
+            for place, extension in self._extensions:
+                if place is Place.OBSERVER and not self._observers_are_told:
+                    continue
+                if getattr(type(extension), event) is not does_nothing:
+                    listeners.append(getattr(extension, event))
+            self.listeners[event] = listeners
+
+    def module_prepared(self, wrapped: Any) -> None:
+        for tell in self.listeners["module_prepared"]:
+            tell(wrapped)
+
+    def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
+        for tell in self.listeners["optimizer_prepared"]:
+            tell(optimizer, modules)
+
+    def choices_made(self, choices: Sequence[tuple[str, str, str]]) -> None:
+        for tell in self.listeners["choices_made"]:
+            tell(choices)
+
+    def batches_fetched_ahead(self) -> None:
+        for tell in self.listeners["batches_fetched_ahead"]:
+            tell()
+
+    def part_is_empty(self) -> None:
+        for tell in self.listeners["part_is_empty"]:
+            tell()
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        for tell in self.listeners["begin"]:
+            tell(micro_batch)
+
+    def delivered(self, batch: DeliveredBatch) -> None:
+        for tell in self.listeners["delivered"]:
+            tell(batch)
+
+    def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
+        for tell in self.listeners["before_backward"]:
+            tell(loss, micro_batch)
+
+    def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
+        for tell in self.listeners["backward_begins"]:
+            tell(weighted_loss, micro_batch)
+
+    def backward_ended(self, micro_batch: MicroBatch) -> None:
+        for tell in self.listeners["backward_ended"]:
+            tell(micro_batch)
+
+    def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
+        for tell in self.listeners["after_backward"]:
+            tell(loss, micro_batch)
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        for tell in self.listeners["before_step"]:
+            tell(optimizer, modules)
+
+    def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        for tell in self.listeners["after_step"]:
+            tell(optimizer, modules)
+
+    def step_finished(self, number: int) -> None:
+        for tell in self.listeners["step_finished"]:
+            tell(number)
+
+    def global_batch_trained(self) -> None:
+        for tell in self.listeners["global_batch_trained"]:
+            tell()
+
+    def pass_ended(self) -> None:
+        for tell in self.listeners["pass_ended"]:
+            tell()
+
+    def clear_gradients(self) -> None:
+        for tell in self.listeners["clear_gradients"]:
+            tell()
+
+    def phase_entered(self, phase: str) -> None:
+        for tell in self.listeners["phase_entered"]:
+            tell(phase)
+
+    def means_logged(self, description: str, means: Mapping[str, float], *, complete: bool) -> None:
+        for tell in self.listeners["means_logged"]:
+            tell(description, means, complete=complete)
+
+    def settle(self) -> None:
+        for tell in self.listeners["settle"]:
+            tell()
+
+    def release(self) -> None:
+        for tell in self.listeners["release"]:
+            tell()
+
+    def close(self, failed: bool) -> None:
+        with ExitStack() as stack:  # it calls all of them, last first, whatever one raises
+            for tell in reversed(self.listeners["close"]):
+                stack.callback(tell, failed)

@@ -1,0 +1,76 @@
+"""A micro-batch: what a rank computes in one forward and backward pass, and how much it counts.
+
+A *global batch* holds the samples of one optimizer step, over all ranks. Each rank computes its
+part of it in one or more *micro-batches*. Where a strategy trains several copies of the model, each
+on a fixed part of every global batch (DiLoCo's replicas), such a part belongs to a *virtual rank*:
+one process computes one or several of them, one after the other, or several processes share one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VirtualRank:
+    """The virtual rank that a micro-batch belongs to."""
+
+    number: int
+    """Its number among all virtual ranks of the run, from 0."""
+    begins: bool
+    """True if this micro-batch is its first of the global batch."""
+    ends: bool
+    """True if this micro-batch is its last of the global batch."""
+    number_on_process: int
+    """How many virtual ranks this process computes, one after the other."""
+    mean_number_on_process: float
+    """How many a process computes on average; at least 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """What one rank computes in one forward and backward pass."""
+
+    count: int = 0
+    """Samples of the whole global batch, over all ranks and micro-batches."""
+    local: int = 0
+    """Rows of this rank's part. That is its number of samples, unless a collate function leaves
+    some out or adds others. It may be 0."""
+    left_out: int = 0
+    """Samples of this rank's part that the collate function left out."""
+    first: bool = True
+    """True if this micro-batch is the first of its global batch."""
+    last: bool = True
+    """True if this micro-batch is the last of its global batch."""
+    num_micro_batches: int = 1
+    """Micro-batches of the global batch."""
+    scale: float = 1.0
+    """Factor of the loss. With it, the average over ranks of the accumulated gradients is the
+    gradient of the mean over the global batch; with virtual ranks, over the part of one of them."""
+    plain: bool = True
+    """True if `scale` is 1 on every rank and the global batch is one micro-batch. Then
+    `loss.backward()` gives the same gradients as `world.backward(loss)`."""
+    virtual_rank: VirtualRank | None = None
+    """The virtual rank that this micro-batch belongs to; None: the global batch has one model."""
+
+    @property
+    def opens(self) -> bool:
+        """True if no gradients of the same optimizer step come before it."""
+        return self.first or (self.virtual_rank is not None and self.virtual_rank.begins)
+
+    @property
+    def closes(self) -> bool:
+        """True if an optimizer steps after it."""
+        return self.last or (self.virtual_rank is not None and self.virtual_rank.ends)
+
+    @property
+    def virtual_rank_number(self) -> int | None:
+        """The number of its virtual rank, or None."""
+        return None if self.virtual_rank is None else self.virtual_rank.number
+
+    def without_virtual_rank(self) -> MicroBatch:
+        """Returns this micro-batch as a part of the global batch, all virtual ranks being one."""
+        if self.virtual_rank is None:
+            return self
+        scale = self.scale / self.virtual_rank.mean_number_on_process
+        return replace(self, scale=scale, virtual_rank=None)

@@ -1,0 +1,476 @@
+"""The state of the optimizer step that is being computed. There is one `Step` in a run.
+
+Loaders say which micro-batch they hand out, `World.backward` and the prepared optimizers say what
+they did with it, and the step tells the extensions of the run (`session.extension`).
+
+A training loop may fetch batches before it has trained the ones before: it prefetches by hand,
+keeps an epoch with `list(loader)` or `itertools.cycle(loader)`, or overfits one batch. The factor
+of a loss belongs to the batch that the loss came from, not to the one that was fetched last. So
+each batch that is handed out is remembered, as a `Delivery`, by the storages of its tensors. As
+soon as a loop has fetched a batch too early, the prepared modules report the tensors that they are
+called with: the storages of their inputs say which delivery is trained. Where nothing says it, and
+the deliveries in question do not weigh the same, `source_of_loss` raises an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import warn
+from lockstep.session.delivery import (
+    TRAIN_APART,
+    Delivery,
+    StorageReference,
+    TrainingPass,
+    check_order,
+    describe_parts,
+    mixed_sources_error,
+    next_trained,
+    optimizer_steps_at,
+    two_loaders_error,
+    unknown_source_error,
+    weigh_the_same,
+    weight_in_backward,
+)
+from lockstep.session.extension import Extensions
+from lockstep.session.micro_batch import MicroBatch, VirtualRank
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHECK_EVERY = 200
+"""Global batches from one comparison of the ranks to the next, by default."""
+_EARLY_CHECKS = frozenset({1, 2, 3, 10})
+
+
+def check_due(number: int, every: int = CHECK_EVERY) -> bool:
+    """Returns True if the ranks are to be compared at this global batch, counted from 1.
+
+    They are compared in some of the first global batches, and then at regular intervals.
+    """
+    return number in _EARLY_CHECKS or number % every == 0
+
+
+StepKey = tuple[TrainingPass, int, int]
+"""A pass, the number of its global batch, and the number of its part that an optimizer steps for:
+together they identify an optimizer step."""
+
+
+class Step:
+    """The state of the optimizer step that is being computed."""
+
+    def __init__(self) -> None:
+        self.extensions = Extensions()
+        self.number = 0
+        """Global batches finished by an optimizer step since the start of the training."""
+        self.samples = 0
+        """Samples, over all ranks, that this process has seen trained on."""
+        self.num_devices = 1
+        """Devices of this process, which divide each of its micro-batches."""
+        self.micro_batch_in_use = MicroBatch()
+        """The micro-batch that any loader handed out last, evaluation included. When a pass is
+        over, it is again what it was before the pass."""
+        self.latest_micro_batch = MicroBatch()
+        """The same, but not reset when a pass is over."""
+        self.micro_batch_of_loss = MicroBatch()
+        """The micro-batch that the latest loss given to `World.backward` came from."""
+        self.sample_in_place_of_none: Any = None
+        """A batch of one sample, like the latest micro-batch that had no samples."""
+        self.had_empty_part = False
+        """True once this rank was handed a micro-batch without samples."""
+        self.virtual_rank: VirtualRank | None = None
+        """The virtual rank of the current micro-batch, even while all of them train one model."""
+        self.num_common_steps = 0
+        """Global batches, from the first, in which all virtual ranks train one model."""
+        self.phase = "other"
+        """What this rank spends its time on, one of `extension.PHASES`."""
+        self._no_loader = TrainingPass()
+        """The pass of what is trained outside of any prepared loader. It never ends."""
+        self.training_pass = self._no_loader
+        """The pass that is trained on."""
+        self._passes: list[TrainingPass] = []
+        """The passes that go on, the one trained on last at the end."""
+        self._delivery_by_storage: dict[StorageReference, Delivery | None] = {}
+        """None for a storage that belongs to several deliveries."""
+        self._prune_at = 64
+        """At this many entries, those of freed storages are removed from the table above."""
+        self._forwarded: list[Delivery] = []
+        """Deliveries that forward passes were called with since the last backward pass."""
+        self._trainable_after_end: list[Delivery] = []
+        """Deliveries of a pass that is over which the script may still train on."""
+        self._trainable_beside: list[Delivery] = []
+        """The same, of passes that ended while another pass was trained on: a loop over
+        `zip(itertools.cycle(one), other)` trains on both."""
+        self._was_fetched_ahead = False
+        self._called_with_unknown = False
+        """True if a module was called, since the last backward pass, with nothing that a loader
+        gave."""
+        self._warned_of_unknown = False
+        self._first_batch_at_s: float | None = None
+        self._last_step_at_s = 0.0
+
+    @property
+    def in_training_loop(self) -> bool:
+        """True while a prepared loader is being trained on."""
+        return bool(self._passes)
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The micro-batch that a training loop works on."""
+        return self.training_pass.micro_batch
+
+    @property
+    def key(self) -> StepKey:
+        """A key that identifies the current optimizer step."""
+        return self.training_pass, self.training_pass.number, self.training_pass.num_parts
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first micro-batch handed out to the last optimizer step."""
+        if self._first_batch_at_s is None:
+            return 0.0
+        return max(0.0, self._last_step_at_s - self._first_batch_at_s)
+
+    def enter_phase(self, phase: str) -> str:
+        """Says what this rank spends its time on from now on, and returns the phase before.
+
+        Args:
+            phase: one of `extension.PHASES`.
+        """
+        phase_before = self.phase
+        self.phase = phase
+        self.extensions.phase_entered(phase)
+        return phase_before
+
+    def hand_out(self, delivery: Delivery) -> None:
+        """A pass hands out a micro-batch to train on.
+
+        Training on it begins, unless one before it was not trained yet and weighs differently:
+        then a forward pass has to show which of them is trained first.
+
+        Raises:
+            UsageError: another loader is being trained on, and the optimizer steps at other times.
+        """
+        training_pass = delivery.training_pass
+        for other in list(self._passes):
+            if other.ended:
+                self.end_pass(other)
+        self._remember(delivery)
+        training_pass.untrained.append(delivery)
+        training_pass.source_is_known = len(training_pass.untrained) == 1
+        if training_pass.source_is_known:
+            self._begin_delivery(delivery)
+            return
+        self._watch_forward_passes()
+        is_whole = delivery.micro_batch.opens and delivery.micro_batch.closes
+        if not is_whole or training_pass.active is None:
+            return
+        if weigh_the_same([training_pass.active, *training_pass.untrained]):
+            self._begin_delivery(delivery)
+
+    def module_called(
+        self, storages: Iterable[StorageReference], *, has_gradient: bool = False
+    ) -> None:
+        """A prepared module is called with gradients enabled.
+
+        Args:
+            storages: of the tensors that it is called with.
+            has_gradient: True if one of them has a gradient: it comes from another forward pass.
+
+        Raises:
+            UsageError: they are of micro-batches in another order than they were handed out in.
+        """
+        deliveries: list[Delivery] = []
+        for storage in storages:
+            delivery = self._delivery_by_storage.get(storage)
+            if delivery is not None and delivery not in deliveries:
+                deliveries.append(delivery)
+        if not deliveries and not has_gradient:
+            self._called_with_unknown = True
+        for delivery in deliveries:
+            training_pass = delivery.training_pass
+            if delivery not in self._forwarded:
+                self._forwarded.append(delivery)
+            if delivery is not training_pass.active:
+                check_order(delivery)
+                self._begin_delivery(delivery)
+            elif self.training_pass is self._no_loader:
+                self.training_pass = training_pass
+            training_pass.source_is_known = True
+
+    def source_of_loss(self) -> MicroBatch:
+        """Returns the micro-batch that a loss came from; called once before each backward pass.
+
+        Raises:
+            UsageError: it may have come from several, which do not weigh the same.
+        """
+        forwarded = self._forwarded
+        self._forwarded = []
+        if forwarded:
+            if not weigh_the_same(forwarded):
+                self._forwarded = forwarded
+                raise mixed_sources_error(forwarded)
+            trained = forwarded
+            if self._called_with_unknown and not self._warned_of_unknown:
+                self._warn_of_other_batches(forwarded[0])
+        else:
+            self._check_source_is_known()
+            trained = []
+            for training_pass in self._passes:
+                trained += next_trained(training_pass)
+        self._called_with_unknown = False
+        for delivery in trained:
+            self._mark_trained(delivery, seen_in_forward=bool(forwarded))
+        self.micro_batch_of_loss = self.training_pass.micro_batch
+        if forwarded and forwarded[0].training_pass is not self.training_pass:
+            self.micro_batch_of_loss = forwarded[0].micro_batch
+        return self.micro_batch_of_loss
+
+    def _mark_trained(self, delivery: Delivery, *, seen_in_forward: bool) -> None:
+        """Notes that a backward pass follows a delivery.
+
+        Args:
+            delivery: that is trained.
+            seen_in_forward: True if a forward pass was called with its tensors. Then those of an
+                earlier delivery would have been seen too, so a loop that holds none of them any
+                more has left that one out.
+        """
+        training_pass = delivery.training_pass
+        if delivery in training_pass.untrained:
+            training_pass.untrained.remove(delivery)
+        if not seen_in_forward:
+            return
+        still_untrained = []
+        for other in training_pass.untrained:
+            if other.is_referenced or other.place > delivery.place:
+                still_untrained.append(other)
+        training_pass.untrained = still_untrained
+
+    def _check_source_is_known(self) -> None:
+        """Raises UsageError if no forward pass shows what a loss came from, and it matters."""
+        if self.training_pass is self._no_loader:
+            kept = []
+            for delivery in self._trainable_after_end:
+                if delivery.is_referenced and not delivery.micro_batch.plain:
+                    kept.append(delivery)
+            if kept:
+                raise unknown_source_error(kept, "of a loader that has ended")
+            return
+        possible: list[Delivery] = []
+        for training_pass in self._passes:
+            if training_pass.active is not None:
+                possible.append(training_pass.active)
+            if not training_pass.source_is_known:
+                possible += training_pass.untrained
+        kept_beside = [each for each in self._trainable_beside if each.is_referenced]
+        if weigh_the_same([*possible, *kept_beside]):
+            return
+        if weigh_the_same(possible):
+            raise unknown_source_error(
+                [*possible, *kept_beside],
+                "of two loaders, one of which has ended",
+                "begin another pass over the loader that ends first instead of itertools.cycle, "
+                "which keeps its batches; " + TRAIN_APART,
+            )
+        if len({delivery.training_pass for delivery in possible}) > 1:
+            raise mixed_sources_error(possible)
+        raise unknown_source_error(possible, "that no backward pass has followed yet")
+
+    def _warn_of_other_batches(self, recognised: Delivery) -> None:
+        """Warns once if a loss may also come from a batch of another loader that weighs otherwise.
+
+        Args:
+            recognised: the batch that a forward pass was called with.
+        """
+        others: list[Delivery] = []
+        for training_pass in self._passes:
+            others += training_pass.untrained
+        others += [each for each in self._trainable_beside if each.is_referenced]
+        different = []
+        for other in others:
+            is_of_other_pass = other.training_pass is not recognised.training_pass
+            if is_of_other_pass and not weigh_the_same([recognised, other]):
+                different.append(other)
+        if not different:
+            return
+        self._warned_of_unknown = True
+        parts = describe_parts([recognised, *different])
+        warn(
+            "one world.backward(loss) while two loaders are trained on",
+            "the prepared model was called with a batch of one loader, and with tensors that no "
+            f"loader gave. Of the two loaders' batches this rank has {parts} "
+            "samples, which count differently; the loss is taken to come from the first alone, so "
+            "its weight is wrong if these tensors were made of the other batch",
+            TRAIN_APART,
+        )
+
+    def _remember(self, delivery: Delivery) -> None:
+        """Remembers the storages of a delivery, and forgets those that are freed."""
+        table = self._delivery_by_storage
+        for storage in delivery.storages:
+            known = table.get(storage, delivery)
+            table[storage] = delivery if known is delivery else None
+        if len(table) >= self._prune_at:
+            self._delivery_by_storage = {
+                storage: known for storage, known in table.items() if not storage.expired()
+            }
+            self._prune_at = max(64, 2 * len(self._delivery_by_storage))
+
+    def _watch_forward_passes(self) -> None:
+        """Has the prepared modules call `module_called` from now on."""
+        if not self._was_fetched_ahead:
+            self._was_fetched_ahead = True
+            self.extensions.batches_fetched_ahead()
+
+    def _begin_delivery(self, delivery: Delivery) -> None:
+        """Training on a delivery begins."""
+        delivery.training_pass.active = delivery
+        micro_batch = self.begin(delivery.training_pass, delivery.micro_batch)
+        if delivery.on_begin is not None:
+            delivery.on_begin(micro_batch)
+
+    def begin(self, training_pass: TrainingPass, micro_batch: MicroBatch) -> MicroBatch:
+        """Training on a micro-batch of a pass begins.
+
+        Returns:
+            The micro-batch as it is trained: while all virtual ranks train one model, without one.
+
+        Raises:
+            UsageError: another loader is being trained on, and the optimizer steps at other times.
+        """
+        self.virtual_rank = micro_batch.virtual_rank
+        if self.number < self.num_common_steps:
+            micro_batch = micro_batch.without_virtual_rank()
+        self._check_other_passes(training_pass, micro_batch)
+        if training_pass in self._passes:
+            self._passes.remove(training_pass)
+        self._passes.append(training_pass)
+        self.training_pass = training_pass
+        if self._first_batch_at_s is None:
+            self._first_batch_at_s = time.perf_counter()
+        training_pass.step_left_out = training_pass.num_backwards > 0 and not training_pass.stepped
+        if micro_batch.first:
+            training_pass.number += 1
+            training_pass.stepped = False
+            training_pass.accumulated = False
+            training_pass.loss = 0.0
+        elif training_pass.num_backwards:
+            training_pass.accumulated = True
+        if micro_batch.opens:
+            training_pass.num_parts += 1
+        training_pass.micro_batch = micro_batch
+        self.micro_batch_in_use = micro_batch
+        training_pass.num_backwards = 0
+        self.extensions.begin(micro_batch)
+        return micro_batch
+
+    def _check_other_passes(self, training_pass: TrainingPass, micro_batch: MicroBatch) -> None:
+        """Raises UsageError if the optimizer would step in the middle of another pass's batch."""
+        for other in self._passes:
+            if other is training_pass:
+                continue
+            if optimizer_steps_at(other.micro_batch) != optimizer_steps_at(micro_batch):
+                raise two_loaders_error()
+            if weight_in_backward(other.micro_batch) != weight_in_backward(micro_batch):
+                self._watch_forward_passes()
+
+    def end_pass(self, training_pass: TrainingPass, *, exhausted: bool = False) -> None:
+        """A pass is over; gradients of a global batch broken off in its middle are dropped.
+
+        Args:
+            training_pass: the pass.
+            exhausted: True if the loader has nothing more; False if the loop was left before.
+        """
+        if training_pass not in self._passes:
+            return
+        self._passes.remove(training_pass)
+        training_pass.ended = True
+        if self._passes:
+            self.training_pass = self._passes[-1]
+        else:
+            self.training_pass = self._no_loader
+            self.virtual_rank = None
+        has_gradients = training_pass.accumulated or training_pass.num_backwards > 0
+        is_unfinished = has_gradients and not training_pass.micro_batch.last
+        fetched_ahead = exhausted and training_pass.untrained
+        if is_unfinished and not fetched_ahead:
+            self.extensions.clear_gradients()
+        self._keep_trainable(training_pass)
+        beside = [*self._trainable_beside, *self._trainable_after_end] if self._passes else []
+        self._trainable_beside = [each for each in beside if each.is_referenced]
+        self.extensions.pass_ended()
+
+    def _keep_trainable(self, training_pass: TrainingPass) -> None:
+        """Notes which batches of a pass that is over may still be trained on.
+
+        These are all that the script holds and has not trained. Those that it has trained count
+        if it holds several: `itertools.cycle` does. After most loops it holds the last one.
+        """
+        referenced: list[Delivery] = []
+        for delivery in dict.fromkeys(self._delivery_by_storage.values()):
+            if delivery is None or delivery.training_pass is not training_pass:
+                continue
+            if delivery.is_referenced:
+                referenced.append(delivery)
+        if len(referenced) > 1:
+            self._trainable_after_end = referenced
+        else:
+            untrained = training_pass.untrained
+            self._trainable_after_end = [d for d in referenced if d in untrained]
+        if not all(delivery.micro_batch.plain for delivery in self._trainable_after_end):
+            self._watch_forward_passes()
+
+    def weigh_loss(self, loss: Tensor) -> Tensor:
+        """Weighs a loss by its part in the global batch, and adds it to that of the global batch.
+
+        Returns:
+            The weighted loss, for the backward pass. It may be NaN where its weight is 0.
+        """
+        training_pass = self.training_pass
+        scale = self.micro_batch_of_loss.scale
+        weighted = loss if scale == 1.0 else loss * scale
+        # The mean over no samples is NaN, and does not count.
+        counted = weighted if scale else weighted.new_zeros(())
+        # Without a loader nobody says what a global batch is: each optimizer step ends one.
+        without_loader = training_pass is self._no_loader or (
+            training_pass.ended and not training_pass.untrained
+        )
+        if without_loader and training_pass.stepped:
+            training_pass.loss = 0.0
+            training_pass.stepped = False
+        part = counted.detach()
+        virtual_rank = training_pass.micro_batch.virtual_rank
+        if virtual_rank is not None and virtual_rank.mean_number_on_process != 1:
+            part = part / virtual_rank.mean_number_on_process
+        training_pass.loss = part + training_pass.loss
+        return weighted
+
+    def mark_stepped(self) -> None:
+        """A prepared optimizer has stepped; several of them make one step together."""
+        training_pass = self.training_pass
+        if not training_pass.stepped or training_pass is self._no_loader:
+            self.extensions.step_finished(self.number)
+            self.number += 1
+            self.samples += training_pass.micro_batch.count
+            self._last_step_at_s = time.perf_counter()
+        training_pass.stepped = True
+        training_pass.ever_stepped = True
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Steps that are taken inside do not count: they are put back, and nobody observes them."""
+        number = self.number
+        samples = self.samples
+        first_batch_at_s = self._first_batch_at_s
+        last_step_at_s = self._last_step_at_s
+        try:
+            with self.extensions.observers_muted():
+                yield
+        finally:
+            self.number = number
+            self.samples = samples
+            self._first_batch_at_s = first_batch_at_s
+            self._last_step_at_s = last_step_at_s

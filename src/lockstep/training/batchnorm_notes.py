@@ -1,0 +1,84 @@
+"""Says what BatchNorm takes its statistics from, where global batches are cut into micro-batches.
+
+BatchNorm normalises by one micro-batch over all ranks. `micro_batch_size=` is what one rank
+computes at a time, so the number of micro-batches depends on the number of ranks, and with it the
+statistics; `num_micro_batches=` holds on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lockstep.distributed.process_group import Run
+from lockstep.errors import warn
+from lockstep.settings import Choice, is_auto
+from lockstep.strategies.base import StrategyPlan
+
+
+class BatchNormNotes:
+    """Notes a choice for each loader that cuts its global batches, and warns once.
+
+    Args:
+        run: of this process.
+        plan: of its strategy.
+        add_choice: adds to the choices that rank 0 prints.
+    """
+
+    def __init__(self, run: Run, plan: StrategyPlan, add_choice: Callable[[Choice], None]) -> None:
+        self._run = run
+        self._plan = plan
+        self._add_choice = add_choice
+        self._model_has_batchnorm = False
+        self._cutting_size: int | str | None = None
+        """The first micro_batch_size that cut a global batch."""
+        self._num_micro_batches = 1
+        """How many micro-batches it cut it into."""
+        self._has_warned = False
+
+    def module_has_batchnorm(self) -> None:
+        """A module with BatchNorm layers is being prepared."""
+        self._model_has_batchnorm = True
+        self._warn_if_needed()
+
+    def loader_cuts(self, number: int, num_micro_batches: int, size: int | str | None) -> None:
+        """A loader cuts its global batches into micro-batches.
+
+        Args:
+            number: of the loader.
+            num_micro_batches: of a global batch.
+            size: the micro_batch_size that asks for them; None if their number is set.
+        """
+        if size is not None and self._cutting_size is None:
+            self._cutting_size = size
+            self._num_micro_batches = num_micro_batches
+        if self._model_has_batchnorm and self._run.settings.sync_batchnorm:
+            reason = (
+                f"of each micro-batch of loader {number}, over all ranks; not of the global batch"
+            )
+            self._add_choice(Choice("batchnorm", "statistics", reason))
+        self._warn_if_needed()
+
+    def _warn_if_needed(self) -> None:
+        size = self._cutting_size
+        if self._has_warned or size is None or not self._model_has_batchnorm:
+            return
+        is_pipeline = self._plan.rank.size == 1 and not self._run.collectives.alone
+        if is_pipeline or not self._run.settings.sync_batchnorm:
+            return
+        self._has_warned = True
+        if is_auto(size):
+            now = ""
+            instead = "num_micro_batches=... holds on any number of ranks"
+        else:
+            now = f" (now {self._num_micro_batches})"
+            instead = (
+                f"num_micro_batches={self._num_micro_batches} instead gives these numbers "
+                "everywhere"
+            )
+        warn(
+            f"micro_batch_size={size!r} and a model with BatchNorm",
+            "BatchNorm takes its statistics from one micro-batch over all ranks. micro_batch_size= "
+            f"is what one rank computes at a time, so the number of micro-batches{now} depends on "
+            "the number of ranks, and with it the result",
+            f"say into how many micro-batches a global batch is cut: {instead}",
+        )

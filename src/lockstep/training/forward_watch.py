@@ -1,0 +1,65 @@
+"""Reports to the step which batches the prepared modules are called with.
+
+Only a loop that fetches batches before it trains them needs this: then the tensors that a module is
+called with say which batch is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.batch.pytree import storages, tensors
+from lockstep.session.extension import Extension
+from lockstep.session.step import Step
+
+
+class ForwardWatch(Extension):
+    """Hooks the prepared modules once a loop has fetched a batch ahead.
+
+    Args:
+        step: of the run.
+        modules: all prepared ones; the collection may still grow.
+    """
+
+    def __init__(self, step: Step, modules: Collection[nn.Module]) -> None:
+        self._step = step
+        self._modules = modules
+        self._is_watching = False
+
+    def batches_fetched_ahead(self) -> None:
+        """Hooks all prepared modules."""
+        self._is_watching = True
+        for module in self._modules:
+            self._hook(module)
+
+    def module_prepared(self, wrapped: Any) -> None:
+        """Hooks a module that is prepared later."""
+        if self._is_watching:
+            self._hook(wrapped.module)
+
+    def _hook(self, module: nn.Module) -> None:
+        hook = _ReportInputs(self._step)
+        module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+
+class _ReportInputs:
+    """A forward pre-hook that tells the step the storages of a module's inputs."""
+
+    def __init__(self, step: Step | None = None) -> None:
+        self._step = step
+
+    def __reduce__(self) -> tuple[type[_ReportInputs], tuple[()]]:
+        """Makes the hook of a copied or pickled module report nothing."""
+        return _ReportInputs, ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # Compiled code is left as it is: looking at storages would break its graph.
+        if torch.compiler.is_compiling() or self._step is None:
+            return
+        if torch.is_grad_enabled():
+            has_gradient = any(tensor.requires_grad for tensor in tensors((args, kwargs)))
+            self._step.module_called(storages((args, kwargs)), has_gradient=has_gradient)

@@ -1,0 +1,116 @@
+"""What a checkpoint keeps of virtual ranks that train copies of the model (DiLoCo's replicas).
+
+Each virtual rank has weights, buffers and optimizer states of its own. Of each, the first process
+that computes it stores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lockstep.checkpoint.sharding import in_memory
+from lockstep.errors import CheckpointError
+from lockstep.strategies.base import VirtualRankState, Wrapped
+from lockstep.training.optimizer import PreparedOptimizer
+
+
+class VirtualRankStates:
+    """The states of the virtual ranks of a run, as a part of its checkpoints.
+
+    Args:
+        count: number of virtual ranks of the run.
+        stores_shared: True on the rank that stores what all virtual ranks share.
+        wrapped: all prepared modules; the mapping may still grow.
+        optimizers: all prepared optimizers; the list may still grow.
+    """
+
+    partial = True
+    """Each rank has a part of the state."""
+
+    def __init__(
+        self,
+        count: int,
+        stores_shared: bool,
+        wrapped: Mapping[nn.Module, Wrapped],
+        optimizers: Sequence[PreparedOptimizer],
+    ) -> None:
+        self.count = count
+        self._stores_shared = stores_shared
+        self._wrapped = wrapped
+        self.optimizers = optimizers
+
+    @property
+    def own(self) -> list[int]:
+        """The virtual ranks that this process computes."""
+        modules = self._modules()
+        return list(modules[0].own) if modules else []
+
+    @property
+    def round_is_over(self) -> bool:
+        """True if virtual ranks have nothing of their own now but states of optimizers."""
+        return any(module.round_is_over() for module in self._modules())
+
+    def state_dict(self, shared: bool | None = None) -> dict[str, Any]:
+        """Returns the state of each virtual rank of this process, and what all ranks share.
+
+        Args:
+            shared: True if the shared state is to be in it; None: on one rank only.
+        """
+        modules = self._modules()
+        has_shared = self._stores_shared if shared is None else shared
+        shared_states = [module.shared_state() for module in modules]
+        state_by_virtual_rank = {}
+        for number in self.own:
+            state_by_virtual_rank[number] = {
+                "modules": [module.virtual_rank_state(number) for module in modules],
+                "optimizers": [
+                    optimizer.virtual_rank_state(number) for optimizer in self.optimizers
+                ],
+            }
+        return {
+            "replicas": self.count,
+            "shared": shared_states if has_shared else None,
+            "state": state_by_virtual_rank,
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if what was saved is not of such virtual ranks."""
+        if state["replicas"] != self.count:
+            raise CheckpointError(
+                f"resuming with DiLoCo(replicas={self.count})",
+                f"the checkpoint has {state['replicas']} replicas, each with weights and optimizer "
+                "states of its own",
+                "continue with as many, on any number of devices; or begin anew from the shared "
+                "weights: lockstep.load_weights(model, folder)",
+            )
+        for module, shared in zip(self._modules(), state["shared"], strict=True):
+            module.check(shared)
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Loads this rank's part of what `state_dict` returned.
+
+        Args:
+            state: None: all virtual ranks begin with the present weights.
+        """
+        if state is None:
+            return
+        saved = state["state"]
+        own_states = {number: in_memory(saved[number]) for number in self.own}
+        for index, module in enumerate(self._modules()):
+            states_of_module = {
+                number: own_state["modules"][index] for number, own_state in own_states.items()
+            }
+            module.load(in_memory(state["shared"][index]), states_of_module)
+        for index, optimizer in enumerate(self.optimizers):
+            for number, own_state in own_states.items():
+                optimizer.load_virtual_rank_state(number, own_state["optimizers"][index])
+
+    def _modules(self) -> list[VirtualRankState]:
+        states = []
+        for wrapped in self._wrapped.values():
+            if wrapped.virtual_rank_state is not None:
+                states.append(wrapped.virtual_rank_state)
+        return states
