@@ -11,7 +11,7 @@ import pages
 from launched import launch
 
 PAGE = pages.ROOT / "docs" / "troubleshooting.md"
-WATCHDOG = pages.ROOT / "src" / "lockstep" / "watchdog"
+WATCHDOG = pages.ROOT / "src" / "lockstep" / "run" / "watch"
 COMMAND = "$ lockstep run --nproc 2 "
 
 

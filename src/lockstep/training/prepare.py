@@ -288,13 +288,14 @@ class Preparer:
         elif settings.num_micro_batches is not None:
             # This loader has a size of its own, so the number is meant for the other loaders.
             min_micro_batches = settings.min_micro_batches
+        request = self.sizes.request(shares, micro_batch_size)
         shares_until_found = plan.shares
         if shares is not None:
             shares_until_found = first_shares(shares, len(plan.shares))
         loader = make_loader(
             source,
             plan=MicroBatchPlan(
-                request=self.sizes.request(shares, micro_batch_size),
+                request=request,
                 batch_size=source.batch_size,
                 varying=source.batch_sampler is not None,
                 data_parallel=self.run.collectives.data_parallel,
@@ -330,8 +331,16 @@ class Preparer:
             self._choose("autocast", type(module).__name__, "outputs come back in fp32")
         let_compile_again(module)
         parameters_before = list(module.parameters())
-        self._check_not_shared(module)
+        shared_parameters = self._find_shared_parameters(module)
         wrapped = self.strategy.wrap(module, self.run)
+        # The strategy comes first: it may know a reason why the module cannot be prepared at all.
+        if shared_parameters and not self.run.collectives.alone:
+            raise UsageError(
+                "world.prepare of two modules with the same parameters",
+                f"{join_first(shared_parameters)} of the {type(module).__name__} belong to another "
+                "prepared module too, and each would average their gradients",
+                "prepare one module that holds both, and call them in its forward",
+            )
         self.choices += wrapped.choices
         self.wrapped[wrapped.module] = wrapped
         self._remember_parameters(parameters_before, wrapped)
@@ -358,21 +367,13 @@ class Preparer:
             if new is not None:
                 self._module_of_parameter[new] = wrapped.module
 
-    def _check_not_shared(self, module: nn.Module) -> None:
-        """Raises UsageError if another prepared module trains parameters of this one."""
-        if self.run.collectives.alone:
-            return
+    def _find_shared_parameters(self, module: nn.Module) -> list[str]:
+        """Returns the names of trained parameters that another prepared module has, too."""
         shared = []
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and self._is_prepared(parameter):
                 shared.append(name)
-        if shared:
-            raise UsageError(
-                "world.prepare of two modules with the same parameters",
-                f"{join_first(shared)} of the {type(module).__name__} belong to another prepared "
-                "module too, and each would average their gradients",
-                "prepare one module that holds both, and call them in its forward",
-            )
+        return shared
 
     def _is_prepared(self, parameter: nn.Parameter) -> bool:
         """Returns True if a parameter belongs to a prepared module, and was not taken from it."""
