@@ -97,6 +97,7 @@ class _Ends:
 
 
 def _sort_ends(exits: Sequence[ExitStatus], interrupted: Interruption | None) -> _Ends:
+    """Sorts how the ranks ended by what it may mean for the first failure."""
     ends = _Ends()
     for end in exits:
         if end.ended_by_lockstep or _was_interrupted_too(end, interrupted):
@@ -342,7 +343,11 @@ def lost_node(host: str, ranks: tuple[int, ...], time: float, reason: str = "") 
 
 
 def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
-    """Returns the failures that a verdict on a hang stands for."""
+    """Returns the failures that a verdict on a hang stands for.
+
+    If ranks have left the others, their ends are the failures, with what the verdict says of them.
+    Otherwise the hang itself is the failure.
+    """
     rows = tuple(line[2:] for line in detail_lines(hang))  # without their indentation
     if hang.kind in ("left", "lost"):
         left_early = []

@@ -37,6 +37,7 @@ def with_answer(state: RankState, text: str, main_thread: int) -> RankState:
 
 
 def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -> RankState:
+    """Returns a rank's state with an answer, see `with_answer`. Raises if it lacks something."""
     calls: list[CollectiveCall] = []
     completed: dict[str, int] = {}
     for record in answer["records"]:
@@ -56,7 +57,7 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
         making=from_values(optional_group, answer.get("making")),
         stack=main_stack,
         threads=tuple(stacks.values()),
-        main_thread=main_thread or None,
+        main_thread=None if main_thread == 0 else main_thread,
     )
 
 

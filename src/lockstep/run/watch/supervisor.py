@@ -95,12 +95,12 @@ class Supervisor:
         now = time.monotonic()
         if self.verdict is None and now >= self._next_heartbeats_at:
             self._next_heartbeats_at = now + _HEARTBEAT_INTERVAL_S
-            self._check_heartbeats(now)
+            self._do_what_is_due(now)
         return self.verdict is not None and self._rules.on_hang == "stop"
 
-    def _check_heartbeats(self, now: float) -> None:
+    def _do_what_is_due(self, now: float) -> None:
         """Reads the heartbeats, then takes a snapshot, judges, or looks for stragglers if due."""
-        quiet_s = self._quiet_time_s(now)
+        quiet_s = self._read_heartbeats(now)
         if self._first_snapshot is not None:
             if now - self._first_snapshot_at >= _BETWEEN_SNAPSHOTS_S:
                 self._judge(now, self._first_snapshot)
@@ -111,16 +111,22 @@ class Supervisor:
         elif now >= self._next_straggler_check_at:
             self._check_for_stragglers(now)
 
-    def _quiet_time_s(self, now: float) -> float:
-        """Returns how long the quietest rank has made no step, less some time for slow steps."""
+    def _read_heartbeats(self, now: float) -> float:
+        """Notes when a rank last made a step. Returns for how long the quietest rank made none.
+
+        For a rank whose steps are slow, less is returned: it is only quiet when some of its own
+        steps would have passed.
+        """
         longest_s = 0.0
         for process in self._processes:
             heartbeat = read_heartbeat(process.evidence.heartbeat)
             last_step = 0.0 if heartbeat is None else heartbeat.last_step
             step_s = 0.0 if heartbeat is None else heartbeat.took_s
             self._moved_at = max(self._moved_at, last_step)
-            extra_s = max(0.0, _QUIET_AFTER_STEPS * step_s - self._rules.after)
-            quiet_s = now - max(self._began_at, last_step) - extra_s
+            quiet_s = now - max(self._began_at, last_step)
+            slow_steps_s = _QUIET_AFTER_STEPS * step_s
+            if slow_steps_s > self._rules.after:
+                quiet_s -= slow_steps_s - self._rules.after
             longest_s = max(longest_s, quiet_s)
         return longest_s
 

@@ -1,22 +1,21 @@
-"""Which rank waits for which, and which of them are deadlocked.
+"""Which rank waits for which, and which ranks are deadlocked.
 
-Each waiting rank points at the ranks that have not made the call it waits in:
+A waiting rank points at the ranks that have not made the call it waits in. It is *deadlocked* if it
+waits, in the end, only for deadlocked ranks, or if its call is *mismatched*: another rank made a
+different call in its place. If it is not known whom a rank waits for, its *partners are unknown*,
+and it is assumed to wait for every rank that does something else.
 
     0 --> 1 --> 2 (works)          3 --> 4
                                    ^     |
                                    +-----+
 
-A collective ends only when *all* of its ranks have come. So a rank is free to go on, sooner or
-later, if it waits for nobody, or only for ranks that are free. Removing free ranks until none is
-left to remove leaves the *deadlocked* ones: above, 2 waits for nobody, so 1 and then 0 are removed;
-3 and 4 wait for each other and stay. A rank whose call is *mismatched*, because another rank made a
-different call in its place, is never free.
+A collective ends only when *all* of its ranks have come. So a rank can go on, sooner or later, if
+it waits for nobody, or only for ranks that can go on: it is *free*. Free ranks are removed until
+none is left to remove, and the deadlocked ones remain. Above, 2 waits for nobody, so 1 is removed,
+and then 0; 3 and 4 wait for each other and remain. A rank in a mismatched call is never free.
 
 This is deadlock detection in the AND model: Knapp, "Deadlock detection in distributed databases",
 ACM Computing Surveys 19 (4), 1987.
-
-Where it is not known whom a rank waits for, its *partners are unknown*. It is assumed to wait for
-every rank that does something else.
 """
 
 from __future__ import annotations
