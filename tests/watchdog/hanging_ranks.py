@@ -18,51 +18,53 @@ from lockstep.run.start.process import Process
 from lockstep.run.watch import probe
 from lockstep.run.watch.evidence import Evidence
 from lockstep.run.watch.hang import find
-from lockstep.run.watch.heartbeat import read_heartbeat
+from lockstep.run.watch.heartbeat import Heartbeat, read_heartbeat
 from lockstep.run.watch.snapshot import Snapshot
 from lockstep.run.watch.take_snapshot import take_snapshot
 from lockstep.run.watch.verdict import Verdict
 
 
 class Ranks:
-    """Running ranks; `watched` is what a launcher would take a snapshot of."""
+    """Running ranks; a launcher would take snapshots of `launcher_processes`."""
 
     def __init__(self, folder: Path, processes: list[Any]) -> None:
         self.folder = folder
         self.processes = processes
 
     @property
-    def watched(self) -> list[Process]:
+    def launcher_processes(self) -> list[Process]:
         return [
             Process(rank, rank, self.folder / f"rank_{rank}", process.pid, process.exitcode)
             for rank, process in enumerate(self.processes)
         ]
 
-    def look(self, wait_s: float = 5.0, *, lines: bool = False) -> Snapshot:
-        return take_snapshot(self.watched, lines=lines, timeout_s=wait_s)
+    def take_snapshot(self, timeout_s: float = 5.0, *, lines: bool = False) -> Snapshot:
+        return take_snapshot(self.launcher_processes, lines=lines, timeout_s=timeout_s)
 
-    def wait_until(self, true: Callable[[Snapshot], bool]) -> None:
+    def wait_until(self, condition: Callable[[Snapshot], bool]) -> None:
         limit = time.monotonic() + HANG_S
-        while not true(self.look()):
-            assert time.monotonic() < limit, f"it did not come to that: {self.look()}"
+        while not condition(self.take_snapshot()):
+            assert time.monotonic() < limit, (
+                f"the condition did not become true: {self.take_snapshot()}"
+            )
             time.sleep(0.2)
 
-    def verdict(self) -> Verdict:
-        """The first verdict; asked for again and again, as a supervisor does."""
+    def wait_for_verdict(self) -> Verdict:
+        """Takes pairs of snapshots, as a supervisor does, until there is a verdict."""
         limit = time.monotonic() + HANG_S
         while time.monotonic() < limit:
-            earlier = self.look()
+            earlier = self.take_snapshot()
             time.sleep(1.0)
-            verdict = find(earlier, self.look(), 1.0)
+            verdict = find(earlier, self.take_snapshot(), 1.0)
             if verdict is not None:
                 return verdict
-        raise AssertionError(f"no verdict: {self.look()}")
+        raise AssertionError(f"no verdict: {self.take_snapshot()}")
 
-    def verdict_of_kind(self, kind: str) -> Verdict:
-        """For ranks that start at their own pace: until then one may wait for another's start."""
+    def wait_for_verdict_of_kind(self, kind: str) -> Verdict:
+        """Waits for a verdict of this kind. Before, a rank may be waited for as it starts later."""
         limit = time.monotonic() + HANG_S
         while time.monotonic() < limit:
-            verdict = self.verdict()
+            verdict = self.wait_for_verdict()
             if verdict.kind == kind:
                 return verdict
             assert not verdict.fatal, verdict
@@ -70,7 +72,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def running(fn: Callable[[int, int], None], size: int, folder: Path) -> Iterator[Ranks]:
+def running_ranks(fn: Callable[[int, int], None], size: int, folder: Path) -> Iterator[Ranks]:
     """Runs `fn(rank, size)` on `size` ranks in an open Gloo group, and ends them at the end."""
     store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
     processes = []
@@ -109,5 +111,5 @@ def _rank(
     os._exit(0)
 
 
-def heartbeat_of(ranks: Ranks, rank: int) -> probe.Heartbeat | None:
+def heartbeat_of(ranks: Ranks, rank: int) -> Heartbeat | None:
     return read_heartbeat(Evidence.in_folder(ranks.folder / f"rank_{rank}").heartbeat)

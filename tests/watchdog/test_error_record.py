@@ -25,7 +25,7 @@ from lockstep.run.watch.error_record import (
 )
 from lockstep.run.watch.evidence import Evidence
 
-RANK = """
+RANK_PROGRAM = """
 import sys
 from pathlib import Path
 from lockstep.run.watch.evidence import Evidence
@@ -39,11 +39,11 @@ except BaseException as error:
 """
 
 
-def run(tmp_path: Path, code: str, **variables: str) -> ErrorRecord:
+def run_script(tmp_path: Path, code: str, **variables: str) -> ErrorRecord:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(code))
     subprocess.run(
-        [sys.executable, "-c", RANK, str(script)],
+        [sys.executable, "-c", RANK_PROGRAM, str(script)],
         check=True,
         env={"PATH": "", "RANK": "1", **variables},
         stderr=subprocess.PIPE,
@@ -54,7 +54,7 @@ def run(tmp_path: Path, code: str, **variables: str) -> ErrorRecord:
 
 
 @pytest.mark.parametrize(
-    ("code", "headline", "line", "code_expected"),
+    ("code", "headline", "line", "expected_code"),
     [
         ("raise ValueError('loss is NaN')", "ValueError: loss is NaN", 1, 1),
         ("raise ValueError", "ValueError", 1, 1),
@@ -88,17 +88,17 @@ def run(tmp_path: Path, code: str, **variables: str) -> ErrorRecord:
     ],
 )
 def test_an_exception_is_recorded_with_its_line_and_exit_code(
-    tmp_path: Path, code: str, headline: str, line: int, code_expected: int
+    tmp_path: Path, code: str, headline: str, line: int, expected_code: int
 ) -> None:
-    found = run(tmp_path, code)
+    found = run_script(tmp_path, code)
     assert found.headline.startswith(headline)
     assert found.line == f"train.py:{line}: {code.splitlines()[line - 1].strip()}"
-    assert found.exit_code == code_expected
+    assert found.exit_code == expected_code
     assert "Error" not in headline or "Traceback" in found.traceback or "Syntax" in headline
 
 
 def test_the_users_own_line_is_the_innermost(tmp_path: Path) -> None:
-    found = run(
+    found = run_script(
         tmp_path,
         """
         import statistics
@@ -114,7 +114,7 @@ def test_the_users_own_line_is_the_innermost(tmp_path: Path) -> None:
 
 
 def test_the_record_names_the_exceptions_that_came_before(tmp_path: Path) -> None:
-    found = run(
+    found = run_script(
         tmp_path,
         """
         try:
@@ -130,7 +130,7 @@ def test_the_record_names_the_exceptions_that_came_before(tmp_path: Path) -> Non
 
 
 def test_an_exception_group_is_recorded_as_its_first_exception(tmp_path: Path) -> None:
-    found = run(
+    found = run_script(
         tmp_path,
         """
         import asyncio
@@ -186,7 +186,7 @@ def test_a_very_long_message_keeps_both_of_its_ends() -> None:
     assert len(json.dumps(made.__dict__)) < 500_000
 
 
-OUT_OF_EVERYTHING = """
+PROGRAM_WITH_RESERVE = """
 import resource, sys
 from pathlib import Path
 from lockstep.run.watch.evidence import Evidence
@@ -226,7 +226,7 @@ def test_a_rank_without_descriptors_or_memory_can_still_record_its_error(
     tmp_path: Path, code: str, headline: str, line: str
 ) -> None:
     (tmp_path / "train.py").write_text(code)
-    arguments = [sys.executable, "-c", OUT_OF_EVERYTHING, str(tmp_path)]
+    arguments = [sys.executable, "-c", PROGRAM_WITH_RESERVE, str(tmp_path)]
     subprocess.run(arguments, check=True, stderr=subprocess.PIPE)
     found = read_error(Evidence.in_folder(tmp_path))
     assert found is not None
@@ -243,7 +243,7 @@ def test_the_reserve_does_not_close_a_descriptor_that_the_program_uses(tmp_path:
     os.close(reserve._descriptor)
 
 
-LOADER = """
+PROGRAM_WITH_DATA_LOADER = """
 import torch.utils.data
 
 class Images(torch.utils.data.Dataset):
@@ -260,12 +260,12 @@ if __name__ == "__main__":
 
 
 def test_an_error_in_a_data_loader_worker_is_recorded_with_its_own_line(tmp_path: Path) -> None:
-    found = run(tmp_path, LOADER, OMP_NUM_THREADS="1")
+    found = run_script(tmp_path, PROGRAM_WITH_DATA_LOADER, OMP_NUM_THREADS="1")
     assert found.headline == "ValueError: bad image 0 (in DataLoader worker process 0)"
     assert found.line == 'train.py:9: raise ValueError(f"bad image {index}")'
 
 
-SPAWN = """
+MESSAGE_OF_SPAWN = """
 
 -- Process 1 terminated with the following error:
 Traceback (most recent call last):
@@ -278,7 +278,7 @@ lines
 
 def test_an_error_in_a_spawned_process_is_recorded_with_its_own_headline() -> None:
     """As `mp.spawn` raises it."""
-    made = describe_error(RuntimeError(SPAWN))
+    made = describe_error(RuntimeError(MESSAGE_OF_SPAWN))
     assert made.headline == "ValueError: two (in process 1)"
     assert made.line == "worker.py:5"
 

@@ -21,7 +21,7 @@ from lockstep.run.watch.evidence import (
 )
 
 
-def made(folder: Path) -> EvidenceMemory:
+def make_memory(folder: Path) -> EvidenceMemory:
     memory = create_evidence_memory(folder)
     assert memory is not None
     return memory
@@ -30,7 +30,7 @@ def made(folder: Path) -> EvidenceMemory:
 def test_what_a_rank_writes_outlives_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "rank_0"
     folder.mkdir()
-    memory = made(folder)
+    memory = make_memory(folder)
     theirs = Evidence.of_this_process(memory.variables, folder)
     assert theirs == memory.evidence
     assert {path.name for path in folder.iterdir()} == {
@@ -50,7 +50,7 @@ def test_what_a_rank_writes_outlives_its_folder(tmp_path: Path) -> None:
 def test_the_links_of_a_folder_become_files_where_there_is_something_in_them(
     tmp_path: Path,
 ) -> None:
-    memory = made(tmp_path)
+    memory = make_memory(tmp_path)
     write_in_place(memory.evidence.answer, '{"request": 1}')
     assert json.loads((tmp_path / "flight.json").read_text()) == {"request": 1}
     memory.keep()
@@ -62,7 +62,7 @@ def test_the_links_of_a_folder_become_files_where_there_is_something_in_them(
 
 def test_a_rank_whose_folder_cannot_be_written_still_has_memory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    memory = made(tmp_path / "file" / "rank_0")
+    memory = make_memory(tmp_path / "file" / "rank_0")
     write_in_place(memory.evidence.error, "{}")
     with pytest.raises(OSError, match="file"):
         memory.keep()
@@ -112,7 +112,7 @@ def test_a_text_is_never_read_in_part(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_pipe_that_nobody_reads_takes_requests_until_it_is_full(tmp_path: Path) -> None:
-    memory = made(tmp_path)
+    memory = make_memory(tmp_path)
     pipe = os.open(memory.evidence.ask, os.O_WRONLY | os.O_NONBLOCK)
     with pytest.raises(BlockingIOError):
         while True:

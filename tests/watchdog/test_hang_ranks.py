@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hanging_ranks import Ranks, running
+from hanging_ranks import Ranks, running_ranks
 from ranks import HANG_S
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,12 +29,12 @@ from lockstep.run.watch.verdict import Verdict
 FOREVER = datetime.timedelta(hours=1)
 
 
-def join() -> None:
+def open_default_group() -> None:
     dist.init_process_group("gloo", timeout=FOREVER)
     dist.barrier()
 
 
-def trained(
+def train_ddp_model(
     rank: int, steps: int, *, buffers: bool = True
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def all_reduce_against_barrier(rank: int, size: int) -> None:
-    join()
+    open_default_group()
     if rank == 0:
         dist.all_reduce(torch.ones(5))
     else:
@@ -61,20 +61,20 @@ def all_reduce_against_barrier(rank: int, size: int) -> None:
 
 
 def uneven_steps(rank: int, size: int) -> None:
-    join()
-    trained(rank, 3 + (rank == 0), buffers=False)
+    open_default_group()
+    train_ddp_model(rank, 3 + (rank == 0), buffers=False)
     dist.barrier()
 
 
 def uneven_steps_with_buffers(rank: int, size: int) -> None:
-    join()
-    trained(rank, 3 + (rank == 0))
+    open_default_group()
+    train_ddp_model(rank, 3 + (rank == 0))
     dist.barrier()
 
 
 def evaluation_on_rank_0(rank: int, size: int) -> None:
-    join()
-    model, _ = trained(rank, 3)
+    open_default_group()
+    model, _ = train_ddp_model(rank, 3)
     if rank == 0:
         model.eval()
         with torch.no_grad():
@@ -83,7 +83,7 @@ def evaluation_on_rank_0(rank: int, size: int) -> None:
 
 
 def other_groups(rank: int, size: int) -> None:
-    join()
+    open_default_group()
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     for group in groups:
         dist.all_reduce(torch.ones(2), group=group)
@@ -91,7 +91,7 @@ def other_groups(rank: int, size: int) -> None:
 
 
 def one_rank_never_comes(rank: int, size: int) -> None:
-    join()
+    open_default_group()
     # Rank 0 is the odd one in this group and in the default group: which of the two the first call
     # that differs is of depends on which rank is faster.
     three = dist.new_group([0, 1, 2])
@@ -102,8 +102,8 @@ def one_rank_never_comes(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def contradicted_without_a_frame(rank: int, size: int) -> None:
-    join()
+def mismatched_asynchronous_call(rank: int, size: int) -> None:
+    open_default_group()
     if rank == 0:
         work = dist.all_reduce(torch.ones(5), async_op=True)
         assert work is not None
@@ -112,7 +112,7 @@ def contradicted_without_a_frame(rank: int, size: int) -> None:
 
 
 def one_compressed_step_more(rank: int, size: int) -> None:
-    join()
+    open_default_group()
     gradients = QuantizedSum(300, torch.zeros(1), "int8")
     for _ in range(2 + (rank == 0)):
         gradients.start()
@@ -122,7 +122,7 @@ def one_compressed_step_more(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fn", "size", "ranks", "told"),
+    ("fn", "size", "ranks", "text_in_verdict"),
     [
         (one_compressed_step_more, 2, (0, 1), "waits in exchange"),
         (all_reduce_against_barrier, 2, (0, 1), "all_reduce of 5 float"),
@@ -131,32 +131,32 @@ def one_compressed_step_more(rank: int, size: int) -> None:
         (evaluation_on_rank_0, 2, (0,), "model.module"),
         (other_groups, 2, (0, 1), "process groups"),
         (one_rank_never_comes, 4, (0,), "has not come to it"),
-        (contradicted_without_a_frame, 2, (0, 1), "all_reduce of 5 float"),
+        (mismatched_asynchronous_call, 2, (0, 1), "all_reduce of 5 float"),
     ],
 )
 def test_deadlocks_of_real_ranks_are_found(
-    tmp_path: Path, fn: object, size: int, ranks: tuple[int, ...], told: str
+    tmp_path: Path, fn: object, size: int, ranks: tuple[int, ...], text_in_verdict: str
 ) -> None:
-    with running(fn, size, tmp_path) as run:  # type: ignore[arg-type]
-        verdict = run.verdict_of_kind("deadlock")
+    with running_ranks(fn, size, tmp_path) as run:  # type: ignore[arg-type]
+        verdict = run.wait_for_verdict_of_kind("deadlock")
     assert verdict.fatal
     assert verdict.ranks == ranks
     assert verdict.mismatch is not None
-    assert told in render(verdict)
+    assert text_in_verdict in render(verdict)
     for row in verdict.rows:
         assert row.line is not None
         assert (row.line.file, row.line.function) in {(__file__, fn.__name__), (__file__, "step")}  # type: ignore[attr-defined]
 
 
 def new_groups_in_another_order(rank: int, size: int) -> None:
-    join()
+    open_default_group()
     for ranks in ([0, 1], [1]) if rank == 0 else ([1], [0, 1]):
         dist.new_group(ranks)
     dist.barrier()
 
 
 def new_groups_around_a_ring(rank: int, size: int) -> None:
-    join()
+    open_default_group()
     for first in (rank, rank - 1):
         pair = sorted([first % size, (first + 1) % size])
         dist.new_group(pair, use_local_synchronization=True)
@@ -170,8 +170,8 @@ def new_groups_around_a_ring(rank: int, size: int) -> None:
     ],
 )
 def test_a_deadlock_of_new_groups(tmp_path: Path, fn: object, size: int) -> None:
-    with running(fn, size, tmp_path) as run:  # type: ignore[arg-type]
-        verdict = run.verdict_of_kind("deadlock")
+    with running_ranks(fn, size, tmp_path) as run:  # type: ignore[arg-type]
+        verdict = run.wait_for_verdict_of_kind("deadlock")
     assert verdict.fatal
     assert "new_group, for process groups that differ" in verdict.headline
     for row in verdict.rows:
@@ -190,11 +190,11 @@ def test_a_deadlock_of_new_groups(tmp_path: Path, fn: object, size: int) -> None
 def test_earlier_lines_distinguish_an_evaluation_from_an_extra_step(
     tmp_path: Path, fn: object, line: str, advice: str
 ) -> None:
-    with running(fn, 2, tmp_path) as run:  # type: ignore[arg-type]
-        run.verdict_of_kind("deadlock")
-        earlier = run.look()
+    with running_ranks(fn, 2, tmp_path) as run:  # type: ignore[arg-type]
+        run.wait_for_verdict_of_kind("deadlock")
+        earlier = run.take_snapshot()
         time.sleep(1.0)
-        verdict = find(earlier, run.look(20.0, lines=True), 1.0)
+        verdict = find(earlier, run.take_snapshot(20.0, lines=True), 1.0)
     assert verdict is not None
     assert [advice in text for text in verdict.advice] == [True]
     text = render(verdict)
@@ -204,7 +204,7 @@ def test_earlier_lines_distinguish_an_evaluation_from_an_extra_step(
 
 
 def computes(rank: int, size: int) -> None:
-    join()
+    open_default_group()
     if rank == 0:
         while True:
             torch.ones(100).sum()
@@ -212,22 +212,22 @@ def computes(rank: int, size: int) -> None:
 
 
 def endless_loop(rank: int, size: int) -> None:
-    join()
+    open_default_group()
     if rank == 0:
         while True:
             pass
     dist.barrier()
 
 
-def sleeps(rank: int, size: int) -> None:
-    join()
+def sleeps_outside_collectives(rank: int, size: int) -> None:
+    open_default_group()
     if rank == 0:
         time.sleep(1000)
     dist.all_gather_object([None, None], rank)
 
 
-def reads(rank: int, size: int) -> None:
-    join()
+def reads_from_stdin(rank: int, size: int) -> None:
+    open_default_group()
     if rank == 0:
         sys.stdin = os.fdopen(os.pipe()[0])
         input()
@@ -235,13 +235,13 @@ def reads(rank: int, size: int) -> None:
 
 
 def holds_the_lock(rank: int, size: int) -> None:
-    join()
+    open_default_group()
     if rank == 0:
         re.match(r"(a+)+b", "a" * 60)
     dist.barrier()
 
 
-class Stuck(Dataset[Tensor]):
+class StuckDataset(Dataset[Tensor]):
     def __len__(self) -> int:
         return 100
 
@@ -252,9 +252,9 @@ class Stuck(Dataset[Tensor]):
 
 
 def waits_for_data(rank: int, size: int) -> None:
-    join()
+    open_default_group()
     if rank == 0:
-        for _ in DataLoader(Stuck(), batch_size=4):
+        for _ in DataLoader(StuckDataset(), batch_size=4):
             pass
     dist.barrier()
 
@@ -262,25 +262,25 @@ def waits_for_data(rank: int, size: int) -> None:
 def joins_late(rank: int, size: int) -> None:
     if rank == 0:
         time.sleep(1000)
-    join()
+    open_default_group()
 
 
 def constructs_late(rank: int, size: int) -> None:
-    join()
+    open_default_group()
     if rank == 0:
         time.sleep(1000)
-    trained(rank, 1)
+    train_ddp_model(rank, 1)
 
 
-def monitored(rank: int, size: int) -> None:
-    join()
+def misses_monitored_barrier(rank: int, size: int) -> None:
+    open_default_group()
     if rank == 0:
         time.sleep(1000)
     dist.monitored_barrier(timeout=FOREVER)
 
 
-def own_wait(rank: int, size: int) -> None:
-    join()
+def misses_asynchronous_call(rank: int, size: int) -> None:
+    open_default_group()
     if rank == 0:
         time.sleep(1000)
     work = dist.all_reduce(torch.ones(5), async_op=True)
@@ -290,7 +290,7 @@ def own_wait(rank: int, size: int) -> None:
 
 def saves_in_a_thread(rank: int, size: int) -> None:
     """Rank 1 waits for what that thread will do, and rank 0's main thread for rank 1."""
-    join()
+    open_default_group()
     group = dist.new_group(timeout=FOREVER)
     if rank == 0:
         threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
@@ -311,21 +311,21 @@ def save(group: dist.ProcessGroup) -> None:
         (computes, "working"),
         (saves_in_a_thread, "working"),
         (endless_loop, "working"),
-        (sleeps, "blocked"),
-        (reads, "blocked"),
+        (sleeps_outside_collectives, "blocked"),
+        (reads_from_stdin, "blocked"),
         pytest.param(holds_the_lock, "gil", marks=pytest.mark.thorough),  # also in tests/faults
         (waits_for_data, "loading"),
         (joins_late, "blocked"),
         (constructs_late, "blocked"),
-        (monitored, "blocked"),
-        (own_wait, "blocked"),
+        (misses_monitored_barrier, "blocked"),
+        (misses_asynchronous_call, "blocked"),
     ],
 )
 def test_the_others_wait_for_a_rank_that_does_something_else(
     tmp_path: Path, fn: object, kind: str
 ) -> None:
-    with running(fn, 2, tmp_path) as run:  # type: ignore[arg-type]
-        verdict = waited_for(run, kind)
+    with running_ranks(fn, 2, tmp_path) as run:  # type: ignore[arg-type]
+        verdict = wait_for_verdict_on_rank_0(run, kind)
     assert (verdict.fatal, verdict.ranks) == (False, (0,))
     line = verdict.rows[0].line
     assert line is not None
@@ -333,56 +333,56 @@ def test_the_others_wait_for_a_rank_that_does_something_else(
     assert "waits in" in verdict.rows[1].does
 
 
-def waited_for(run: Ranks, kind: str) -> Verdict:
+def wait_for_verdict_on_rank_0(run: Ranks, kind: str) -> Verdict:
     """The verdict on rank 0; rank 1 may be late at first."""
     limit = time.monotonic() + HANG_S
     while True:
-        verdict = run.verdict_of_kind(kind)
+        verdict = run.wait_for_verdict_of_kind(kind)
         if verdict.ranks == (0,) or time.monotonic() > limit:
             return verdict
 
 
-def stops(rank: int, size: int) -> None:
-    join()
+def stops_itself(rank: int, size: int) -> None:
+    open_default_group()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.barrier()
 
 
 def test_a_rank_stopped_by_a_signal_is_found(tmp_path: Path) -> None:
-    with running(stops, 2, tmp_path) as run:
-        verdict = run.verdict_of_kind("stopped")
+    with running_ranks(stops_itself, 2, tmp_path) as run:
+        verdict = run.wait_for_verdict_of_kind("stopped")
     assert (verdict.fatal, verdict.ranks) == (False, (0,))
 
 
 def slow_on_one_rank(rank: int, size: int) -> None:
-    join()
-    model, optimizer = trained(rank, 1)
+    open_default_group()
+    model, optimizer = train_ddp_model(rank, 1)
     while True:
         time.sleep(0.06 if rank == 1 else 0.02)
         step(model, optimizer)
 
 
-def even(rank: int, size: int) -> None:
-    join()
-    model, optimizer = trained(rank, 1)
+def makes_even_steps(rank: int, size: int) -> None:
+    open_default_group()
+    model, optimizer = train_ddp_model(rank, 1)
     while True:
         time.sleep(0.01)
         step(model, optimizer)
 
 
 def test_a_slow_rank_is_found_as_a_straggler(tmp_path: Path) -> None:
-    with running(slow_on_one_rank, 2, tmp_path) as run:
+    with running_ranks(slow_on_one_rank, 2, tmp_path) as run:
         run.wait_until(lambda snapshot: find_straggler(snapshot) is not None)
-        verdict = find_straggler(run.look())
+        verdict = find_straggler(run.take_snapshot())
     assert verdict is not None
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("straggler", False, (1,))
 
 
 def test_a_run_that_moves_has_no_verdict(tmp_path: Path) -> None:
-    with running(even, 2, tmp_path) as run:
+    with running_ranks(makes_even_steps, 2, tmp_path) as run:
         run.wait_until(lambda snapshot: all((s.steps or 0) > 20 for s in snapshot.ranks))
         for _ in range(3):
-            earlier = run.look()
+            earlier = run.take_snapshot()
             time.sleep(1.0)
-            assert find(earlier, run.look(), 1.0) is None
+            assert find(earlier, run.take_snapshot(), 1.0) is None

@@ -35,7 +35,7 @@ from lockstep.run.watch.stacks import parse_stack
 
 
 @contextlib.contextmanager
-def installed(folder: Path) -> Iterator[probe.Probe]:
+def installed_probe(folder: Path) -> Iterator[probe.Probe]:
     made = probe.install(Evidence.in_folder(folder))
     try:
         yield made
@@ -53,10 +53,10 @@ def group_of_one() -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         probe._groups_kept_alive.clear()
-        until(lambda: "pt_gloo_runloop" not in names_of_tasks())
+        wait_until(lambda: "pt_gloo_runloop" not in thread_names())
 
 
-def names_of_tasks() -> set[str]:
+def thread_names() -> set[str]:
     names = set()
     for path in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
@@ -64,15 +64,15 @@ def names_of_tasks() -> set[str]:
     return names
 
 
-def until(true: Callable[[], Any]) -> Any:
+def wait_until(condition: Callable[[], Any]) -> Any:
     limit = time.monotonic() + HANG_S
-    while not (found := true()):
+    while not (found := condition()):
         assert time.monotonic() < limit
         time.sleep(0.01)
     return found
 
 
-def ask(folder: Path, request: str) -> Any:
+def ask_probe(folder: Path, request: str) -> Any:
     with open(folder / "ask", "w") as pipe:
         pipe.write(f"{request}\n")
     number = int(request.split()[0])
@@ -82,16 +82,16 @@ def ask(folder: Path, request: str) -> Any:
             text = (folder / "flight.json").read_text()
             return text if json.loads(text)["request"] == number else None
 
-    return until(answer)
+    return wait_until(answer)
 
 
-def told(text: str) -> RankState:
+def state_from_answer(text: str) -> RankState:
     state = with_answer(RankState(rank=0, host="", pid=0, alive=True), text, 0)
     assert state.answered
     return state
 
 
-def optimizer() -> torch.optim.Optimizer:
+def make_optimizer() -> torch.optim.Optimizer:
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     return torch.optim.SGD([parameter], lr=0.1)
@@ -104,15 +104,15 @@ def wait_for_child(pid: int) -> int:
 @in_clean_process
 def test_the_heartbeat_counts_the_steps_of_every_optimizer(tmp_path: Path) -> None:
     assert read_heartbeat(Evidence.in_folder(tmp_path).heartbeat) is None
-    with installed(tmp_path):
+    with installed_probe(tmp_path):
         begun = read_heartbeat(Evidence.in_folder(tmp_path).heartbeat)
         assert begun == (os.getpid(), threading.main_thread().ident, 0, 0.0, 0.0)
-        optimizer().step()
+        make_optimizer().step()
         first = read_heartbeat(Evidence.in_folder(tmp_path).heartbeat)
         assert first is not None
         assert (first.steps, first.took_s) == (1, 0.0)
         assert 0 <= time.monotonic() - first.last_step < HANG_S
-        optimizer().step()
+        make_optimizer().step()
         second = read_heartbeat(Evidence.in_folder(tmp_path).heartbeat)
         assert second is not None
         assert second.steps == 2
@@ -121,18 +121,18 @@ def test_the_heartbeat_counts_the_steps_of_every_optimizer(tmp_path: Path) -> No
 
 @in_clean_process
 def test_a_forked_child_is_not_the_rank(tmp_path: Path) -> None:
-    with installed(tmp_path):
-        optimizer().step()
+    with installed_probe(tmp_path):
+        make_optimizer().step()
         with group_of_one():
             child = os.fork()
             if child == 0:
                 with contextlib.suppress(BaseException):
-                    optimizer().step()
+                    make_optimizer().step()
                     alive = [t for t in threading.enumerate() if t.name == "lockstep-answers"]
                     os._exit(0 if not alive else 1)
                 os._exit(2)
             assert wait_for_child(child) == 0
-            assert "records" in json.loads(ask(tmp_path, "1"))
+            assert "records" in json.loads(ask_probe(tmp_path, "1"))
         heartbeat = read_heartbeat(Evidence.in_folder(tmp_path).heartbeat)
         assert heartbeat is not None
         assert (heartbeat.pid, heartbeat.steps) == (os.getpid(), 1)
@@ -140,21 +140,21 @@ def test_a_forked_child_is_not_the_rank(tmp_path: Path) -> None:
 
 @in_clean_process
 def test_a_model_that_dies_after_its_group_does_not_take_the_group_along(tmp_path: Path) -> None:
-    with installed(tmp_path):
+    with installed_probe(tmp_path):
         store = dist.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         dist.destroy_process_group()
-        until(lambda: "pt_gloo_runloop" in names_of_tasks())  # a thread is named by itself
+        wait_until(lambda: "pt_gloo_runloop" in thread_names())  # a thread is named by itself
         assert len(probe._groups_kept_alive) == 1
         probe._groups_kept_alive.clear()
-        until(lambda: "pt_gloo_runloop" not in names_of_tasks())
+        wait_until(lambda: "pt_gloo_runloop" not in thread_names())
 
 
 @in_clean_process
 def test_a_signal_brings_the_stack_of_the_main_thread(tmp_path: Path) -> None:
-    with installed(tmp_path):
+    with installed_probe(tmp_path):
         os.kill(os.getpid(), MAIN_THREAD_SIGNAL)
-        stack = until(lambda: parse_stack((tmp_path / "stacks.txt").read_text()))
+        stack = wait_until(lambda: parse_stack((tmp_path / "stacks.txt").read_text()))
     assert stack[0].file == __file__
     assert stack[0].function.startswith("test_a_signal")
 
@@ -162,13 +162,13 @@ def test_a_signal_brings_the_stack_of_the_main_thread(tmp_path: Path) -> None:
 @in_clean_process
 def test_a_second_signal_reaches_no_thread_but_the_one_that_answers(tmp_path: Path) -> None:
     held = ctypes.PyDLL(None).poll  # with the interpreter's lock, which the answer would need
-    with installed(tmp_path):
+    with installed_probe(tmp_path):
         sender = subprocess.Popen(
             ["sh", "-c", f"sleep 0.1; kill -{ALL_THREADS_SIGNAL} {os.getpid()}"]
         )
         assert held(None, 0, 1000) == 0
         assert sender.wait(HANG_S) == 0
-        text = until((tmp_path / "stacks.txt").read_text)
+        text = wait_until((tmp_path / "stacks.txt").read_text)
     stack = parse_stack(text, threading.get_ident())
     assert stack is not None
     assert stack[0].function.startswith("test_a_second_signal")
@@ -178,20 +178,23 @@ def test_a_second_signal_reaches_no_thread_but_the_one_that_answers(tmp_path: Pa
 @in_clean_process
 def test_the_stacks_of_all_threads_come_with_the_answer(tmp_path: Path) -> None:
     ready = threading.Event()
-    with installed(tmp_path), group_of_one():
+    with installed_probe(tmp_path), group_of_one():
         thread = threading.Thread(target=ready.wait)
         thread.start()
-        state = told(ask(tmp_path, "1"))
+        state = state_from_answer(ask_probe(tmp_path, "1"))
         ready.set()
         thread.join()
-    one, other = sorted([frame.function for frame in stack] for stack in state.threads or ())
-    assert [one[0], "ask" in other] == ["wait", True] or [other[0], "ask" in one] == ["wait", True]
+    waiting, asking = ([frame.function for frame in stack] for stack in state.threads or ())
+    if "ask_probe" in waiting:  # threads come in no particular order
+        waiting, asking = asking, waiting
+    assert waiting[0] == "wait"
+    assert "ask_probe" in asking
 
 
 @in_clean_process
 def test_the_users_own_handlers_are_left_alone(tmp_path: Path) -> None:
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    with installed(tmp_path):
+    with installed_probe(tmp_path):
         now = {number: signal.getsignal(number) for number in signal.valid_signals()}
     # What is left once faulthandler has taken its own handler away, at the interpreter's end.
     assert now == {**before, MAIN_THREAD_SIGNAL: signal.SIG_IGN, ALL_THREADS_SIGNAL: signal.SIG_IGN}
@@ -211,30 +214,32 @@ def _crash(folder: Path) -> None:
 
 @in_clean_process
 def test_one_thread_answers_from_the_start(tmp_path: Path) -> None:
-    with installed(tmp_path):
+    with installed_probe(tmp_path):
         names = [thread.name for thread in threading.enumerate()]
         assert names.count("lockstep-answers") == 1
-        assert json.loads(ask(tmp_path, "1"))["groups"] == []
+        assert json.loads(ask_probe(tmp_path, "1"))["groups"] == []
         with group_of_one():
             assert threading.active_count() == 2
-            assert len(json.loads(ask(tmp_path, "2"))["groups"]) == 1
+            assert len(json.loads(ask_probe(tmp_path, "2"))["groups"]) == 1
     assert threading.active_count() == 1
 
 
 def test_collectives_are_answered_on_request(tmp_path: Path) -> None:
-    run_ranks(_tell, 2, tmp_path, env=probe.FLIGHT_RECORDER_VARIABLES, fresh=True)
+    run_ranks(
+        _answer_with_collectives, 2, tmp_path, env=probe.FLIGHT_RECORDER_VARIABLES, fresh=True
+    )
 
 
-def _tell(folder: Path) -> None:
+def _answer_with_collectives(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     folder = folder / str(rank)
     # Imported with a group open, as torch's compiler does it, it would keep the group for good.
     importlib.import_module("torch.distributed.nn.functional")
-    with installed(folder):
+    with installed_probe(folder):
         dist.init_process_group("gloo")
         dist.all_reduce(torch.ones(3))
         dist.barrier()
-        flight = told(ask(folder, "1"))
+        flight = state_from_answer(ask_probe(folder, "1"))
         assert flight.calls is not None
         assert [(c.op, c.seq, c.frames) for c in flight.calls] == [
             ("all_reduce", 1, None), ("barrier", 2, None),
@@ -244,14 +249,14 @@ def _tell(folder: Path) -> None:
         assert [(g.name, g.ranks) for g in flight.groups or ()] == [("0", (0, 1))]
         # Without torch's compiler the lines would cost seconds: they are left out.
         assert "torch._dynamo" not in sys.modules
-        flight = told(ask(folder, "2 lines"))
+        flight = state_from_answer(ask_probe(folder, "2 lines"))
         assert flight.calls is not None
         assert flight.calls[0].frames is None
         importlib.import_module("torch._dynamo")
-        flight = told(ask(folder, "3 lines"))
+        flight = state_from_answer(ask_probe(folder, "3 lines"))
         assert flight.calls is not None
         assert flight.calls[0].frames is not None
-        assert "_tell" in [frame.function for frame in flight.calls[0].frames]
+        assert "_answer_with_collectives" in [frame.function for frame in flight.calls[0].frames]
         dist.barrier()
         dist.destroy_process_group()
 
@@ -263,16 +268,16 @@ def test_a_recorder_that_fails_is_asked_again(tmp_path: Path) -> None:
     def fail(*, lines: bool) -> str:
         raise RuntimeError("no record")
 
-    with installed(tmp_path), group_of_one():
+    with installed_probe(tmp_path), group_of_one():
         torch_compat.flight_record = fail
         try:
-            assert json.loads(ask(tmp_path, "1"))["error"] == "RuntimeError('no record')"
+            assert json.loads(ask_probe(tmp_path, "1"))["error"] == "RuntimeError('no record')"
         finally:
             torch_compat.flight_record = original
-        assert "records" in json.loads(ask(tmp_path, "2"))
+        assert "records" in json.loads(ask_probe(tmp_path, "2"))
         with open(tmp_path / "ask", "w") as pipe:
             pipe.write("nonsense\n\n")
-        assert "records" in json.loads(ask(tmp_path, "3"))
+        assert "records" in json.loads(ask_probe(tmp_path, "3"))
 
 
 @in_clean_process
@@ -285,7 +290,7 @@ def test_a_folder_without_pipes_does_not_stop_the_run(tmp_path: Path) -> None:
 
     os.mkfifo = fail
     try:
-        with installed(tmp_path), group_of_one():
+        with installed_probe(tmp_path), group_of_one():
             assert not (tmp_path / "ask").exists()
     finally:
         os.mkfifo = original
@@ -293,8 +298,8 @@ def test_a_folder_without_pipes_does_not_stop_the_run(tmp_path: Path) -> None:
 
 @in_clean_process
 def test_a_request_while_the_process_ends_does_no_harm(tmp_path: Path) -> None:
-    with installed(tmp_path) as made, group_of_one():
-        ask(tmp_path, "1")
+    with installed_probe(tmp_path) as made, group_of_one():
+        ask_probe(tmp_path, "1")
         made.stop_answering()  # at exit, before the interpreter's own end
         assert "lockstep-answers" not in {thread.name for thread in threading.enumerate()}
         faulthandler.unregister(MAIN_THREAD_SIGNAL)  # as the interpreter does at its end
@@ -310,25 +315,25 @@ def test_a_request_right_behind_the_end_does_not_hide_it(tmp_path: Path) -> None
         assert go.wait(HANG_S)
         return original(lines=lines)
 
-    def put(data: bytes) -> None:  # before the thread reads again
+    def write_request(data: bytes) -> None:  # before the thread reads again
         descriptor = os.open(tmp_path / "ask", os.O_WRONLY | os.O_NONBLOCK)
         os.write(descriptor, data)
         os.close(descriptor)
 
-    with installed(tmp_path) as made, group_of_one():
+    with installed_probe(tmp_path) as made, group_of_one():
         torch_compat.flight_record = slowly
-        put(b"1\n")
+        write_request(b"1\n")
         assert answering.wait(HANG_S)
         ending = threading.Thread(target=made.stop_answering, daemon=True)
         ending.start()
-        until(lambda: in_the_pipe(tmp_path / "ask"))
-        put(b"2\n")
+        wait_until(lambda: bytes_in_pipe(tmp_path / "ask"))
+        write_request(b"2\n")
         go.set()
         ending.join(HANG_S)
         assert not ending.is_alive()
 
 
-def in_the_pipe(path: Path) -> int:
+def bytes_in_pipe(path: Path) -> int:
     """Bytes that nobody has read so far."""
     descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     try:
@@ -438,7 +443,7 @@ def _one_group_after_another() -> None:
             groups = json.dumps(torch_compat.process_groups())
             records = torch_compat.flight_record(lines=False)
     text = f'{{"request": 1, "stacks": {{}}, "groups": {groups}, "records": {records}}}'
-    state = told(text)
+    state = state_from_answer(text)
     # The recorder still has those of the first, which had the same name and the same numbers.
     assert text.count('"gloo:all_reduce"') == 5
     assert [(call.key, call.seq) for call in state.calls or ()] == [("gloo:0", 1), ("gloo:0", 2)]

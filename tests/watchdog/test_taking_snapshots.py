@@ -39,7 +39,7 @@ from lockstep.run.watch.verdict import Verdict
 
 
 @contextlib.contextmanager
-def rank(fn: Callable[[], None], folder: Path) -> Iterator[Any]:
+def running_rank(fn: Callable[[], None], folder: Path) -> Iterator[Any]:
     process = context.Process(target=_rank, args=(fn, folder))
     process.start()
     try:
@@ -63,38 +63,38 @@ def _rank(fn: Callable[[], None], folder: Path) -> None:
     fn()
 
 
-def sleeps() -> None:
+def sleep_forever() -> None:
     while True:
         time.sleep(0.1)
 
 
-def computes() -> None:
+def compute_forever() -> None:
     while True:
         torch.ones(10).sum()
 
 
-def steps_twice() -> None:
+def step_twice_and_sleep() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer.step()
     optimizer.step()
-    sleeps()
+    sleep_forever()
 
 
-def until(folder: Path, process: Any, true: Callable[[RankState], bool]) -> RankState:
+def wait_for_state(folder: Path, process: Any, condition: Callable[[RankState], bool]) -> RankState:
     limit = time.monotonic() + HANG_S
     while True:
         (state,) = take_snapshot([Process(0, 0, folder, process.pid)], timeout_s=HANG_S).ranks
-        if true(state):
+        if condition(state):
             return state
         assert time.monotonic() < limit, state
 
 
 def test_a_sleeping_rank_answers_with_stack_and_times(tmp_path: Path) -> None:
-    with rank(sleeps, tmp_path) as process:
-        state = until(
-            tmp_path, process, lambda s: bool(s.stack and s.stack[0].function == "sleeps")
+    with running_rank(sleep_forever, tmp_path) as process:
+        state = wait_for_state(
+            tmp_path, process, lambda s: bool(s.stack and s.stack[0].function == "sleep_forever")
         )
     assert (state.rank, state.pid, state.alive, state.stopped) == (0, process.pid, True, False)
     assert state.stack is not None
@@ -105,26 +105,30 @@ def test_a_sleeping_rank_answers_with_stack_and_times(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_computes_uses_the_processor(tmp_path: Path) -> None:
-    with rank(computes, tmp_path) as process:
-        start = until(tmp_path, process, lambda s: s.cpu_s is not None and s.stack is not None)
-        until(tmp_path, process, lambda s: (s.cpu_s or 0) > (start.cpu_s or 0) + 0.1)
-        until(tmp_path, process, lambda s: (s.main_cpu_s or 0) > (start.main_cpu_s or 0) + 0.1)
+    with running_rank(compute_forever, tmp_path) as process:
+        start = wait_for_state(
+            tmp_path, process, lambda s: s.cpu_s is not None and s.stack is not None
+        )
+        wait_for_state(tmp_path, process, lambda s: (s.cpu_s or 0) > (start.cpu_s or 0) + 0.1)
+        wait_for_state(
+            tmp_path, process, lambda s: (s.main_cpu_s or 0) > (start.main_cpu_s or 0) + 0.1
+        )
 
 
 def test_a_snapshot_has_the_optimizer_steps(tmp_path: Path) -> None:
-    with rank(steps_twice, tmp_path) as process:
-        until(tmp_path, process, lambda s: s.steps == 2)
+    with running_rank(step_twice_and_sleep, tmp_path) as process:
+        wait_for_state(tmp_path, process, lambda s: s.steps == 2)
 
 
 def test_a_stopped_rank_is_not_waited_for(tmp_path: Path) -> None:
-    with rank(sleeps, tmp_path) as process:
+    with running_rank(sleep_forever, tmp_path) as process:
         os.kill(process.pid, signal.SIGSTOP)
         wait_until_stopped(process.pid)
         (state,) = take_snapshot([Process(0, 0, tmp_path, process.pid)], timeout_s=HANG_S).ranks
         assert state.stopped
         assert (state.alive, state.stack, state.answered) == (True, None, None)
         os.kill(process.pid, signal.SIGCONT)
-        assert until(tmp_path, process, lambda s: s.stopped is False).stack is not None
+        assert wait_for_state(tmp_path, process, lambda s: s.stopped is False).stack is not None
 
 
 def wait_until_stopped(pid: int) -> None:
@@ -146,7 +150,7 @@ def test_a_process_without_our_handler_is_not_signalled(tmp_path: Path) -> None:
 
 
 def test_a_heartbeat_of_an_earlier_process_is_not_believed(tmp_path: Path) -> None:
-    with rank(steps_twice, tmp_path):
+    with running_rank(step_twice_and_sleep, tmp_path):
         pass
     (state,) = take_snapshot([Process(0, 0, tmp_path, os.getpid())], timeout_s=0.1).ranks
     assert (state.steps, state.stack) == (None, None)
@@ -164,7 +168,7 @@ def test_a_snapshot_of_no_processes_is_empty() -> None:
     assert take_snapshot([]).ranks == ()
 
 
-def a_task(folder: Path, state: str, times: str = "0 0", switches: int = 7) -> None:
+def write_task(folder: Path, state: str, times: str = "0 0", switches: int = 7) -> None:
     """What the kernel says of a thread, see proc(5)."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "stat").write_text(f"77 (a) b (c) {state} 1 2 3 4 5 6 7 8 9 10 {times} 0 0 20\n")
@@ -176,8 +180,8 @@ def a_task(folder: Path, state: str, times: str = "0 0", switches: int = 7) -> N
 
 
 def test_process_status_is_read_from_proc(tmp_path: Path) -> None:
-    a_task(tmp_path / "77", "T", "250 50")
-    a_task(tmp_path / "77" / "task" / "77", "T", "100 20", 9)
+    write_task(tmp_path / "77", "T", "250 50")
+    write_task(tmp_path / "77" / "task" / "77", "T", "100 20", 9)
     ticks = os.sysconf("SC_CLK_TCK")
     assert read_process(77, tmp_path) == ProcessStatus("T", 300 / ticks, 120 / ticks, 9, True)
     status = tmp_path / "77" / "status"
@@ -198,11 +202,11 @@ def test_a_sleeping_thread_is_sent_no_signal(tmp_path: Path) -> None:
         main: str, *others: str, before: int | None = 7, answers: bool = True
     ) -> int | None:
         for number, state in enumerate((main, *others), 77):
-            a_task(tmp_path / "77" / "task" / str(number), state)
+            write_task(tmp_path / "77" / "task" / str(number), state)
         return harmless_stack_signal(77, before, answers=answers, root=tmp_path)
 
     assert harmless_stack_signal(77, 7, answers=True, root=tmp_path) is None
-    a_task(tmp_path / "77", "S")
+    write_task(tmp_path / "77", "S")
     assert signal_for("R", "S") == probe.MAIN_THREAD_SIGNAL
     assert signal_for("R", "S", before=6) is None  # it has slept since
     assert signal_for("R", "S", before=None) is None
@@ -216,12 +220,12 @@ def test_a_sleeping_thread_is_sent_no_signal(tmp_path: Path) -> None:
 
 def test_only_a_futex_without_timeout_may_be_interrupted(tmp_path: Path) -> None:
     def signal_for(other: str, before: int | None = 7, *, answers: bool = False) -> int | None:
-        a_task(tmp_path / "77" / "task" / "78", other)
+        write_task(tmp_path / "77" / "task" / "78", other)
         return harmless_stack_signal(77, before, answers=answers, root=tmp_path)
 
     main = tmp_path / "77" / "task" / "77"
-    a_task(main, "S")
-    a_task(tmp_path / "77", "S")
+    write_task(main, "S")
+    write_task(tmp_path / "77", "S")
     (main / "wchan").write_text("futex_do_wait")
     assert signal_for("S") is None  # not known
     for text in ("running", "202 0x7f0 0x189 0x0 0x7ffd 0x0 0xffffffff 0x7ffc 0x7fff"):
@@ -263,16 +267,16 @@ def shared_semaphore(folder: Path) -> Any:
         return (ctypes.c_char * size).from_buffer(mmap.mmap(file.fileno(), size))
 
 
-def makes(call: Callable[[Any, int], int], busy: bool, folder: Path) -> None:
+def call_c_function(call: Callable[[Any, int], int], busy: bool, folder: Path) -> None:
     semaphore, end = shared_semaphore(folder), os.open(folder / "pipe", os.O_RDWR)
     if busy:
         args = ("sha256", b"", b"", 2**31 - 1)
         threading.Thread(target=hashlib.pbkdf2_hmac, args=args, daemon=True).start()
     (folder / "made").write_text(f"{call(semaphore, end)} {ctypes.get_errno()}")
-    sleeps()
+    sleep_forever()
 
 
-def ended(made: Path) -> bool:
+def has_returned(made: Path) -> bool:
     return made.exists() and made.read_text() != ""
 
 
@@ -294,7 +298,7 @@ def test_no_c_call_is_interrupted_by_a_snapshot(
     assert LIBC.sem_init(semaphore, 1, 0) == 0
     os.mkfifo(tmp_path / "pipe")
     end = os.open(tmp_path / "pipe", os.O_RDWR)
-    with rank(partial(makes, call, busy, tmp_path), tmp_path) as process:
+    with running_rank(partial(call_c_function, call, busy, tmp_path), tmp_path) as process:
         silent: list[RankState] = []
         while len(silent) < 2 and not made.exists():  # a nap ends by itself
             (state,) = take_snapshot([Process(0, 0, tmp_path, process.pid)]).ranks
@@ -304,17 +308,19 @@ def test_no_c_call_is_interrupted_by_a_snapshot(
         os.write(end, b".")
         os.close(end)
         # It may also have answered before the call.
-        until(tmp_path, process, lambda state: state.answered is True and ended(made))
+        wait_for_state(
+            tmp_path, process, lambda state: state.answered is True and has_returned(made)
+        )
         assert made.read_text().split()[0] == "0", made.read_text()
     if call is sem_wait:
         assert [s.stack[0].function for s in silent] == ["sem_wait"] * 2
 
 
 def test_this_process_can_be_read_from_proc() -> None:
-    own = read_process(os.getpid())
-    assert own is not None
-    assert own.state == "R"
-    assert not own.shows_stacks
+    status = read_process(os.getpid())
+    assert status is not None
+    assert status.state == "R"
+    assert not status.shows_stacks
 
 
 def test_a_report_is_written(tmp_path: Path) -> None:
@@ -348,14 +354,14 @@ def test_a_script_name_that_is_not_utf8_is_written(tmp_path: Path) -> None:
 def test_processor_time_of_descendants_is_summed(tmp_path: Path) -> None:
     """Of a rank 10, its child 11 and grandchild 12; 13 is nobody's. Names hold brackets."""
 
-    def put(pid: int, parent: int, own: int, waited: int) -> None:
+    def write_process(pid: int, parent: int, own: int, waited: int) -> None:
         fields = ["S", str(parent), *["0"] * 9, str(own), "0", str(waited), "0"]
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) {' '.join(fields)}")
 
-    put(10, 1, 1000, 200)
-    put(11, 10, 300, 0)
-    put(12, 11, 400, 100)
-    put(13, 1, 9000, 0)
+    write_process(10, 1, 1000, 200)
+    write_process(11, 10, 300, 0)
+    write_process(12, 11, 400, 100)
+    write_process(13, 1, 9000, 0)
     ticks = os.sysconf("SC_CLK_TCK")
     assert cpu_of_descendants([10, 12, 77], tmp_path) == {10: 1000 / ticks, 12: 100 / ticks}

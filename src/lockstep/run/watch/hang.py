@@ -118,11 +118,9 @@ def _all_are_blocked(case: Case) -> Verdict | None:
         return None
     duration = f"{case.waited_s:.0f} s"
     if ended_ranks:
-        headline = (
-            f"{format_ranks(ended_ranks)} {conjugate('has', len(ended_ranks))} ended; "
-            f"{format_ranks(alive)} {conjugate('has', len(alive))} not, and no step or call has "
-            f"been seen for {duration}"
-        )
+        have_ended = f"{format_ranks(ended_ranks)} {conjugate('has', len(ended_ranks))} ended"
+        have_not = f"{format_ranks(alive)} {conjugate('has', len(alive))} not"
+        headline = f"{have_ended}; {have_not}, and no step or call has been seen for {duration}"
         return case.make_verdict("blocked", alive, headline)
     if kinds == {Kind.LOADING}:
         return case.make_verdict("loading", alive, f"all ranks wait for data, for {duration}")
