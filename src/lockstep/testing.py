@@ -1,4 +1,8 @@
-"""For test suites: what `lockstep verify` compares, of a function instead of a script."""
+"""For test suites: `assert_same` compares a function on several processes with one process.
+
+It does what `lockstep verify` does for a script. A `Way` says on how many processes and with which
+settings the function is run; the *reference* is the run on one process.
+"""
 
 from __future__ import annotations
 
@@ -34,50 +38,65 @@ def assert_same(
 ) -> None:
     """Asserts that `fn(*args)` trains on several processes as it does on one.
 
-    It is run twice, in processes of its own as by `lockstep.launch`, and both end after the first
-    steps. What is compared, and what is switched off for it, is said in docs/verify.md.
+    The function is run twice, each time in processes of its own as by `lockstep.launch`, and both
+    runs end after the first steps. docs/verify.md says what is compared, and what is switched off
+    for the comparison.
 
     Args:
-        fn: trains: by Lockstep, or as one rank of a script for torchrun.
-        args: its arguments.
-        nproc: processes to compare with one.
-        steps: optimizer steps to compare.
-        precision: what everything is computed in, `fp64` or `fp32`.
+        fn: a function that trains, with Lockstep or as one rank of a script for torchrun.
+        args: the arguments of the function.
+        nproc: how many processes are compared with one.
+        steps: how many optimizer steps are compared.
+        precision: the precision of everything that is computed, `fp64` or `fp32`.
         batch_per_process: the batch size of torch's DataLoaders is that of one process.
-        accumulate: compare with so many micro-batches a step.
-        shares: compare with these shares of the batch.
-        strategy: compare with this one; with `diloco` so does the one process.
-        timeout: seconds that each of the two runs may take; None: no limit.
+        accumulate: the number of micro-batches per step to compare with.
+        shares: the shares of the batch to compare with.
+        strategy: the strategy to compare with. With `diloco` the one process uses it too.
+        timeout: how many seconds each of the two runs may take; None for no limit.
 
     Raises:
         AssertionError: the verdict, unless it is EQUAL.
-        UsageError: there is nothing to compare: on one process it fails, or makes no step.
+        UsageError: there is nothing to compare with: on one process the function fails, or makes no
+            optimizer step.
     """
     __tracebackhide__ = True  # pytest shows the line of the test
-    name, program = getattr(fn, "__qualname__", repr(fn)), partial(fn, *args)
-    given = {"accumulate": accumulate, "shares": shares, "strategy": strategy}
-    asked = {option: value for option, value in given.items() if value is not None}
-    words = [count_noun(nproc, "process"), *(f"{k} {asked[k]}" for k in asked)]
+    function_name = getattr(fn, "__qualname__", repr(fn))
+    settings = {"accumulate": accumulate, "shares": shares, "strategy": strategy}
+    given_settings = {name: value for name, value in settings.items() if value is not None}
+    name_parts = [count_noun(nproc, "process")]
+    name_parts += [f"{name} {value}" for name, value in given_settings.items()]
+    replaced_settings = dict(given_settings)
+    if accumulate is not None:
+        replaced_settings["min_micro_batches"] = replaced_settings.pop("accumulate")
     way = Way(
-        name=", ".join(words),
+        name=", ".join(name_parts),
         nproc=nproc,
-        script=Script(path=name),
+        script=Script(path=function_name),
         steps=steps,
         precision=precision,
-        instead={"min_micro_batches" if k == "accumulate" else k: v for k, v in asked.items()},
+        instead=replaced_settings,
     )
+    training = partial(fn, *args)
 
-    def start(folder: Path, way: Way) -> str:
+    def run(folder: Path, way: Way) -> str:
+        """Runs the function in one way; returns what went wrong."""
         try:
-            launch(main, (folder, program), way.nproc, timeout=timeout, env=way.environment())
+            launch(main, (folder, training), way.nproc, timeout=timeout, env=way.environment())
         except RankFailedError as error:
             return error.found
         return ""
 
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        alone = way.alone(nproc if batch_per_process else 1)
-        reference = record(alone, Path(folder) / "reference", start)
-        check_reference(reference, f"assert_same({name})", list(asked), f"{name} here", "function")
-        verdict = judge(reference, record(way, Path(folder) / "other", start))
+        reference_way = way.alone(nproc if batch_per_process else 1)
+        reference = record(reference_way, Path(folder) / "reference", run)
+        check_reference(
+            reference,
+            f"assert_same({function_name})",
+            list(given_settings),
+            f"{function_name} here",
+            "function",
+        )
+        recorded = record(way, Path(folder) / "other", run)
+        verdict = judge(reference, recorded)
     if verdict.word != "EQUAL":
         raise AssertionError("\n".join(verdict.lines()))

@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner
 from ranks import HANG_S
 
-from lockstep.cli.verify import _Runs, command
+from lockstep.cli.verify import command
+from lockstep.cli.verify_progress import VerifyProgress
 from lockstep.errors import UsageError
 from lockstep.run.start.worker import Script
 from lockstep.verify.record import Recorded, Way
@@ -153,9 +154,9 @@ def test_while_it_works_it_says_how_far_it_is(
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr("lockstep.verify.record.by_command", run)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    runs = _Runs(2)
+    progress = VerifyProgress(2)
     for name in ("1 process", "2 processes"):
-        runs.start(Path(), Way(name=name, nproc=1, script=Script(path="train.py")))
+        progress.run(Path(), Way(name=name, nproc=1, script=Script(path="train.py")))
     printed = capsys.readouterr().err
     said = re.findall(r"run .*?(?=\x1b|\n)", printed)
     assert (len(said), printed.count("\n")) == ((14, 0) if terminal else (6, 6))

@@ -1,4 +1,4 @@
-"""`lockstep explain`: what a code in a message means, how it comes about, and what to write."""
+"""`lockstep explain`: what a code such as LS303 in a message means, and what to do about it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import click
 from lockstep.verify import catalogue
 from lockstep.verify.catalogue import GROUPS, Entry
 
-_WIDEST = 100
+MAX_WIDTH = 100  # columns
+INDENT = "  "
 
 
-@click.command(name="explain", short_help="Says what a code such as LS303 means.")
+@click.command(name="explain", short_help="Explains a code such as LS303.")
 @click.argument("words", metavar="[CODE | WORDS]...", nargs=-1)
 @click.option("--markdown", is_flag=True, help="Print the whole catalogue, as docs/findings.md.")
 def command(words: tuple[str, ...], markdown: bool) -> None:
@@ -24,49 +25,58 @@ def command(words: tuple[str, ...], markdown: bool) -> None:
     if markdown:
         click.echo(catalogue.as_markdown(), nl=False)
         return
-    asked = " ".join(words)
-    found = catalogue.find(asked)
-    if not found:
-        raise click.UsageError(f"Nothing in the catalogue is about {asked!r}: see lockstep explain")
-    width = min(shutil.get_terminal_size((_WIDEST, 24)).columns, _WIDEST)
-    if len(found) > 1:
-        click.echo(_listed(found, width))
-        click.echo(f"\nlockstep explain {found[0].code} says more of one of them.")
+    query = " ".join(words)
+    entries = catalogue.find(query)
+    if not entries:
+        raise click.UsageError(f"Nothing in the catalogue is about {query!r}: see lockstep explain")
+    width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
+    if len(entries) > 1:
+        click.echo(_format_list(entries, width))
+        click.echo(f"\nlockstep explain {entries[0].code} says more of one of them.")
         return
-    (entry,) = found
-    if asked.upper() not in (entry.code, entry.code[2:]):
-        click.echo(f"There is no {asked}; the nearest is:\n" if _is_code(asked) else "", nl=False)
-    click.echo(_explained(entry, width))
+    entry = entries[0]
+    code_without_letters = entry.code.removeprefix("LS")
+    is_exact = query.upper() in (entry.code, code_without_letters)
+    if _is_code(query) and not is_exact:
+        click.echo(f"There is no {query}; the nearest is:")
+    click.echo(_format_entry(entry, width))
 
 
-def _is_code(asked: str) -> bool:
-    return asked.upper().removeprefix("LS").isdigit()
+def _is_code(query: str) -> bool:
+    """Returns True for `LS303` and `303`."""
+    return query.upper().removeprefix("LS").isdigit()
 
 
-def _listed(entries: list[Entry], width: int) -> str:
+def _format_list(entries: list[Entry], width: int) -> str:
+    """Returns a line for each entry, under the headings of their groups."""
     lines: list[str] = []
     for group, heading in GROUPS.items():
-        of_group = [entry for entry in entries if entry.code.startswith(group)]
-        if of_group:
-            lines += ["", heading] if lines else [heading]
-        for entry in of_group:
-            text, later = f"  {entry.code}  {entry.title}", " " * 9
-            lines += textwrap.wrap(text, width, subsequent_indent=later)
+        entries_of_group = [entry for entry in entries if entry.code.startswith(group)]
+        if not entries_of_group:
+            continue
+        if lines:
+            lines.append("")
+        lines.append(heading)
+        for entry in entries_of_group:
+            head = f"{INDENT}{entry.code}  "
+            lines += textwrap.wrap(head + entry.title, width, subsequent_indent=" " * len(head))
     return "\n".join(lines)
 
 
-def _explained(entry: Entry, width: int) -> str:
+def _format_entry(entry: Entry, width: int) -> str:
     title = textwrap.fill(f"{entry.code}: {entry.title}", width)
-    cause, cure = _flowing(entry.cause, width), _flowing(entry.cure, width)
+    cause = _wrap_paragraphs(entry.cause, width)
+    cure = _wrap_paragraphs(entry.cure, width)
     return "\n\n".join([title, "Why", cause, "What to do", cure])
 
 
-def _flowing(text: str, width: int) -> str:
-    """The paragraphs wrapped anew, code as it is; all of it indented."""
+def _wrap_paragraphs(text: str, width: int) -> str:
+    """Indents the text and wraps its paragraphs; those that are indented are code and stay."""
     paragraphs = []
     for paragraph in text.split("\n\n"):
-        if not paragraph.startswith("    "):
-            words = " ".join(paragraph.split())
-            paragraph = textwrap.fill(words, width - 2, break_on_hyphens=False)
-        paragraphs.append(textwrap.indent(paragraph, "  "))
+        is_code = paragraph.startswith("    ")
+        if not is_code:
+            one_line = " ".join(paragraph.split())
+            paragraph = textwrap.fill(one_line, width - len(INDENT), break_on_hyphens=False)
+        paragraphs.append(textwrap.indent(paragraph, INDENT))
     return "\n\n".join(paragraphs)

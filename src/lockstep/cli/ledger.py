@@ -1,4 +1,4 @@
-"""`lockstep ledger`: whether a whole run trained every sample once."""
+"""`lockstep ledger`: checks whether a whole run trained every sample once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.cli.output import print_for_people, write_json
 
 @click.command(
     short_help="Checks which samples a run has trained.",
-    epilog="Exit codes: 0 every sample once, 1 not so, or there is no ledger to read.",
+    epilog="Exit codes: 0 every sample was trained once, 1 not, or there is no ledger to read.",
 )
 @click.option("--json", "as_json", metavar="FILE", help="Write the report there; - is stdout.")
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))

@@ -1,4 +1,7 @@
-"""`lockstep`: one file a command, imported when it is called, and no torch to say its help."""
+"""`lockstep`: the command with its subcommands, one file each.
+
+A subcommand's file is imported when it is called, and none of them needs torch to print its help.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ COMMANDS = ("run", "verify", "doctor", "report", "ledger", "checkpoint", "explai
 
 
 class LazyGroup(click.Group):
-    """Imports a command's module when it is needed, and prints our errors without a traceback."""
+    """A group that imports a subcommand when it is needed, and prints our errors briefly."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands, the most used first."""
+        """Returns the names of the subcommands, the most used first."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name, which its module calls `command`."""
+        """Imports and returns a subcommand, or None if there is no such subcommand."""
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = import_module(f"lockstep.cli.{cmd_name}").command
@@ -32,12 +35,12 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's, with the nearest name where there is no such command."""
+        """Finds the subcommand of a command line; for an unknown one, suggests what was meant."""
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
-            near = difflib.get_close_matches(name, COMMANDS, n=1)
-            if near:
-                advice = f"Did you mean {near[0]}?"
+            similar = difflib.get_close_matches(name, COMMANDS, n=1)
+            if similar:
+                advice = f"Did you mean {similar[0]}?"
             elif name.endswith(".py"):
                 advice = f"Did you mean lockstep run {name}?"
             else:
@@ -46,11 +49,11 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """As click's; our errors end the program with their own exit code."""
+        """Runs the subcommand; our errors end it with a message and their exit code."""
         try:
             return super().invoke(ctx)
         except LockstepError as error:
-            # Without the place: that would be a line of the command's own.
+            # Without the place in the source, which would be a line of the command itself.
             click.echo(f"lockstep: {error.parts}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
@@ -62,7 +65,7 @@ class LazyGroup(click.Group):
 )
 @click.version_option(__version__, prog_name="lockstep")
 def main() -> None:
-    """Trains a PyTorch model on any number of devices and gets the same numbers."""
+    """Trains a PyTorch model on any number of devices with the same results as on one."""
 
 
 if __name__ == "__main__":

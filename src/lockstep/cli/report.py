@@ -1,4 +1,4 @@
-"""`lockstep report`: a page of how a run goes, or went."""
+"""`lockstep report`: an HTML page about a run that has finished or is running."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lockstep.errors import SettingError
 
 
 @click.command(
-    short_help="Makes a page of how a run went, or goes.",
+    short_help="Builds an HTML report of a finished or running job.",
     epilog="Exit codes: 0 done, 1 there is no record to read, 2 a library is missing.",
 )
 @click.option("--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
               help="Write the page there.  [default: RUN/report.html]")  # fmt: skip
 @click.option("--live", is_flag=True, help="Serve the page on this machine while the run goes on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="For --live; 0: any.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port for --live; 0: any.")
 @click.option("--baseline", "baselines", multiple=True, metavar="RUN",
               type=click.Path(path_type=Path),
-              help="Another run, such as one on one rank, to compare with.")  # fmt: skip
+              help="Record of another run, such as one on one rank, to compare with.")  # fmt: skip
 @click.option("--to", "tracker", type=click.Choice(["tensorboard", "wandb"]),
               help="Write the curves through this library instead.")  # fmt: skip
 @click.argument("run", type=click.Path(path_type=Path))
@@ -44,34 +44,50 @@ def command(
     if tracker is not None:
         from lockstep.extensions.report.trackers import follow, write
 
-        click.echo((follow if live else write)(record, tracker))
+        summary = follow(record, tracker) if live else write(record, tracker)
+        click.echo(summary)
         return
-    from lockstep.extensions.report.page import render
-    from lockstep.run.watch.evidence import write_atomically
-
-    others = [Record(folder) for folder in baselines]
+    baseline_records = [Record(folder) for folder in baselines]
     if live:
         from lockstep.extensions.report.live import serve
 
-        serve(record, others, port, click.echo)
+        serve(record, baseline_records, port, click.echo)
         return
+    from lockstep.extensions.report.page import render
+
+    page = render(record, baseline_records)
     path = out or run / "report.html"
-    place = Path(os.path.realpath(path))  # a link stays one
-    page = render(record, others)
-    stdout = False
-    with contextlib.suppress(OSError):
-        stdout = os.path.samestat(path.stat(), os.fstat(1))  # which may be a file, too
-    if stdout:
+    if _is_stdout(path):
         click.echo(page.encode(), nl=False)
         return
+    _write_page(path, page)
+
+
+def _is_stdout(path: Path) -> bool:
+    """Returns True for /dev/stdout, which may also be a file that the shell has opened."""
     try:
-        if path.exists() and not path.is_file():  # a pipe
-            path.write_text(page, encoding="utf-8")
+        return os.path.samestat(path.stat(), os.fstat(1))
+    except OSError:
+        return False
+
+
+def _write_page(path: Path, page: str) -> None:
+    """Writes the page, whole or not at all, and prints how large it is.
+
+    Raises:
+        SettingError: the file cannot be written.
+    """
+    from lockstep.run.watch.evidence import write_atomically
+
+    target = Path(os.path.realpath(path))  # a symbolic link stays one
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(page, encoding="utf-8")  # a pipe
             return
-        write_atomically(place, page)
+        write_atomically(target, page)
     except OSError as error:
         with contextlib.suppress(OSError):
-            place.with_name(f"{place.name}.new").unlink()
+            target.with_name(f"{target.name}.new").unlink()  # what `write_atomically` has begun
         found = f"it cannot be written: {error.strerror}"
         raise SettingError(f"--out {path}", found, "name another file") from error
     click.echo(f"{click.format_filename(path)}: {len(page.encode()) / 1e6:.1f} MB")

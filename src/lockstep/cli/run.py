@@ -1,4 +1,9 @@
-"""`lockstep run`: starts a script on several processes, of this machine or of several."""
+"""`lockstep run`: starts a script on several processes, of this machine or of several.
+
+A *launcher* starts and watches the processes of one machine; `lockstep run` is the launcher of this
+machine, or starts launchers elsewhere: by ssh (`--hosts`) or as a job of the scheduler Slurm. It
+accepts the flags of torchrun among its own options and passes them on.
+"""
 
 from __future__ import annotations
 
@@ -28,67 +33,92 @@ from lockstep.run.start.worker import Script, nothing_collected
 from lockstep.settings import DECLARATIONS, Declaration
 from lockstep.units import parse_seconds
 
-_TORCHRUN, _FLAGS = "lockstep.torchrun", "lockstep.flags"
-"""In a command's context: torchrun's flags as given, and as click is to know them."""
+# Keys of click's context.
+TORCHRUN_FLAGS = "lockstep.torchrun_flags"  # the flags of torchrun that were given, as a list
+TORCHRUN_OPTIONS = "lockstep.torchrun_options"  # torchrun's flags as click's options
+
 STRATEGIES = ("single", "dp", "ddp", "fsdp", "hsdp", "pipeline", "diloco")
-"""As in `lockstep.strategies`, which imports torch."""
+"""As in `lockstep.strategies`, which imports torch and is therefore not asked here."""
+
+OPTIONS_OF_HOSTS = ("hosts", "copy", "on_lost", "forward_env", "ssh")
+OPTIONS_OF_SLURM = ("slurm", "nodes", "gpus_per_node", "time", "sbatch")
+"""Options that say where the run is started. The first of each group makes the others valid."""
+
+REFUSED_ARGUMENT_EXIT_CODE = 2
+"""How argparse and click end a script that was given an argument it does not know."""
 
 
 class RunCommand(click.Command):
-    """Takes torchrun's flags among its own: all stand before the script, in any order."""
+    """A command that accepts torchrun's flags among its own options, before the script."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """As click's, with torchrun's flags where one of them is asked for."""
-        return [*super().get_params(ctx), *ctx.meta.get(_FLAGS, ())]
+        """Returns the command's parameters, and torchrun's flags once `parse_args` needs them."""
+        return [*super().get_params(ctx), *ctx.meta.get(TORCHRUN_OPTIONS, ())]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click's; torchrun's flags are laid aside."""
-        ctx.allow_interspersed_args = False
-        ctx.meta[_TORCHRUN] = []
+        """Parses the command line; torchrun's flags are collected in `ctx.meta[TORCHRUN_FLAGS]`.
+
+        Raises:
+            SettingError: neither this command nor torchrun has a flag.
+        """
+        ctx.allow_interspersed_args = False  # what follows the script belongs to the script
+        ctx.meta[TORCHRUN_FLAGS] = []
         try:
             return super().parse_args(ctx, [*args])
         except click.NoSuchOption:
-            # Asking torchrun's parser imports torch, so only where a flag is not ours.
-            known = {name for param in self.params for name in param.opts}
-            ctx.meta[_FLAGS] = [o for o in torchrun_options() if known.isdisjoint(o.opts)]
+            # Perhaps the flag is torchrun's. Reading its flags imports torch, so this comes second.
+            own_flags = {flag for param in self.params for flag in param.opts}
+            ctx.meta[TORCHRUN_OPTIONS] = [
+                option for option in torchrun_options() if own_flags.isdisjoint(option.opts)
+            ]
         try:
             return super().parse_args(ctx, [*args])
         except click.NoSuchOption as error:
-            near = f"did you mean {error.possibilities[0]}? Or " if error.possibilities else ""
+            do = "put it after the script, if it is the script's own"
+            if error.possibilities:
+                do = f"did you mean {error.possibilities[0]}? Or {do}"
             raise SettingError(
-                error.option_name,
-                "neither Lockstep nor torchrun has this flag",
-                f"{near}put it after the script, if it is the script's own",
+                error.option_name, "neither Lockstep nor torchrun has this flag", do
             ) from None
 
 
 def torchrun_options() -> list[click.Option]:
-    """Every flag of torchrun, read from its own parser."""
+    """Returns every flag of torchrun as a hidden option of click, read from torchrun's parser."""
     with nothing_collected():
         from torch.distributed.run import get_args_parser
 
-    return [
-        click.Option(
-            [f"torchrun_{action.dest}", *action.option_strings],
-            is_flag=True if action.nargs == 0 else None,  # False: its value may be left out
-            expose_value=False,
-            callback=_lay_aside,
-            is_eager=action.dest == "print_completion",  # it takes no script
-            hidden=True,
+    options = []
+    for action in get_args_parser()._actions:
+        if not action.option_strings or action.dest == "help":
+            continue
+        takes_no_value = action.nargs == 0
+        options.append(
+            click.Option(
+                [f"torchrun_{action.dest}", *action.option_strings],
+                # None lets click decide; False would mean that the value may be left out.
+                is_flag=True if takes_no_value else None,
+                expose_value=False,
+                callback=_collect_torchrun_flag,
+                is_eager=action.dest == "print_completion",  # it is given without a script
+                hidden=True,
+            )
         )
-        for action in get_args_parser()._actions
-        if action.option_strings and action.dest != "help"
-    ]
+    return options
 
 
-def _lay_aside(ctx: click.Context, option: click.Parameter, value: str | bool | None) -> None:
-    name = max(option.opts, key=len)
+def _collect_torchrun_flag(
+    ctx: click.Context, option: click.Parameter, value: str | bool | None
+) -> None:
+    """Adds one of torchrun's flags to those that were given; click calls it for each option."""
+    if value is None or value is False:
+        return
+    flag = max(option.opts, key=len)
     if value is True:
-        ctx.meta[_TORCHRUN].append(name)
-    elif value and option.is_eager:
-        parse_flags([name, value])  # torch's parser prints, and exits
-    elif value not in (None, False):
-        ctx.meta[_TORCHRUN] += [name, value]
+        ctx.meta[TORCHRUN_FLAGS].append(flag)
+    elif option.is_eager and value:
+        parse_flags([flag, value])  # torchrun's parser prints what was asked for, and exits
+    else:
+        ctx.meta[TORCHRUN_FLAGS] += [flag, value]
 
 
 class SettingType(click.ParamType):  # type: ignore[type-arg]
@@ -108,25 +138,32 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]
 
 
 def setting_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds an option for each setting whose declaration has a help text, in their order."""
+    """Adds an option to a command for each setting whose declaration has a help text."""
+    # The option that is added last stands first, as that of the topmost decorator does.
     for declaration in reversed(list(DECLARATIONS.values())):
-        if declaration.help:
-            add = click.option(
-                declaration.option,
-                type=SettingType(declaration),
-                callback=known_strategy if declaration.name == "strategy" else None,
-                metavar=declaration.metavar,
-                help=declaration.help,
-            )
-            command = add(command)
+        if not declaration.help:
+            continue
+        add_option = click.option(
+            declaration.option,
+            type=SettingType(declaration),
+            callback=known_strategy if declaration.name == "strategy" else None,
+            metavar=declaration.metavar,
+            help=declaration.help,
+        )
+        command = add_option(command)
     return command
 
 
 def known_strategy(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """As it is; the ranks read its options."""
-    name = (value or STRATEGIES[0]).partition(":")[0]
-    if name not in STRATEGIES:
-        raise unknown_choice_error(f"--strategy {value}", name, "strategies", STRATEGIES)
+    """Returns the value of --strategy as it is, if its name is known; the ranks read its options.
+
+    Raises:
+        SettingError: there is no such strategy.
+    """
+    if value:
+        name = value.partition(":")[0]
+        if name not in STRATEGIES:
+            raise unknown_choice_error(f"--strategy {value}", name, "strategies", STRATEGIES)
     return value
 
 
@@ -134,7 +171,7 @@ def known_strategy(ctx: click.Context, param: click.Parameter, value: str | None
     cls=RunCommand,
     options_metavar="[OPTIONS] [TORCHRUN'S FLAGS]",
     short_help="Starts a script on several processes.",
-    epilog="Every flag of torchrun but --logs-specs is accepted too, with torchrun's meaning "
+    epilog="Every flag of torchrun except --logs-specs is accepted too, with torchrun's meaning "
     "(--nnodes, --node-rank, --master-addr, --rdzv-endpoint, --max-restarts, --log-dir, ...; see "
     "torchrun --help). Flags stand before the script; what follows the script is the script's own.",
 )
@@ -143,14 +180,14 @@ def known_strategy(ctx: click.Context, param: click.Parameter, value: str | None
     "--nproc-per-node",
     "--nproc_per_node",
     metavar="N|auto|gpu|cpu",
-    help="Processes on this machine; auto: one a GPU, else one a core.  [default: 1]",
+    help="Processes on this machine; auto: one per GPU, else one per core.  [default: 1]",
 )
 @click.option(
     "--hosts",
     metavar="A,B:N|FILE",
     help="Machines to start on over ssh, with N processes each, or a hostfile (B slots=N).",
 )
-@click.option("--copy", is_flag=True, help="With --hosts: send them this folder by rsync.")
+@click.option("--copy", is_flag=True, help="With --hosts: send this folder to them by rsync.")
 @click.option(
     "--on-lost",
     type=click.Choice(["stop", "keep"]),
@@ -161,13 +198,13 @@ def known_strategy(ctx: click.Context, param: click.Parameter, value: str | None
     "--forward-env",
     multiple=True,
     metavar="NAME",
-    help="With --hosts: a variable that all machines get, beside NCCL_... and the like.",
+    help="With --hosts: a variable to send to all machines, besides NCCL_... and similar ones.",
 )
 @click.option(
     "--ssh",
     default="ssh",
     metavar="COMMAND",
-    help="With --hosts: how to call it, such as ssh -F F.",
+    help="With --hosts: how to call ssh, such as ssh -F F.",
 )
 @click.option("--slurm", is_flag=True, help="Submit the run as a job to Slurm.")
 @click.option("--nodes", type=click.IntRange(min=1), help="With --slurm: how many machines.")
@@ -175,39 +212,39 @@ def known_strategy(ctx: click.Context, param: click.Parameter, value: str | None
     "--gpus-per-node",
     type=click.IntRange(min=1),
     metavar="N",
-    help="With --slurm: GPUs of each, and processes on it.",
+    help="With --slurm: GPUs of each machine, and processes on it.",
 )
 @click.option("--time", metavar="HH:MM:SS", help="With --slurm: the job's time limit.")
 @click.option(
     "--sbatch",
     multiple=True,
     metavar="OPTION",
-    help="With --slurm: another option of sbatch's, such as --partition=gpu.",
+    help="With --slurm: another option of sbatch, such as --partition=gpu.",
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.option("--dry-run", is_flag=True, help="Print what would be started, and start nothing.")
 @click.option(
     "--warm/--no-warm",
     default=True,
-    help="Copy the ranks from a process that has imported torch, or start an interpreter for each.",
+    help="Fork the ranks from a process that has imported torch, or start an interpreter for each.",
 )
 @click.option(
     "--on-hang",
     type=click.Choice(["stop", "report"]),
     default="stop",
-    help="End a run that cannot go on, or only say so.",
+    help="Stop a run that hangs, or only report it.",
 )
 @click.option(
     "--hang-after",
     type=click.FloatRange(min=1.0),
     default=HangRules.after,
     metavar="SECONDS",
-    help="Without a step for so long, the ranks are looked at closely.",
+    help="After this time without a step, the ranks are examined closely.",
 )
 @click.option(
     "--local-rank-argument",
     type=click.Choice(["local_rank", "local-rank", "none"]),
-    help="Give the script its local rank as this argument.  [default: where its source asks]",
+    help="How to pass the local rank to the script.  [default: only if it defines the argument]",
 )
 @setting_options
 @click.argument("script")
@@ -232,39 +269,41 @@ def command(
     The settings (--strategy to --report) reach `lockstep.init` in the script; a script that sets
     one itself to another value ends in an error.
     """
-    _check_together(ctx)
-    elsewhere = {name: settings.pop(name) for name in (*_OF_HOSTS, *_OF_SLURM)}
-    torchrun = tuple(ctx.meta[_TORCHRUN])
+    _check_combinations(ctx)
+    elsewhere = {name: settings.pop(name) for name in (*OPTIONS_OF_HOSTS, *OPTIONS_OF_SLURM)}
     if elsewhere["hosts"] is not None:
-        on_all = _on_hosts(ctx, (script, *args), elsewhere)
+        hosts_spec = _hosts_spec(ctx, script, args, elsewhere)
         if dry_run:
-            click.echo(on_all.describe())
+            click.echo(hosts_spec.describe())
         else:
-            _end(ctx, run_on_hosts(on_all, _say), script, args)
+            _exit(ctx, run_on_hosts(hosts_spec, _print), script, args)
         return
     if elsewhere["slurm"]:
         options = _sbatch_options(ctx, script, elsewhere)
-        arguments = _arguments(ctx, (script, *args))
-        text = slurm_batch.job_script(options, ctx.params["nproc"], arguments)
-        click.echo(text if dry_run else slurm_batch.submit(text, options))
+        job_script = slurm_batch.job_script(options, nproc, _launcher_arguments(ctx, script, args))
+        click.echo(job_script if dry_run else slurm_batch.submit(job_script, options))
         return
-    job = None
-    if not has_node_flags(torchrun, os.environ):
-        job = slurm.find_placement(os.environ, nproc)
-    if job is not None:
-        nproc, torchrun = job.nproc, (*torchrun, *job.meeting_flags)
-        if job.srun_nodes:
-            line = slurm.srun_command(job, _arguments(ctx, (script, *args)))
+    torchrun_flags = tuple(ctx.meta[TORCHRUN_FLAGS])
+    # Inside a job of Slurm its variables say how the machines find each other, unless flags do.
+    placement = None
+    if not has_node_flags(torchrun_flags, os.environ):
+        placement = slurm.find_placement(os.environ, nproc)
+    if placement is not None:
+        nproc = placement.nproc
+        torchrun_flags += placement.meeting_flags
+        if placement.srun_nodes:
+            # This process is the first of the job, and srun starts a launcher on each machine.
+            command_line = slurm.srun_command(placement, _launcher_arguments(ctx, script, args))
             if dry_run:
-                click.echo(shlex.join(line))
+                click.echo(shlex.join(command_line))
             else:
-                slurm.exec_srun(line)
+                slurm.exec_srun(command_line)
             return
     spec = LaunchSpec(
         script=Script(path=script, arguments=args, module=module),
         nproc=nproc,
         settings={name: value for name, value in settings.items() if value is not None},
-        torchrun=torchrun,
+        torchrun=torchrun_flags,
         warm=warm,
         hang=HangRules(on_hang, parse_seconds("--hang-after", hang_after)),
         local_rank_argument=local_rank_argument,
@@ -274,120 +313,160 @@ def command(
     if dry_run:
         click.echo(plan_run(spec).describe())
     else:
-        _end(ctx, run_script(spec, _say), script, args)
+        _exit(ctx, run_script(spec, _print), script, args)
 
 
-_OF_HOSTS = ("hosts", "copy", "on_lost", "forward_env", "ssh")
-_OF_SLURM = ("slurm", "nodes", "gpus_per_node", "time", "sbatch")
-"""Options that say where else the run is; the first of them makes the others mean something."""
+def _hosts_spec(
+    ctx: click.Context, script: str, args: tuple[str, ...], options: dict[str, Any]
+) -> HostsSpec:
+    """Returns what is to be started on the machines of --hosts.
 
-
-def _on_hosts(ctx: click.Context, script: tuple[str, ...], given: dict[str, Any]) -> HostsSpec:
-    """What is to be started on several machines."""
+    Args:
+        ctx: the context of the command.
+        script: the script.
+        args: the arguments of the script.
+        options: the values of OPTIONS_OF_HOSTS.
+    """
     from lockstep.run.start.script import check_script
 
-    check_flags_elsewhere(ctx.meta[_TORCHRUN], "--hosts")
-    check_script(Script(path=script[0], module=ctx.params["module"]))
-    here = Path(current_folder())
-    if given["copy"] and here in (Path("/"), Path.home().resolve()):
-        found = f"all of {here} would be sent"
-        raise SettingError("--copy", found, "start the run in the project's own folder")
-    hosts = parse_hosts(given["hosts"])
-    # A single machine is all there is, whatever a job of Slurm's has besides.
-    alone = ["--standalone"] if len(hosts) == 1 else []
+    check_flags_elsewhere(ctx.meta[TORCHRUN_FLAGS], "--hosts")
+    module = ctx.params["module"]
+    check_script(Script(path=script, module=module))
+    folder = Path(current_folder())
+    if options["copy"] and folder in (Path("/"), Path.home().resolve()):
+        raise SettingError(
+            "--copy",
+            f"all of {folder} would be sent",
+            "start the run in the project's own folder",
+        )
+    hosts = parse_hosts(options["hosts"])
+    torchrun_flags = [*ctx.meta[TORCHRUN_FLAGS]]
+    if len(hosts) == 1:
+        # If that machine is in a job of Slurm, its other machines take no part.
+        torchrun_flags.insert(0, "--standalone")
     return HostsSpec(
         hosts=hosts,
-        arguments=_given(ctx),
-        script=script,
-        module=ctx.params["module"],
-        torchrun=[*alone, *ctx.meta[_TORCHRUN]],
+        arguments=_given_options(ctx),
+        script=(script, *args),
+        module=module,
+        torchrun=torchrun_flags,
         nproc=ctx.params["nproc"] or "1",
-        environment=forwarded_environment(os.environ, given["forward_env"]),
-        ssh=ssh_command(given["ssh"]),
-        copy=given["copy"],
-        keep=given["on_lost"] == "keep",
+        environment=forwarded_environment(os.environ, options["forward_env"]),
+        ssh=ssh_command(options["ssh"]),
+        copy=options["copy"],
+        keep=options["on_lost"] == "keep",
     )
 
 
-def _sbatch_options(ctx: click.Context, script: str, given: dict[str, Any]) -> list[str]:
-    """What the job asks for that is to be submitted."""
+def _sbatch_options(ctx: click.Context, script: str, options: dict[str, Any]) -> list[str]:
+    """Returns the options for sbatch, which submits the job.
+
+    Args:
+        ctx: the context of the command.
+        script: the script.
+        options: the values of OPTIONS_OF_SLURM.
+    """
     from lockstep.run.start.script import check_script
 
     request = slurm_batch.JobRequest(
-        nodes=given["nodes"] or 1,
-        gpus_per_node=given["gpus_per_node"],
-        time=given["time"],
-        options=given["sbatch"],
+        nodes=options["nodes"] or 1,
+        gpus_per_node=options["gpus_per_node"],
+        time=options["time"],
+        options=options["sbatch"],
     )
-    options = slurm_batch.sbatch_options(request, script)
-    check_flags_elsewhere(ctx.meta[_TORCHRUN], "--slurm")
+    sbatch_options = slurm_batch.sbatch_options(request, script)
+    check_flags_elsewhere(ctx.meta[TORCHRUN_FLAGS], "--slurm")
     check_script(Script(path=script, module=ctx.params["module"]))
-    return options
+    return sbatch_options
 
 
-def _is_given(ctx: click.Context, param: click.Parameter) -> bool:
-    return ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
+def _is_given(ctx: click.Context, param_name: str) -> bool:
+    """Returns True if the user gave the option, False if it has its default."""
+    return ctx.get_parameter_source(param_name) is ParameterSource.COMMANDLINE
 
 
-def _check_together(ctx: click.Context) -> None:
-    """Refuses options that mean nothing without another one."""
-    for names in (_OF_HOSTS, _OF_SLURM):
-        first, *others = [p for name in names for p in ctx.command.params if p.name == name]
-        for param in () if _is_given(ctx, first) else others:
-            if _is_given(ctx, param):
+def _check_combinations(ctx: click.Context) -> None:
+    """Raises SettingError for options that mean nothing without, or together with, another one."""
+    flag_of = {str(param.name): param.opts[0] for param in ctx.command.params}
+    for main_option, *dependent_options in (OPTIONS_OF_HOSTS, OPTIONS_OF_SLURM):
+        if _is_given(ctx, main_option):
+            continue
+        for option in dependent_options:
+            if _is_given(ctx, option):
                 raise SettingError(
-                    param.opts[0], f"there is no {first.opts[0]}", "add it, or leave this out"
+                    flag_of[option],
+                    f"there is no {flag_of[main_option]}",
+                    "add it, or leave this out",
                 )
     report = ctx.params["report"]
-    if report in ("tensorboard", "wandb"):
-        from lockstep.extensions.report.record_format import RECORD_SUFFIX
-
-        if not any(Path(report).glob(f"*{RECORD_SUFFIX}")):
-            do = f"name one, and afterwards: lockstep report FOLDER --to {report}"
-            raise SettingError(f"--report {report}", "it takes a folder for the record", do)
+    if report in ("tensorboard", "wandb") and not _has_record(Path(report)):
+        do = f"name one, and afterwards: lockstep report FOLDER --to {report}"
+        raise SettingError(f"--report {report}", "it takes a folder for the record", do)
     if ctx.params["hosts"] is not None and ctx.params["slurm"]:
         raise SettingError("--hosts with --slurm", "a job has machines of its own", "take one")
 
 
-def _arguments(ctx: click.Context, script: tuple[str, ...]) -> list[str]:
-    """All that was given, but for --nproc, as it is to be given to launchers elsewhere."""
+def _has_record(folder: Path) -> bool:
+    from lockstep.extensions.report.record_format import RECORD_SUFFIX
+
+    return any(folder.glob(f"*{RECORD_SUFFIX}"))
+
+
+def _launcher_arguments(ctx: click.Context, script: str, args: tuple[str, ...]) -> list[str]:
+    """Returns the arguments for `lockstep run` on another machine: all that was given here.
+
+    Only the number of processes and the options that say where the run is started are left out.
+    """
     module = ["-m"] if ctx.params["module"] else []
-    return [*_given(ctx), *ctx.meta[_TORCHRUN], *module, *script]
+    return [*_given_options(ctx), *ctx.meta[TORCHRUN_FLAGS], *module, script, *args]
 
 
-def _given(ctx: click.Context) -> list[str]:
-    """The options that were given, as they are to be given to each machine's launcher."""
-    left_out = {*_OF_HOSTS, *_OF_SLURM, "nproc", "module", "dry_run"}
+def _given_options(ctx: click.Context) -> list[str]:
+    """Returns the options that the user gave, as words of a command line."""
+    left_out = {*OPTIONS_OF_HOSTS, *OPTIONS_OF_SLURM, "nproc", "module", "dry_run"}
     words = []
     for param in ctx.command.params:
-        if isinstance(param, click.Option) and _is_given(ctx, param) and param.name not in left_out:
-            value = ctx.params[str(param.name)]
-            if param.is_flag:
-                words += [(param.opts if value else param.secondary_opts)[0]]
-            else:
-                words += [param.opts[0], str(value)]
+        name = str(param.name)
+        if not isinstance(param, click.Option) or name in left_out or not _is_given(ctx, name):
+            continue
+        value = ctx.params[name]
+        if not param.is_flag:
+            words += [param.opts[0], str(value)]
+        elif value:
+            words.append(param.opts[0])
+        else:
+            words.append(param.secondary_opts[0])  # such as --no-warm
     return words
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     click.echo(f"lockstep: {line}", err=True)
 
 
-def misplaced(ctx: click.Context, script: str, args: tuple[str, ...]) -> str:
-    """What there is to say of options of the command among the script's arguments; or nothing."""
-    names = {name for option in ctx.command.params for name in option.opts}
-    found = next((word for word in args if word.partition("=")[0] in names), None)
-    if not found:
-        return ""
-    return (
-        f"{found} stands after {script}, so that the script was given it; "
-        f"the options of {ctx.command_path} stand before the script"
-    )
+def misplaced_option(ctx: click.Context, script: str, args: tuple[str, ...]) -> str:
+    """Returns a hint if the script's arguments have an option of this command; else an empty text.
+
+    Args:
+        ctx: the context of the command.
+        script: the script.
+        args: the arguments of the script.
+    """
+    own_flags = {flag for param in ctx.command.params for flag in param.opts}
+    for word in args:
+        if word.partition("=")[0] in own_flags:
+            return (
+                f"{word} stands after {script}, so that the script was given it; "
+                f"the options of {ctx.command_path} stand before the script"
+            )
+    return ""
 
 
-def _end(ctx: click.Context, code: int, script: str, args: tuple[str, ...]) -> None:
-    if code == 2 and (hint := misplaced(ctx, script, args)):
-        _say(hint)  # argparse and click end so for an argument they do not know
-    # All has been ended and said; Ctrl-C once more must not turn our code into another.
+def _exit(ctx: click.Context, exit_code: int, script: str, args: tuple[str, ...]) -> None:
+    """Exits with the code of the run."""
+    if exit_code == REFUSED_ARGUMENT_EXIT_CODE:
+        hint = misplaced_option(ctx, script, args)
+        if hint:
+            _print(hint)
+    # The run has ended; another Ctrl-C now would only replace its exit code by another one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctx.exit(code)
+    ctx.exit(exit_code)

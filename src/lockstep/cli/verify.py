@@ -1,34 +1,35 @@
-"""`lockstep verify`: whether a script computes on several processes what it computes on one."""
+"""`lockstep verify`: checks whether a script computes on several processes what it does on one.
+
+A `Way` says on how many processes and with which settings the script is run. The *reference* is the
+run on one process; every other way is compared with it and gets a *verdict*: EQUAL, DIFFERENT,
+FAILED or NOT KNOWN.
+"""
 
 from __future__ import annotations
 
-import json
 import shlex
-import sys
 import tempfile
-import time
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.cli.output import print_for_people, write_json
+from lockstep.cli.verify_progress import VerifyProgress
 from lockstep.errors import SettingError, UsageError
 
 if TYPE_CHECKING:
-    from lockstep.verify.record import Way
+    from lockstep.verify.record import Recorded, Way
 
 
-_EVERY_S = 30.0
-"""Seconds between two lines on how far it is, where there is no terminal."""
-_STEPS, _SECONDS = 50, 5.0
-"""How many are compared by default, unless that takes longer on one process."""
-_FED_STEPS = 10
-"""The same with --same-samples, where the run on several processes comes first."""
-_CODES = {"EQUAL": 0, "NOT KNOWN": 2, "FAILED": 2, "DIFFERENT": 1}
-"""Exit code of each verdict; the worst comes last."""
+# Without --steps, the reference makes steps until one of these is reached.
+DEFAULT_STEPS = 50
+DEFAULT_SECONDS = 5.0
+# With --same-samples the run on several processes comes first, and has no limit of time.
+DEFAULT_STEPS_WITH_SAME_SAMPLES = 10
+EXIT_CODES = {"EQUAL": 0, "NOT KNOWN": 2, "FAILED": 2, "DIFFERENT": 1}
+"""The exit code of each verdict, from the best verdict to the worst."""
 
 
 @click.command(
@@ -44,21 +45,24 @@ _CODES = {"EQUAL": 0, "NOT KNOWN": 2, "FAILED": 2, "DIFFERENT": 1}
     "--steps",
     type=click.IntRange(1),
     metavar="K",
-    help=f"Steps to compare. Default: at least 3, and at most {_STEPS} in {_SECONDS:g} seconds.",
+    help=f"Steps to compare. Default: at least 3, and at most {DEFAULT_STEPS} in "
+    f"{DEFAULT_SECONDS:g} seconds.",
 )
-@click.option("--accumulate", type=click.IntRange(2), metavar="K", help="With K micro-batches too.")
+@click.option(
+    "--accumulate", type=click.IntRange(2), metavar="K", help="Compare K micro-batches too."
+)
 @click.option("--shares", metavar="A:B:...", help="Compare with these shares of the batch too.")
 @click.option(
     "--strategy",
     multiple=True,
     metavar="NAME[:OPTION=VALUE,...]",
-    help="With this too; repeatable.",
+    help="Compare with this strategy too; repeatable.",
 )
 @click.option(
     "--precision",
     type=click.Choice(["fp64", "fp32"]),
     default="fp64",
-    help="In float32 rounding differs: small differences are then passed over.",
+    help="With fp32, differences within rounding are ignored.",
 )
 @click.option(
     "--batch-per-process",
@@ -70,7 +74,7 @@ _CODES = {"EQUAL": 0, "NOT KNOWN": 2, "FAILED": 2, "DIFFERENT": 1}
     "--same-samples",
     is_flag=True,
     help="One process trains on the batches that torch's DataLoaders give all ranks: for scripts "
-    "whose order, batches or augmentation differ, to compare what lies behind.",
+    "whose order, batches or augmentation differ, to compare everything else.",
 )
 @click.option("--json", "as_json", metavar="FILE", help="Write the verdict there; - is stdout.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
@@ -86,182 +90,171 @@ def command(
     losses, gradients, learning rates, parameters and buffers are compared in float64, and the
     first difference is named with its likely cause.
     """
-    alone, *others = _ways(script, args, options)
-    same = options["same_samples"]
-    count = 1 + len(others) + sum(way.apart for way in others)
-    names = "; ".join(way.name for way in (alone, *others))
-    click.echo(f"{count} runs of {script}: {names}", err=True)  # what follows imports torch
+    reference_way, *ways = _plan_ways(script, args, options)
+    num_runs = 1 + len(ways) + len([way for way in ways if way.apart])
+    names = "; ".join(way.name for way in (reference_way, *ways))
+    # Printed before torch is imported, which takes seconds.
+    click.echo(f"{num_runs} runs of {script}: {names}", err=True)
 
-    from lockstep.cli.run import misplaced  # what is refused by then needs no torch
     from lockstep.verify.record import record
-    from lockstep.verify.verdict import check_reference, judge
+    from lockstep.verify.verdict import judge
 
-    start = _Runs(count).start
+    run = VerifyProgress(num_runs).run
     verdicts = []
-    prefix = "lockstep-verify-"
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
-        first = None
-        if same:
-            kept = Path(folder) / "batches"
-            # Ranks must end in one step, so it cannot be the time that ends them.
-            way = replace(others[0], batches=kept, steps=options["steps"] or _FED_STEPS)
-            first = record(way, Path(folder) / "0", start)
-            steps = first.steps if first.until else alone.steps
-            alone = replace(alone, batches=kept, seconds=None, steps=steps)
-        reference = record(alone, Path(folder) / "reference", start)
-        words = ["lockstep", "run", *["-m"] * options["module"], script, *args]
-        asked = [f"--{name}" for name in ("accumulate", "shares", "strategy") if options[name]]
-        told = f"lockstep verify {script}", asked, shlex.join(words), "script"
-        if reference.error.startswith("sys.exit(2)") and (hint := misplaced(ctx, script, args)):
-            raise UsageError(f"lockstep verify {script}", hint, "move it there")
-        check_reference(reference, *told)
-        if (
-            reference.until and not same
-        ):  # else the script has come to its end, and others may make more
-            others = [replace(way, steps=reference.steps) for way in others]
-        for number, way in enumerate(others):
-            against = reference
+    with tempfile.TemporaryDirectory(
+        prefix="lockstep-verify-", ignore_cleanup_errors=True
+    ) as temporary_folder:
+        folder = Path(temporary_folder)
+        run_with_same_samples = None
+        if options["same_samples"]:
+            # The run on several processes stores its batches, and the reference trains on them.
+            batches = folder / "batches"
+            steps = options["steps"] or DEFAULT_STEPS_WITH_SAME_SAMPLES
+            way = replace(ways[0], batches=batches, steps=steps)
+            run_with_same_samples = record(way, folder / "0", run)
+            if run_with_same_samples.until:
+                # It was stopped, so the reference is stopped after as many steps.
+                reference_steps = run_with_same_samples.steps
+            else:
+                reference_steps = reference_way.steps
+            reference_way = replace(
+                reference_way, batches=batches, seconds=None, steps=reference_steps
+            )
+        reference = record(reference_way, folder / "reference", run)
+        _check_arguments(ctx, reference, script, args)
+        _check_reference(reference, script, args, options)
+        if reference.until and not options["same_samples"]:
+            # The reference was stopped, so the others are stopped after as many steps. If it came
+            # to its end, the others run to theirs: they may make more steps.
+            ways = [replace(way, steps=reference.steps) for way in ways]
+        for number, way in enumerate(ways):
+            compared_with = reference
             if way.apart:
-                against = record(way.alone(), Path(folder) / f"reference {number}", start)
-                check_reference(against, *told)
-            found = first or record(way, Path(folder) / str(number), start)
-            verdict = judge(against, found)
+                compared_with = record(way.alone(), folder / f"reference {number}", run)
+                _check_reference(compared_with, script, args, options)
+            recorded = run_with_same_samples or record(way, folder / str(number), run)
+            verdict = judge(compared_with, recorded)
             verdicts.append(verdict)
-            show(verdict.lines(), as_json)
-            off = verdict.other.notes
-            if number == 0 and off:
-                show([f"  switched off for the comparison: {', '.join(off)}"], as_json)
-    worst = max(verdicts, key=lambda verdict: list(_CODES).index(verdict.word))
-    write_json(as_json, {**worst.as_json(), "ways": [v.as_json() for v in verdicts]})
-    ctx.exit(_CODES[worst.word])
+            print_for_people(verdict.lines(), as_json)
+            switched_off = verdict.other.notes
+            if number == 0 and switched_off:
+                text = f"  switched off for the comparison: {', '.join(switched_off)}"
+                print_for_people([text], as_json)
+    from_best_to_worst = list(EXIT_CODES)
+    worst = max(verdicts, key=lambda verdict: from_best_to_worst.index(verdict.word))
+    verdicts_as_json = [verdict.as_json() for verdict in verdicts]
+    write_json(as_json, {**worst.as_json(), "ways": verdicts_as_json})
+    ctx.exit(EXIT_CODES[worst.word])
 
 
-class _Runs:
-    """Starts the runs, and says on standard error which one it is, its step and the time left.
+def _check_arguments(
+    ctx: click.Context, reference: Recorded, script: str, args: tuple[str, ...]
+) -> None:
+    """Raises UsageError if the script refused its arguments and they have an option of verify."""
+    from lockstep.cli.run import misplaced_option
 
-    On a terminal that is one line, which goes when the run has ended; elsewhere a line when a run
-    starts, after its first step, and every half minute.
+    refused_arguments = reference.error.startswith("sys.exit(2)")
+    if not refused_arguments:
+        return
+    hint = misplaced_option(ctx, script, args)
+    if hint:
+        raise UsageError(f"lockstep verify {script}", hint, "move it there")
+
+
+def _check_reference(
+    reference: Recorded, script: str, args: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    """Raises UsageError if the reference failed, or cannot be compared with.
+
+    Args:
+        reference: what was recorded.
+        script: the script.
+        args: the arguments of the script.
+        options: the options of the command.
     """
+    from lockstep.verify.verdict import check_reference
 
-    def __init__(self, count: int) -> None:
-        self._count, self._number = count, 0
-        self._terminal = sys.stderr.isatty()
-        self._start = time.monotonic()
-        self._whole: float | None = None
-        """Seconds that a run takes, by what was seen last; None: nothing yet."""
-
-    def start(self, folder: Path, way: Way) -> str:
-        """Starts a run; returns what it printed when it has ended."""
-        from lockstep.verify.record import by_command
-
-        self._number += 1
-        self._begun, self._steps = time.monotonic(), -1
-        try:
-            return by_command(folder, way, partial(self._tell, way))
-        finally:
-            self._whole = time.monotonic() - self._begun
-            if self._terminal:
-                click.echo("\r\x1b[K", nl=False, err=True)
-
-    def _tell(self, way: Way, steps: int) -> None:
-        from lockstep.extensions.report.console import clock
-
-        now = time.monotonic()
-        seconds, steps = now - self._begun, min(steps, way.steps)
-        if steps > self._steps:
-            if steps < 2 or self._steps < 1:
-                self._first, self._due = seconds, now
-            if steps:
-                each = (seconds - self._first) / max(1, steps - 1)
-                rest = each * (way.steps - steps)
-                self._whole = seconds + min(rest, way.seconds or rest)
-            self._steps = steps
-        if not self._terminal and now < self._due:
-            return
-        self._due = now + _EVERY_S
-        left = "how long it takes is known after the first step"
-        if self._whole is not None:
-            rest = max(0.0, self._whole - seconds) + (self._count - self._number) * self._whole
-            left = f"{clock(rest)} left of about {clock(now - self._start + rest)}"
-            if rest < 1.0:  # longer than expected: nothing is known of the rest
-                left = "about to end"
-        most = f"at most {way.steps}" if way.seconds else way.steps
-        line = f"run {self._number} of {self._count}, {way.name}: step {steps} of {most}"
-        line = f"{line}, {left}"
-        click.echo(f"\r{line}\x1b[K" if self._terminal else line, nl=not self._terminal, err=True)
+    module = ["-m"] if options["module"] else []
+    command_without_verify = shlex.join(["lockstep", "run", *module, script, *args])
+    lockstep_options = []  # these need a script that trains with Lockstep
+    for name in ("accumulate", "shares", "strategy"):
+        if options[name]:
+            lockstep_options.append(f"--{name}")
+    check_reference(
+        reference,
+        f"lockstep verify {script}",
+        lockstep_options,
+        command_without_verify,
+        "script",
+    )
 
 
-def _ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[Way]:
-    """The reference, and what is compared with it."""
+def _plan_ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[Way]:
+    """Returns the way of the reference, and then those that are compared with it.
+
+    Raises:
+        SettingError: there is no such script, or options cannot be combined.
+        UsageError: the script starts its ranks itself.
+    """
     from lockstep.run.start.script import check_script
     from lockstep.run.start.source_hints import read_script
     from lockstep.run.start.worker import Script
     from lockstep.verify.record import OWN_PROCESSES, Way
 
-    nproc = options["nproc"]
     if options["same_samples"]:
-        _check_alone(options)
+        _check_options_with_same_samples(options)
     program = Script(path=script, arguments=args, module=options["module"])
     check_script(program, "lockstep verify")
-    reading = read_script(program)
-    if reading.spawns_ranks:
+    source = read_script(program)
+    if source.spawns_ranks:
         raise UsageError(
             f"lockstep verify {script}",
             "the script starts its ranks itself, as by mp.spawn, and those are not seen",
             OWN_PROCESSES,
         )
-    way = Way(
+    nproc = options["nproc"]
+    several = Way(
         name=f"{nproc} processes",
         nproc=nproc,
-        script=replace(program, local_rank_flag=reading.local_rank_flag),
-        steps=options["steps"] or _STEPS,
+        script=replace(program, local_rank_flag=source.local_rank_flag),
+        steps=options["steps"] or DEFAULT_STEPS,
         precision=options["precision"],
     )
-    alone = way.alone(nproc if options["batch_per_process"] else 1)
-    ways = [replace(alone, seconds=None if options["steps"] else _SECONDS), way]
-    if count := options["accumulate"]:
-        name = f"{way.name}, {count} micro-batches"
-        ways.append(replace(way, name=name, instead={"min_micro_batches": count}))
-    if shares := options["shares"]:
-        ways.append(replace(way, name=f"{way.name}, shares {shares}", instead={"shares": shares}))
+    reference = several.alone(nproc if options["batch_per_process"] else 1)
+    if options["steps"] is None:
+        reference = replace(reference, seconds=DEFAULT_SECONDS)
+    ways = [reference, several]
+    if options["accumulate"]:
+        count = options["accumulate"]
+        name = f"{several.name}, {count} micro-batches"
+        ways.append(replace(several, name=name, instead={"min_micro_batches": count}))
+    if options["shares"]:
+        shares = options["shares"]
+        name = f"{several.name}, shares {shares}"
+        ways.append(replace(several, name=name, instead={"shares": shares}))
     for strategy in options["strategy"]:
-        processes = 1 if strategy.partition(":")[0] == "dp" else nproc  # for all its devices
-        instead = {"strategy": strategy}
-        ways.append(replace(way, name=f"strategy {strategy}", nproc=processes, instead=instead))
+        # With dp one process computes on all of its devices.
+        processes = 1 if strategy.partition(":")[0] == "dp" else nproc
+        ways.append(
+            replace(
+                several,
+                name=f"strategy {strategy}",
+                nproc=processes,
+                instead={"strategy": strategy},
+            )
+        )
     return ways
 
 
-def _check_alone(options: dict[str, Any]) -> None:
-    """Raises SettingError where --same-samples is given with what it cannot be combined with."""
-    names = ("batch_per_process", "accumulate", "shares", "strategy")
-    others = [f"--{name.replace('_', '-')}" for name in names if options[name]]
-    if others:
+def _check_options_with_same_samples(options: dict[str, Any]) -> None:
+    """Raises SettingError for options that cannot be combined with --same-samples."""
+    excluded = []
+    for name in ("batch_per_process", "accumulate", "shares", "strategy"):
+        if options[name]:
+            excluded.append(f"--{name.replace('_', '-')}")
+    if excluded:
         raise SettingError(
-            f"lockstep verify --same-samples {' '.join(others)}",
+            f"lockstep verify --same-samples {' '.join(excluded)}",
             "with the same samples on one process nothing of that is left to do",
             "leave one of them out",
         )
-
-
-def show(lines: Sequence[str], as_json: str | None) -> None:
-    """Prints lines for people, unless standard output is for JSON alone."""
-    if as_json != "-":
-        click.echo("\n".join(lines))
-
-
-def write_json(to: str | None, values: dict[str, Any]) -> None:
-    """Writes a file; `-` is standard output, and None writes nothing.
-
-    What JSON has no number for is text there: "NaN", "Infinity".
-
-    Raises:
-        SettingError: the file cannot be written.
-    """
-    text = json.dumps(json.loads(json.dumps(values), parse_constant=str), indent=2)
-    if to == "-":
-        click.echo(text)
-    elif to is not None:
-        try:
-            Path(to).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise SettingError(f"--json {to}", str(error.strerror), "name another file") from None

@@ -1,0 +1,109 @@
+"""The progress of `lockstep verify`, which runs a script several times.
+
+It is printed on standard error: which of the runs it is, its optimizer step, and the time left. On
+a terminal that is one line, which disappears when the run has ended. Elsewhere a line is printed
+when a run starts, after its first step, and every half minute.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from lockstep.verify.record import Way
+
+PRINT_INTERVAL_S = 30.0  # if it is no terminal
+CLEAR_LINE = "\r\x1b[K"
+
+
+class VerifyProgress:
+    """Starts the runs one after the other, and prints how far they are.
+
+    Args:
+        num_runs: how many runs there will be.
+    """
+
+    def __init__(self, num_runs: int) -> None:
+        self._num_runs = num_runs
+        self._run_number = 0
+        self._on_terminal = sys.stderr.isatty()
+        self._begin_s = time.monotonic()
+        self._expected_run_s: float | None = None
+        """The estimated seconds of a whole run, by the present run or the one before it; None until
+        a first step has ended."""
+        # Of the present run:
+        self._run_begin_s = 0.0
+        self._num_steps = -1
+        self._first_step_end_s = 0.0
+        self._next_print_s = 0.0
+
+    def run(self, folder: Path, way: Way) -> str:
+        """Runs the script in one way, and returns what it printed.
+
+        Args:
+            folder: where the run puts what it records.
+            way: on how many processes, with which settings.
+        """
+        from lockstep.verify.record import by_command
+
+        self._run_number += 1
+        self._run_begin_s = time.monotonic()
+        self._num_steps = -1
+        try:
+            return by_command(folder, way, partial(self._update, way))
+        finally:
+            self._expected_run_s = time.monotonic() - self._run_begin_s
+            if self._on_terminal:
+                click.echo(CLEAR_LINE, nl=False, err=True)
+
+    def _update(self, way: Way, num_steps: int) -> None:
+        """Is called again and again during a run, with the number of steps that it has made."""
+        now = time.monotonic()
+        elapsed_s = now - self._run_begin_s
+        num_steps = min(num_steps, way.steps)
+        if num_steps > self._num_steps:
+            is_first_step = num_steps < 2 or self._num_steps < 1
+            if is_first_step:
+                self._first_step_end_s = elapsed_s
+                self._next_print_s = now
+            if num_steps > 0:
+                self._expected_run_s = elapsed_s + self._remaining_s(way, num_steps, elapsed_s)
+            self._num_steps = num_steps
+        if self._on_terminal:
+            click.echo(f"\r{self._line(way, now)}\x1b[K", nl=False, err=True)
+        elif now >= self._next_print_s:
+            self._next_print_s = now + PRINT_INTERVAL_S
+            click.echo(self._line(way, now), err=True)
+
+    def _remaining_s(self, way: Way, num_steps: int, elapsed_s: float) -> float:
+        """Estimates the rest of the run. The first step, which takes longer, does not count."""
+        seconds_per_step = (elapsed_s - self._first_step_end_s) / max(1, num_steps - 1)
+        remaining_s = seconds_per_step * (way.steps - num_steps)
+        if way.seconds:
+            remaining_s = min(remaining_s, way.seconds)
+        return remaining_s
+
+    def _line(self, way: Way, now: float) -> str:
+        max_steps = f"at most {way.steps}" if way.seconds else str(way.steps)
+        run = f"run {self._run_number} of {self._num_runs}, {way.name}"
+        return f"{run}: step {self._num_steps} of {max_steps}, {self._time_left(now)}"
+
+    def _time_left(self, now: float) -> str:
+        """Says how long all runs together will still take."""
+        from lockstep.extensions.report.console import clock
+
+        if self._expected_run_s is None:
+            return "how long it takes is known after the first step"
+        rest_of_run_s = max(0.0, self._run_begin_s + self._expected_run_s - now)
+        later_runs_s = (self._num_runs - self._run_number) * self._expected_run_s
+        left_s = rest_of_run_s + later_runs_s
+        if left_s < 1.0:  # it takes longer than expected, and nothing is known of the rest
+            return "about to end"
+        total_s = now - self._begin_s + left_s
+        return f"{clock(left_s)} left of about {clock(total_s)}"
