@@ -118,7 +118,7 @@ class World:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         step = self._run.step
-        add_memory_advice(error, step.latest_micro_batch.local, step.num_devices)
+        add_memory_advice(error, step.latest_micro_batch.local_rows, step.num_devices)
         note_empty_part(error, step.latest_micro_batch)
         self._close(failed=error is not None)
 
@@ -327,7 +327,7 @@ class World:
             UsageError: outside of `for batch in world.progress(loader)`, where nothing shows them.
         """
         check_shown(self._means, values)
-        self._means[-1].add(self._run.step.micro_batch_in_use.local, **values)
+        self._means[-1].add(self._run.step.micro_batch_in_use.local_rows, **values)
 
     def progress(self, loader: Loader, description: str | None = None) -> Iterator[Any]:
         """Iterates the loader and shows, on rank 0, how far it is, how fast, and what is logged."""

@@ -191,7 +191,7 @@ def handed(world: lockstep.World, loader: Loader) -> list[list[Any]]:
         now = loader.current
         if now.first:
             batches.append([])
-            counts.append(now.count)
+            counts.append(now.global_samples)
         batches[-1] += batch.tolist()
     everywhere = [eval(text) for text in world._run.collectives.exchange(repr(batches))]
     joined = [sorted(sum(parts, [])) for parts in zip(*everywhere, strict=True)]

@@ -94,7 +94,9 @@ def test_micro_batches_are_marked():
     seen = []
     for batch in loader:
         now = loader.current
-        seen.append((len(batch), now.count, now.local, now.first, now.last, now.plain))
+        seen.append(
+            (len(batch), now.global_samples, now.local_rows, now.first, now.last, now.plain)
+        )
     assert seen == [
         (3, 8, 3, True, False, False),
         (3, 8, 3, False, False, False),
@@ -118,7 +120,7 @@ def test_the_scales_of_a_global_batch_make_the_exact_mean(size):
                 now = loader.current
                 for index in batch.tolist():
                     # What one sample's loss counts after the mean over its part and over ranks.
-                    weights[index] = now.scale / now.local / size * now.count
+                    weights[index] = now.scale / now.local_rows / size * now.global_samples
         assert np.allclose(weights, 1)
 
 
@@ -249,14 +251,18 @@ def test_a_position_in_an_order_that_was_drawn_whole_is_refused():
 def test_the_state_is_left_as_it_was():
     loader = make(numbers(8, 4))
     for _ in loader:
-        assert loader._step.micro_batch.count == 4
+        assert loader._step.micro_batch.global_samples == 4
         assert loader._step.in_training_loop
     assert not loader._step.in_training_loop
     assert loader._step.micro_batch == MicroBatch()
     for _ in loader:
         with torch.no_grad():
             list(loader)
-        assert loader._step.micro_batch.count == loader._step.micro_batch_in_use.count == 4
+        assert (
+            loader._step.micro_batch.global_samples
+            == loader._step.micro_batch_in_use.global_samples
+            == 4
+        )
         break
     assert not loader._step.in_training_loop
 

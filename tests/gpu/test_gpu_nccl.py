@@ -223,7 +223,9 @@ def steps(wrapped: Wrapped, device: torch.device, strategy: Strategy, run: Run) 
     norm, running = 0.0, TrainingPass()
     for _ in range(4):
         for piece in range(2):
-            micro = MicroBatch(first=piece == 0, last=piece == 1, count=24, local=24, scale=0.5)
+            micro = MicroBatch(
+                first=piece == 0, last=piece == 1, global_samples=24, local_rows=24, scale=0.5
+            )
             run.step.begin(running, micro)
             part = slice(24 * piece, 24 * piece + 24)
             loss = mean_loss(model, (x[part], y[part])) * micro.scale

@@ -36,7 +36,7 @@ def learn(device: str, precision: str) -> list[float]:
                 world.clip_grad_norm_(model, 5.0)
                 optimizer.step()
                 optimizer.zero_grad()
-                total += loss.detach() * loader.current.local
+                total += loss.detach() * loader.current.local_rows
             losses.append(float(world.sum(total)) / SAMPLES)
         assert seen == {DTYPES[precision]}
         return losses

@@ -30,7 +30,9 @@ def prepared(
 
 
 def micro(first: bool, last: bool) -> MicroBatch:
-    return MicroBatch(count=4, local=2, first=first, last=last, scale=0.5, plain=False)
+    return MicroBatch(
+        global_samples=4, local_rows=2, first=first, last=last, scale=0.5, plain=False
+    )
 
 
 @pytest.mark.parametrize("zero_grad_at", ["start", "end"])
@@ -101,12 +103,12 @@ def test_a_scheduler_can_be_made_from_the_prepared_optimizer():
 def test_backward_of_the_loss_itself_is_noticed_where_it_is_wrong():
     parameter, optimizer, step = prepared()
     running = TrainingPass()
-    step.begin(running, MicroBatch(count=8, local=3, scale=0.75, plain=False))
+    step.begin(running, MicroBatch(global_samples=8, local_rows=3, scale=0.75, plain=False))
     parameter.sum().backward()
     with pytest.raises(UsageError, match=r"loss.backward\(\).*\n.*3 of 8 samples"):
         optimizer.step()
     assert parameter.detach().tolist() == [0, 0]
-    step.begin(running, MicroBatch(count=8, local=4, plain=True))
+    step.begin(running, MicroBatch(global_samples=8, local_rows=4, plain=True))
     optimizer.step()
     assert parameter.detach().tolist() == [-1, -1]
 

@@ -41,8 +41,8 @@ class PlainLoader:
         for step in range(self.steps):
             for j in range(self._micro_batches):
                 self.current = MicroBatch(
-                    count=self.batch_size,
-                    local=self._local,
+                    global_samples=self.batch_size,
+                    local_rows=self._local,
                     first=j == 0,
                     last=j == self._micro_batches - 1,
                 )

@@ -128,7 +128,9 @@ def test_gradients_are_cleared() -> None:
     step.extensions.add(Strategy(), Place.STRATEGY)
     step.extensions.add(optimizer.as_extension, Place.PREPARED_OBJECT)
     training_pass = TrainingPass()
-    first = MicroBatch(count=4, local=2, first=True, last=False, scale=0.5, plain=False)
+    first = MicroBatch(
+        global_samples=4, local_rows=2, first=True, last=False, scale=0.5, plain=False
+    )
     step.begin(training_pass, first)
     parameter.sum().backward()
     training_pass.num_backwards += 1

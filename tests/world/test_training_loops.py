@@ -321,7 +321,7 @@ def test_a_closure_of_the_loss_itself_is_noticed():
 def lockstep_uneven() -> Any:
     from lockstep.session.micro_batch import MicroBatch
 
-    return MicroBatch(count=5, local=3, scale=1.2, plain=False)
+    return MicroBatch(global_samples=5, local_rows=3, scale=1.2, plain=False)
 
 
 def test_a_part_that_counts_nothing_may_not_poison_the_gradients(world):

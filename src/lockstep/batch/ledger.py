@@ -109,7 +109,7 @@ class Ledger(Extension):
         self._open.clear()
         for loader, events in trained.items():
             first = events[0]
-            place = first.epoch, first.position, first.micro_batch.count
+            place = first.epoch, first.position, first.micro_batch.global_samples
             samples = np.concatenate([event.samples for event in events])
             indices = samples.astype("<i8", copy=False).tobytes()
             loader_number = self._number(loader)

@@ -298,7 +298,7 @@ class Loader:
         some_skip = some_lack and not self._evaluates_together
         self._needs_empty_parts = some_lack and self._evaluates_together
         if not self._evaluates_together:
-            wanted = (planned for planned in wanted if planned.micro_batch.local)
+            wanted = (planned for planned in wanted if planned.micro_batch.local_rows)
         read = self._with_rows(epoch, self._with_batches(epoch, wanted))
         pairs = to_device(read, self._collectives.device)
         return self._run(epoch, 0, pairs, training=False, some_skip=some_skip)
@@ -338,7 +338,7 @@ class Loader:
                 self._collectives.blocked = SOME_SKIP
             for planned, batch in pairs:
                 self._set_current(planned.micro_batch)
-                if not planned.micro_batch.local:
+                if not planned.micro_batch.local_rows:
                     batch = self._without_samples(batch)
                 if training:
                     self._hand_out(epoch, running, planned, batch)
@@ -444,12 +444,12 @@ class Loader:
     def _with_batches(self, epoch: int, wanted: Iterable[PlannedMicroBatch]) -> Iterator[WithBatch]:
         """The micro-batches, each with its batch on the CPU; an empty one comes from any other."""
         wanted, ahead = tee(wanted)
-        filled = ((epoch, planned.indices) for planned in ahead if planned.micro_batch.local)
+        filled = ((epoch, planned.indices) for planned in ahead if planned.micro_batch.local_rows)
         fetched = self._workers.read(self._fetch, filled)
         for planned in wanted:
-            if planned.micro_batch.local:
+            if planned.micro_batch.local_rows:
                 batch = next(fetched)
-                self._keep_example(batch, planned.micro_batch.local)
+                self._keep_example(batch, planned.micro_batch.local_rows)
             else:
                 batch = self._empty(epoch)
             yield planned, batch

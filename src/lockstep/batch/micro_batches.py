@@ -223,7 +223,7 @@ class MicroBatchPlan:
             return
         done = int(first[0, -1, 1])
         now, rest = self._planned(step, batch, first), self._rest(count, done)
-        with self.request.profile(self, now[0].micro_batch.local):
+        with self.request.profile(self, now[0].micro_batch.local_rows):
             yield Segment(now, ahead=self._planned(step, batch, rest))
         if done < count:
             yield Segment(self._planned(step, batch, self._rest(count, done)))
@@ -295,8 +295,8 @@ def micro_batches(
     plain = opens and closes and number == 1 and count > 0 and bool((sizes == sizes[0, 0]).all())
     return [
         MicroBatch(
-            count=count,
-            local=local,
+            global_samples=count,
+            local_rows=local,
             first=opens and j == 0,
             last=closes and j == number - 1,
             num_micro_batches=number,
@@ -340,8 +340,8 @@ def _micro_batches_of_virtual_ranks(
             )
             position = begin + piece
             micro_batch = MicroBatch(
-                count=count,
-                local=local,
+                global_samples=count,
+                local_rows=local,
                 first=position == 0,
                 last=position == num_micro_batches - 1,
                 num_micro_batches=num_micro_batches,
@@ -379,21 +379,23 @@ class Weighing:
             DataError: the user's function gave no number that is at least 0.
         """
         micro = planned.micro_batch
-        rows: int | None = micro.local
-        if self.rows is not None and micro.local:
-            rows = self.rows.count(batch, micro.local)
+        rows: int | None = micro.local_rows
+        if self.rows is not None and micro.local_rows:
+            rows = self.rows.count(batch, micro.local_rows)
         clear = rows is not None
         if rows is None:
-            rows = micro.local
+            rows = micro.local_rows
         given = batch
-        if rows == 0 and micro.local:
+        if rows == 0 and micro.local_rows:
             batch = self.empty()
-        if rows != micro.local:
-            left_out = max(0, micro.local - rows)
-            planned = planned._replace(micro_batch=replace(micro, local=rows, left_out=left_out))
+        if rows != micro.local_rows:
+            left_out = max(0, micro.local_rows - rows)
+            planned = planned._replace(
+                micro_batch=replace(micro, local_rows=rows, left_out=left_out)
+            )
         by_user = 0.0 if self.weight is None else weigh(self.weight, planned, batch)
         value = float(rows) if self.weight is None else by_user
-        return CountedBatch(planned, batch, given, value, rows != micro.local, not clear)
+        return CountedBatch(planned, batch, given, value, rows != micro.local_rows, not clear)
 
 
 class CountedBatch(NamedTuple):
@@ -452,7 +454,7 @@ def _begin_sum(
                 "leave the training loop at the same step on every rank: decide break, continue "
                 "and return by what is equal everywhere, such as the step or world.mean(loss)",
             )
-        samples = pairs[0][0].micro_batch.count
+        samples = pairs[0][0].micro_batch.global_samples
         if weighing.weight is None and weighing.rows is not None:
             if ranks_unclear:
                 weighing.rows.warn_of_unknown(samples)
@@ -520,7 +522,7 @@ def weigh(weight: Weight, planned: PlannedMicroBatch, batch: Any) -> float:
     Raises:
         DataError: the user's function did not give a number that is at least 0.
     """
-    if not planned.micro_batch.local:
+    if not planned.micro_batch.local_rows:
         return 0.0
     value = weight(batch)
     number = float(value) if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -214,7 +214,7 @@ class IterableLoader(Loader):
                 self._plan.check_trained(int(own.counts.sum()))
             for planned, batch in self._micro_batches(epoch, own):
                 if not everywhere:
-                    if not planned.micro_batch.local:
+                    if not planned.micro_batch.local_rows:
                         continue
                     known = self.source.shard is None and planned.on_all_ranks
                     self._collectives.blocked = outer if known else SOME_SKIP
@@ -230,8 +230,8 @@ class IterableLoader(Loader):
         of_rank = micro_batches(sizes[some], rank, count, num_virtual_ranks=num_virtual_ranks)
         for j, micro in zip(some, of_rank, strict=False):  # see `MicroBatchPlan`
             batch = own.batches[j]
-            if micro.local:
-                self._keep_example(batch, micro.local)
+            if micro.local_rows:
+                self._keep_example(batch, micro.local_rows)
             else:
                 if own.example is not None:
                     self._keep_example(own.example, 1)

@@ -164,7 +164,7 @@ def add_memory_advice_at_end(
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        add_memory_advice(error, step.latest_micro_batch.local, step.num_devices)
+        add_memory_advice(error, step.latest_micro_batch.local_rows, step.num_devices)
         also(error)
         before(kind, error, traceback)
 

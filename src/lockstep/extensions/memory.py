@@ -399,7 +399,7 @@ class TrainingSteps:
             last = present.last
             begin = now(self._gpus)
             with watch or nullcontext():
-                with self._look(present.local) if look and present.first else nullcontext():
+                with self._look(present.local_rows) if look and present.first else nullcontext():
                     loss = self.loss(self.model, batch)
                 self.preparer.backward(loss)
                 if look:

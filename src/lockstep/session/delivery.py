@@ -203,7 +203,7 @@ def describe_parts(deliveries: Sequence[Delivery]) -> str:
     """Describes this rank's parts of up to four deliveries, such as `3 of 8 and 2 of 8`."""
     parts: list[str] = []
     for delivery in deliveries:
-        part = f"{delivery.micro_batch.local} of {delivery.micro_batch.count}"
+        part = f"{delivery.micro_batch.local_rows} of {delivery.micro_batch.global_samples}"
         if part not in parts:
             parts.append(part)
     return " and ".join(parts[:4])

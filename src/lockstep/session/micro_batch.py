@@ -31,9 +31,9 @@ class VirtualRank:
 class MicroBatch:
     """What one rank computes in one forward and backward pass."""
 
-    count: int = 0
+    global_samples: int = 0
     """Samples of the whole global batch, over all ranks and micro-batches."""
-    local: int = 0
+    local_rows: int = 0
     """Rows of this rank's part. That is its number of samples, unless a collate function leaves
     some out or adds others. It may be 0."""
     left_out: int = 0

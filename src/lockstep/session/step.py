@@ -454,7 +454,7 @@ class Step:
         if not training_pass.stepped or training_pass is self._no_loader:
             self.extensions.step_finished(self.number)
             self.number += 1
-            self.samples += training_pass.micro_batch.count
+            self.samples += training_pass.micro_batch.global_samples
             self._last_step_at_s = time.perf_counter()
         training_pass.stepped = True
         training_pass.ever_stepped = True

@@ -194,9 +194,9 @@ def note_empty_part(error: BaseException | None, present: MicroBatch) -> None:
     if not isinstance(error, RuntimeError | ValueError | IndexError | TypeError):
         return
     told = any(note.startswith(_EMPTY_PART) for note in getattr(error, "__notes__", ()))
-    if told or isinstance(error, LockstepError) or not present.count or present.local:
+    if told or isinstance(error, LockstepError) or not present.global_samples or present.local_rows:
         return
-    found = f"has none of the {present.count} samples of this batch"
+    found = f"has none of the {present.global_samples} samples of this batch"
     if present.left_out:
         found = f"has no samples: the collate function left out all {present.left_out} of its part"
     error.add_note(

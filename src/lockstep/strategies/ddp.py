@@ -382,7 +382,7 @@ class ExactDDP(base.Around, DistributedDataParallel):
     def _note_where(self, error: Exception) -> None:
         """Adds to an error of the forward pass what is known of this rank's part of the batch."""
         present = self.run.step.micro_batch
-        add_memory_advice(error, present.local)
+        add_memory_advice(error, present.local_rows)
         base.note_empty_part(error, present)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

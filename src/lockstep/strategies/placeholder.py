@@ -90,7 +90,7 @@ class Placeholders(Extension):
     @property
     def may_be_due(self) -> bool:
         """Whether this rank has no samples of a micro-batch that is trained or evaluated."""
-        return not (self._step.micro_batch_in_use.local and self._step.micro_batch.local)
+        return not (self._step.micro_batch_in_use.local_rows and self._step.micro_batch.local_rows)
 
     @property
     def samples(self) -> list[Tensor]:

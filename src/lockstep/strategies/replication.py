@@ -262,7 +262,7 @@ class MovingBuffers:
         changed = (bits != self._before).to(torch.int64)
         extremes = torch.stack([changed, bits, -bits])
         present = self._step.micro_batch
-        if present.count and not present.local:
+        if present.global_samples and not present.local_rows:
             # A rank without samples computes a placeholder, which leaves its buffers as they were.
             extremes[1:] = torch.iinfo(torch.int64).min
         routing.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
@@ -300,8 +300,8 @@ class MovingBuffers:
     def _average(self) -> None:
         """Replaces buffers by their mean over the ranks, weighted by the samples of each."""
         present = self._step.micro_batch
-        by_samples = present.count > 0 and present.num_micro_batches == 1
-        weight = float(present.local) if by_samples else 1.0
+        by_samples = present.global_samples > 0 and present.num_micro_batches == 1
+        weight = float(present.local_rows) if by_samples else 1.0
         now = dict(self._module.named_buffers())
         buffers = [now[name] for name in self._averaged]
         sums: list[Tensor] = []

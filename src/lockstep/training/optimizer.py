@@ -380,8 +380,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             code = None
         else:
             reason = (
-                f"this rank's part is {micro_batch.local} of {micro_batch.count} samples, "
-                "so its mean counts as much as others only when weighted"
+                f"this rank's part is {micro_batch.local_rows} of {micro_batch.global_samples} "
+                "samples, so its mean counts as much as others only when weighted"
             )
             code = "LS206"
         raise UsageError(

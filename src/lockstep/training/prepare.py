@@ -186,7 +186,7 @@ class Preparer:
                 self.strategy.backward(modules, weighted_loss, self.precision, **options)
             extensions.backward_ended(micro_batch)
         except Exception as error:
-            add_memory_advice(error, step.micro_batch.local, step.num_devices)
+            add_memory_advice(error, step.micro_batch.local_rows, step.num_devices)
             raise
         finally:
             step.enter_phase(phase_before)

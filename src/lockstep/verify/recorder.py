@@ -307,7 +307,7 @@ class Recorder(Extension):
         """A loader of Lockstep's hands out a micro-batch."""
         self._update.contributes, self._micro_batch = event.counts, event.micro_batch
         ids = event.samples.tolist()
-        taken = look_at(event.batch, event.micro_batch.local, epoch=event.epoch, ids=ids)
+        taken = look_at(event.batch, event.micro_batch.local_rows, epoch=event.epoch, ids=ids)
         if len(taken.contents) != len(ids):
             taken.contents = ()
         self._take(event.loader, taken, event.position + 1)

@@ -58,11 +58,11 @@ class LossCheck(Check):
         present = micro_batch
         if present.scale != 0.0 or not self.run.collectives.contributes:
             return
-        if self.precision.scaler is not None and not present.local:
+        if self.precision.scaler is not None and not present.local_rows:
             return  # it sees to what is not finite on any rank
         if loss.isfinite().item() or not any(bool(g.isnan().any()) for g in self._gradients()):
             return
-        if present.left_out and not present.local:
+        if present.left_out and not present.local_rows:
             raise UsageError(
                 "world.backward(loss) of a batch without rows",
                 f"the collate function left out all {present.left_out} samples of this rank's "
@@ -70,11 +70,11 @@ class LossCheck(Check):
                 "it is multiplied with",
                 "divide a sum by the number of rows, at least 1: .sum() / max(1, len(x))",
             )
-        if not present.local:
+        if not present.local_rows:
             raise UsageError(
                 "world.backward(loss) on a rank without samples",
-                f"it has none of the {present.count} samples of this batch: the mean over nothing "
-                "is NaN, and so are the gradients of parameters that it is multiplied with",
+                f"it has none of the {present.global_samples} samples of this batch: the mean over "
+                "nothing is NaN, and so are the gradients of parameters that it is multiplied with",
                 "divide a sum by the number of samples, at least 1: .sum() / max(1, len(x)); or "
                 "leave short batches out with drop_last=True",
             )

@@ -92,7 +92,7 @@ def progress(
             yield item
             # The training loop is done with this micro-batch.
             micro_batch = loader.current
-            means.samples += micro_batch.local
+            means.samples += micro_batch.local_rows
             if not micro_batch.last:
                 continue
             means.step()
@@ -101,7 +101,7 @@ def progress(
                 if extensions is not None:
                     extensions.means_logged(description, means.values, complete=False)
             if display is not None:
-                display.step(micro_batch.count, means.values)
+                display.step(micro_batch.global_samples, means.values)
         means.finish()
         is_complete = True
         if extensions is not None:

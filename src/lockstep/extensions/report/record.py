@@ -132,7 +132,7 @@ class Recorder(Extension):
         self._last_step_end_s = now
         running = self._step.training_pass
         self._num_steps += 1
-        self._num_samples += running.micro_batch.count
+        self._num_samples += running.micro_batch.global_samples
         loss = running.loss
         if isinstance(loss, Tensor):
             # A loss on a GPU is summed up there: reading its value would wait for the GPU.
