@@ -131,3 +131,26 @@ def test_under_another_module_the_names_are_longer() -> None:
     assert [name for name, _ in repeated_blocks(model)] == [
         f"module.{name}" for name, _ in repeated_blocks(model.module)
     ]
+
+
+def names_with_compiled(make: Callable[[], nn.Module], *parts: str) -> list[str]:
+    """The names of the blocks of a model of which some parts are compiled."""
+    model = make()
+    for name in parts:
+        model.set_submodule(name, torch.compile(model.get_submodule(name), backend="eager"))
+    # The block itself, inside of what `torch.compile` gave.
+    return [name.replace("._orig_mod", "") for name, _ in repeated_blocks(model)]
+
+
+@pytest.mark.parametrize("make", [ResNet, Attributes, stages, layers])
+def test_a_block_is_found_inside_of_what_torch_compile_gave(make: Callable[[], nn.Module]) -> None:
+    expected = names_with_compiled(make)
+    first = expected[0]
+    stage = first.rpartition(".")[0]
+    assert names_with_compiled(make, first) == expected
+    assert names_with_compiled(make, *expected) == expected
+    if stage and type(make().get_submodule(stage)) is not nn.ModuleList:  # which has no forward
+        assert names_with_compiled(make, stage) == expected
+    if make is not layers:  # which has none either
+        whole = torch.compile(make(), backend="eager")
+        assert [name for name, _ in repeated_blocks(whole)] == [f"_orig_mod.{n}" for n in expected]

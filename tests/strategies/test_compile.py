@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -218,8 +219,8 @@ def odd_options(backend: str) -> list[Any]:
             call = torch.compile(model, backend=backend, fullgraph=True, **options)
             worst = 0.0
             for size in (12, 5, 7):
-                got = call(x[:size])
-                worst = max(worst, (got - model(x[:size])).abs().max().item())
+                batch = x[:size].clone()  # of a view, torch would compile for the whole tensor too
+                worst = max(worst, (call(batch) - model(batch)).abs().max().item())
             found.append((worst, counts.close()["graphs"]))
     return found
 
@@ -277,6 +278,99 @@ def test_micro_batches_inference_and_checkpointed_activations(strategy: str) -> 
             precision, *_, apart, late = row
             assert apart <= TOLERANCE[precision], row
             assert late == 0, row
+
+
+def wrap_blocks(model: nn.Module, backend: str) -> None:
+    """Puts what `torch.compile(block)` gives in the place of each block."""
+    blocks = getattr(model, "module", model).blocks
+    for number, block in enumerate(blocks):
+        blocks[number] = torch.compile(block, backend=backend)
+
+
+def compile_blocks(model: nn.Module, backend: str) -> None:
+    """Compiles each block in place."""
+    for block in getattr(model, "module", model).blocks:
+        block.compile(backend=backend)
+
+
+def blocks_trained(
+    world: Any, blocks: str, whole: str, backend: str, *, checkpointed: bool = False
+) -> tuple[dict[str, Tensor], int]:
+    """The weights of a training whose blocks are compiled in some way, and the model in another.
+
+    Returns:
+        The weights, and how often a hook of a block was called.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    calls: list[int] = []
+    model: Any = bench_compile.Net()
+    for block in model.blocks:
+        # Not traced: a graph would be bound to the length of the list.
+        block.register_forward_hook(torch.compiler.disable(lambda *_: calls.append(1)))
+    if checkpointed:
+        lockstep.checkpoint_activations(model, bench_compile.Block)
+    change = {"wrapped": wrap_blocks, "in place": compile_blocks}.get(blocks.partition(",")[0])
+    if change is not None and blocks.endswith("before"):
+        change(model, backend)
+    model = compiled_before(model, whole, backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = world.prepare(model, optimizer)
+    if change is not None and blocks.endswith("after"):
+        change(model, backend)
+    call = compiled_after(model, whole, backend)
+    data = torch.utils.data.TensorDataset(*bench_compile.samples())
+    for x, y in world.loader(data, bench_compile.BATCH):
+        world.backward(F.cross_entropy(call(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            call(x)
+    return bench_compile.whole_weights(model), len(calls)
+
+
+BLOCKS = ("wrapped, before", "wrapped, after", "in place, before", "in place, after")
+
+
+def blocks_in_every_way(strategy: str, precision: str, backend: str) -> list[Any]:
+    """For each way: the difference from the training that is not compiled, and lost calls."""
+    warnings.simplefilter("ignore")  # torch's, of its compiler
+    without_inductors_threads()
+    found = []
+    plain = bench_compile.NOT_COMPILED
+    wholes = (plain, "before", "after", "in place before", "in place after")
+    with lockstep.init(strategy, precision=precision, seed=0) as world:
+        for checkpointed in (False, True):
+            options: dict[str, Any] = {"checkpointed": checkpointed}
+            want, calls = blocks_trained(world, plain, plain, backend, **options)
+            for blocks in BLOCKS:
+                for whole in (plain,) if checkpointed else wholes:
+                    got, own = blocks_trained(world, blocks, whole, backend, **options)
+                    apart = bench_compile.difference(want, got)
+                    found.append((blocks, whole, checkpointed, apart, calls - own))
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("strategy", "precision", "backend", "size"),
+    [
+        ("single", "bf16", "aot_eager", 1),
+        ("ddp", "fp16", "aot_eager", 2),
+        ("fsdp", "fp32", "aot_eager", 3),
+        ("fsdp", "bf16", "aot_eager", 2),
+        ("fsdp", "bf16", "inductor", 2),
+        ("fsdp", "fp16", "inductor", 2),
+    ],
+)
+def test_compiled_blocks_are_called_with_their_hooks(
+    strategy: str, precision: str, backend: str, size: int
+) -> None:
+    for rows in run_ranks(blocks_in_every_way, size, strategy, precision, backend):
+        for row in rows:
+            *_, apart, lost = row
+            assert apart <= TOLERANCE[precision], row
+            assert lost == 0, row
 
 
 def sharded_in_groups() -> Any:
@@ -369,6 +463,37 @@ def two_prepared() -> tuple[Any, ...]:
 
 def test_a_prepared_model_in_a_compiled_one_is_traced_with_it():
     assert run_ranks(two_prepared, 1) == [(True, torch.float32, 1)]
+
+
+def pickled(strategy: str) -> list[Any]:
+    """For each precision and way, how far what is loaded is from the prepared model."""
+    found = []
+    for precision in ("fp32", "bf16", "fp16"):
+        with lockstep.init(strategy, precision=precision, seed=0) as world:
+            for way in (bench_compile.NOT_COMPILED, *WAYS):
+                torch._dynamo.reset()
+                model = compiled_before(bench_compile.Net(), way, "eager")
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                model, optimizer = world.prepare(model, optimizer)
+                call = compiled_after(model, way, "eager")
+                data = torch.utils.data.TensorDataset(*bench_compile.samples())
+                for x, y in world.loader(data, bench_compile.BATCH):
+                    world.backward(F.cross_entropy(call(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                made = pickle.loads(pickle.dumps(call))
+                with torch.no_grad():
+                    apart = (made(x) - call(x)).abs().max().item()
+                made(x).sum().backward()
+                found.append((precision, way, apart))
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("strategy", "size"), [("single", 1), ("ddp", 2), ("ddp", 3)])
+def test_a_prepared_model_is_pickled_whole(strategy: str, size: int) -> None:
+    for rows in run_ranks(pickled, size, strategy):
+        assert [row for row in rows if row[-1] != 0] == []
 
 
 def saved_and_resumed(folder: str, strategy: str, way: str) -> Any:

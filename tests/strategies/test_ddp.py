@@ -21,6 +21,14 @@ def ready(world: lockstep.World, model: nn.Module | None = None) -> Any:
     return world.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
+def loaded(model: nn.Module) -> Any:
+    """What `torch.load` gives of what `torch.save` has written of a whole model."""
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    return torch.load(stored, weights_only=False)
+
+
 class Calls(nn.Module):
     """Fails when it is told to."""
 
@@ -66,11 +74,11 @@ def around() -> list[Any]:
             found.append([refused(inner), refused(model)])
         found.append([refused(inner.eval()), refused(inner.train())])
         plain, _ = ready(world)
-        stored = io.BytesIO()
-        torch.save(plain.module, stored)
-        stored.seek(0)
-        copies = [copy.deepcopy(plain.module), torch.load(stored, weights_only=False)]
+        plain(x)  # from its first pass on it also has what sends gradients
+        copies = [copy.deepcopy(plain.module), loaded(plain.module), loaded(plain)]
+        copies += [copy.copy(plain), copy.deepcopy(plain)]
         found.append([refused(plain.module), *map(refused, copies)])
+        found.append({type(each) for each in copies} == {type(plain.module)})
         found.append(
             all(
                 torch.equal(a, b)
@@ -90,7 +98,8 @@ def test_forward_passes_around_the_wrapper_are_seen_those_of_copies_are_free():
             [True, False],
             [False, False],
             [False, True],
-            [True, False, False],
+            [True, False, False, False, False, False],
+            True,
             True,
         ]
 

@@ -5,7 +5,9 @@ error that says why not.
 from __future__ import annotations
 
 import copy
+import io
 import os
+import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -429,6 +431,8 @@ def refused() -> dict[str, str]:
         ),
         "sparse": lambda: train("fsdp", net(sparse)),
         "copied": lambda: train("fsdp", net(), between=lambda m, n: copy.deepcopy(m)),
+        "saved": lambda: train("fsdp", net(), between=lambda m, n: torch.save(m, io.BytesIO())),
+        "block": lambda: train("fsdp", net(), between=lambda m, n: pickle.dumps(m.blocks[0])),
         "whole state": lambda: train(
             "fsdp", net(), between=lambda m, n: m.load_state_dict(net().state_dict())
         ),
@@ -459,6 +463,9 @@ def test_what_would_go_wrong_in_silence_is_refused(two):
         assert "outside of its forward pass" in found["penalty"]
         assert "'words', an embedding with sparse gradients" in found["sparse"]
         assert "a copy of a sharded model" in found["copied"]
+        for name in ("saved", "block"):
+            assert "torch.save, pickle or copy.copy of a sharded model" in found[name]
+            assert "lockstep.save_weights(model, path)" in found[name]
         assert "first.weight, first.bias" in found["whole state"]
         assert "lockstep.load_weights(model, path)" in found["whole state"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -428,6 +429,8 @@ def uses() -> None:
         model, optimizer = world.prepare(model, optimizer)
         x = torch.ones(2, WIDTH)
         average = copy.deepcopy(model)
+        for whole in (model, average):
+            assert "lockstep.save_weights(model, path)" in refused(pickle.dumps, whole)
         with torch.no_grad():
             before = model(x).clone()
         loss = model(x).pow(2).mean()

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lockstep.distributed.torch_compat import without_compile
 from lockstep.errors import SettingError
 from lockstep.wording import group_by_key
 
@@ -102,7 +103,7 @@ def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
     class; of an `nn.Sequential` also what is in it. Of blocks inside blocks the outermost counts,
     but an `nn.Sequential` that holds several blocks of a kind (a stage) is none itself. Where
     containers hold no blocks, modules that stand in attributes (`self.down1`, `self.down2`) are
-    looked at in the same way.
+    looked at in the same way. Of what `torch.compile(block)` gave, the block inside is found.
 
     Returns:
         `(name, block)` for each, none inside another; nothing where nothing repeats.
@@ -133,7 +134,8 @@ def _is_stage(module: nn.Module) -> bool:
     """It only holds others, and several blocks of a kind are among them."""
     if not _only_holds(module):
         return False
-    count = Counter(_kind(child) for child in module.children() if _may_be_block(child))
+    children = map(without_compile, module.children())
+    count = Counter(_kind(child) for child in children if _may_be_block(child))
     return max(count.values(), default=0) > 1
 
 
@@ -142,7 +144,8 @@ def _only_holds(module: nn.Module) -> bool:
 
 
 def _kind(module: nn.Module) -> Any:
-    """Equal for modules that are built alike; to be counted by."""
+    """Equal for modules that are built alike, compiled or not; to be counted by."""
+    module = without_compile(module)
     if not _only_holds(module):
         return type(module)
     return (type(module), *(_kind(child) for child in module.children()))

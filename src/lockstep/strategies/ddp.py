@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, ClassVar, SupportsIndex, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -407,6 +407,19 @@ class ExactDDP(base.Around, DistributedDataParallel):
         made: nn.Module = copy.deepcopy(self.module, memo)
         return made
 
+    def __copy__(self) -> nn.Module:
+        """A shallow copy of the user's module, which has the same parameters."""
+        made: nn.Module = copy.copy(self.module)
+        return made
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., nn.Module], Any]:
+        """Pickles the user's module alone, as `__deepcopy__` copies it.
+
+        So `torch.save(model)` writes what it writes on one process, and no process group is needed
+        to load it.
+        """
+        return _user_module, (self.module,)
+
     def expect_backward(self, loss: Tensor) -> None:
         """Before a backward pass: lets torch await it where the last forward pass did not.
 
@@ -514,6 +527,11 @@ class _StepsUnderDDP(Extension):
     def release(self) -> None:
         """Drops references to the process group."""
         self._module.release()
+
+
+def _user_module(module: nn.Module) -> nn.Module:
+    """What a pickled `ExactDDP` is loaded as."""
+    return module
 
 
 def sparse_weights(module: nn.Module) -> list[str]:

@@ -20,7 +20,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,9 @@ class Sharded(Extension):
         root.register_forward_hook(self._after_forward, always_call=True)
         root.register_load_state_dict_pre_hook(self._before_load)
         vars(root)["_apply"] = self._moved  # what .to(...) and its like call
-        vars(root)["__deepcopy__"] = _no_copy
+        for unit in self._units:
+            vars(unit)["__deepcopy__"] = _no_copy
+            vars(unit)["__reduce_ex__"] = _no_pickle
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """Follows the loop to the micro-batch; raises UsageError for a loss made of shards."""
@@ -305,12 +307,21 @@ def _whole_parameters(units: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.
         unit.reshard()
 
 
-def _no_copy(memo: Any) -> nn.Module:
+def _no_copy(memo: Any) -> NoReturn:
     raise UsageError(
         "a copy of a sharded model",
         "its parameters are gathered and averaged for this very object",
         "copy the model first and prepare both: ema = copy.deepcopy(model); "
         "model, ema = world.prepare(model, ema)",
+    )
+
+
+def _no_pickle(protocol: SupportsIndex) -> NoReturn:
+    raise UsageError(
+        "torch.save, pickle or copy.copy of a sharded model",
+        "this rank has only its shards of the parameters, and they are bound to this run",
+        "save the weights instead, on all ranks together: lockstep.save_weights(model, path); or "
+        "all that is needed to resume: world.checkpoint(path, model=model, ...)",
     )
 
 

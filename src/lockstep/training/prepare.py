@@ -31,7 +31,7 @@ from lockstep.checkpoint.sharding import map_leaves, resharded
 from lockstep.communication.compression import CompressedMeans
 from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import BatchNorm, let_compile_again
+from lockstep.distributed.torch_compat import BatchNorm, let_compile_again, without_compile
 from lockstep.errors import UsageError, warn
 from lockstep.optim.precision import ForwardsSetLater, Precision
 from lockstep.session.extension import Place
@@ -328,7 +328,8 @@ class Preparer:
         if self.precision.name == "fp64":
             self._choose("precision", "fp64", "the model is in float64, and so are its inputs")
         elif self.precision.dtype is not None:
-            self._choose("autocast", type(module).__name__, "outputs come back in fp32")
+            name = type(without_compile(module)).__name__
+            self._choose("autocast", name, "outputs come back in fp32")
         let_compile_again(module)
         parameters_before = list(module.parameters())
         shared_parameters = self._find_shared_parameters(module)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 from weakref import WeakSet
 
 import torch
@@ -247,6 +247,16 @@ class PipelinedModule(Around):
         vars(made).update(copy.deepcopy(own, memo))
         self._copies.add(made)
         return made
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raises UsageError: this rank has a part of the model, bound to this run."""
+        raise UsageError(
+            "torch.save, pickle or copy.copy of a model under strategy='pipeline'",
+            f"this rank has {count_noun(len(self.place.stages), 'stage')} of "
+            f"{self.place.last_stage + 1}, bound to this run",
+            "save the weights instead, on all ranks together: lockstep.save_weights(model, path); "
+            "or all that is needed to resume: world.checkpoint(path, model=model, ...)",
+        )
 
     def release(self) -> None:
         """Lets go of the process groups."""
