@@ -181,8 +181,8 @@ def unknown_source_error(
         "world.backward(loss) in a loop that holds batches which it fetched before",
         f"it is not known which batch the loss comes from: the loop holds {batches} {which}, of "
         f"which this rank has {describe_parts(possible)} samples, so its loss counts differently "
-        "for each. The prepared model was not called with a tensor that the loader gave, or a view "
-        "of one",
+        "for each. No call of the prepared model was seen with a tensor that the loader gave, or a "
+        "view of one (calls inside of compiled code are not seen)",
         f"{instead}; or call the model with the tensors that the loader gave and convert them "
         "inside of it",
     )
