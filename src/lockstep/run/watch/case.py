@@ -154,6 +154,7 @@ class Case:
         return Row(state.rank, state.host, does, activity.line, seconds)
 
     def _wait_text(self, activity: Activity, call: CollectiveCall | None) -> str:
+        """Says what a rank waits in: `waits in all_reduce of 25 float, in backward`."""
         text = f"waits in {_name_call(call, activity.op)}"
         if call is not None:
             group = self.table.name(call.key)

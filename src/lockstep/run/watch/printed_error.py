@@ -62,8 +62,15 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
 def _find_last_heading(lines: Sequence[str]) -> int | None:
     """Returns the line number of the last traceback's heading.
 
-    For an exception group that is the heading of its first exception: it stands after the group's
-    own heading, behind a `|`.
+    For an exception group that is the heading of its first exception:
+
+          + Exception Group Traceback (most recent call last):
+          |   File "train.py", line 9, in <module>
+          | ExceptionGroup: two tasks failed (2 sub-exceptions)
+          +-+---------------- 1 ----------------
+            | Traceback (most recent call last):
+            |   File "train.py", line 3, in load
+            | ValueError: no data
     """
     last: int | None = None
     last_is_group = False
@@ -73,13 +80,14 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
         if heading is None:
             continue
         if heading["group"]:
+            # The heading of a group inside a group stands behind a "|", and does not count.
             is_nested = in_group and "|" in heading["prefix"]
             if not is_nested:
                 last = number
                 last_is_group = True
             in_group = True
         elif in_group and heading["prefix"].endswith("| "):
-            if last_is_group:
+            if last_is_group:  # it is the first exception of the group
                 last = number
                 last_is_group = False
         else:

@@ -155,7 +155,7 @@ class Probe:
         self._answering_thread.start()
 
     def _answer_requests(self, pipe: int) -> None:
-        """Answers requests, of several that have come the last, until `stop_answering`."""
+        """Answers requests until `stop_answering`. Of several requests, the last is answered."""
         if sys.platform == "linux":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [ALL_THREADS_SIGNAL])
         while True:

@@ -85,6 +85,7 @@ def _read_record(
 
 
 def _read_call(entry: Mapping[str, Any]) -> CollectiveCall:
+    """Reads one entry of a record. Its numbers may be texts, and its frames may be missing."""
     backend, _, op = entry["profiling_name"].rpartition(":")  # "gloo:all_reduce"
     is_p2p = bool(entry["is_p2p"])
     seq = entry["p2p_seq_id"] if is_p2p else entry["collective_seq_id"]

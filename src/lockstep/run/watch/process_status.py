@@ -147,7 +147,8 @@ def harmless_stack_signal(
         earlier_main_switches is not None and status.main_switches == earlier_main_switches
     )
     all_sleep = thread_states <= {"S", "D"}
-    # A thread that waits for the interpreter's lock is in a futex, and wakes up every 5 ms.
+    # A main thread that waits for the interpreter's lock wakes up every 5 ms, so it does switch.
+    # It is known by the futex that it sleeps in.
     if answers and all_sleep and (in_futex or main_did_not_switch):
         return ALL_THREADS_SIGNAL
     main_computes = status.state == "R"

@@ -179,8 +179,9 @@ class Supervisor:
     def _is_report_due(self, verdict: Verdict, lasted_s: float) -> bool:
         """True if a verdict that does not stop the run is to be reported.
 
-        That is seldom, as a rank may work alone often. The same lines are reported once, and so is
-        one state of a run in which nothing moves: in it a rank may both work and be blocked.
+        A rank may often work alone, so the same wait is reported again only when it is much longer.
+        Waits are the same if all ranks are at the same lines. They are also the same if nothing has
+        moved between them: a rank for which the others wait may both work and be blocked.
         """
         lines = tuple(row.line for row in verdict.rows)
         same_lines = (verdict.kind, verdict.ranks, lines)

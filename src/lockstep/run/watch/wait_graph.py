@@ -249,6 +249,7 @@ def _ranks_whose_call_would_help(
             completable_calls[call.key, call.seq] = call  # once, also if many ranks wait in it
     for call in completable_calls.values():
         helpful_ranks |= table.missing_ranks(call)
+    # Where partners are unknown, any of the ranks that are assumed to be waited for may help.
     ranks_by_assumption: dict[frozenset[int], list[int]] = {}
     for rank in graph.deadlocked & graph.partners_unknown:
         ranks_by_assumption.setdefault(graph.waits_for[rank], []).append(rank)
