@@ -106,13 +106,20 @@ class DynamicRendezvous(Rendezvous):
         own = self._peers.own
         asking = [node for node in self._peers.present() if node.round > own.round]
         if asking:
+            # New nodes may have to wait, but not the nodes that take part in the running round.
             all_are_new = all(node.started < own.started for node in asking)
             if not (all_are_new and self.defers_joiners()):
                 return len(asking)
         return 1 if self.describe_lost_nodes() else 0
 
     def _choose_round(self, present: Sequence[Node]) -> int:
-        """Returns the round that this node should ask for."""
+        """Returns the round that this node should ask for.
+
+        Usually it is the latest round that any node asks for, or the one after this node's last.
+
+        Args:
+            present: the nodes that are here.
+        """
         own = self._peers.own
         running_round = max(node.started for node in present)
         latest_round_asked = max(node.round for node in present)

@@ -81,7 +81,7 @@ class Host:
 
     def _is_here(self) -> bool:
         user = self.name.rpartition("@")[0]
-        with contextlib.suppress(KeyError, OSError):  # the current user has no name
+        with contextlib.suppress(KeyError, OSError):  # raised if the current user has no name
             if user and user != getpass.getuser():
                 return False
         if self.address in ("localhost", socket.gethostname()):

@@ -115,13 +115,15 @@ class _HostsRun:
             self._ending_signal = signal.Signals[name]
         if self._launchers_started:
             self._send_signal(name, self._remotes)
-        elif name == "SIGUSR1":
-            pass  # it asks ranks to save, and there are none yet
-        elif is_first and self._main_task:
+            return
+        if name == "SIGUSR1":
+            return  # it asks ranks to save, and there are none yet
+        if is_first and self._main_task:
             self._main_task.cancel()
-        else:  # closing the connections takes the user too long
-            for remote in self._remotes:
-                remote.kill()
+            return
+        # The user cannot wait until the connections are closed.
+        for remote in self._remotes:
+            remote.kill()
 
     async def _send_heartbeats(self) -> None:
         """Sends heartbeats to the helpers, and in between draws what the terminal has room for."""
@@ -134,10 +136,15 @@ class _HostsRun:
                 self._draw()
 
     async def _show(self, host: Host, stream: str, line: bytes) -> None:
-        """Prints a line of a machine, after the machine's name.
+        """Prints a line that was printed on a machine, after the machine's name.
 
-        Every launcher says what has failed first. A line that another launcher has printed is not
-        printed again.
+        When a run fails, every launcher prints the same report. A launcher's line that another
+        machine has printed before is not printed again.
+
+        Args:
+            host: the machine.
+            stream: "stdout" or "stderr".
+            line: the line, without its end.
         """
         sink = self._sinks[stream]
         # If the run has several ranks, their lines begin with "[rank".
