@@ -14,7 +14,8 @@ from launched import launch
 from ranks import HANG_S
 
 from lockstep.errors import SettingError
-from lockstep.run.start.worker import Command, Script, fresh_interpreter, nothing_collected
+from lockstep.run.start.rank_imports import without_garbage_collection
+from lockstep.run.start.worker import Command, Script, fresh_interpreter
 
 FACTS = '''
 """The module's docstring."""
@@ -142,7 +143,7 @@ def test_an_import_that_passes_over_everything_does_not_pass_over_ctrl_c() -> No
     after = False
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
-        with nothing_collected():
+        with without_garbage_collection():
             try:
                 signal.raise_signal(signal.SIGINT)
             except BaseException:  # as some modules do around their optional imports

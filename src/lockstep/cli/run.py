@@ -28,8 +28,9 @@ from lockstep.run.machines.hosts import (
 )
 from lockstep.run.machines.ssh_run import run_on_hosts
 from lockstep.run.start.plan import HangRules, LaunchSpec
+from lockstep.run.start.rank_imports import without_garbage_collection
 from lockstep.run.start.torchrun_flags import check_flags_elsewhere, has_node_flags, parse_flags
-from lockstep.run.start.worker import Script, nothing_collected
+from lockstep.run.start.worker import Script
 from lockstep.settings import DECLARATIONS, Declaration
 from lockstep.units import parse_seconds
 
@@ -84,7 +85,7 @@ class RunCommand(click.Command):
 
 def torchrun_options() -> list[click.Option]:
     """Returns every flag of torchrun as a hidden option of click, read from torchrun's parser."""
-    with nothing_collected():
+    with without_garbage_collection():
         from torch.distributed.run import get_args_parser
 
     options = []

@@ -28,6 +28,7 @@ from lockstep.run.start.plan import (
     make_plan,
     threads_per_process,
 )
+from lockstep.run.start.rank_imports import import_for_ranks, without_garbage_collection
 from lockstep.run.start.run_folder import make_folder
 from lockstep.run.start.source_hints import SourceHints, hidden_by, read_script
 from lockstep.run.start.torchrun_flags import check_flags, node_numbers, parse_flags
@@ -63,7 +64,7 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
     """
     _open_closed_streams()
     environ = dict(os.environ)
-    with worker.nothing_collected():
+    with without_garbage_collection():
         request = _read_request(spec, environ)
     script = request.spec.script
     cold = _why_cold(request, environ)
@@ -74,12 +75,12 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
         early_variables["OMP_NUM_THREADS"] = str(threads_per_process(cores_allowed(), nproc))
     with _environment_with(early_variables):
         if cold is None:
-            worker.import_for_ranks(request.hints.imports)
+            import_for_ranks(request.hints.imports)
             cold = _why_not_copied(script)
         # Forked here: nothing above starts a thread, much below does.
         zygote = Zygote(lambda: worker.run_and_exit(script), 0 if cold else nproc)
         try:
-            with worker.nothing_collected():
+            with without_garbage_collection():
                 from lockstep.run.start.agent import launch_agent
                 from lockstep.run.watch.failure_report import render_failure
 

@@ -37,6 +37,8 @@ from lockstep.run.start import worker
 from lockstep.run.start.machine import read_machine
 from lockstep.run.start.plan import LaunchPlan, LaunchSpec, choose_nproc, make_plan
 from lockstep.run.start.process import Attempt
+from lockstep.run.start.process_exit import exit_now, exit_process
+from lockstep.run.start.rank_imports import import_for_ranks
 from lockstep.run.start.run_folder import make_folder
 from lockstep.run.start.source_hints import large_modules, read_script
 from lockstep.run.start.zygote import FreshZygote, Zygote, serve
@@ -376,7 +378,7 @@ def run_copy(call: FunctionCall) -> NoReturn:
     # without what the launching process has registered with `atexit`.
     process: Any = multiprocessing.Process(target=run, name=_process_name(), daemon=False)
     process._bootstrap()
-    worker.exit_now(exit_codes[0] if exit_codes else 1)
+    exit_now(exit_codes[0] if exit_codes else 1)
 
 
 def zygote_main(modules: Sequence[str], file: int, control: int) -> NoReturn:
@@ -388,7 +390,7 @@ def zygote_main(modules: Sequence[str], file: int, control: int) -> NoReturn:
         control: descriptor of the zygote's control socket.
     """
     os.set_inheritable(file, False)
-    worker.import_for_ranks(modules)
+    import_for_ranks(modules)
     serve(control, lambda: _run_fresh(file))
 
 
@@ -397,7 +399,7 @@ def _run_fresh(file: int) -> NoReturn:
     worker.open_streams()
     worker.reset_after_fork()
     exit_code = worker.run_recorded(lambda folder: _run_call(_read_call(file), folder))
-    worker.exit_process(exit_code)
+    exit_process(exit_code)
 
 
 def _read_call(file: int) -> FunctionCall:

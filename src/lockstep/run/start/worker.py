@@ -1,43 +1,40 @@
 """What runs in a rank: the user's script as `__main__`, as `python script.py` would run it.
 
-Warm, the process is a copy of the zygote and `run_and_exit` ends it; cold, it is a fresh
-interpreter, started by `fresh_interpreter`.
+A *warm* rank is a copy of the zygote, a process that has imported torch; it runs `run_and_exit`. A
+*cold* rank is a fresh interpreter, which executes the `Command` of `fresh_interpreter`. Both
+install the *probe*, which makes a rank visible to the launcher, and then run the script. An
+exception that ends the script is written into the rank's *evidence*, files that the launcher reads.
 """
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import contextlib
-import ctypes
-import gc
 import io
 import json
 import os
 import runpy
-import signal
 import socket
 import sys
-import threading
 import types
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
 from lockstep.run.start.exec_hook import watch_executed
+from lockstep.run.start.process_exit import exit_process
 from lockstep.run.watch.evidence import FOLDER_VARIABLE, Evidence
 
-_PACKAGES = str(Path(__file__).parents[3])
-"""The folder that holds this package."""
 MACRO = "${local_rank}"
-"""Stands for the local rank among the arguments (torch.distributed.elastic.utils.macros)."""
-_SCRIPT = "LOCKSTEP_SCRIPT"
-"""Variable: what a fresh interpreter is to run, as JSON, without the script's own arguments."""
+"""Stands for the local rank in arguments (torch.distributed.elastic.utils.macros)."""
+_PACKAGES_FOLDER = str(Path(__file__).parents[3])
+"""The folder that holds this package."""
+_SCRIPT_VARIABLE = "LOCKSTEP_SCRIPT"
+"""Variable of a fresh interpreter: the script that it runs, as JSON, without its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +45,20 @@ class Script:
     """Path of a script, or the name of a module."""
     arguments: tuple[str, ...] = ()
     module: bool = False
+    """True if it is a module, as for `python -m`."""
     local_rank_flag: str | None = None
-    """`--local_rank` or `--local-rank` for a script that takes its rank from there."""
+    """`--local_rank` or `--local-rank` if the script takes its local rank as an argument."""
 
-    def own_arguments(self) -> list[str]:
-        """The arguments for this process, with the flag that names its rank first."""
-        flag, rank = self.local_rank_flag, os.environ.get("LOCAL_RANK")
-        given = [] if flag is None or rank is None else [f"{flag}={rank}"]
-        return [*given, *self.arguments]
+    def arguments_of_this_rank(self) -> list[str]:
+        """Returns the arguments for this process, with its local rank if the script takes it."""
+        local_rank = os.environ.get("LOCAL_RANK")
+        if self.local_rank_flag is None or local_rank is None:
+            return list(self.arguments)
+        return [f"{self.local_rank_flag}={local_rank}", *self.arguments]
 
     @property
     def folder(self) -> str:
-        """Where Python first looks for what the program imports: its `sys.path[0]`."""
+        """Where Python looks first for what the program imports: its `sys.path[0]`."""
         if self.module:
             return os.getcwd()
         if os.path.isdir(self.path) or zipfile.is_zipfile(self.path):
@@ -71,117 +70,158 @@ class Command(NamedTuple):
     """What a fresh process executes."""
 
     line: tuple[str, ...]
+    """The program and its arguments."""
     environment: dict[str, str]
+    """Variables that it needs."""
     numa: str | None = None
-    """The value of --numa-binding: to which processors, near its GPU, the process is bound."""
+    """The value of --numa-binding: to which processors near its GPU the process is bound."""
 
     def for_rank(self, local_rank: int) -> Command:
-        """With the local rank in the place of torchrun's macro, and bound to its processors.
+        """Returns the command of one rank, with its number, and bound to its processors.
 
         Raises:
             SettingError: it cannot be bound.
         """
-        rank = str(local_rank)
-        line = tuple(word.replace(MACRO, rank) for word in self.line)
+        number = str(local_rank)
+        line = tuple(word.replace(MACRO, number) for word in self.line)
+        environment = {}
+        for name, value in self.environment.items():
+            environment[name] = value.replace(MACRO, number)
         if self.numa is not None:
             from lockstep.distributed.torch_compat import bound_to_processors
 
             line = bound_to_processors(line, local_rank, self.numa)
-        return Command(line, {n: v.replace(MACRO, rank) for n, v in self.environment.items()})
+        return Command(line, environment)
+
+
+# The beginning of a rank
 
 
 def run_and_exit(script: Script) -> NoReturn:
-    """Runs the script in a copy of the zygote and ends the process as the interpreter would."""
+    """Runs the script in a copy of the zygote, and ends the process as the interpreter would.
+
+    It does not return: the functions that called this one are the launcher's.
+    """
     open_streams()
     reset_after_fork()
-    # Not by unwinding: the stack below is the launcher's.
     exit_process(_run(script))
 
 
 def fresh_interpreter(script: Script) -> Command:
-    """What runs the script as `run_and_exit` does, but in an interpreter of its own."""
-    # Not by -m: a lockstep.py in the working folder would then be taken for this package.
-    code = f"import sys; sys.path.insert(0, {_PACKAGES!r}); import {__name__} as m; m.main()"
-    # A variable has less room than a line of arguments.
-    known = json.dumps(asdict(replace(script, arguments=())))
-    return Command((sys.executable, "-u", "-c", code, *script.arguments), {_SCRIPT: known})
+    """Returns the command that runs the script as `run_and_exit` does, in a new interpreter."""
+    # Not `python -m lockstep...`: that would take a lockstep.py in the working directory.
+    program = (
+        f"import sys; sys.path.insert(0, {_PACKAGES_FOLDER!r}); import {__name__} as m; m.main()"
+    )
+    # The script's arguments stay arguments: a variable may not be as long as they may be.
+    script_json = json.dumps(asdict(replace(script, arguments=())))
+    line = (sys.executable, "-u", "-c", program, *script.arguments)
+    return Command(line, {_SCRIPT_VARIABLE: script_json})
 
 
 def main() -> NoReturn:
-    """The entry of a fresh interpreter."""
-    sys.path.remove(_PACKAGES)
-    values = json.loads(os.environ.pop(_SCRIPT))
-    script = Script(**{**values, "arguments": tuple(sys.argv[1:])})
+    """Runs the script in a fresh interpreter, see `fresh_interpreter`."""
+    sys.path.remove(_PACKAGES_FOLDER)
+    fields = json.loads(os.environ.pop(_SCRIPT_VARIABLE))
+    fields["arguments"] = tuple(sys.argv[1:])
+    script = Script(**fields)
     # Before torch is imported: as under plain Python, modules beside the script go first.
-    _set_path(script.folder)
-    # Not by sys.exit: while the interpreter is taken down, a thread of Gloo's may abort it.
+    _set_script_folder(script.folder)
     exit_process(_run(script))
 
 
 def _run(script: Script) -> int:
+    """Runs the script; returns the exit code."""
+
     def program(folder: Path) -> None:
         from lockstep.run.watch import script_processes
 
         watch_executed(Evidence.of_this_process(os.environ, folder))
         if os.environ.get("WORLD_SIZE", "1") == "1":
-            _let_own_processes_meet()
+            _give_address_to_script_processes()
             script_processes.watch_script_processes(folder)
         run_as_main(script)
 
-    return run_recorded(program, _report)
+    return run_recorded(program, _print_error)
 
 
-def install_after_exec() -> None:
-    """Makes this process visible, in which a rank has executed another program in its own place."""
-    from lockstep.run.watch import error_record, probe
-
-    evidence = Evidence.of_this_process(os.environ, Path(os.environ[FOLDER_VARIABLE]))
-    probe.install(evidence)
-    watch_executed(evidence)
-    show = sys.excepthook
-
-    def record(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> object:
-        error_record.record_error(error.with_traceback(trace), evidence)
-        return show(kind, error, trace)
-
-    sys.excepthook = record
+def reset_after_fork() -> None:
+    """Resets, in a copy of the zygote, what imported libraries have read or drawn in the zygote."""
+    # numpy.random draws its state when it is imported, so all ranks would have the same.
+    random = sys.modules.get("numpy.random")  # numpy imports it at its first use
+    if random is not None:
+        random.seed()
+    # torch has read the zygote's number of threads.
+    torch = sys.modules.get("torch")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and threads.isdigit() and int(threads) != torch.get_num_threads():
+        torch.set_num_threads(int(threads))
 
 
-_held: list[socket.socket] = []
+def open_streams() -> None:
+    """Opens `sys.stdin`, `stdout` and `stderr` for the descriptors that the rank was given.
+
+    They are unbuffered as under `python -u`, with which torchrun starts scripts: what a rank has
+    written before it is killed is in its log.
+    """
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        old_stream = getattr(sys, f"__{name}__") or getattr(sys, name)
+        stream = io.TextIOWrapper(
+            io.FileIO(descriptor, "w", closefd=False),
+            encoding=old_stream.encoding,
+            errors="backslashreplace" if name == "stderr" else old_stream.errors,
+            line_buffering=os.isatty(descriptor),
+            write_through=True,
+        )
+        stream.mode = "w"  # type: ignore[misc]
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    stdin = open(0, encoding=sys.getfilesystemencoding(), errors="strict", closefd=False)  # noqa: SIM115
+    sys.stdin = stdin
+    sys.__stdin__ = stdin  # type: ignore[misc]
 
 
-def _let_own_processes_meet() -> None:
-    """Gives the only rank an address at which processes that it starts itself can meet.
+# Sockets that keep ports free until this process ends
+_reserved_sockets: list[socket.socket] = []
 
-    With torchrun's variables they would all look for the launcher's store, also where the program
-    gives them an address of their own; or they would find its port taken.
+
+def _give_address_to_script_processes() -> None:
+    """Gives the only rank of a run an address at which processes that it starts can meet.
+
+    With torchrun's variables, which the rank has, they would all connect to the launcher's store,
+    even if the program gives them another address; or they would find the store's port taken.
     """
     from lockstep.distributed.torch_compat import store_elsewhere
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))  # who listens there later says so too, as torch's store does
-    _held.append(held)
-    port, launchers = held.getsockname()[1], int(os.environ["MASTER_PORT"])
-    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
-    store_elsewhere(port, launchers)
+    reserved = socket.socket()
+    # torch's store sets this option too, so it can listen at the port in spite of this socket.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    _reserved_sockets.append(reserved)
+    _, free_port = reserved.getsockname()
+    launchers_port = int(os.environ["MASTER_PORT"])
+    os.environ["MASTER_PORT"] = str(free_port)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    # The rank itself still gets the launcher's store if it opens a group.
+    store_elsewhere(free_port, launchers_port)
+
+
+# What a rank raises
 
 
 def run_recorded(
     body: Callable[[Path], object], report: Callable[[BaseException], object] = lambda error: None
 ) -> int:
-    """Runs a rank's program with the probe installed, and writes down what it raises.
+    """Runs a rank's program with the probe installed, and records the exception that ends it.
 
     Args:
-        body: the program; it is given the rank's folder.
-        report: called with what it raised.
+        body: the program; it is called with the rank's folder.
+        report: called with the exception.
 
     Returns:
-        The exit code; -2 where Ctrl-C ended it.
+        The exit code; -2 if Ctrl-C ended the program.
     """
     folder = Path(os.environ[FOLDER_VARIABLE])
     from lockstep.run.watch import error_record, probe
@@ -194,218 +234,122 @@ def run_recorded(
         installed.warn_if_ranks_trained_alone()
     except BaseException as error:
         reserve.release()
-        error.__traceback__ = _of_the_program(error.__traceback__)
+        error.__traceback__ = _without_launcher(error.__traceback__)
         if not isinstance(error, SystemExit):
-            # As the interpreter does: what runs at exit asks by them whether the program failed.
-            sys.last_type, sys.last_value = type(error), error
+            # As the interpreter does: functions of `atexit` may ask whether the program failed.
+            sys.last_type = type(error)
+            sys.last_value = error
             sys.last_traceback = error.__traceback__
-        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+        ended_well = isinstance(error, SystemExit) and error.code in (None, 0)
+        if not ended_well:
             error_record.record_error(error, evidence)
         try:
             report(error)
-        except SystemExit as end:  # by the program's own sys.excepthook
+        except SystemExit as end:  # raised by the program's own sys.excepthook
             return error_record.exit_code(end)
         return error_record.exit_code(error)
     return 0
 
 
-def _report(error: BaseException) -> None:
-    """Prints what the interpreter would print."""
+def _print_error(error: BaseException) -> None:
+    """Prints what the interpreter would print about an exception that ends the program."""
     with contextlib.suppress(ValueError, OSError):  # standard error has been closed
         if not isinstance(error, SystemExit):
-            _show(error)
+            _call_excepthook(error)
         elif not isinstance(error.code, int | None):
             sys.stderr.write(f"{error.code}\n")
 
 
-def _show(error: BaseException) -> None:
+def _call_excepthook(error: BaseException) -> None:
+    """Calls `sys.excepthook`. If that fails, prints both exceptions, as the interpreter does."""
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit:
         raise
-    except BaseException as second:
-        second.__traceback__ = _of_the_program(second.__traceback__)
-        second.__context__ = None if second.__context__ is error else second.__context__
-        for heading, failed in (
-            ("Error in sys.excepthook:", second),
-            ("\nOriginal exception was:", error),
-        ):
-            sys.stderr.write(f"{heading}\n")
-            sys.__excepthook__(type(failed), failed, failed.__traceback__)
+    except BaseException as hook_error:
+        hook_error.__traceback__ = _without_launcher(hook_error.__traceback__)
+        if hook_error.__context__ is error:  # it is printed by itself
+            hook_error.__context__ = None
+        sys.stderr.write("Error in sys.excepthook:\n")
+        sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
+        sys.stderr.write("\nOriginal exception was:\n")
+        sys.__excepthook__(type(error), error, error.__traceback__)
 
 
-def exit_process(code: int) -> NoReturn:
-    """Ends the process after what the interpreter does at its end.
-
-    Python offers no way to do that short of taking itself down, during which a thread of Gloo's may
-    abort the process; `threading._shutdown` and `atexit._run_exitfuncs` are what it calls first
-    (Py_FinalizeEx, Python 3.11 to 3.14).
-    """
-    with contextlib.suppress(KeyboardInterrupt):
-        threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    with contextlib.suppress(KeyboardInterrupt):
-        drop_program()
-    exit_now(code)
-
-
-def drop_program() -> None:
-    """Lets go of the program's data, so that files which it has left open are complete.
-
-    The interpreter does that when it takes down the modules, where an object's `__del__` may wait
-    for threads of torch that wait for the interpreter. Here they still run.
-    """
-    sys.last_type = sys.last_value = sys.last_traceback = None
-    sys.unraisablehook = lambda _: None  # of what misses the data
-    threading.excepthook = lambda _: None
-    names = vars(sys.modules["__main__"])
-    for name, value in list(names.items()):
-        if not isinstance(value, types.ModuleType | types.FunctionType | type):
-            del names[name]
-    # Also the last reference of this function's own, before what is left is looked for.
-    value = None
-    gc.collect()
-    ctypes.CDLL(None).fflush(None)  # of the program's C libraries
-
-
-def exit_now(code: int) -> NoReturn:
-    """Ends the process here and now, with an exit code or by SIGINT (-2)."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    if code == -signal.SIGINT:
-        # Shells and launchers tell an interrupted program by the signal, not by a code.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit(code)
-
-
-def run_as_main(script: Script) -> None:
-    """Runs the script in this process, which from here on is its own."""
-    sys.argv = [script.path, *script.own_arguments()]
-    sys.orig_argv = [sys.executable, *(["-m"] if script.module else []), *sys.argv]
-    # The module of this process from here on: multiprocessing and pickle look it up by name.
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins
-    folder = script.folder
-    _set_path(folder)
-    if script.module or folder == os.path.abspath(script.path):
-        if sys.flags.safe_path and not script.module:
-            sys.path.insert(0, folder)
-        try:
-            name = script.path if script.module else "__main__"
-            runpy._run_module_as_main(name, script.module)  # type: ignore[attr-defined]
-        except SystemExit as end:
-            if isinstance(end.__context__, runpy._Error):  # type: ignore[attr-defined]
-                raise ImportError(str(end.__context__)) from None
-            raise
-    else:
-        path = os.path.abspath(script.path)
-        main.__dict__.update(__file__=path, __cached__=None, __package__=None)
-        loader = main.__loader__ = SourceFileLoader("__main__", path)
-        with io.open_code(path) as file:
-            code = loader.source_to_code(file.read(), path)
-        exec(code, main.__dict__)
-
-
-def _set_path(first: str) -> None:
-    """Puts the script's folder where the launcher has the folder of its own script."""
-    if not sys.flags.safe_path:
-        sys.path[0] = first
-
-
-def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the launcher's frames at its top."""
-    here = os.path.dirname(__file__)
-    while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == here:
+def _without_launcher(trace: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback without the frames of this folder's files at its top."""
+    this_folder = os.path.dirname(__file__)
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if os.path.dirname(file) != this_folder:
+            break
         trace = trace.tb_next
     return trace
 
 
-@contextlib.contextmanager
-def nothing_collected() -> Iterator[None]:
-    """For imports: looking through all of torch for garbage, again and again, takes longer.
+def install_after_exec() -> None:
+    """Makes this process visible to the launcher, if a rank has executed it in its own place."""
+    from lockstep.run.watch import error_record, probe
 
-    And Ctrl-C, which a module that is imported may catch with all that it passes over, comes
-    through in the end.
-    """
-    was = gc.isenabled()
-    asked = threading.Event()
-    caught = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    caught = caught and threading.current_thread() is threading.main_thread()
+    evidence = Evidence.of_this_process(os.environ, Path(os.environ[FOLDER_VARIABLE]))
+    probe.install(evidence)
+    watch_executed(evidence)
+    original_excepthook = sys.excepthook
 
-    def remember(number: int, frame: types.FrameType | None) -> None:
-        asked.set()
-        raise KeyboardInterrupt
+    def record_and_show(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> object:
+        error_record.record_error(error.with_traceback(trace), evidence)
+        return original_excepthook(kind, error, trace)
 
-    gc.disable()
-    if caught:
-        signal.signal(signal.SIGINT, remember)
+    sys.excepthook = record_and_show
+
+
+# The script
+
+
+def run_as_main(script: Script) -> None:
+    """Runs the script in this process, which is the script's own from here on."""
+    sys.argv = [script.path, *script.arguments_of_this_rank()]
+    module_flag = ["-m"] if script.module else []
+    sys.orig_argv = [sys.executable, *module_flag, *sys.argv]
+    # multiprocessing and pickle look up the module of the script by this name.
+    main_module = types.ModuleType("__main__")
+    main_module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main_module
+    _set_script_folder(script.folder)
+    is_folder_or_zip = script.folder == os.path.abspath(script.path)
+    if script.module or is_folder_or_zip:
+        _run_module(script)
+    else:
+        _run_file(script.path, main_module)
+
+
+def _run_module(script: Script) -> None:
+    """Runs a module, or the `__main__.py` of a folder or zip file."""
+    if sys.flags.safe_path and not script.module:
+        sys.path.insert(0, script.folder)
+    name = script.path if script.module else "__main__"
     try:
-        yield
-    finally:
-        if caught:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if was:
-            gc.enable()
-    if asked.is_set():
-        raise KeyboardInterrupt
+        runpy._run_module_as_main(name, script.module)  # type: ignore[attr-defined]
+    except SystemExit as end:
+        # runpy prints why it did not find the module, and exits. An error is recorded as a cause.
+        if isinstance(end.__context__, runpy._Error):  # type: ignore[attr-defined]
+            raise ImportError(str(end.__context__)) from None
+        raise
 
 
-@nothing_collected()
-def import_for_ranks(modules: Sequence[str]) -> None:
-    """Imports what every rank would import; none of it starts a thread or touches CUDA.
-
-    Args:
-        modules: names of what these ranks would import besides.
-    """
-    import torch
-    import torch.distributed
-    import torch.nn.parallel
-    import torch.utils.data
-
-    # Before a group is opened: its functions keep the group of the moment as a default argument.
-    import torch.distributed.nn.functional  # noqa: F401  # isort: skip
-
-    from lockstep.run.watch import error_record, probe, script_processes  # noqa: F401
-
-    for name in modules:
-        import_module(name)
+def _run_file(script_path: str, main_module: types.ModuleType) -> None:
+    """Runs a script as `__main__`."""
+    path = os.path.abspath(script_path)
+    loader = SourceFileLoader("__main__", path)
+    main_module.__dict__.update(__file__=path, __cached__=None, __package__=None, __loader__=loader)
+    with io.open_code(path) as file:
+        code = loader.source_to_code(file.read(), path)
+    exec(code, main_module.__dict__)
 
 
-def reset_after_fork() -> None:
-    """In a copy of the zygote: what the imported libraries have read or drawn there is the rank's.
-
-    numpy.random has drawn its state when it was imported: without this all ranks would share it.
-    """
-    random = sys.modules.get("numpy.random")  # numpy itself imports it at its first use
-    if random is not None:
-        random.seed()
-    # torch has read the zygote's number of threads.
-    torch = sys.modules.get("torch")
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if torch is not None and asked.isdigit() and int(asked) != torch.get_num_threads():
-        torch.set_num_threads(int(asked))
-
-
-def open_streams() -> None:
-    """Makes `sys.stdin`, `stdout` and `stderr` anew for the descriptors the rank was given.
-
-    Unbuffered as under `python -u`, which is how torchrun starts scripts: what a rank has written
-    before it is killed is in its log.
-    """
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        old = getattr(sys, f"__{name}__") or getattr(sys, name)
-        raw = io.FileIO(number, "w", closefd=False)
-        stream = io.TextIOWrapper(
-            raw,
-            encoding=old.encoding,
-            errors="backslashreplace" if number == 2 else old.errors,
-            line_buffering=os.isatty(number),
-            write_through=True,
-        )
-        stream.mode = "w"  # type: ignore[misc]
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-    stdin = open(0, encoding=sys.getfilesystemencoding(), errors="strict", closefd=False)  # noqa: SIM115
-    sys.stdin = sys.__stdin__ = stdin  # type: ignore[misc]
+def _set_script_folder(folder: str) -> None:
+    """Puts the script's folder first in `sys.path`, in place of the launcher's own folder."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder

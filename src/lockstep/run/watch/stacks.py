@@ -84,6 +84,7 @@ _NEVER_USER_CODE = (LOCKSTEP_FOLDER, STANDARD_LIBRARY_FOLDER, *_FILES_WITHOUT_SO
 # These files run the user's program in a rank. The frames from there outwards are the launcher's.
 _LAUNCHER_FILES = (
     f"{LOCKSTEP_FOLDER}run/start/worker.py",
+    f"{LOCKSTEP_FOLDER}run/start/process_exit.py",
     f"{LOCKSTEP_FOLDER}run/start/spawn.py",
 )
 

@@ -1,0 +1,66 @@
+"""Imports what every rank needs, in the process from which the ranks are forked."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import threading
+import types
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Switches the garbage collector off for a block of imports, and lets Ctrl-C end them.
+
+    While torch is imported, the collector would look through all of torch again and again, which
+    takes longer than the import. And a module that is imported may catch a KeyboardInterrupt with
+    other exceptions, so the interrupt is raised once more at the end.
+    """
+    was_enabled = gc.isenabled()
+    was_interrupted = threading.Event()
+    handles_interrupt = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+
+    def interrupt(number: int, frame: types.FrameType | None) -> None:
+        was_interrupted.set()
+        raise KeyboardInterrupt
+
+    gc.disable()
+    if handles_interrupt:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if handles_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if was_enabled:
+            gc.enable()
+    if was_interrupted.is_set():
+        raise KeyboardInterrupt
+
+
+@without_garbage_collection()
+def import_for_ranks(modules: Sequence[str]) -> None:
+    """Imports what every rank would import; none of it starts a thread or touches CUDA.
+
+    Args:
+        modules: names of other modules that these ranks would import.
+    """
+    import torch
+    import torch.distributed
+    import torch.nn.parallel
+    import torch.utils.data
+
+    # Imported before a process group is opened: as default arguments its functions keep the group
+    # that is open at the time.
+    import torch.distributed.nn.functional  # noqa: F401  # isort: skip
+
+    from lockstep.run.watch import error_record, probe, script_processes  # noqa: F401
+
+    for name in modules:
+        import_module(name)
