@@ -167,10 +167,14 @@ def without_replaced(nodes: Iterable[Node]) -> list[Node]:
     Of several nodes with one rank, the one that is here counts, else the one that came last.
     """
     nodes = list(nodes)
-    number_of_rank: dict[int | None, int] = {}
-    for node in sorted(nodes, key=lambda node: (node.state == HERE, node.number)):
-        number_of_rank[node.rank] = node.number
-    return [node for node in nodes if node.rank is None or number_of_rank[node.rank] == node.number]
+    holder_of_rank: dict[int, Node] = {}
+    for node in sorted(nodes, key=lambda node: node.number):
+        if node.rank is None:
+            continue
+        holder = holder_of_rank.get(node.rank)
+        if holder is None or node.state == HERE or holder.state != HERE:
+            holder_of_rank[node.rank] = node
+    return [node for node in nodes if node.rank is None or holder_of_rank[node.rank] is node]
 
 
 def describe_present(nodes: Iterable[Node]) -> str:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from enum import Enum
+from typing import Any
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -205,7 +206,11 @@ class _MultiNodeOpener:
         with ExitStack() as resources:
             thread = resources.enter_context(closing(NetworkThread()))
             server = PeerServer(peers, self._say)
-            peers.send = lambda changes, to: thread.call_soon(lambda: server.send(changes, to=to))
+
+            def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
+                thread.call_soon(lambda: server.send(changes, to=to))
+
+            peers.send = send_changes
             proxy = AuthProxy(self._token, store.port, server.serve_client, self._say)
             thread.run(proxy.listen(listener))
             resources.callback(lambda: thread.run(proxy.close()))
@@ -239,9 +244,10 @@ class _MultiNodeOpener:
             resources.callback(lambda: thread.run(forwarder.close()))
 
             # This launcher's way to tell the others what changes, and theirs to it.
-            peers.send = lambda changes, to: thread.call_soon(
-                lambda: connection.send({"changes": changes, "to": to})
-            )
+            def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
+                thread.call_soon(lambda: connection.send({"changes": changes, "to": to}))
+
+            peers.send = send_changes
             thread.submit(receive_changes(connection, peers, on_loss=forwarder.abort))
             try:
                 store = TCPStore(
