@@ -267,6 +267,11 @@ class Agent(api.SimpleElasticAgent):
     # Starting the ranks
 
     def _start_workers(self, worker_group: api.WorkerGroup) -> dict[int, Any]:
+        """Starts the ranks of this machine; called by torch elastic after each rendezvous.
+
+        Returns:
+            The process ids, by local rank.
+        """
         workers = worker_group.workers
         attempt = Attempt(
             processes=[],
@@ -366,6 +371,7 @@ class Agent(api.SimpleElasticAgent):
     # Watching the ranks
 
     def _begin_watching(self, attempt: Attempt) -> None:
+        """Starts the clock and the supervisor of an attempt whose ranks have been started."""
         if self._plan.timeout is not None:
             self._timeout_at = time.monotonic() + self._plan.timeout
         self._publish_report(attempt)
@@ -401,17 +407,25 @@ class Agent(api.SimpleElasticAgent):
             watched.code = current.code
 
     def _monitor_workers(self, worker_group: api.WorkerGroup) -> api.RunResult:
+        """Looks at the ranks; called by torch elastic's loop every `monitor_interval` seconds.
+
+        Returns:
+            FAILED if a rank has failed or all must be ended, SUCCEEDED if the ranks of all machines
+            have ended well, and HEALTHY otherwise.
+        """
         attempt = self.attempts[-1]
         self._read_events()
         keyboard_rank = self._keyboard_rank
         if keyboard_rank and keyboard_rank.pid and keyboard_rank.code is None:
             job_control.pass_keyboard(keyboard_rank.pid, self.signal_ranks)
         if self._must_end(attempt) or _process_failures(attempt):
+            # Other ranks may fail within moments. Which was first is found out from all of them.
             settled_at = time.monotonic() + _SETTLE_S
             while attempt.running and time.monotonic() < settled_at:
                 self._read_events(timeout=0.05)
             if _process_failures(attempt) and self._is_membership_changing(attempt):
-                # HEALTHY with nodes waiting: torch elastic starts the ranks again.
+                # With this answer, and a machine that waits, torch elastic starts the ranks again
+                # and does not count it as a failure.
                 return api.RunResult(state=api.WorkerState.HEALTHY)
             self._failed_attempts += 1
             return api.RunResult(state=api.WorkerState.FAILED, failures=_process_failures(attempt))
@@ -523,11 +537,14 @@ class Agent(api.SimpleElasticAgent):
         return self._round_memory.is_being_written or write_times == self._round_write_times
 
     def _stop_workers(self, worker_group: api.WorkerGroup) -> None:
-        # torch elastic calls this before every restart, and when the run has failed for good.
+        """Ends the ranks; torch elastic calls this before each restart and after the last failure.
+
+        Before a restart it also announces why the ranks are started again.
+        """
         # The group is HEALTHY if machines have come or gone, and FAILED after a failure here.
         membership_changed = worker_group.state == api.WorkerState.HEALTHY
         restarts_left = worker_group.spec.max_restarts - self._failed_attempts
-        if not membership_changed and restarts_left < 0:
+        if not membership_changed and restarts_left < 0:  # it was the last failure
             self._end_ranks(signal.SIGTERM)
             return
         lost_machines = self._rdzv.describe_lost_nodes()
@@ -553,6 +570,7 @@ class Agent(api.SimpleElasticAgent):
     # Ending the ranks
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Ends the ranks that still run; called by torch elastic at the end of the run."""
         self._end_ranks(death_sig)
 
     def _end_ranks(self, end_signal: int, *, before_restart: bool = False) -> None:
@@ -725,12 +743,14 @@ class Agent(api.SimpleElasticAgent):
         reports = [own_report, *reports_of_others.values()]
         hangs = [report.hang for report in reports if report.hang is not None]
         interrupted = [report for report in reports if report.interrupted is not None]
-        exits = [status for report in reports for status in report.exits]
+        exits = []
+        for report in reports:
+            exits.extend(report.exits)
         ended_ranks = {status.rank for status in exits}
         lost_nodes = []
         for node in self._rdzv.lost_nodes():
-            report = reports_of_others.get(_node_rank(node))
-            ranks = report.ranks if report else ()
+            last_report = reports_of_others.get(_node_rank(node))
+            ranks = last_report.ranks if last_report else ()
             # If its launcher has reported how one of its ranks ended, that says more.
             if not ended_ranks.intersection(ranks):
                 lost_nodes.append(lost_node(node.host, ranks, time.time(), node.why))

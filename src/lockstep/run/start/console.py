@@ -322,6 +322,7 @@ class Console:
         )
 
     def _do_what_is_due(self, sinks: Collection[Sink]) -> None:
+        """Draws, flushes and drains as the clock requires."""
         now = time.monotonic()
         if now >= self._draw_at:
             self._draw_at = math.inf
@@ -334,7 +335,7 @@ class Console:
             sink.flush()
         self._write_announcements()
         if now >= self._drain_until:
-            # Somebody still holds these streams open.
+            # A process that a rank has left behind still holds these streams open.
             for stream in list(self._streams):
                 self._read(stream)
                 if stream in self._streams:
@@ -346,6 +347,7 @@ class Console:
             self._drained.set()
 
     def _write_announcements(self) -> None:
+        """Writes the launcher's own lines that wait, each on a line of its own."""
         sink = self._sinks["stderr"]
         while self._announcements:
             text = self._announcements.popleft().encode(errors="replace") + b"\n"

@@ -127,6 +127,7 @@ def loopback_name() -> str | None:
 
 
 def _visible_gpus() -> int:
+    """Returns the number of CUDA devices, or of devices of torch's current accelerator."""
     import torch
 
     count = torch.cuda.device_count()  # asks NVML if it can, which leaves CUDA uninitialised

@@ -101,6 +101,7 @@ class LaunchPlan:
         return "\n".join(lines)
 
     def _command_without_lockstep(self) -> str:
+        """Returns the command that starts the same by torchrun, or by plain Python."""
         script = self.script
         if self.script_spawns_ranks:
             module = ["-m"] if script.module else []

@@ -169,6 +169,7 @@ def describe_exit_code(code: int) -> str:
 
 
 def _describe_signal(number: int) -> str:
+    """Returns a signal's name with its meaning: `SIGSEGV (segmentation fault)`."""
     try:
         known_signal = signal.Signals(number)
     except ValueError:  # a real-time signal without a name

@@ -219,6 +219,7 @@ def check_script(script: Script, command: str = "lockstep run") -> None:
 
 
 def _check_module(name: str, command: str) -> None:
+    """Refuses a file's name in place of a module's."""
     if name.endswith(".py") and Path(name).is_file():
         raise SettingError(
             f"{command} -m {name}",
@@ -228,6 +229,7 @@ def _check_module(name: str, command: str) -> None:
 
 
 def _check_path(name: str, command: str) -> None:
+    """Refuses a path at which there is no script, and suggests a similar name."""
     path = Path(name)
     if path.is_dir() and not (path / "__main__.py").exists():
         raise SettingError(

@@ -239,7 +239,9 @@ def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, made: Launc
         source = inspect.getsourcefile(inspect.unwrap(fn)) or os.devnull
     except (TypeError, OSError):  # it is not a Python function
         source = os.devnull
-    modules = {*large_modules(sys.modules), *read_script(worker.Script(path=source)).imports}
+    # The ranks will probably import what this process has imported, and what the source mentions.
+    hints = read_script(worker.Script(path=source))
+    modules = {*large_modules(sys.modules), *hints.imports}
     preparation = multiprocessing.spawn.get_preparation_data("")
     # multiprocessing refuses to pickle its key other than for a process that it starts, since the
     # key must not reach a file that others can read. Nobody can open a file without a name.

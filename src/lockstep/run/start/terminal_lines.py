@@ -90,6 +90,7 @@ def read_last_lines(folder: Path, count: int, stream: str = "stderr") -> list[st
 
 
 def _lines_for_messages(data: bytes) -> list[str]:
+    """Returns the lines that a terminal would show, without colours and without blank lines."""
     texts = []
     for line in data.split(b"\n"):
         shown = _COLOUR.sub(b"", last_state(line))

@@ -214,6 +214,7 @@ def check_flags(flags: argparse.Namespace, nproc: int) -> None:
 
 
 def _check_program(flags: argparse.Namespace) -> None:
+    """Checks that what is to be started can be, and is started in a way that is supported."""
     if flags.module and flags.run_path:
         raise SettingError("-m with --run-path", "a module has no path", "leave one of them out")
     if flags.module and flags.no_python:
@@ -233,6 +234,7 @@ def _check_program(flags: argparse.Namespace) -> None:
 
 
 def _check_numbers(flags: argparse.Namespace) -> None:
+    """Checks the ranges of numbers, which torchrun's parser does not."""
     out_of_range = "out of range"
     if flags.max_restarts < 0:
         raise SettingError(
@@ -294,6 +296,7 @@ def _check_names(flags: argparse.Namespace) -> None:
 
 
 def _check_folder(flags: argparse.Namespace) -> None:
+    """Checks that --log-dir is not a file."""
     folder = flags.log_dir
     if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
         raise SettingError(

@@ -312,7 +312,7 @@ class Server:
     def _handle_message(self) -> bool:
         """Does what one message asks for; returns False if the launcher has closed its end."""
         data, files = _receive(self.control)
-        if files:
+        if files:  # only the request for a rank comes with descriptors
             self._start(files)
             for file in files:
                 os.close(file)
@@ -433,7 +433,8 @@ class Server:
     # Ending ranks
 
     def _reap(self) -> None:
-        """Reports the ranks that have ended."""
+        """Waits for the processes that have ended, and reports the ranks among them."""
+        # Empties the pipe that SIGCHLD writes to. The pipe may be empty already.
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_reader, 4096)
         while self.running or self.spares:
