@@ -16,8 +16,8 @@ from ranks import RankFailed, run_ranks
 from torch.utils.data import IterableDataset
 
 import lockstep
-from lockstep.batch.ledger import judge
 from lockstep.errors import SettingError
+from lockstep.extensions.ledger.judge import judge
 
 SAMPLES, BATCH, EPOCHS = 23, 4, 3
 

@@ -14,16 +14,15 @@ import numpy as np
 import pytest
 
 from lockstep.batch.fingerprint import Fingerprint
-from lockstep.batch.ledger import (
-    FORMAT,
-    STEP,
-    Report,
-    Row,
-    judge,
-    read_file,
-    repeats_and_gaps,
-)
 from lockstep.errors import CheckpointError
+from lockstep.extensions.ledger.file_format import (
+    FORMAT_VERSION,
+    STEP_FIELDS,
+    TrainedBatch,
+    read_file,
+)
+from lockstep.extensions.ledger.judge import judge, repeats_and_gaps
+from lockstep.extensions.ledger.report import LedgerReport
 
 LENGTH, BATCH, STEPS = 10, 4, 3
 LOADER = {
@@ -72,7 +71,7 @@ class Book:
         return self
 
 
-def check(folder: Path, *codes: str) -> Report:
+def check(folder: Path, *codes: str) -> LedgerReport:
     report = judge(folder)
     assert [finding.code for finding in report.findings] == list(codes), report.lines()
     json.dumps(report.as_json())
@@ -257,6 +256,14 @@ def test_a_record_that_is_damaged(tmp_path):
     assert "1 record of" in report.findings[0].what
 
 
+def test_a_damaged_description_of_a_loader(tmp_path):
+    book = Book(1).steps(0, 3)
+    book.records[1] = book.records[1][:-1] + b"?"
+    book.write(tmp_path)
+    report = check(tmp_path, "LS405")
+    assert report.notes == ["epoch 0 of loader 0 cannot be judged"]
+
+
 @pytest.mark.parametrize("bit", range(32))
 def test_a_record_whose_length_is_damaged_does_not_hide_those_after_it(bit, tmp_path):
     book = Book(1).steps(0, 6)
@@ -266,9 +273,9 @@ def test_a_record_whose_length_is_damaged_does_not_hide_those_after_it(bit, tmp_
     data[sum(map(len, book.records[:4])) + bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
     file = read_file(path)
-    (expected,), (rows,) = whole.parts, file.parts
+    (expected,), (rows,) = whole.batches_by_attempt, file.batches_by_attempt
     assert [row.step for row in rows] == [row.step for row in expected if row.step != 2]
-    assert (len(file.damaged), file.cut) == (1, False)
+    assert (len(file.damaged_at), file.is_cut_off) == (1, False)
 
 
 @pytest.mark.parametrize("cut", [0, 5])
@@ -280,19 +287,19 @@ def test_damaged_records_at_the_end_are_told(cut, tmp_path):
         data[sum(map(len, book.records[:number])) + 20] ^= 1
     path.write_bytes(data)
     file = read_file(path)
-    assert [row.step for row in file.parts[0]] == [0, 1, 2]
-    assert file.cut
-    assert file.damaged == [sum(map(len, book.records[:5]))]
+    assert [row.step for row in file.batches_by_attempt[0]] == [0, 1, 2]
+    assert file.is_cut_off
+    assert file.damaged_at == [sum(map(len, book.records[:5]))]
 
 
 @pytest.mark.parametrize("cut", range(1, 120, 7))
 def test_a_file_that_was_cut_off_anywhere_is_read_as_far_as_it_goes(cut, tmp_path):
     whole = read_file(tmp_path / Book(1).steps(0, 3).write(tmp_path).name)
     file = read_file(tmp_path / Book(1).steps(0, 3).write(tmp_path, cut).name)
-    (expected,), (rows,) = whole.parts, file.parts
+    (expected,), (rows,) = whole.batches_by_attempt, file.batches_by_attempt
     assert [row[:5] for row in rows] == [row[:5] for row in expected][: len(rows)]
-    assert file.cut
-    assert not file.damaged
+    assert file.is_cut_off
+    assert not file.damaged_at
 
 
 @pytest.mark.parametrize(
@@ -352,8 +359,8 @@ def test_a_ledger_of_a_later_version(tmp_path):
 
 
 def test_the_format_is_that_which_is_written():
-    assert STEP.format == NUMBERS.format
-    assert FORMAT == 1
+    assert STEP_FIELDS.format == NUMBERS.format
+    assert FORMAT_VERSION == 1
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 7, 1000])
@@ -361,7 +368,10 @@ def test_repeats_and_gaps_are_the_same_however_few_are_compared_at_a_time(at_onc
     draw = np.random.default_rng(at_once)
     for _ in range(20):
         samples = draw.integers(5, 60, 50)
-        halves = [Row(0, 0, 0, 0, 25, tuple(np.split(half, [7]))) for half in np.split(samples, 2)]
+        halves = [
+            TrainedBatch(0, 0, 0, 0, 25, tuple(np.split(half, [7])))
+            for half in np.split(samples, 2)
+        ]
         twice, absent = repeats_and_gaps(halves, range(3, 64), at_once)
         counts = np.bincount(samples, minlength=64)
         assert twice.first.tolist() == np.flatnonzero(counts > 1).tolist()
@@ -371,7 +381,7 @@ def test_repeats_and_gaps_are_the_same_however_few_are_compared_at_a_time(at_onc
 
 def test_a_long_ledger_is_judged_in_bounded_memory():
     order = np.arange(1_000_000)[::-1].copy()  # 8 MB
-    rows = [Row(t, 0, 0, t, 10_000, (order[t * 10_000 :][:10_000],)) for t in range(100)]
+    rows = [TrainedBatch(t, 0, 0, t, 10_000, (order[t * 10_000 :][:10_000],)) for t in range(100)]
     rows[17] = rows[17]._replace(samples=rows[18].samples)
     tracemalloc.start()
     try:

@@ -14,7 +14,7 @@ from launched import Launched, launch
 from namespaces import Machine, enter, two_machines
 from problems import difference
 
-from lockstep.batch.ledger import judge
+from lockstep.extensions.ledger.judge import judge
 
 TRAINS = """
 import sys, time

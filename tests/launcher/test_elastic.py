@@ -12,7 +12,7 @@ from launched import Launched, launch
 from namespaces import free_port
 from problems import difference
 
-from lockstep.batch.ledger import judge
+from lockstep.extensions.ledger.judge import judge
 
 TRAINS = """
 import os, signal, sys

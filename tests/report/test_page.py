@@ -20,8 +20,8 @@ import made
 import pytest
 from click.testing import CliRunner
 
-from lockstep.batch import ledger
 from lockstep.cli.main import main
+from lockstep.extensions.ledger import judge as ledger_judge
 from lockstep.extensions.report.analysis import (
     Finding,
     find,
@@ -451,7 +451,7 @@ def test_the_live_page_grows_with_the_run_and_is_for_this_machine_alone(
 def test_a_ledger_is_judged_again_where_it_has_grown(tmp_path: Path, monkeypatch: Any) -> None:
     judged: list[Path] = []
     report = SimpleNamespace(lines=lambda: ["all is well", "a note"])
-    monkeypatch.setattr(ledger, "judge", lambda folder: judged.append(folder) or report)
+    monkeypatch.setattr(ledger_judge, "judge", lambda folder: judged.append(folder) or report)
     made.write(tmp_path, 1, rows=2, ledger="/on/another/machine")
     rows = tmp_path / "1-a.rank0.ledger"
     rows.write_bytes(b"1")

@@ -22,7 +22,7 @@ def command(ctx: click.Context, /, run: Path, as_json: str | None) -> None:
     It covers all restarts and changes of world size, and says whether an epoch trained a sample
     twice or left one out. Neither the script nor its data are needed.
     """
-    from lockstep.batch.ledger import judge
+    from lockstep.extensions.ledger.judge import judge
 
     report = judge(run)
     print_for_people(report.lines(), as_json)

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.distributed.process_group import Run
 from lockstep.session.extension import Place
-from lockstep.strategies.base import Strategy, StrategyPlan
+
+if TYPE_CHECKING:  # `lockstep ledger` and `lockstep report` read files without torch
+    from lockstep.distributed.process_group import Run
+    from lockstep.strategies.base import Strategy, StrategyPlan
 
 
 def add_extensions(
@@ -44,7 +46,7 @@ def add_extensions(
 
         run.extensions.add(NetworkAdvice(run, run.link), Place.OBSERVER)
     if settings.ledger is not None:
-        from lockstep.batch.ledger import Ledger
+        from lockstep.extensions.ledger.writer import Ledger
 
         ledger = Ledger(settings.ledger, run.collectives, run.loaders)
         run.extensions.add(ledger, Place.OBSERVER)

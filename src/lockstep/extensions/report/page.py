@@ -335,7 +335,7 @@ def _versions(header: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def ledger_text(record: Record) -> str:
     """Returns what the sample ledger of the run says; empty if the run kept none."""
-    from lockstep.batch.ledger import SUFFIX
+    from lockstep.extensions.ledger.file_format import LEDGER_SUFFIX
 
     ledger_folder = record.starts[-1].main.header.get("ledger")
     if not ledger_folder:
@@ -345,7 +345,7 @@ def ledger_text(record: Record) -> str:
         if not folder.is_dir():
             # The record is read on another machine; the ledger may have come with it.
             folder = record.folder
-        files = sorted(folder.glob(f"*{SUFFIX}"))
+        files = sorted(folder.glob(f"*{LEDGER_SUFFIX}"))
         return _judge_ledger(folder, tuple((path, path.stat().st_size) for path in files))
     except CheckpointError as error:
         return error.parts
@@ -354,7 +354,7 @@ def ledger_text(record: Record) -> str:
 @lru_cache(maxsize=1)
 def _judge_ledger(folder: Path, files_and_sizes: tuple[tuple[Path, int], ...]) -> str:
     """Judges a ledger. The sizes make the cache forget the result when a file has grown."""
-    from lockstep.batch.ledger import judge
+    from lockstep.extensions.ledger.judge import judge
 
     lines = []
     for line in judge(folder).lines():

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.batch.ledger import open_on_all_ranks
 from lockstep.communication.link import traffic
 from lockstep.distributed.process_group import Run
+from lockstep.distributed.rank_files import open_rank_file
 from lockstep.errors import on_warning, warn
 from lockstep.extensions.report.record_format import (
     COLUMN_INDEX,
@@ -70,7 +70,7 @@ class Recorder(Extension):
         self._device = run.device
         self._is_main = topology.is_main
         name = f"{RANK_INFIX}{topology.rank}{RECORD_SUFFIX}"
-        self._file: io.FileIO | None = open_on_all_ranks(folder, run.collectives, name, "report")
+        self._file: io.FileIO | None = open_rank_file(folder, run.collectives, name, "report")
         self._unwritten_lines: list[object] = []
         self._write(
             {

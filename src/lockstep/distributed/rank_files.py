@@ -1,0 +1,80 @@
+"""Opens a file for each rank in a folder that all ranks share, such as the sample ledger's.
+
+Every *start* of a run (the first one, and each restart) writes new files. The ranks agree on a name
+for the start, `<time in ns>-<random hex>`, with which the names of its files begin. Names sort in
+the order of the starts, even if the clocks of two machines differ or a clock was set back: each
+time is larger than those that the folder already has.
+"""
+
+from __future__ import annotations
+
+import io
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.errors import SettingError
+
+if TYPE_CHECKING:
+    from lockstep.distributed.collectives import Collectives
+
+
+def open_rank_file(
+    folder: str | Path, collectives: Collectives, name: str | None, setting: str
+) -> io.FileIO | None:
+    """Opens a new file of this rank for the current start of the run. A collective.
+
+    Args:
+        folder: where the file is made; the folder is made too if it does not exist.
+        collectives: of the run; the ranks agree on the name of the start.
+        name: how the file's name ends, after the name of the start; None: this rank has no file.
+        setting: the argument of `lockstep.init` that asked for the files, for the error.
+
+    Raises:
+        SettingError: some rank cannot write there; raised on all ranks.
+    """
+    start_name = _agree_on_start_name(Path(folder), collectives)
+    file = None
+    problem = ""
+    if name is not None:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            file = io.FileIO(Path(folder, f"{start_name}{name}"), "x")
+        except OSError as error:
+            problem = f"rank {collectives.topology.rank}: {error}"
+    problems = [text for text in collectives.exchange(problem) if text]
+    if problems:
+        if file is not None:
+            file.close()
+        raise cannot_write_error(setting, folder, problems[0])
+    return file
+
+
+def _agree_on_start_name(folder: Path, collectives: Collectives) -> str:
+    """Returns a name for this start of the run that sorts after all names in the folder."""
+    latest_time_ns = 0
+    for path in folder.glob("*-*"):
+        time_in_name = path.name.partition("-")[0]
+        if time_in_name.isdecimal():
+            latest_time_ns = max(latest_time_ns, int(time_in_name))
+    proposals = collectives.exchange((time.time_ns(), secrets.token_hex(4), latest_time_ns))
+    start_time_ns, random_hex, _ = proposals[0]
+    for _, _, latest_time_ns in proposals:
+        start_time_ns = max(start_time_ns, latest_time_ns + 1)
+    return f"{start_time_ns:020d}-{random_hex}"
+
+
+def cannot_write_error(setting: str, folder: str | Path, found: str) -> SettingError:
+    """Returns the error of a folder that cannot be written to.
+
+    Args:
+        setting: the argument of `lockstep.init` that names the folder.
+        folder: the folder.
+        found: what the operating system says.
+    """
+    return SettingError(
+        f"{setting}={str(folder)!r}",
+        f"it cannot be written: {found}",
+        f"make room or choose another folder; or leave the {setting} out",
+    )

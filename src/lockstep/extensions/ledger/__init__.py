@@ -1,0 +1,1 @@
+"""The sample ledger: every rank writes down its samples, and `lockstep ledger` checks them."""

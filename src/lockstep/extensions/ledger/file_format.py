@@ -1,0 +1,214 @@
+"""The format of a ledger file: which samples one rank trained, in one start of the run.
+
+A *start* is the first start of a run or a restart. A folder holds one file for each rank and each
+start, named `<start>.rank<rank>.ledger`. A file is a sequence of *records*, which are only ever
+appended: a frame (4 bytes length and 4 bytes CRC-32 of the content), then the content. The content
+is `J` and a JSON object, or `S` and an optimizer step: the fields of `STEP_FIELDS`, and the indices
+of this rank's samples as 64-bit integers. All numbers are little-endian. The first record has the
+version of the format and the number of ranks.
+
+If a process is killed, the last record of its file may be incomplete. That shows by its length and
+is no damage. A record in the middle whose checksum is wrong is damage.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lockstep.batch.plan import Indices
+from lockstep.errors import CheckpointError
+
+FORMAT_VERSION = 1
+RANK_INFIX = ".rank"
+LEDGER_SUFFIX = ".ledger"
+
+FRAME = struct.Struct("<II")
+"""Length and CRC-32 of the content of a record."""
+JSON_RECORD = b"J"
+STEP_RECORD = b"S"
+STEP_FIELDS = struct.Struct("<QHIQI")
+"""Number of the step, number of the loader, epoch, position of the global batch in the epoch, and
+samples of the global batch on all ranks."""
+NO_LOADER = 0xFFFF
+"""The number of the loader in a step that trained no batch of a prepared loader."""
+
+# How the content of a record begins: b'S' of a step, or b'J{' of a JSON object.
+_BEGINNING_OF_CONTENT = re.compile(rb"S|J\{")
+
+
+class TrainedBatch(NamedTuple):
+    """What was trained of one global batch: by one rank, or by all ranks."""
+
+    step: int
+    loader: int
+    """The number of the loader."""
+    epoch: int
+    position: int
+    """The position of the global batch in the epoch."""
+    global_samples: int
+    """Samples of the global batch on all ranks."""
+    samples: tuple[Indices, ...]
+    """The indices of the samples, one array for each rank."""
+
+    @property
+    def num_recorded(self) -> int:
+        """How many samples were recorded."""
+        return sum(len(samples) for samples in self.samples)
+
+
+@dataclass
+class RankFile:
+    """What was read from one rank's file of one start of the run."""
+
+    name: str
+    num_ranks: int = 0
+    loaders: list[dict[str, Any]] = field(default_factory=list)
+    """What was recorded about each loader."""
+    beginnings: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    """Digests of the first samples of a stream, by its number and the epoch."""
+    batches_by_attempt: list[list[TrainedBatch]] = field(default_factory=lambda: [[]])
+    """What was trained. A new list begins where the run went back to an earlier step."""
+    is_cut_off: bool = False
+    """True if the last record is incomplete."""
+    damaged_at: list[int] = field(default_factory=list)
+    """The byte at which each damaged record begins."""
+
+
+def record_bytes(content: bytes) -> bytes:
+    """Returns a record with this content."""
+    return FRAME.pack(len(content), zlib.crc32(content)) + content
+
+
+def json_content(values: dict[str, Any]) -> bytes:
+    """Returns the content of a record that holds a JSON object."""
+    return JSON_RECORD + json.dumps(values).encode()
+
+
+def step_content(
+    step: int, loader: int, epoch: int, position: int, global_samples: int, samples: Indices | None
+) -> bytes:
+    """Returns the content of a record of an optimizer step; see `TrainedBatch`."""
+    fields = STEP_FIELDS.pack(step, loader, epoch, position, global_samples)
+    indices = b"" if samples is None else samples.astype("<i8", copy=False).tobytes()
+    return STEP_RECORD + fields + indices
+
+
+def read_file(path: Path) -> RankFile:
+    """Reads one rank's file.
+
+    Raises:
+        CheckpointError: the file has a later version of the format, or cannot be opened.
+    """
+    file = RankFile(path.name)
+    data = _map_file(path)
+    for begin, end in _find_records(data, file):
+        if data[begin : begin + 1] == STEP_RECORD:
+            _add_step(file, data, begin + 1, end)
+            continue
+        values = json.loads(data[begin + 1 : end])
+        if "loader" in values:
+            file.loaders.append(values)
+        elif "stream" in values:
+            file.beginnings[values["stream"], values["epoch"]] = values["beginning"]
+        elif values["ledger"] == FORMAT_VERSION:
+            file.num_ranks = values["ranks"]
+        else:
+            raise CheckpointError(
+                f"the ledger {path.parent}",
+                f"{path.name} is of version {values['ledger']}, and {FORMAT_VERSION} is read here",
+                "read it with the Lockstep that wrote it",
+            )
+    return file
+
+
+def _map_file(path: Path) -> bytes | mmap.mmap:
+    """Maps a file into memory."""
+    try:
+        with path.open("rb") as opened:
+            if path.stat().st_size == 0:  # an empty file cannot be mapped
+                return b""
+            return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise CheckpointError(
+            f"the ledger {path.parent}",
+            f"{path.name} cannot be read: {error}",
+            "make it readable, or copy the folder",
+        ) from error
+
+
+def _add_step(file: RankFile, data: bytes | mmap.mmap, begin: int, end: int) -> None:
+    """Adds the optimizer step whose fields begin at a byte of the data, and end before another."""
+    step, loader, epoch, position, global_samples = STEP_FIELDS.unpack_from(data, begin)
+    samples_begin = begin + STEP_FIELDS.size
+    samples = np.frombuffer(data, "<i8", (end - samples_begin) // 8, samples_begin)
+    batch = TrainedBatch(step, loader, epoch, position, global_samples, (samples,))
+    latest_attempt = file.batches_by_attempt[-1]
+    if latest_attempt and step < latest_attempt[-1].step:
+        latest_attempt = []
+        file.batches_by_attempt.append(latest_attempt)
+    latest_attempt.append(batch)
+
+
+def _find_records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int, int]]:
+    """Yields where the content of each complete record begins and ends.
+
+    After a damaged record it goes on with the next complete one. What is wrong with the file is
+    noted in `file`.
+    """
+    place = 0
+    while place < len(data):
+        content_begin = place + FRAME.size
+        end = _end_of_record(data, place)
+        if end is not None:
+            yield content_begin, end
+            place = end
+            continue
+        next_place = _next_complete_record(data, content_begin + 1)
+        length = 0
+        if content_begin <= len(data):
+            length, _ = FRAME.unpack(data[place:content_begin])
+        ends_before_the_file = length > 0 and content_begin + length < len(data)
+        if next_place is not None or ends_before_the_file:
+            file.damaged_at.append(place)
+        if next_place is None:
+            file.is_cut_off = True
+            return
+        place = next_place
+
+
+def _next_complete_record(data: bytes | mmap.mmap, first_content: int) -> int | None:
+    """Returns where the next complete record begins; None: there is none.
+
+    Args:
+        data: the file.
+        first_content: the first byte at which its content may begin.
+    """
+    for match in _BEGINNING_OF_CONTENT.finditer(data, first_content):
+        place = match.start() - FRAME.size
+        if _end_of_record(data, place) is not None:
+            return place
+    return None
+
+
+def _end_of_record(data: bytes | mmap.mmap, place: int) -> int | None:
+    """Returns where the record that begins at `place` ends; None: no complete one begins there."""
+    content_begin = place + FRAME.size
+    if _BEGINNING_OF_CONTENT.match(data, content_begin) is None:
+        return None
+    length, checksum = FRAME.unpack(data[place:content_begin])
+    end = int(content_begin + length)
+    if length == 0 or end > len(data):
+        return None
+    if zlib.crc32(memoryview(data)[content_begin:end]) != checksum:
+        return None
+    return end

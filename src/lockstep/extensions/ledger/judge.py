@@ -1,0 +1,565 @@
+"""Judges a sample ledger: was every sample of every epoch trained once, over all restarts?
+
+A *start* is the first start of a run, or a restart. An *attempt* is a start, or what followed when
+the run went back to an earlier step (texts for the user call both a start). If a run was restarted
+from a checkpoint, a later attempt trained some steps again, from a state that knew nothing of the
+earlier ones. So the records of the later attempt replace those of the earlier one. What is judged
+are the steps that led to the last state: each step counts as its *final attempt* trained it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lockstep.batch.fingerprint import Fingerprint, compare, differing_sample
+from lockstep.batch.plan import Indices, ceil_div
+from lockstep.errors import CheckpointError
+from lockstep.extensions.ledger.file_format import (
+    LEDGER_SUFFIX,
+    NO_LOADER,
+    RANK_INFIX,
+    RankFile,
+    TrainedBatch,
+    read_file,
+)
+from lockstep.extensions.ledger.report import LedgerFinding, LedgerReport
+from lockstep.wording import count_noun, format_ranges, format_ranks, join_first
+
+MAX_ITEMS_IN_TEXT = 5
+SAMPLES_COMPARED_AT_ONCE = 2**24
+MAX_SAMPLES_KEPT = 2**16
+"""How many of the samples with the same fault are kept; all of them are counted."""
+
+FinalAttempts = Mapping[int, int]
+"""For each step that led to the last state, the index of the attempt that counts."""
+LoaderAndEpoch = tuple[int, int]
+
+
+class Attempt(NamedTuple):
+    """One start of the run, or what followed when it went back to an earlier step."""
+
+    start_name: str
+    num_ranks: int
+    files: Mapping[int, RankFile]
+    """The file of each rank; empty for what followed when the run went back."""
+    batches_of_rank: Mapping[int, list[TrainedBatch]]
+    """What each rank that has a file has trained."""
+
+
+def judge(folder: str | Path) -> LedgerReport:
+    """Reads and judges the ledger of a run.
+
+    Raises:
+        CheckpointError: there is no ledger, or it cannot be read.
+    """
+    attempts = read_folder(Path(folder))
+    report = LedgerReport(str(folder))
+    for number, attempt in enumerate(attempts, 1):
+        _check_files(attempt, number, report)
+    final_attempts = _find_final_attempts(attempts, report)
+    loaders = _collect_loaders(attempts, report)
+    epochs = _join_ranks(attempts, final_attempts, report)
+    _check_beginnings(attempts, epochs, final_attempts, report)
+    _check_steps(final_attempts, report)
+    for loader, epoch in sorted(epochs):
+        if loader not in loaders:  # the record that describes it is damaged, which was reported
+            report.notes.append(f"epoch {epoch} of loader {loader} cannot be judged")
+            continue
+        batches = sorted(epochs[loader, epoch], key=lambda batch: batch.step)
+        later_epochs = [key for key in epochs if key[0] == loader and key[1] > epoch]
+        next_batch = None
+        if later_epochs:
+            next_batch = min(epochs[min(later_epochs)], key=lambda batch: batch.step)
+        _check_epoch(loaders[loader], batches, next_batch, final_attempts, report)
+    return report
+
+
+def read_folder(folder: Path) -> list[Attempt]:
+    """Reads the attempts in a folder, in the order in which they were started.
+
+    Raises:
+        CheckpointError: there is no ledger, or one of a later version.
+    """
+    files_of_start: dict[str, dict[int, RankFile]] = defaultdict(dict)
+    for path in sorted(folder.glob(f"*{RANK_INFIX}*{LEDGER_SUFFIX}")):
+        # Rank and start are taken from the name: the file may have been cut off at its beginning.
+        start_name, _, rank = path.name.removesuffix(LEDGER_SUFFIX).rpartition(RANK_INFIX)
+        files_of_start[start_name][int(rank)] = read_file(path)
+    if not files_of_start:
+        raise CheckpointError(
+            f"the ledger {folder}",
+            "the folder holds none" if folder.is_dir() else "there is no such folder",
+            "train with lockstep run --ledger FOLDER, and give that folder",
+        )
+    attempts: list[Attempt] = []
+    for start_name, files in files_of_start.items():
+        attempts += _split_start(start_name, files)
+    return attempts
+
+
+def _split_start(start_name: str, files: Mapping[int, RankFile]) -> list[Attempt]:
+    """Returns the attempts of one start of the run: one more each time that it went back."""
+    num_ranks = max(file.num_ranks for file in files.values())
+    batches_by_rank = [file.batches_by_attempt for file in files.values()]
+    attempts: list[Attempt] = []
+    # A rank may have recorded fewer attempts than another; of the missing ones it has no batches.
+    for batches_of_attempt in zip_longest(*batches_by_rank, fillvalue=[]):
+        batches_of_rank = dict(zip(files, batches_of_attempt, strict=True))
+        is_first = not attempts
+        attempt = Attempt(start_name, num_ranks, files if is_first else {}, batches_of_rank)
+        attempts.append(attempt)
+    return attempts
+
+
+def _check_files(attempt: Attempt, number: int, report: LedgerReport) -> None:
+    """Reports files that are missing, cut off or damaged."""
+    for rank in range(attempt.num_ranks):
+        if rank not in attempt.batches_of_rank:
+            report.add_finding("LS102", f"start {number}: the file of rank {rank} is missing")
+    for rank, file in sorted(attempt.files.items()):
+        if file.is_cut_off:
+            report.notes.append(f"start {number}, rank {rank}: the last record is cut off")
+        if file.damaged_at:
+            report.add_finding(
+                "LS405",
+                f"start {number}, rank {rank}: {count_noun(len(file.damaged_at), 'record')} of "
+                f"{file.name} cannot be read, the first at byte {file.damaged_at[0]}",
+            )
+
+
+def _find_final_attempts(attempts: Sequence[Attempt], report: LedgerReport) -> FinalAttempts:
+    """Finds the steps that led to the last state, and which attempt counts for each.
+
+    An attempt replaces all earlier records from its first step on.
+    """
+    final_attempts: dict[int, int] = {}
+    for index, attempt in enumerate(attempts):
+        steps: set[int] = set()
+        for batches in attempt.batches_of_rank.values():
+            steps.update(batch.step for batch in batches)
+        first_step = min(steps, default=None)
+        replaced: list[int] = []
+        if first_step is not None:
+            replaced = [step for step in final_attempts if step >= first_step]
+        for step in replaced:
+            del final_attempts[step]
+        for step in steps:
+            final_attempts[step] = index
+        report.again += len(replaced)
+        report.attempts.append(
+            {
+                "name": attempt.start_name,
+                "started_ns": int(attempt.start_name.partition("-")[0]),
+                "ranks": attempt.num_ranks,
+                "first": first_step,
+                "last": max(steps, default=None),
+                "again": len(replaced),
+            }
+        )
+    report.steps = len(final_attempts)
+    return final_attempts
+
+
+def _collect_loaders(
+    attempts: Sequence[Attempt], report: LedgerReport
+) -> dict[int, dict[str, Any]]:
+    """Returns the description of each loader, and reports what differs between the attempts."""
+    loaders: dict[int, dict[str, Any]] = {}
+    reported: set[tuple[int, str]] = set()
+    for number, attempt in enumerate(attempts, 1):
+        for rank, file in sorted(attempt.files.items()):
+            for description in file.loaders:
+                loader = description["loader"]
+                first = loaders.setdefault(loader, description)
+                for name in ("length", "batch_size", "drop_last"):
+                    if description[name] == first[name] or (loader, name) in reported:
+                        continue
+                    reported.add((loader, name))
+                    report.add_finding(
+                        "LS104" if name == "length" else "LS109",
+                        f"loader {loader}: {name} is {description[name]} on rank {rank} of start "
+                        f"{number}, and was {first[name]}",
+                        loader=loader,
+                    )
+                if (loader, "data") in reported:
+                    continue
+                if _report_other_data(first, description, number, report):
+                    reported.add((loader, "data"))
+    trained_loaders: set[int] = set()
+    for attempt in attempts:
+        for batches in attempt.batches_of_rank.values():
+            trained_loaders.update(batch.loader for batch in batches)
+    for loader in sorted(loaders.keys() & trained_loaders):
+        if loaders[loader]["stream"] is not None:
+            report.by_position.append(loader)
+        elif loaders[loader]["own_order"]:
+            report.by_batch.append(loader)
+        else:
+            report.by_sample.append(loader)
+    return loaders
+
+
+def _report_other_data(
+    first: Mapping[str, Any], description: Mapping[str, Any], number: int, report: LedgerReport
+) -> bool:
+    """Compares the dataset of a loader with that of the first start.
+
+    Args:
+        first: the description of the loader in the first start.
+        description: its description in another one.
+        number: of the other start.
+        report: where a difference is reported.
+
+    Returns:
+        True if something differs.
+    """
+    if first.get("data") is None or description.get("data") is None:
+        return False
+    fingerprint_before = Fingerprint.from_text(first["data"])
+    fingerprint_now = Fingerprint.from_text(description["data"])
+    difference = compare(fingerprint_before, fingerprint_now)
+    if difference is None:
+        return False
+    loader = first["loader"]
+    if difference.other_samples:
+        report.add_finding(
+            "LS104",
+            f"loader {loader}: the data of start {number} are not those of the first start: "
+            f"{difference.found}",
+            loader=loader,
+        )
+    else:
+        report.notes.append(
+            f"loader {loader}: start {number} read the samples in another way, "
+            f"{difference.found}; other parts of them, such as the labels, are the same"
+        )
+    return True
+
+
+def _join_ranks(
+    attempts: Sequence[Attempt], final_attempts: FinalAttempts, report: LedgerReport
+) -> dict[LoaderAndEpoch, list[TrainedBatch]]:
+    """Returns the global batches that count, by loader and epoch, each with the parts of all ranks.
+
+    What is wrong with them is reported once for all steps of an attempt that have the same fault.
+    """
+    epochs: dict[LoaderAndEpoch, list[TrainedBatch]] = defaultdict(list)
+    findings_by_fault: dict[tuple[int, str], list[LedgerFinding]] = defaultdict(list)
+    for index, attempt in enumerate(attempts):
+        for (step, loader), parts in _parts_by_batch(attempt, index, final_attempts).items():
+            first = next(iter(parts.values()))
+            absent_ranks = sorted(attempt.batches_of_rank.keys() - parts.keys())
+            if absent_ranks and step == max(final_attempts):
+                report.notes.append(
+                    f"start {index + 1} ended in step {step}, before {format_ranks(absent_ranks)} "
+                    "had written it down; that step is left out"
+                )
+                continue
+            fault = _find_fault(parts, absent_ranks, attempt.num_ranks)
+            if fault is not None:
+                finding = LedgerFinding(
+                    fault.code, f"step {step}: {fault.what}", step, loader, first.epoch
+                )
+                findings_by_fault[index, fault.code].append(finding)
+                if fault.code == "LS109":  # the parts belong to different global batches
+                    continue
+            samples: list[Indices] = []
+            for part in parts.values():
+                samples += part.samples
+            epochs[loader, first.epoch].append(first._replace(samples=tuple(samples)))
+    for findings in findings_by_fault.values():
+        what = findings[0].what
+        if len(findings) > 1:
+            what += f"; so in {len(findings)} steps, the last {findings[-1].step}"
+        report.findings.append(replace(findings[0], what=what))
+    return epochs
+
+
+def _parts_by_batch(
+    attempt: Attempt, index: int, final_attempts: FinalAttempts
+) -> dict[tuple[int, int], dict[int, TrainedBatch]]:
+    """Returns what each rank has trained in an attempt, by step and loader.
+
+    Args:
+        attempt: the attempt.
+        index: of the attempt. Only steps are returned for which it is the one that counts.
+        final_attempts: see `FinalAttempts`.
+    """
+    parts_by_batch: dict[tuple[int, int], dict[int, TrainedBatch]] = defaultdict(dict)
+    for rank, batches in sorted(attempt.batches_of_rank.items()):
+        for batch in batches:
+            counts = final_attempts.get(batch.step) == index
+            if counts and batch.loader != NO_LOADER:
+                parts_by_batch[batch.step, batch.loader][rank] = batch
+    return parts_by_batch
+
+
+class _Fault(NamedTuple):
+    code: str
+    what: str
+
+
+def _find_fault(
+    parts: Mapping[int, TrainedBatch], absent_ranks: Sequence[int], num_ranks: int
+) -> _Fault | None:
+    """Says why what the ranks trained in a step is not one global batch; None: it is.
+
+    Args:
+        parts: of each rank that recorded the step.
+        absent_ranks: ranks that have a file and did not record the step.
+        num_ranks: of the attempt. There are fewer files if some are missing.
+    """
+    first_rank = next(iter(parts))
+    first = parts[first_rank]
+    place = f"global batch {first.position} of epoch {first.epoch}"
+    for rank, part in parts.items():
+        same_place = (part.epoch, part.position) == (first.epoch, first.position)
+        if not same_place or part.global_samples != first.global_samples:
+            return _Fault(
+                "LS109",
+                f"rank {first_rank} trained {place} ({first.global_samples} samples), "
+                f"rank {rank} global batch {part.position} of epoch {part.epoch} "
+                f"({part.global_samples} samples)",
+            )
+    if absent_ranks:
+        return _Fault("LS102", f"{format_ranks(absent_ranks)} did not record {place}")
+    num_recorded = sum(part.num_recorded for part in parts.values())
+    # If files are missing, the samples in them are too, which is reported once for the file.
+    if len(parts) < num_ranks or num_recorded == first.global_samples:
+        return None
+    return _Fault(
+        "LS102" if num_recorded < first.global_samples else "LS101",
+        f"{place} has {first.global_samples} samples, and the parts of the ranks have "
+        f"{num_recorded} together",
+    )
+
+
+def _check_beginnings(
+    attempts: Sequence[Attempt],
+    epochs: Mapping[LoaderAndEpoch, Sequence[TrainedBatch]],
+    final_attempts: FinalAttempts,
+    report: LedgerReport,
+) -> None:
+    """Compares the first samples of a stream in an epoch that several attempts have trained."""
+    for (loader, epoch), batches in sorted(epochs.items()):
+        first_beginning: list[Any] | None = None
+        first_index = 0
+        for index in sorted({final_attempts[batch.step] for batch in batches}):
+            file = attempts[index].files.get(0)
+            beginning = None if file is None else file.beginnings.get((loader, epoch))
+            if beginning is None:
+                continue
+            if first_beginning is None:
+                first_beginning = beginning
+                first_index = index
+                continue
+            sample = differing_sample(first_beginning, beginning)
+            if sample is not None:
+                report.add_finding(
+                    "LS104",
+                    f"loader {loader}, epoch {epoch}: in start {index + 1} the stream began with "
+                    f"other samples than in start {first_index + 1}, from sample {sample} on, so "
+                    "the same position is another sample",
+                    loader=loader,
+                    epoch=epoch,
+                )
+                break
+
+
+def _check_steps(final_attempts: FinalAttempts, report: LedgerReport) -> None:
+    """Reports steps that no rank has recorded."""
+    if not final_attempts:
+        report.notes.append("no optimizer step is written down")
+        return
+    first_step = min(final_attempts)
+    if first_step > 0:
+        report.notes.append(f"the ledger begins at step {first_step}; what was before is not in it")
+    missing = []
+    for step in range(first_step, max(final_attempts)):
+        if step not in final_attempts:
+            missing.append(step)
+    if missing:
+        steps = format_ranges(missing, MAX_ITEMS_IN_TEXT)
+        what = f"{count_noun(len(missing), 'step')} not written down: {steps}"
+        report.add_finding("LS405", what, step=missing[0])
+
+
+def _check_epoch(
+    loader: dict[str, Any],
+    batches: Sequence[TrainedBatch],
+    next_batch: TrainedBatch | None,
+    final_attempts: FinalAttempts,
+    report: LedgerReport,
+) -> None:
+    """Checks that every sample is in an epoch of a loader, and none twice.
+
+    Args:
+        loader: the description of the loader.
+        batches: the global batches of the epoch that were trained, ordered by step.
+        next_batch: the first global batch of the next epoch that was trained, if any.
+        final_attempts: see `FinalAttempts`.
+        report: what was found is added to it.
+    """
+    first = batches[0]
+    last = batches[-1]
+    title = f"loader {loader['loader']} ({loader['dataset']}), epoch {first.epoch}"
+
+    def add_finding(code: str, what: str, samples: Indices | Sequence[int] = ()) -> None:
+        report.add_finding(
+            code,
+            f"{title}: {what}",
+            loader=loader["loader"],
+            epoch=first.epoch,
+            samples=tuple(int(sample) for sample in samples[:MAX_ITEMS_IN_TEXT]),
+        )
+
+    positions = {batch.position for batch in batches}
+    steps_of_epoch = loader["steps"]
+    end_position = max(positions) + 1
+    is_finished = end_position == steps_of_epoch
+    # The first step of the whole ledger may be in the middle of this epoch.
+    ledger_begins_here = first.step > 0 and first.step == min(final_attempts)
+    begin_position = first.position if ledger_begins_here else 0
+    explanation = ""
+    if next_batch is not None and steps_of_epoch is not None and not is_finished:
+        if final_attempts[next_batch.step] == final_attempts[last.step]:
+            report.notes.append(
+                f"loader {loader['loader']}: the script left epoch {first.epoch} after global "
+                f"batch {end_position - 1} of {steps_of_epoch}"
+            )
+        else:
+            end_position = steps_of_epoch
+            explanation = "; the run was then taken up in another epoch"
+    missing = [n for n in range(begin_position, end_position) if n not in positions]
+    if missing:
+        places = format_ranges(missing, MAX_ITEMS_IN_TEXT)
+        add_finding("LS102", f"global batches were left out: {places}{explanation}")
+    if loader["own_order"]:
+        if len(positions) < len(batches):
+            add_finding("LS101", "a global batch of the user's own order was trained twice")
+    else:
+        required_samples = range(0)
+        parts_are_complete = all(b.num_recorded == b.global_samples for b in batches)
+        if not missing and parts_are_complete:
+            required_samples = _required_samples(
+                loader, batches, begin_position, is_finished=is_finished
+            )
+        repeated, absent = repeats_and_gaps(batches, required_samples)
+        if repeated.count:
+            number = count_noun(repeated.count, "sample")
+            examples = [
+                _describe_sample_with_steps(sample, batches)
+                for sample in repeated.first[: MAX_ITEMS_IN_TEXT + 1].tolist()
+            ]
+            what = f"{number} trained more than once: {join_first(examples, MAX_ITEMS_IN_TEXT)}"
+            add_finding("LS101", what, repeated.first)
+        if absent.count:
+            number = count_noun(absent.count, "sample")
+            examples_text = format_ranges(absent.first.tolist(), MAX_ITEMS_IN_TEXT)
+            add_finding("LS102", f"{number} left out: {examples_text}", absent.first)
+    report.epochs.append(
+        {
+            "loader": loader["loader"],
+            "dataset": loader["dataset"],
+            "epoch": first.epoch,
+            "samples": sum(batch.num_recorded for batch in batches),
+            "batches": len(positions),
+            "steps": steps_of_epoch,
+            "ended": is_finished,
+        }
+    )
+
+
+def _describe_sample_with_steps(sample: int, batches: Sequence[TrainedBatch]) -> str:
+    """Returns a sample and the steps that trained it, such as `7 (steps 3, 12)`."""
+    steps: list[str] = []
+    for batch in batches:
+        if any(sample in samples for samples in batch.samples):
+            steps.append(str(batch.step))
+    plural = "s" if len(steps) > 1 else ""
+    return f"{sample} (step{plural} {', '.join(steps)})"
+
+
+def _required_samples(
+    loader: dict[str, Any],
+    batches: Sequence[TrainedBatch],
+    begin_position: int,
+    *,
+    is_finished: bool,
+) -> range:
+    """Returns the samples that some global batch of the epoch must have, if none is missing.
+
+    Args:
+        loader: the description of the loader.
+        batches: of the epoch.
+        begin_position: the position at which the ledger begins in the epoch.
+        is_finished: True if the epoch was trained to its end.
+    """
+    whole_epoch = is_finished and begin_position == 0
+    if loader["stream"] is None and whole_epoch and not loader["drop_last"]:
+        return range(loader["length"])
+    # A stream that splits itself over the ranks ("own") does not number its samples in a row.
+    if loader["stream"] in ("whole", "seek"):
+        last_sample = -1
+        for batch in batches:
+            for samples in batch.samples:
+                if len(samples):
+                    last_sample = max(last_sample, int(samples.max()))
+        return range(begin_position * loader["batch_size"], last_sample + 1)
+    return range(0)
+
+
+class SampleCount:
+    """Counts samples, and keeps the first of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = np.empty(0, np.int64)
+        """The smallest indices, in ascending order."""
+
+    def add(self, samples: Indices) -> None:
+        """Adds samples that were not added before."""
+        self.count += len(samples)
+        self.first = np.sort(np.concatenate([self.first, samples]))[:MAX_SAMPLES_KEPT]
+
+
+def repeats_and_gaps(
+    batches: Sequence[TrainedBatch],
+    required_samples: range,
+    at_once: int = SAMPLES_COMPARED_AT_ONCE,
+) -> tuple[SampleCount, SampleCount]:
+    """Finds the samples that were trained twice, and those that were not trained.
+
+    The samples are divided into groups that leave the same remainder, and one group is compared at
+    a time. So memory does not grow with the length of the epoch.
+
+    Args:
+        batches: what was trained.
+        required_samples: the samples that must be in some batch.
+        at_once: about how many samples form a group.
+
+    Returns:
+        The samples that are in two places, and the required ones that are in none.
+    """
+    arrays: list[Indices] = []
+    for batch in batches:
+        arrays += batch.samples
+    total = max(len(required_samples), sum(batch.num_recorded for batch in batches))
+    divisor = max(1, ceil_div(total, at_once))
+    repeated = SampleCount()
+    absent = SampleCount()
+    for remainder in range(divisor):
+        group = np.concatenate([array[array % divisor == remainder] for array in arrays])
+        distinct, counts = np.unique(group, return_counts=True)
+        repeated.add(distinct[counts > 1])
+        first = required_samples.start + (remainder - required_samples.start) % divisor
+        required = np.arange(first, required_samples.stop, divisor, dtype=np.int64)
+        absent.add(np.setdiff1d(required, distinct, assume_unique=True))
+    return repeated, absent

@@ -1,0 +1,144 @@
+"""The report on a ledger: which samples were trained, and what is wrong with that.
+
+`judge` fills it in. The fields are those of the file that `lockstep ledger --json` writes. Loaders
+are named by their numbers. An *attempt* is a start of the run, or what followed when the run went
+back to an earlier step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from typing import Any
+
+from lockstep.errors import explain_hint
+from lockstep.wording import count_noun
+
+MAX_FINDINGS_IN_TEXT = 20
+"""The text has no more findings than this. The JSON report has all of them."""
+
+
+@dataclass(frozen=True)
+class LedgerFinding:
+    """Something in a ledger that is not as it should be."""
+
+    code: str
+    """The code of its entry in the catalogue of `lockstep explain`."""
+    what: str
+    step: int | None = None
+    loader: int | None = None
+    epoch: int | None = None
+    samples: tuple[int, ...] = ()
+    """The first of the samples that it is about."""
+
+
+@dataclass
+class LedgerReport:
+    """What a ledger says about a run."""
+
+    folder: str
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    """For each attempt: name, time, number of ranks, first and last step, and how many steps of
+    earlier attempts it trained again."""
+    steps: int = 0
+    """Optimizer steps that led to the last state."""
+    again: int = 0
+    """Optimizer steps that were trained again after a restart."""
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    """For each loader and epoch: samples, global batches, and whether the epoch was finished."""
+    findings: list[LedgerFinding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What is worth knowing and not wrong."""
+    by_sample: list[int] = field(default_factory=list)
+    """Loaders whose samples are recorded."""
+    by_position: list[int] = field(default_factory=list)
+    """Loaders of streams, of which only the positions of samples are recorded."""
+    by_batch: list[int] = field(default_factory=list)
+    """Loaders with a sampler of the script's own, which may repeat and leave out samples."""
+
+    def add_finding(self, code: str, what: str, **place: Any) -> None:
+        """Adds a finding; `place` has further fields of `LedgerFinding`."""
+        self.findings.append(LedgerFinding(code, what, **place))
+
+    def lines(self) -> list[str]:
+        """Returns the report as lines of text. A finding is one entry of two lines."""
+        lines = [f"{self.folder}: {count_noun(self.steps, 'optimizer step')}"]
+        for number, attempt in enumerate(self.attempts, 1):
+            lines.append(_describe_attempt(number, attempt))
+        for epoch in self.epochs:
+            lines.append(_describe_epoch(epoch))
+        for note in self.notes:
+            lines.append(f"  note: {note}")
+        for finding in self.findings[:MAX_FINDINGS_IN_TEXT]:
+            lines.append(f"{finding.what}\n  more:  {explain_hint(finding.code)}")
+        if len(self.findings) > MAX_FINDINGS_IN_TEXT:
+            lines.append(f"and {len(self.findings) - MAX_FINDINGS_IN_TEXT} more findings")
+        if not self.findings:
+            lines += self._describe_success()
+        return lines
+
+    def _describe_success(self) -> list[str]:
+        """Returns what a ledger without findings proves, which depends on the kind of loader."""
+        if not self.by_position and not self.by_batch:
+            return ["every sample once: nothing was trained twice, nothing was left out"]
+        lines = []
+        if self.by_position:
+            loaders = _name_loaders(self.by_position)
+            lines.append(
+                f"every position of the streams once ({loaders}): nothing "
+                "was trained twice, nothing was left out, if they give the same samples in the "
+                "same order to every rank, worker and start; the ledger records positions, and "
+                "the first samples of each epoch"
+            )
+        if self.by_batch:
+            loaders = _name_loaders(self.by_batch)
+            lines.append(
+                f"every global batch of the script's own order once "
+                f"({loaders}): which samples are in it, and how often, is up "
+                "to the sampler"
+            )
+        if self.by_sample:
+            lines.append(f"every sample once ({_name_loaders(self.by_sample)})")
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the report as values for `json.dumps`."""
+        verdict = "EVERY SAMPLE ONCE"
+        if self.by_batch:
+            verdict = "EVERY GLOBAL BATCH ONCE"
+        if self.by_position:
+            verdict = "EVERY POSITION ONCE"
+        if self.findings:
+            verdict = "REPEATS OR GAPS"
+        return {"verdict": verdict, **asdict(self)}
+
+
+def _describe_attempt(number: int, attempt: dict[str, Any]) -> str:
+    started = datetime.fromtimestamp(attempt["started_ns"] / 1e9)
+    text = (
+        f"  start {number}, {started:%Y-%m-%d %H:%M:%S}: {count_noun(attempt['ranks'], 'rank')}, "
+    )
+    if attempt["last"] is None:
+        text += "no step"
+    else:
+        text += f"steps {attempt['first']} to {attempt['last']}"
+    if attempt["again"]:
+        text += f"; trained {count_noun(attempt['again'], 'step')} again"
+    return text
+
+
+def _describe_epoch(epoch: dict[str, Any]) -> str:
+    batches = f"{epoch['batches']}"
+    if epoch["steps"] is not None:
+        batches += f" of {epoch['steps']}"
+    return (
+        f"  loader {epoch['loader']} ({epoch['dataset']}), epoch {epoch['epoch']}: "
+        f"{count_noun(epoch['samples'], 'sample')} in {batches} global batches"
+    )
+
+
+def _name_loaders(numbers: Sequence[int]) -> str:
+    """Returns "loader 0" or "loaders 0, 1"."""
+    plural = "s" if len(numbers) > 1 else ""
+    return f"loader{plural} {', '.join(str(number) for number in numbers)}"
