@@ -59,7 +59,7 @@ from lockstep.run.start.zygote import Event, Zygote
 from lockstep.run.watch.dataclass_json import from_values
 from lockstep.run.watch.error_record import TORCH_ERROR_FILE_VARIABLE, read_error
 from lockstep.run.watch.evidence import FOLDER_VARIABLE, create_evidence_memory
-from lockstep.run.watch.exit_status import ExitReport, Interruption
+from lockstep.run.watch.exit_status import ExitReport, ExitStatus, Interruption
 from lockstep.run.watch.failure_report import render_failure
 from lockstep.run.watch.first_failure import FirstFailure, first_failure, lost_node
 from lockstep.run.watch.probe import FLIGHT_RECORDER_VARIABLES
@@ -743,7 +743,7 @@ class Agent(api.SimpleElasticAgent):
         reports = [own_report, *reports_of_others.values()]
         hangs = [report.hang for report in reports if report.hang is not None]
         interrupted = [report for report in reports if report.interrupted is not None]
-        exits = []
+        exits: list[ExitStatus] = []
         for report in reports:
             exits.extend(report.exits)
         ended_ranks = {status.rank for status in exits}
