@@ -1,4 +1,8 @@
-"""What to do about a rank's failure, from tables of known error texts, signals and kinds."""
+"""What to do about a rank's failure, from tables of known error texts, signals and kinds.
+
+An *end* says how the rank's process ended: its exit code or signal, the exception that it recorded,
+and the last lines of its output. The *kind* is a `first_failure.FailureKind`, such as "exception".
+"""
 
 from __future__ import annotations
 

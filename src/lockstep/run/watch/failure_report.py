@@ -1,4 +1,11 @@
-"""Writes the block that closes a failed run: what failed first, what followed, and what to do."""
+"""Writes the block that closes a failed run: what failed first, what followed, and what to do.
+
+FIRST FAILURE: rank 1 on host a, after step 12
+ValueError: loss is NaN
+train.py:12: loss.backward()
+consequences: rank 0 (Connection closed by peer), ended by lockstep: ranks 2-3
+traceback and logs: runs/logs
+"""
 
 from __future__ import annotations
 

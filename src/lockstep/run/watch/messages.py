@@ -1,4 +1,9 @@
-"""Writes verdicts, calls and the states of ranks as text for people."""
+"""Writes verdicts, calls and the states of ranks as text for people.
+
+A *row* of a verdict says what one rank does. Ranks that do the same are written as one *entry*, so
+that a verdict on many ranks fits on a screen. The *mismatch* of a verdict is the first collective
+that the ranks did not all call in the same way.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,7 @@ from lockstep.user_code import format_source_line
 from lockstep.wording import format_ranks, join_first
 
 MAX_WIDTH = 100
-MAX_GROUPS_SHOWN = 10
-"""With many ranks a verdict must still fit on a screen."""
+MAX_ENTRIES_SHOWN = 10
 _MAX_HOSTS_SHOWN = 4
 _MAX_TENSORS_SHOWN = 3
 _MAX_CALLS_SHOWN = 20
@@ -31,12 +35,12 @@ def render(verdict: Verdict) -> str:
 
 def detail_lines(verdict: Verdict) -> list[str]:
     """Writes the part between a verdict's headline and its advice: what the ranks do."""
-    groups = _group_rows(verdict)
+    entries = _merge_equal_rows(verdict)
     lines: list[str] = []
-    for rows in groups[:MAX_GROUPS_SHOWN]:
-        lines += _group_lines(rows)
+    for rows in entries[:MAX_ENTRIES_SHOWN]:
+        lines += _entry_lines(rows)
     ranks_not_shown = []
-    for rows in groups[MAX_GROUPS_SHOWN:]:
+    for rows in entries[MAX_ENTRIES_SHOWN:]:
         ranks_not_shown += [row.rank for row in rows]
     if ranks_not_shown:
         lines.append(f"  {format_ranks(ranks_not_shown)}: see hang.txt")
@@ -45,32 +49,33 @@ def detail_lines(verdict: Verdict) -> list[str]:
     return _wrap(lines)
 
 
-def _group_rows(verdict: Verdict) -> list[list[Row]]:
-    """Groups the ranks that do the same, on one host or, with many groups, on any host.
+def _merge_equal_rows(verdict: Verdict) -> list[list[Row]]:
+    """Returns the rows of each entry: ranks that do the same on one host or, if that gives too many
+    entries, on any host.
 
-    If there are too many groups to be shown, those with ranks at fault come first, then small ones.
+    If there are still too many, entries with ranks at fault come first, then those of few ranks.
     """
     rows_on_one_host: dict[object, list[Row]] = {}
     rows_on_any_host: dict[object, list[Row]] = {}
     for row in verdict.rows:
         rows_on_one_host.setdefault((row.host, row.does, row.line), []).append(row)
         rows_on_any_host.setdefault((row.does, row.line), []).append(row)
-    if len(rows_on_one_host) <= MAX_GROUPS_SHOWN:
+    if len(rows_on_one_host) <= MAX_ENTRIES_SHOWN:
         return list(rows_on_one_host.values())
-    groups = list(rows_on_any_host.values())
-    if len(groups) > MAX_GROUPS_SHOWN:
+    entries = list(rows_on_any_host.values())
+    if len(entries) > MAX_ENTRIES_SHOWN:
         ranks_at_fault = set(verdict.ranks)
 
         def order(rows: list[Row]) -> tuple[bool, int]:
             has_no_fault = ranks_at_fault.isdisjoint(row.rank for row in rows)
             return has_no_fault, len(rows)
 
-        groups.sort(key=order)
-    return groups
+        entries.sort(key=order)
+    return entries
 
 
-def _group_lines(rows: list[Row]) -> list[str]:
-    """Writes what some ranks do that all do the same."""
+def _entry_lines(rows: list[Row]) -> list[str]:
+    """Writes what the ranks of one entry do, which is the same for all of them."""
     first = rows[0]
     ranks = [row.rank for row in rows]
     hosts = join_first(sorted({row.host for row in rows}), _MAX_HOSTS_SHOWN)
@@ -94,7 +99,7 @@ def _mismatch_lines(mismatch: Mismatch) -> list[str]:
             line = user_frame(call.frames)
         ranks_by_call.setdefault((text, line), []).append(rank)
     lines = [f"  first mismatch: call {mismatch.seq} of {mismatch.group}:"]
-    for (text, line), ranks in list(ranks_by_call.items())[:MAX_GROUPS_SHOWN]:
+    for (text, line), ranks in list(ranks_by_call.items())[:MAX_ENTRIES_SHOWN]:
         lines.append(f"    {format_ranks(ranks)}: {text}")
         if line is not None:
             lines.append(_source(line, indent=6))
@@ -125,8 +130,8 @@ def describe(call: CollectiveCall) -> str:
         return call.op
     shown_sizes = []
     for size in sizes[:_MAX_TENSORS_SHOWN]:
-        is_scalar = not size
-        shown_sizes.append("1" if is_scalar else "x".join(str(length) for length in size))
+        lengths = "x".join(str(length) for length in size)
+        shown_sizes.append(lengths or "1")  # a scalar has no dimensions, and one element
     shown = " + ".join(shown_sizes)
     if len(sizes) > _MAX_TENSORS_SHOWN:
         shown += f" + {len(sizes) - _MAX_TENSORS_SHOWN} more"
