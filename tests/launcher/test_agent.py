@@ -19,7 +19,7 @@ from lockstep.run.start.rank_environment import rank_environment
 from lockstep.run.start.zygote import Event
 
 
-def test_the_methods_that_torch_leaves_to_an_agent() -> None:
+def test_the_agent_defines_the_methods_that_torch_leaves_abstract() -> None:
     abstract = {"_start_workers", "_stop_workers", "_monitor_workers", "_shutdown"}
     assert SimpleElasticAgent.__abstractmethods__ == abstract
     assert not Agent.__abstractmethods__
@@ -84,7 +84,7 @@ def test_with_virtual_local_ranks_each_sees_its_own_gpu(
     assert (found["LOCAL_RANK"], found["CUDA_VISIBLE_DEVICES"]) == ("0", device)
 
 
-def test_an_end_of_a_rank_is_not_lost_to_a_signal_that_comes_while_it_is_read() -> None:
+def test_a_signal_that_comes_while_a_ranks_end_is_read_waits_until_it_is_noted() -> None:
     class Zygote:
         def events(self, timeout: float) -> list[Event]:
             agent.interrupt(signal.SIGTERM)

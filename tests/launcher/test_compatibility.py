@@ -80,7 +80,7 @@ ONLY_HERE = {
 ONLY_THERE = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "what torchrun tells itself"}
 
 
-def test_variables_beside_torchruns(tmp_path: Path) -> None:
+def test_ranks_get_the_same_variables_as_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ENVIRONMENT)
     flags = (
         "--role trainer --max-restarts 2 --rdzv-backend c10d --rdzv-endpoint localhost:0 "
@@ -111,7 +111,9 @@ def test_variables_beside_torchruns(tmp_path: Path) -> None:
         ("--run-path a.py --k=${local_rank} -- $x", ["py 0 --k=0 -- $x", "py 1 --k=1 -- $x"]),
     ],
 )
-def test_programs_and_torchruns_macro(tmp_path: Path, line: str, said: list[str]) -> None:
+def test_programs_and_scripts_get_the_local_rank_by_torchruns_macro(
+    tmp_path: Path, line: str, said: list[str]
+) -> None:
     (tmp_path / "a.sh").write_text('#!/bin/sh\necho sh $LOCAL_RANK "$@"\n')
     (tmp_path / "a.sh").chmod(0o755)
     (tmp_path / "a.py").write_text(
@@ -122,7 +124,7 @@ def test_programs_and_torchruns_macro(tmp_path: Path, line: str, said: list[str]
     assert sorted(done.stdout.splitlines()) == [f"[rank {text[3]}] {text}" for text in said]
 
 
-def test_odd_names_and_places(tmp_path: Path) -> None:
+def test_a_script_may_have_spaces_and_dashes_in_its_path(tmp_path: Path) -> None:
     folder = tmp_path / "a b" / "-c"
     folder.mkdir(parents=True)
     (folder / "né w.py").write_text("import neighbour, sys; print(sys.argv[1:], neighbour.x)")
@@ -153,7 +155,7 @@ sys.stderr.write(f"error {rank}\\n")
 """
 
 
-def test_what_the_console_shows_beside_torchruns(tmp_path: Path) -> None:
+def test_flags_for_streams_show_and_keep_what_torchruns_do(tmp_path: Path) -> None:
     flags = "--redirects 3 --tee 0:1,1:2 --duplicate-stdout-filters apple,plum"
     (tmp_path / "script.py").write_text(SPEAKS)
     line = ["--nproc-per-node", "2", "--log-dir", "logs", *flags.split(), "script.py"]
@@ -177,7 +179,7 @@ def test_what_the_console_shows_beside_torchruns(tmp_path: Path) -> None:
     assert kept["filtered_stdout.log"].read_text() == "[rank 0] apple 0\n"
 
 
-def test_every_byte_of_a_rank_that_is_alone_is_passed_on(tmp_path: Path) -> None:
+def test_every_byte_of_the_only_rank_is_passed_on(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import os, sys\nfor _ in range(200): sys.stdout.buffer.write(bytes(range(256)) * 200)\n"
     )
@@ -201,7 +203,7 @@ def test_a_reader_that_leaves_early_does_not_end_the_training(tmp_path: Path) ->
     assert {path.name for path in tmp_path.glob("done*")} == {"done0", "done1"}
 
 
-def test_a_launcher_without_standard_streams(tmp_path: Path) -> None:
+def test_a_launcher_without_standard_streams_starts_its_ranks(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import os, sys\n"
         "print(sys.stdin.read(), file=sys.stderr)\n"
@@ -257,7 +259,7 @@ def test_a_signal_of_the_users_choice_ends_the_run_at_once(tmp_path: Path) -> No
     assert done.returncode == 128 + signal.SIGUSR1
 
 
-def test_torchs_events(tmp_path: Path) -> None:
+def test_the_events_for_torchs_event_handler_are_those_of_torchrun(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys, os; sys.exit(os.environ['RANK'] == '1')")
     flags = ["--nproc-per-node", "2", "--event-log-handler", "console", "script.py"]
     told = [
@@ -299,7 +301,7 @@ if __name__ == "__main__":
 """
 
 
-def test_loader_workers_and_pools(tmp_path: Path) -> None:
+def test_a_rank_may_use_loader_workers_and_process_pools(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PROCESSES)
     run(tmp_path, "--nproc", "2", "script.py")
 
@@ -353,7 +355,9 @@ with open(f"weights{fabric.global_rank}", "w") as file:
 @pytest.mark.parametrize(
     ("package", "source"), [("accelerate", ACCELERATE), ("lightning_fabric", FABRIC)]
 )
-def test_scripts_of_other_libraries(tmp_path: Path, package: str, source: str) -> None:
+def test_scripts_of_accelerate_and_fabric_train_as_under_torchrun(
+    tmp_path: Path, package: str, source: str
+) -> None:
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed here; make .venv/.installed-bench installs it")
     (tmp_path / "script.py").write_text(source)

@@ -43,7 +43,9 @@ def run(folder: Path, script: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_an_exception_and_its_line_are_told(tmp_path: Path) -> None:
+def test_an_exception_is_reported_with_its_line_although_the_logs_are_deleted(
+    tmp_path: Path,
+) -> None:
     code, said = run(tmp_path, RAISE)
     assert code == 1
     assert "FIRST FAILURE: rank 1" in said
@@ -54,14 +56,14 @@ def test_an_exception_and_its_line_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_end_of_its_output_is_told(tmp_path: Path) -> None:
+def test_the_end_of_a_ranks_output_is_reported_although_its_log_is_deleted(tmp_path: Path) -> None:
     code, said = run(tmp_path, PRINT)
     assert code == 5
     assert "exit code 5; no exception was recorded\n  its last lines:\n    giving up" in said
 
 
 @pytest.mark.thorough
-def test_a_hang_is_told(tmp_path: Path) -> None:
+def test_a_hang_is_reported_although_the_logs_are_deleted(tmp_path: Path) -> None:
     code, said = run(tmp_path, HANG)
     assert code == 70
     assert "deadlock: ranks 0-1 wait in collectives that do not match" in said

@@ -78,7 +78,7 @@ def test_what_the_new_program_raises_is_recorded(tmp_path: Path) -> None:
         "os.execv('/bin/sh', ['sh', '-c', 'exec \"$0\" \"$@\"', sys.executable, *sys.argv])",
     ],
 )
-def test_a_hang_of_the_new_program_is_told(tmp_path: Path, execute: str) -> None:
+def test_a_hang_of_the_new_program_is_reported(tmp_path: Path, execute: str) -> None:
     again = AGAIN.replace("os.execv(sys.executable, [sys.executable, *sys.argv])", execute)
     hangs = "dist.barrier() if rank == 1 else dist.all_reduce(torch.ones(2))\n"
     (tmp_path / "script.py").write_text(again + hangs)
@@ -88,7 +88,7 @@ def test_a_hang_of_the_new_program_is_told(tmp_path: Path, execute: str) -> None
     assert "script.py:9: dist.barrier() if rank == 1" in done.stderr
 
 
-def test_a_program_that_is_not_there_leaves_the_rank_as_it_was(tmp_path: Path) -> None:
+def test_a_program_that_cannot_be_executed_leaves_the_rank_as_it_was(tmp_path: Path) -> None:
     script = """
 import os
 from pathlib import Path

@@ -47,11 +47,11 @@ def write(root: Path, files: dict[str, str]) -> None:
         (-(signal.SIGRTMIN + 3), f"killed by signal {signal.SIGRTMIN + 3}"),
     ],
 )
-def test_words(code: int, words: str) -> None:
+def test_an_exit_code_is_described_with_its_signal(code: int, words: str) -> None:
     assert describe_exit_code(code) == words
 
 
-def test_counts_of_version_2(tmp_path: Path) -> None:
+def test_oom_kills_are_counted_in_control_groups_of_version_2(tmp_path: Path) -> None:
     write(
         tmp_path,
         {
@@ -70,7 +70,7 @@ def test_counts_of_version_2(tmp_path: Path) -> None:
     assert oom_between(before, read_oom_counts(tmp_path)) == "certain"
 
 
-def test_counts_of_version_1_in_a_container(tmp_path: Path) -> None:
+def test_oom_kills_are_counted_in_control_groups_of_version_1(tmp_path: Path) -> None:
     write(
         tmp_path,
         {
@@ -82,7 +82,7 @@ def test_counts_of_version_1_in_a_container(tmp_path: Path) -> None:
     assert read_oom_counts(tmp_path) == OomCounts(cgroup=3, machine=0)
 
 
-def test_nothing_can_be_read(tmp_path: Path) -> None:
+def test_without_the_kernels_files_nothing_is_known(tmp_path: Path) -> None:
     assert read_oom_counts(tmp_path) == OomCounts(None, None)
     assert peak_memory(1, tmp_path) is None
     assert kernel_log_on(1, tmp_path) is None
@@ -99,11 +99,13 @@ def test_nothing_can_be_read(tmp_path: Path) -> None:
         (OomCounts(None, None), OomCounts(5, 5), None),
     ],
 )
-def test_between(before: OomCounts, after: OomCounts, found: str | None) -> None:
+def test_counts_that_grew_mean_that_the_oom_killer_ended_a_process(
+    before: OomCounts, after: OomCounts, found: str | None
+) -> None:
     assert oom_between(before, after) == found
 
 
-def test_kernel_log(tmp_path: Path) -> None:
+def test_the_kernels_log_has_the_message_about_one_process(tmp_path: Path) -> None:
     log = (
         "6,100,1000,-;Linux version\n"
         "3,900,99,-;Memory cgroup out of memory: Killed process 42 (python) total-vm:9kB\n"
@@ -116,7 +118,7 @@ def test_kernel_log(tmp_path: Path) -> None:
     assert kernel_log_on(4, tmp_path) is None
 
 
-def test_the_real_files_are_understood() -> None:
+def test_the_files_of_this_machines_kernel_can_be_read() -> None:
     counts = read_oom_counts()
     assert counts.machine is not None
     assert counts.machine >= 0
@@ -134,7 +136,7 @@ def start(tmp_path: Path, code: str) -> Process:
     return Process(rank=1, local_rank=1, folder=tmp_path, pid=process.pid, code=process.wait())
 
 
-def test_a_segmentation_fault(tmp_path: Path) -> None:
+def test_a_segmentation_fault_is_reported_with_the_users_line(tmp_path: Path) -> None:
     process = start(
         tmp_path,
         """
@@ -161,7 +163,7 @@ def test_a_segmentation_fault(tmp_path: Path) -> None:
     assert "train.py:8: faulthandler._sigsegv()" in render_failure(first)
 
 
-def test_killed_and_who_asked(tmp_path: Path) -> None:
+def test_a_kill_is_explained_by_oom_counters_and_by_signals_that_were_sent(tmp_path: Path) -> None:
     process = start(tmp_path, "import os; os.kill(os.getpid(), 9)")
     process.ended_at = 100.0
     assert exit_status_of(process, NOTHING, tmp_path).oom is None
@@ -177,7 +179,7 @@ def test_killed_and_who_asked(tmp_path: Path) -> None:
     assert exit_status_of(process, NOTHING, tmp_path).asked_to_end == 99.0
 
 
-def test_it_must_have_ended(tmp_path: Path) -> None:
+def test_a_rank_that_still_runs_has_no_exit_status(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rank 3 still runs"):
         exit_status_of(Process(rank=3, local_rank=0, folder=tmp_path), NOTHING)
 
@@ -194,7 +196,7 @@ print(code, oom_between(before, read_oom_counts()), kernel_log_on(hog.pid))
 """
 
 
-def test_the_kernel_ends_a_process_for_its_memory() -> None:
+def test_a_kill_by_the_real_oom_killer_is_certain() -> None:
     with memory_group(300 << 20) as group:
         enter = f'echo $$ > {group}/cgroup.procs; exec "$0" "$@"'
         done = subprocess.run(

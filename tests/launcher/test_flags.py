@@ -69,7 +69,7 @@ def test_two_runs_on_one_machine_do_not_meet_at_a_port() -> None:
     assert rendezvous_parameters(chosen).endpoint == "127.0.0.1:29500"
 
 
-def test_numa_binding_is_a_flag_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numa_binding_has_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     # With a variable for it, ranks would have to be fresh interpreters where that is set.
     monkeypatch.setenv("PET_NUMA_BINDING", "node")
     assert parse_flags(["script.py"]).numa_binding is None
@@ -77,12 +77,12 @@ def test_numa_binding_is_a_flag_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("asked", "numbers"), [("1", (1, 1)), ("1:4", (1, 4)), ("3:3", (3, 3))])
-def test_number_of_machines(asked: str, numbers: tuple[int, int]) -> None:
+def test_nnodes_is_a_number_or_a_range(asked: str, numbers: tuple[int, int]) -> None:
     assert node_numbers(asked) == numbers
 
 
 @pytest.mark.parametrize("asked", ["0", "2:1", "0:2", "x", "", "1:2:3", "-1", "1.5"])
-def test_what_is_no_number_of_machines(asked: str) -> None:
+def test_a_value_of_nnodes_that_is_no_number_of_machines_is_refused(asked: str) -> None:
     with pytest.raises(SettingError, match="--nnodes"):
         node_numbers(asked)
 
@@ -111,7 +111,9 @@ def test_what_is_no_number_of_machines(asked: str) -> None:
         ("--virtual-local-rank", "CUDA_VISIBLE_DEVICES=3 has no device for each"),
     ],
 )
-def test_what_cannot_be_honoured(line: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_that_cannot_be_honoured_are_refused(
+    line: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(SettingError, match="do:") as caught:
         check_flags(parse_flags([*line.split(), "t.py"]), nproc=2)
@@ -130,7 +132,9 @@ def test_what_cannot_be_honoured(line: str, text: str, monkeypatch: pytest.Monke
         *["--shutdown-timeout 0"] * SHUTDOWN_TIMEOUT,
     ],
 )
-def test_what_can_be_honoured(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_that_can_be_honoured_are_accepted(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     check_flags(parse_flags([*line.split(), "t.py"]), nproc=2)
 
@@ -144,7 +148,7 @@ def test_what_can_be_honoured(line: str, monkeypatch: pytest.MonkeyPatch) -> Non
         ("TORCHELASTIC_ENABLE_FILE_TIMER", "1", "does not serve the timers"),
     ],
 )
-def test_variables_that_cannot_be_honoured(
+def test_variables_that_cannot_be_honoured_are_refused(
     name: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -153,7 +157,7 @@ def test_variables_that_cannot_be_honoured(
     assert text in str(caught.value)
 
 
-def test_a_file_is_no_folder_for_logs(tmp_path: Path) -> None:
+def test_a_file_as_log_dir_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SettingError, match="it is no folder"):
         check_flags(parse_flags(["--log-dir", str(tmp_path / "file"), "t.py"]), nproc=1)

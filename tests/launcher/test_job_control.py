@@ -94,7 +94,7 @@ print("hello", name, sys.stdin.isatty(), sys.stdout.isatty())
 
 
 @pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
-def test_a_debugger_and_input_on_one_process(tmp_path: Path, shell: Shell, warm: str) -> None:
+def test_pdb_and_input_work_in_the_only_rank(tmp_path: Path, shell: Shell, warm: str) -> None:
     (tmp_path / "script.py").write_text(DEBUGGED)
     shell.types(f"{COMMAND} {warm} script.py; echo code $?\n")
     shell.until("(Pdb)")
@@ -127,7 +127,7 @@ def until_all(processes: list[psutil.Process], stopped: bool) -> None:
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_stopping_going_on_and_ending_by_keys(tmp_path: Path, shell: Shell, nproc: int) -> None:
+def test_ctrl_z_fg_and_ctrl_c_reach_the_ranks(tmp_path: Path, shell: Shell, nproc: int) -> None:
     (tmp_path / "script.py").write_text(WORKS)
     shell.types(f"{COMMAND} --nproc {nproc} script.py\n")
     for _ in range(nproc):
@@ -149,7 +149,7 @@ def test_stopping_going_on_and_ending_by_keys(tmp_path: Path, shell: Shell, npro
     assert "death signal" not in shell.said  # of torch's log
 
 
-def test_several_ranks_are_told_of_the_terminal(tmp_path: Path, shell: Shell) -> None:
+def test_several_ranks_are_told_how_wide_the_terminal_is(tmp_path: Path, shell: Shell) -> None:
     (tmp_path / "script.py").write_text(
         "import os, sys\n"
         "print(os.environ.get('LOCKSTEP_TERMINAL_COLUMNS'), sys.stdout.isatty(), end='!\\n')\n"
@@ -163,7 +163,7 @@ def test_several_ranks_are_told_of_the_terminal(tmp_path: Path, shell: Shell) ->
     shell.until("ready> ")
 
 
-def test_a_handler_of_the_users_is_left_in_place() -> None:
+def test_a_signal_handler_of_the_user_is_not_replaced() -> None:
     before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
         with handled({signal.SIGTSTP: lambda number: None}):
@@ -172,7 +172,7 @@ def test_a_handler_of_the_users_is_left_in_place() -> None:
         signal.signal(signal.SIGTSTP, before)
 
 
-def test_no_terminal_no_keys() -> None:
+def test_without_a_terminal_there_is_no_foreground() -> None:
     with open(os.devnull) as nothing:
         saved = os.dup(0)
         os.dup2(nothing.fileno(), 0)

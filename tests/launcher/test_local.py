@@ -55,7 +55,7 @@ def lockstep_run(
     return launch(["run", *arguments], folder, env=environment(**changes))
 
 
-def test_a_script_that_knows_only_torch(tmp_path: Path) -> None:
+def test_a_script_that_uses_torch_alone_trains_on_several_ranks(tmp_path: Path) -> None:
     flags = ["--nproc", "2", "--strategy", "ddp", "--seed", "5", "--max-restarts=0"]
     done = lockstep_run(tmp_path, PLAIN, *flags, "script.py", "--seed", "9", "--n", "--", "a b")
     assert done.returncode == 0, done.stderr
@@ -80,7 +80,7 @@ def test_a_script_that_knows_only_torch(tmp_path: Path) -> None:
         assert 1 <= seen["threads"] <= max(1, cores // 2)
 
 
-def test_a_module_and_the_users_own_variables(tmp_path: Path) -> None:
+def test_a_module_is_run_with_the_users_own_variables(tmp_path: Path) -> None:
     own = {"OMP_NUM_THREADS": "3", "PET_NPROC_PER_NODE": "1"}
     done = lockstep_run(tmp_path, PLAIN, "-m", "script", **own)
     assert done.returncode == 0, done.stderr
@@ -110,7 +110,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-def test_ctrl_c_while_torch_imports_what_it_can_do_without(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_launcher_while_torch_is_imported(tmp_path: Path) -> None:
     """Torch passes over all that goes wrong while it imports numpy."""
     (tmp_path / "sitecustomize.py").write_text(_INTERRUPTS)
     (tmp_path / "script.py").touch()
@@ -197,7 +197,7 @@ def test_a_helper_that_a_run_leaves_which_ends_well_goes_on(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("files", [10, 12, 14, 16, 18])
-def test_too_few_files_are_told_as_that(tmp_path: Path, files: int) -> None:
+def test_a_limit_of_open_files_that_is_too_low_is_named(tmp_path: Path, files: int) -> None:
     (tmp_path / "script.py").write_text(PLAIN)
     done = launch(
         ["run", "--nproc", "2", "script.py"], tmp_path, first=[partial(with_files, files)]
@@ -208,7 +208,7 @@ def test_too_few_files_are_told_as_that(tmp_path: Path, files: int) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_more_ranks_than_the_sockets_to_the_zygote_hold(tmp_path: Path) -> None:
+def test_more_ranks_start_than_fit_the_socket_to_the_zygote(tmp_path: Path) -> None:
     """They hold 277 messages in each direction, with the kernel's default of 208 KiB."""
     done = launch(["run", "--no-python", "--nproc", "700", "true"], tmp_path)
     assert done.returncode == 0, done.stderr

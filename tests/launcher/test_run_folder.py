@@ -11,7 +11,7 @@ from lockstep.errors import SettingError
 from lockstep.run.start.run_folder import make_folder
 
 
-def test_a_full_disk_is_heard_of_before_anything_is_started(tmp_path: Path) -> None:
+def test_a_full_disk_is_noticed_when_the_folder_is_made(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # Python ignores the signal
     try:
@@ -21,7 +21,7 @@ def test_a_full_disk_is_heard_of_before_anything_is_started(tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_script_with_a_very_long_name(tmp_path: Path) -> None:
+def test_a_script_with_a_very_long_name_gets_a_folder(tmp_path: Path) -> None:
     folder = make_folder(str(tmp_path), "x" * 250)
     assert folder.is_dir()
     assert list(folder.iterdir()) == []

@@ -194,13 +194,13 @@ def test_a_rank_that_ignores_sigterm_is_killed_when_time_is_over() -> None:
 
 
 @in_clean_process
-def test_what_cannot_be_returned_is_said() -> None:
+def test_a_value_that_cannot_be_pickled_raises_an_error_that_says_so() -> None:
     with pytest.raises(RankFailedError, match=r"rank 0 on host .*\n.*pickle"):
         launch(lambda: lambda: None, nproc=1)
 
 
 @in_clean_process
-def test_a_rank_that_ends_without_returning() -> None:
+def test_a_rank_that_ends_without_returning_raises_an_error() -> None:
     with pytest.raises(RankFailedError, match="ended with exit code 0, but without returning"):
         launch(lambda: os._exit(0), nproc=1)
 
@@ -248,7 +248,7 @@ def test_the_users_own_handler_is_left_in_place() -> None:
 
 
 @in_clean_process
-def test_copies_leave_alone_what_is_the_launching_processs() -> None:
+def test_copies_forget_the_children_and_exit_functions_of_the_launching_process() -> None:
     reader, writer = os.pipe()
     atexit.register(os.write, writer, b"a copy has run the exit handlers of its origin")
     child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
@@ -268,7 +268,7 @@ def multiprocessing_children() -> list[Any]:
 
 
 @in_clean_process
-def test_nothing_stays_open() -> None:
+def test_launch_closes_its_files_and_ends_its_threads() -> None:
     launch(lambda: None, nproc=2)  # torch opens some files once and for all
     before = os.listdir("/proc/self/fd"), threading.active_count()
     launch(lambda: None, nproc=2)
@@ -296,13 +296,13 @@ def test_launch_inside_a_rank_is_refused() -> None:
 
 
 @pytest.mark.parametrize("nproc", [0, -1, "many"])
-def test_a_wrong_number_of_processes(nproc: int | str) -> None:
+def test_a_wrong_number_of_processes_is_refused(nproc: int | str) -> None:
     with pytest.raises(SettingError, match="not a number of processes"):
         launch(sum_of_ranks, (1,), nproc=nproc)
 
 
 @in_clean_process
-def test_a_system_that_makes_no_more_processes() -> None:
+def test_a_limit_of_processes_that_is_too_low_is_named() -> None:
     fork, made = os.fork, []
 
     def once() -> int:  # the zygote's; it then has none for the ranks
@@ -337,7 +337,7 @@ def test_copies_are_refused_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch)
         (__file__, "__main__", True),
     ],
 )
-def test_where_a_fresh_process_can_import_the_function(
+def test_a_call_is_pickled_only_if_a_fresh_process_could_import_the_function(
     monkeypatch: pytest.MonkeyPatch, file: str | None, module: str, fresh: bool
 ) -> None:
     def own() -> None: ...
@@ -397,7 +397,7 @@ if GUARD:
 """
 
 
-def test_a_script_without_the_main_guard(tmp_path: Path) -> None:
+def test_a_script_without_the_main_guard_is_refused(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("GUARD", "True").replace("CALLED", "main"))
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S

@@ -119,7 +119,7 @@ def test_what_ends_a_script_ends_it_as_under_python(tmp_path: Path, warm: str) -
         assert ours.stdout == plain.stdout
 
 
-def test_a_module_that_is_not_there_is_said_as_that(tmp_path: Path) -> None:
+def test_a_module_that_does_not_exist_is_reported_as_an_import_error(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -139,7 +139,7 @@ def test_a_module_that_is_not_there_is_said_as_that(tmp_path: Path) -> None:
         assert f"/{name}-" in failure  # the folder of the logs
 
 
-def test_an_import_that_passes_over_everything_does_not_pass_over_ctrl_c() -> None:
+def test_ctrl_c_is_raised_although_an_import_catches_all_exceptions() -> None:
     after = False
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
@@ -175,7 +175,7 @@ optimizer.step()
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_ranks_that_train_without_each_other_are_told(tmp_path: Path, joined: bool) -> None:
+def test_ranks_that_train_without_each_other_are_warned(tmp_path: Path, joined: bool) -> None:
     join = "dist.init_process_group('gloo'); dist.destroy_process_group()\n"
     (tmp_path / "script.py").write_text(TRAINING + join * joined)
     done = launch(["run", "--nproc", "2", "script.py"], tmp_path)
@@ -187,7 +187,7 @@ def test_ranks_that_train_without_each_other_are_told(tmp_path: Path, joined: bo
 @pytest.mark.parametrize(
     ("flag", "warm"), [("--local_rank", "--warm"), ("--local-rank", "--no-warm")]
 )
-def test_a_script_that_takes_its_local_rank_from_an_argument(
+def test_a_script_is_given_its_local_rank_as_an_argument(
     tmp_path: Path, flag: str, warm: str
 ) -> None:
     (tmp_path / "script.py").write_text(
@@ -216,7 +216,7 @@ def test_the_command_of_a_fresh_interpreter_carries_the_script() -> None:
     )
 
 
-def test_each_rank_of_a_command_has_its_number() -> None:
+def test_the_macro_in_a_command_is_replaced_by_the_local_rank() -> None:
     script = Script(path="s.py", arguments=("--k=${local_rank}", "$x", "$$"))
     command = fresh_interpreter(script).for_rank(3)
     assert command.line[-3:] == ("--k=3", "$x", "$$")

@@ -125,7 +125,7 @@ def channels(pid: int) -> set[str]:
     return {link for link in found if link.startswith(("socket:", "pipe:"))}
 
 
-def test_ranks_that_are_made_ahead_are_taken_first() -> None:
+def test_spares_become_ranks_first() -> None:
     inherited = channels(os.getpid())
     made, ahead = made_ahead(2)
     with started("wait", "wait", "wait", make=lambda: made) as (zygote, pids, reader):
@@ -141,7 +141,7 @@ def test_ranks_that_are_made_ahead_are_taken_first() -> None:
         assert ends(zygote, 3) == dict.fromkeys(range(3), -signal.SIGTERM)
 
 
-def test_a_rank_made_ahead_that_has_ended_is_replaced() -> None:
+def test_a_spare_that_has_ended_is_replaced() -> None:
     made, ahead = made_ahead(2)
     os.kill(ahead[0], signal.SIGKILL)
     assert gone(ahead[0])
@@ -151,7 +151,7 @@ def test_a_rank_made_ahead_that_has_ended_is_replaced() -> None:
         assert ahead[0] not in pids
 
 
-def test_ranks_made_ahead_and_never_asked_for_end_with_the_zygote() -> None:
+def test_spares_that_are_never_asked_for_end_with_the_zygote() -> None:
     made, ahead = made_ahead(3)
     with started("wait", make=lambda: made) as (_, _, reader):
         read(reader, 1)
@@ -177,7 +177,7 @@ def test_a_rank_has_its_own_session_variables_and_streams() -> None:
     assert dict(os.environ) == before
 
 
-def test_a_command_in_place_of_the_work() -> None:
+def test_a_rank_executes_a_command_in_place_of_the_work() -> None:
     # In one piece: what two processes print may be mixed where they are not buffered.
     line = (sys.executable, "-S", "-c", "import os; os.write(1, os.environb[b'HOW'] + b' ')")
     with started("a", "b", command=line) as (_, _, reader):
@@ -185,14 +185,14 @@ def test_a_command_in_place_of_the_work() -> None:
         assert sorted(read(reader, 2)) == ["a", "b"]
 
 
-def test_a_command_that_is_longer_than_a_message() -> None:
+def test_a_command_may_be_longer_than_a_message() -> None:
     arguments = ["x" * 100] * 3000
     line = (sys.executable, "-S", "-c", "import sys; print(len(sys.argv))", *arguments)
     with started("a", command=line) as (_, _, reader):
         assert read(reader, 1) == ["3001"]
 
 
-def test_a_command_that_does_not_exist() -> None:
+def test_a_command_that_does_not_exist_ends_with_exit_code_127() -> None:
     zygote = Zygote(work)
     reader, writer = os.pipe()
     try:
@@ -216,7 +216,7 @@ def test_signals_reach_the_ranks_named_and_their_children() -> None:
         assert ends(zygote, 1) == {0: -signal.SIGKILL}
 
 
-def test_a_stopped_rank_takes_a_signal() -> None:
+def test_a_stopped_rank_is_continued_to_take_a_signal() -> None:
     with started("wait") as (zygote, [pid], reader):
         read(reader, 1)
         os.kill(pid, signal.SIGSTOP)
@@ -224,7 +224,7 @@ def test_a_stopped_rank_takes_a_signal() -> None:
         assert ends(zygote, 1) == {0: -signal.SIGTERM}
 
 
-def test_the_end_of_the_zygote_is_told_and_ends_the_ranks() -> None:
+def test_the_end_of_the_zygote_is_reported_and_ends_the_ranks() -> None:
     with started("stubborn") as (zygote, [pid], reader):
         read(reader, 1)
         os.kill(zygote.pid, signal.SIGKILL)
@@ -271,7 +271,7 @@ def test_nothing_outlives_a_launcher_that_was_killed(how: str) -> None:
         assert all(gone(pid) for pid in pids)
 
 
-def test_what_a_rank_that_has_ended_leaves_in_a_session_of_its_own_goes_on() -> None:
+def test_a_process_that_a_rank_leaves_in_another_session_goes_on() -> None:
     with started("leave") as (zygote, _, reader):
         pid = next(int(word) for word in read(reader, 2) if word.isdigit())
         assert ends(zygote, 1) == {0: 0}
@@ -281,7 +281,7 @@ def test_what_a_rank_that_has_ended_leaves_in_a_session_of_its_own_goes_on() -> 
     assert gone(pid)
 
 
-def test_what_ranks_have_left_is_ended_on_request_and_ranks_are_not() -> None:
+def test_processes_left_behind_are_ended_on_request_and_ranks_are_not() -> None:
     with started("leave", "wait") as (zygote, pids, reader):
         words = read(reader, 3)
         left = next(int(word) for word in words if word.isdigit())
@@ -308,7 +308,7 @@ def fresh() -> FreshZygote:
     return FreshZygote(line, os.environ)
 
 
-def test_a_zygote_in_an_interpreter_of_its_own() -> None:
+def test_a_fresh_zygote_starts_ranks() -> None:
     zygote = fresh()
     reader, writer = os.pipe()
     try:
@@ -327,7 +327,7 @@ def test_a_zygote_in_an_interpreter_of_its_own() -> None:
     assert gone(zygote.pid)
 
 
-def test_a_fresh_zygote_that_cannot_begin_is_told() -> None:
+def test_a_fresh_zygote_that_ends_at_once_raises_an_error() -> None:
     zygote = FreshZygote([sys.executable, "-S", "-c", "raise SystemExit(3)"], os.environ)
     try:
         with pytest.raises(ChildProcessError, match="is gone"):

@@ -27,7 +27,9 @@ from lockstep.run.start.worker import Script
         ("print('give --local_rank')", None),
     ],
 )
-def test_the_argument_for_the_local_rank(source: str, expected: str | None) -> None:
+def test_the_argument_for_the_local_rank_is_found_in_the_source(
+    source: str, expected: str | None
+) -> None:
     assert read_source(source).local_rank_flag == expected
 
 
@@ -42,7 +44,7 @@ def test_the_argument_for_the_local_rank(source: str, expected: str | None) -> N
         ("os.environ.update({'OMP_NUM_THREADS': '4'})", ("OMP_NUM_THREADS",)),
     ],
 )
-def test_variables_that_libraries_read_when_imported(
+def test_variables_that_libraries_read_at_import_are_found_in_the_source(
     source: str, expected: tuple[str, ...]
 ) -> None:
     assert read_source(source).variables_for_import == expected
@@ -70,11 +72,13 @@ def test_variables_that_libraries_read_when_imported(
         ("mp.spawn(f, nprocs=2) if args.many else f(0)", False),
     ],
 )
-def test_scripts_that_start_the_ranks_themselves(source: str, expected: bool) -> None:
+def test_scripts_that_certainly_spawn_their_ranks_are_recognised(
+    source: str, expected: bool
+) -> None:
     assert read_source(source).spawns_ranks is expected
 
 
-def test_what_a_script_will_import() -> None:
+def test_large_modules_that_a_script_will_import_are_guessed() -> None:
     assert read_source("opt = torch.optim.SGD(p)").imports == ("torch._dynamo",)
     assert read_source("import torch").imports == ()
     imports = read_source("import lockstep").imports
@@ -85,13 +89,15 @@ def test_what_a_script_will_import() -> None:
 
 
 @pytest.mark.parametrize("text", [b"def", b"\xff\xfe", b"\0"])
-def test_what_is_no_python_says_nothing(tmp_path: Path, text: bytes) -> None:
+def test_a_file_that_is_no_python_gives_no_hints(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "script").write_bytes(text)
     assert read_script(Script(path=str(tmp_path / "script"))) == SourceHints()
     assert read_script(Script(path=str(tmp_path / "missing.py"))) == SourceHints()
 
 
-def test_a_folder_and_a_module_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_of_a_folder_and_of_a_module_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pack").mkdir()
     for name, flag in (("pack/__main__.py", "--local_rank"), ("pack/train.py", "--local-rank")):
@@ -115,7 +121,7 @@ def test_a_script_in_another_encoding_is_read(
     assert not recwarn.list  # of the escape: the ranks warn of it
 
 
-def test_what_a_script_would_import_in_the_place_of_what_is_loaded(tmp_path: Path) -> None:
+def test_modules_beside_the_script_that_hide_imported_ones_are_found(tmp_path: Path) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     for path in (there / "a.py", there / "b" / "__init__.py", here / "own.py"):
         path.parent.mkdir(parents=True, exist_ok=True)

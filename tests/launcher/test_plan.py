@@ -22,12 +22,12 @@ SCRIPT = Script(path="t.py")
     ("asked", "gpus", "nproc"),
     [("auto", 0, 8), ("auto", 4, 4), ("gpu", 4, 4), ("cpu", 4, 8), ("3", 0, 3), (3, 2, 3)],
 )
-def test_number_of_processes(asked: int | str, gpus: int, nproc: int) -> None:
+def test_nproc_is_chosen_by_cores_and_gpus(asked: int | str, gpus: int, nproc: int) -> None:
     assert choose_nproc(asked, cores=8, gpus=gpus) == nproc
 
 
 @pytest.mark.parametrize("asked", [0, -1, "0", "two", "", "1.5", "gpu"])
-def test_what_is_no_number_of_processes(asked: int | str) -> None:
+def test_a_value_of_nproc_that_is_no_number_of_processes_is_refused(asked: int | str) -> None:
     with pytest.raises(SettingError, match=f"--nproc {asked}"):
         choose_nproc(asked, cores=8, gpus=0)
 
@@ -68,7 +68,7 @@ def test_only_given_settings_reach_the_environment() -> None:
     }
 
 
-def test_plan_on_one_machine() -> None:
+def test_a_plan_on_one_machine_sets_threads_and_loopback_and_describes_itself() -> None:
     script = Script(path="t.py", arguments=("--lr", "1"))
     spec = LaunchSpec(script=script, nproc="2", settings={"strategy": "ddp"})
     made = make_plan(spec, MACHINE, {}, nproc=2, one_node=True)
@@ -91,14 +91,14 @@ def test_plan_on_one_machine() -> None:
     ]
 
 
-def test_plan_leaves_alone_what_the_user_has_set() -> None:
+def test_variables_that_the_user_has_set_are_not_changed() -> None:
     environ = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0"}
     made = make_plan(LaunchSpec(script=SCRIPT), MACHINE, environ, nproc=2, one_node=True)
     assert made.environment == {}
     assert made.notes == ()
 
 
-def test_plan_of_one_machine_among_several() -> None:
+def test_a_plan_of_one_machine_among_several_chooses_no_interface() -> None:
     spec = LaunchSpec(script=SCRIPT, torchrun=("--nnodes", "2", "--node-rank=1"))
     made = make_plan(spec, MACHINE, {}, nproc=2, one_node=False)
     assert "GLOO_SOCKET_IFNAME" not in made.environment
@@ -127,7 +127,7 @@ def test_the_users_own_rendezvous_is_left_alone(
     assert added == int(standalone)
 
 
-def test_plan_of_a_module() -> None:
+def test_a_module_is_planned_with_torchruns_module_flag() -> None:
     spec = LaunchSpec(script=Script(path="pkg.mod", module=True))
     made = make_plan(spec, MACHINE, {}, nproc=1, one_node=True)
     assert made.arguments[-2:] == ("--module", "pkg.mod")

@@ -177,7 +177,7 @@ def results(folder: Path) -> dict[str, str]:
     ],
     ids=["tutorial", "imagenet", "library", "by hand", "processes"],
 )
-def test_results_are_those_under_python(
+def test_ranks_that_a_script_spawns_train_as_under_python(
     tmp_path: Path, source: str, arguments: tuple[str, ...]
 ) -> None:
     ours = folder_with(tmp_path / "ours", source)
@@ -190,7 +190,9 @@ def test_results_are_those_under_python(
 
 
 @pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
-def test_the_same_program_as_a_rank(tmp_path: Path, warm: str) -> None:
+def test_a_script_that_spawns_no_ranks_after_all_is_the_only_rank(
+    tmp_path: Path, warm: str
+) -> None:
     """What does not start processes after all finds its place in the environment."""
     folder = folder_with(tmp_path / "ours", IMAGENET)
     ran = launch(["run", warm, "train.py"], folder)
@@ -241,7 +243,7 @@ BY_PROCESS = """
     "how",
     ["mp.start_processes", pytest.param("fork", marks=pytest.mark.thorough), "spawn"],
 )
-def test_a_deadlock_among_them_is_told(tmp_path: Path, how: str) -> None:
+def test_a_deadlock_among_spawned_ranks_is_reported(tmp_path: Path, how: str) -> None:
     source, call = DEADLOCK, DEADLOCK.splitlines()[-1]
     if how != "mp.start_processes":
         source = source.replace(call, BY_PROCESS.replace("METHOD", how).strip("\n"))
@@ -265,7 +267,7 @@ mp.start_processes(work, nprocs=1, start_method="fork")
 """
 
 
-def test_the_line_that_has_started_one_that_is_killed_is_named(tmp_path: Path) -> None:
+def test_the_line_that_spawned_a_rank_which_is_killed_is_named(tmp_path: Path) -> None:
     ran = launch(["run", "train.py"], folder_with(tmp_path / "ours", KILLED))
     assert ran.returncode == 1
     assert re.search(

@@ -273,7 +273,9 @@ def test_a_console_that_takes_nothing_stops_neither_ranks_nor_the_end(
     assert set(shown.splitlines()) == {b"[rank 0] " + b"x" * 99}
 
 
-def test_a_console_that_is_slow_gets_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_console_is_waited_for_until_it_has_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now, ended = 100.0, []
     monkeypatch.setattr("lockstep.run.start.sink.time.monotonic", lambda: now)
     sink = open_sinks({})["stdout"]
@@ -305,7 +307,7 @@ def test_a_console_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatc
     assert patient.over()
 
 
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
+def test_output_that_a_full_disk_has_lost_is_announced(tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     with piped() as (_, err, found), Console(stdout=full, stderr=err) as console:
         assert start(console, tmp_path, 0, "print('a')").wait() == 0
@@ -341,7 +343,7 @@ def test_a_stream_that_someone_keeps_open_is_closed_in_time(tmp_path: Path) -> N
     assert b"[rank 0] child\n" in found[0]
 
 
-def test_a_full_disk_is_told_in_the_launchers_own_line(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_log_and_is_announced(tmp_path: Path) -> None:
     (tmp_path / "stdout.log").symlink_to("/dev/full")
     with piped() as (out, err, found), Console(stdout=out, stderr=err) as console:
         stdin, *streams = console.open(0, 0, tmp_path)
@@ -353,7 +355,7 @@ def test_a_full_disk_is_told_in_the_launchers_own_line(tmp_path: Path) -> None:
     assert found[1] == b"lockstep: rank 0: stdout.log ends here: No space left on device\n"
 
 
-def test_streams_of_a_second_attempt(tmp_path: Path) -> None:
+def test_streams_of_a_second_attempt_are_read_like_those_of_the_first(tmp_path: Path) -> None:
     with piped() as (out, err, found), Console(stdout=out, stderr=err) as console:
         for attempt in ("first", "second"):
             assert start(console, tmp_path / attempt, 0, f"print('{attempt}')").wait() == 0
@@ -383,7 +385,7 @@ def test_a_pipe_gets_a_bar_once_with_its_last_state(tmp_path: Path) -> None:
     assert (tmp_path / "stdout.log").read_bytes() == b"".join(sent)
 
 
-def test_several_bars_of_one_rank(tmp_path: Path) -> None:
+def test_several_progress_bars_of_one_rank_are_shown_by_their_last_states(tmp_path: Path) -> None:
     """As tqdm draws a bar within a bar: a newline, the lower one, and up again."""
     inner = b"".join(b"\n\rinner %d\x1b[A" % i for i in range(9))
     assert written_by(tmp_path, b"\router 0", inner, b"\router 1", inner, b"\n\n") == (
@@ -391,7 +393,7 @@ def test_several_bars_of_one_rank(tmp_path: Path) -> None:
     )
 
 
-def test_the_rank_is_named_once(tmp_path: Path) -> None:
+def test_the_prefix_of_torchs_exception_hook_is_removed(tmp_path: Path) -> None:
     """torch's hook for uncaught exceptions puts the rank before each line as well."""
     trace = b"[rank1]: Traceback\n[rank1]:   File\n[rank2]: other\n"
     out = b"[rank 1] Traceback\n[rank 1]   File\n[rank 1] [rank2]: other\n"
@@ -441,7 +443,7 @@ def test_what_does_not_end_a_rank_is_shown_for_each(tmp_path: Path) -> None:
     assert found[1].count(b"KeyError: 1") == 2
 
 
-def test_filters_and_choice(tmp_path: Path) -> None:
+def test_filtered_lines_go_to_a_file_and_only_chosen_streams_to_the_console(tmp_path: Path) -> None:
     flags = argparse.Namespace(
         role="default",
         redirects="1:1",
@@ -466,7 +468,9 @@ def test_filters_and_choice(tmp_path: Path) -> None:
     assert logged(tmp_path, 2, "stderr") == b"err\n"
 
 
-def test_torchruns_template_for_the_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prefix_follows_torchruns_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "<${role_name} ${rank} ${local_rank} ${other}>"
     )
@@ -496,12 +500,14 @@ ALL, NONE = {"stdout", "stderr"}, set[str]()
         ({"tee": "3", "local_ranks_filter": "1"}, [NONE, ALL]),
     ],
 )
-def test_flags_of_torchrun(flags: dict[str, str], expected: list[set[str]]) -> None:
+def test_torchruns_flags_choose_the_streams_that_are_shown(
+    flags: dict[str, str], expected: list[set[str]]
+) -> None:
     assert list(choose_streams(2, **flags).values()) == expected
 
 
 @pytest.mark.parametrize("flags", [{"redirects": "4"}, {"tee": "a"}, {"local_ranks_filter": "0;1"}])
-def test_malformed_flags(flags: dict[str, str]) -> None:
+def test_flags_that_torchrun_refuses_are_refused(flags: dict[str, str]) -> None:
     with pytest.raises(SettingError, match="|".join(flags).replace("_", "-")):
         choose_streams(2, **flags)
 
@@ -569,7 +575,7 @@ ALONE = """
 """
 
 
-def test_a_rank_that_is_alone_has_the_terminal_itself(tmp_path: Path, terminal: Terminal) -> None:
+def test_the_only_rank_has_the_terminal_itself(tmp_path: Path, terminal: Terminal) -> None:
     with Console(stdout=terminal.slave, stderr=terminal.slave) as console:
         process, pipe = start_with_input(console, tmp_path, 0, ALONE, alone=True)
         os.write(pipe, b"you\n")
@@ -581,7 +587,7 @@ def test_a_rank_that_is_alone_has_the_terminal_itself(tmp_path: Path, terminal: 
     assert list((tmp_path / "attempt_0" / "rank_0").iterdir()) == []
 
 
-def test_a_rank_that_is_alone_and_has_files(tmp_path: Path, terminal: Terminal) -> None:
+def test_the_only_rank_has_log_files_with_tee(tmp_path: Path, terminal: Terminal) -> None:
     code = "import sys; print('\\rone'); print(sys.stdout.isatty(), end='')"
     slave = terminal.slave
     with Console(stdout=slave, stderr=slave, always_logged=True) as console:
@@ -592,7 +598,7 @@ def test_a_rank_that_is_alone_and_has_files(tmp_path: Path, terminal: Terminal) 
     assert logged(tmp_path, 0) == b"\rone\nFalse"
 
 
-def test_a_rank_alone_and_no_terminal(tmp_path: Path) -> None:
+def test_output_of_the_only_rank_is_passed_on_unchanged_without_a_terminal(tmp_path: Path) -> None:
     with piped() as (out, err, found), Console(stdout=out, stderr=err) as console:
         code = "import sys; print('a\\rb', end=''); sys.stderr.write('c')"
         assert start(console, tmp_path, 0, code, alone=True).wait() == 0
@@ -607,13 +613,17 @@ def test_ranks_are_told_how_wide_the_terminal_is(terminal: Terminal) -> None:
         assert console.environment == {COLUMNS: str(99 - len("[rank 0] "))}
 
 
-def test_a_dumb_terminal_gets_lines(tmp_path: Path, terminal: Terminal) -> None:
+def test_a_dumb_terminal_gets_lines_without_a_status_row(
+    tmp_path: Path, terminal: Terminal
+) -> None:
     with Console(stdout=terminal.slave, stderr=terminal.slave, environ={"TERM": "dumb"}) as c:
         assert start(c, tmp_path, 0, "import sys; print(sys.stdout.isatty())").wait() == 0
     assert terminal.end() == "[rank 0] False\n"
 
 
-def test_a_row_is_cut_to_the_terminals_width(tmp_path: Path, terminal: Terminal) -> None:
+def test_the_status_row_is_cropped_to_the_terminals_width(
+    tmp_path: Path, terminal: Terminal
+) -> None:
     terminal.resize(30, 10)
     with Console(stdout=terminal.slave, stderr=terminal.slave, environ={"NO_COLOR": "1"}) as c:
         row = "\\r日本" + "#" * 90
@@ -627,7 +637,7 @@ def test_a_row_is_cut_to_the_terminals_width(tmp_path: Path, terminal: Terminal)
     assert "\x1b" not in terminal.written.replace("\x1b[K", "")
 
 
-def test_the_row_of_a_rank_goes_with_it(tmp_path: Path, terminal: Terminal) -> None:
+def test_the_status_row_disappears_when_its_rank_ends(tmp_path: Path, terminal: Terminal) -> None:
     with Console(stdout=terminal.slave, stderr=terminal.slave, environ={}) as console:
         code = "import sys; sys.stdout.write('bar\\r'); input(); sys.stdout.write(' \\r')"
         process, pipe = start_with_input(console, tmp_path, 0, code)
@@ -642,7 +652,7 @@ def test_the_row_of_a_rank_goes_with_it(tmp_path: Path, terminal: Terminal) -> N
 # --- the last lines -----------------------------------------------------------------------------
 
 
-def test_tail(tmp_path: Path) -> None:
+def test_the_last_lines_of_a_log_are_those_that_a_terminal_would_show(tmp_path: Path) -> None:
     text = b"".join(b"line %d\n" % i for i in range(20000))
     (tmp_path / "stderr.log").write_bytes(text + b"\r10%\r20%\n\x1b[31mlast\x1b[0m\n\n")
     assert read_last_lines(tmp_path, 3) == ["line 19999", "20%", "last"]
