@@ -71,6 +71,7 @@ class CallTable:
                 self._add(state.rank, call)
 
     def _add(self, rank: int, call: CollectiveCall) -> None:
+        """Adds one call of a rank."""
         longest_s = self._longest_timeout_s.get(call.backend, 0.0)
         self._longest_timeout_s[call.backend] = max(longest_s, call.timeout_s or 0.0)
         if call.p2p:

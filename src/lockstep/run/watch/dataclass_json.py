@@ -39,6 +39,7 @@ def from_values(kind: type[_T], values: Any, numbered: NumberedValues = _NOTHING
 
 
 def _build(kind: Any, values: Any, numbered: NumberedValues) -> Any:
+    """Builds a value of any type that a field may have, see `from_values`."""
     if kind in numbered:
         return numbered[kind][values]
     if is_dataclass(kind):

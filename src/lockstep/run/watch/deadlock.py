@@ -214,9 +214,10 @@ def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
     From a line that has run the model before, it is a training step that the other ranks do not
     make. From a new line it is an evaluation on some ranks alone.
     """
-    in_forward = [
-        activity for activity in waiting.values() if activity.wait.context == DDP_BUFFER_BROADCAST
-    ]
+    in_forward = []
+    for activity in waiting.values():
+        if activity.wait.context == DDP_BUFFER_BROADCAST:
+            in_forward.append(activity)
     is_from_new_line = _is_from_new_line(in_forward)
     if is_from_new_line is None:
         return (_EVALUATION, _NUMBER_OF_STEPS)

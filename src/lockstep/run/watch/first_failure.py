@@ -412,9 +412,14 @@ def _headline_without_error(end: ExitStatus) -> str:
 
 def _oom_headline(end: ExitStatus) -> str:
     killed = "killed" if end.oom == "certain" else "probably killed"
-    peak = "" if end.peak_bytes is None else f"; it had used {end.peak_bytes / 2**30:.1f} GiB"
-    detail = f": {end.oom_detail}" if end.oom_detail else ""
-    return f"{killed} by the kernel's out-of-memory killer (SIGKILL{peak}){detail}"
+    signal_and_memory = "SIGKILL"
+    if end.peak_bytes is not None:
+        peak_gib = end.peak_bytes / 2**30
+        signal_and_memory += f"; it had used {peak_gib:.1f} GiB"
+    headline = f"{killed} by the kernel's out-of-memory killer ({signal_and_memory})"
+    if end.oom_detail:
+        headline += f": {end.oom_detail}"
+    return headline
 
 
 def _last_lines(end: ExitStatus) -> tuple[str, ...]:

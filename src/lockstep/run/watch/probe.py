@@ -107,6 +107,7 @@ class Probe:
             self._request_pipe = None
 
     def _register_stack_signals(self) -> None:
+        """Installs faulthandler's handlers: for fatal signals, and for the two stack signals."""
         faulthandler.enable(_open_to_append(self._evidence.crash))
         # At the interpreter's end faulthandler restores this handler, so that a late signal is
         # ignored and does not end the process.

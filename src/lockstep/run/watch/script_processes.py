@@ -113,6 +113,7 @@ def _run_process(batch_folder: Path, run: Callable[[], object]) -> None:
     rank_folders: list[Path] = []
 
     def install_probe(group: Any) -> None:
+        """Called when this process has opened its default group, which says what rank it is."""
         in_main_thread = threading.current_thread() is threading.main_thread()
         if probe.has_probe() or not in_main_thread:  # signals can only be set up in the main thread
             return

@@ -158,6 +158,7 @@ class _Request:
                 self._read_answer()
 
     def _read_stacks(self, offset: int) -> None:
+        """Reads the stacks that the signal handler has written, once they are complete."""
         with open(self._evidence.stacks, "rb") as file:
             file.seek(offset)
             text = file.read().decode(errors="replace")

@@ -55,12 +55,15 @@ class WaitGraph:
             self.awaited |= awaited_ranks
         self.deadlocked: set[int] = set(self.waits_for)
         """Waiting ranks that wait, in the end, only for each other, or in a mismatched call."""
-        while free_ranks := self._free_ranks(self.deadlocked):
+        free_ranks = self._free_ranks(self.deadlocked)
+        while free_ranks:
             self.deadlocked -= free_ranks
+            free_ranks = self._free_ranks(self.deadlocked)
 
     def _add_ranks(
         self, activities: Mapping[int, Activity], table: CallTable, excluded: Collection[int]
     ) -> None:
+        """Adds the waiting ranks to `waits_for`, `mismatched` and `partners_unknown`."""
         # Of thousands of ranks most wait for the same. To compute one set for all of them, and to
         # keep equal sets once, makes this fast enough.
         awaited_by_wait: dict[object, frozenset[int]] = {}
