@@ -125,7 +125,7 @@ class Case:
 
 CASES = {
     "nothing failed": Case([rank_exited(0, 0, 1.0), rank_exited(1, 0, 2.0)], None),
-    "exception, the other is ended by us": Case(
+    "an exception, and the other rank is ended by lockstep": Case(
         [rank_raised(1, "loss is NaN", 10.0, "ValueError"), rank_ended_by_lockstep(0, 10.5, 10.2)],
         "exception",
         (1,),
@@ -141,13 +141,13 @@ CASES = {
         text_has=("consequences: rank 0 (Connection closed by peer)",),
         text_lacks=("network",),
     ),
-    "... also where its record is earlier: the group was closed while unwinding": Case(
+    "a consequence even if its record is earlier: the group was closed while unwinding": Case(
         [rank_raised(0, RESET, 10.0), rank_raised(1, "loss is NaN", 10.6, "ValueError")],
         "exception",
         (1,),
         text_has=("ValueError: loss is NaN", "rank 0 (Connection reset by peer)"),
     ),
-    "... also where it was wrapped by the script": Case(
+    "a consequence even if the script has wrapped the error": Case(
         [
             rank_raised(0, "training failed", 10.1, chain=(f"RuntimeError: {CLOSED}",)),
             rank_exited(1, 3, 10.3, line="train.py:7: sys.exit(3)"),
@@ -163,14 +163,14 @@ CASES = {
         (0,),
         text_has=("Connection closed by peer", "rank 1 (ValueError: bad label, 30.0 s later)"),
     ),
-    "os._exit": Case(
+    "os._exit without an exception": Case(
         [rank_exited(1, 3, 10.0, last_lines=("giving up",)), rank_raised(0, CLOSED, 10.0)],
         "exit",
         (1,),
         exit_code=3,
         text_has=("exit code 3; no exception was recorded\n", "giving up"),
     ),
-    "a program of its own, with a traceback": Case(
+    "another program that printed a traceback": Case(
         [
             rank_exited(
                 1,
@@ -244,7 +244,7 @@ CASES = {
         text_has=("ValueError: xxx", "xxx... (all of it is in the logs)"),
         text_lacks=("x" * 2000,),
     ),
-    "a signal goes before those who noticed": Case(
+    "a killed rank comes before the ranks that lost it": Case(
         [
             rank_raised(0, RESET, 10.0),
             rank_raised(2, CLOSED, 10.02),
@@ -259,7 +259,7 @@ CASES = {
             "rank 0 (Connection reset by peer), rank 2 (Connection closed by peer)",
         ),
     ),
-    "equal consequences are folded": Case(
+    "equal consequences are merged": Case(
         [
             rank_killed(4, 9, "SIGKILL", 10.0),
             *[rank_raised(rank, CLOSED, 10.0 + rank / 100) for rank in (0, 1, 2, 3, 5)],
@@ -269,7 +269,7 @@ CASES = {
         exit_code=71,
         text_has=("consequences: ranks 0-3, 5 (Connection closed by peer)",),
     ),
-    "out of memory": Case(
+    "killed for memory, certainly": Case(
         [
             rank_killed(1, 9, "SIGKILL", 10.0, oom="certain", peak_bytes=3 << 30, step=7),
             rank_raised(0, RESET, 10.0),
@@ -291,7 +291,7 @@ CASES = {
         text_has=("  the server ended\nwhat to do: the kernel's out-of-memory killer has ended a",),
         text_lacks=("probably killed",),
     ),
-    "out of memory, perhaps": Case(
+    "killed for memory, perhaps": Case(
         [rank_killed(1, 9, "SIGKILL", 10.0, oom="likely")],
         "oom",
         (1,),
@@ -358,7 +358,7 @@ CASES = {
         exit_code=71,
         text_has=("ranks 1-2", "Timed out waiting 2000ms for recv operation"),
     ),
-    "who ended well is no cause where another failed": Case(
+    "a rank that ended well is no cause if another failed": Case(
         [
             rank_exited(2, 0, 9.0),
             rank_raised(1, "x", 10.0, "KeyError"),
@@ -403,7 +403,7 @@ CASES = {
         text_has=("ConnectionResetError", "rank 0 (Connection closed by peer)"),
         text_lacks=("network",),
     ),
-    "the same on all ranks": Case(
+    "the same failure on all ranks is merged": Case(
         [
             rank_raised(rank, f"bad index {rank}", 10.0 + rank / 4, "IndexError", "data.py:3: x[i]")
             for rank in (3, 1, 0, 2)
@@ -413,7 +413,7 @@ CASES = {
         text_has=("FIRST FAILURE: ranks 0-3 on host a\n  IndexError: bad index 0\n  data.py:3",),
         text_lacks=("same time", "consequences"),
     ),
-    "two of their own in one instant": Case(
+    "two different failures at the same time": Case(
         [
             rank_raised(0, "first", 10.0, "ValueError"),
             rank_raised(1, "second", 10.1, "KeyError", line="train.py:30: d[k]"),
@@ -424,7 +424,7 @@ CASES = {
             "at the same time (their order is not known):\n  rank 1: KeyError: second, train.py:30",
         ),
     ),
-    "others of one kind in that instant are folded": Case(
+    "several equal failures at the same time are merged": Case(
         [
             rank_raised(1, "first", 10.0, "ValueError"),
             rank_raised(0, "failed", 10.1, "SystemError"),
@@ -434,14 +434,14 @@ CASES = {
         (1,),
         text_has=("is not known):\n  ranks 0, 2: SystemError: failed, train.py",),
     ),
-    "two of their own, one after the other": Case(
+    "two different failures, one after the other": Case(
         [rank_raised(0, "first", 10.0, "ValueError"), rank_raised(1, "second", 10.9, "KeyError")],
         "exception",
         (0,),
         text_has=("consequences: rank 1 (KeyError: second, 0.9 s later)",),
         text_lacks=("same time",),
     ),
-    "an error after we asked it to end is ours": Case(
+    "an error after lockstep asked the rank to end is no failure": Case(
         [
             rank_raised(0, "loss is NaN", 10.0, "ValueError"),
             rank_raised(1, "interrupted in save()", 10.4, "OSError", asked_to_end=10.2),
@@ -451,7 +451,7 @@ CASES = {
         text_has=("ended by lockstep: rank 1",),
         text_lacks=("OSError",),
     ),
-    "an error before we asked it to end is its own": Case(
+    "an error before lockstep asked the rank to end is a failure": Case(
         [
             rank_raised(0, "loss is NaN", 10.1, "ValueError"),
             rank_raised(1, "first", 9.0, "OSError", time=10.6, asked_to_end=10.4),
@@ -582,7 +582,7 @@ CASES = {
         (2,),
         text_has=("rank 2 on host b", "rank 0 (Connection closed by peer)"),
     ),
-    "two machines: who was first cannot be told": Case(
+    "two machines: which failed first is not known": Case(
         [
             rank_raised(0, "first", 10.0, "ValueError"),
             rank_raised(2, "second", 12.5, "KeyError", host="b"),

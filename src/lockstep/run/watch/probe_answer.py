@@ -47,7 +47,7 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
     for thread, frames in answer["stacks"].items():
         stacks[int(thread)] = tuple(Frame(*fields) for fields in frames)
     main_stack = stacks.pop(main_thread, state.stack)
-    optional_group = cast(type[NewGroup], NewGroup | None)
+    optional_group = cast(type[NewGroup], NewGroup | None)  # a union is no type for mypy
     return replace(
         state,
         answered=True,

@@ -262,7 +262,7 @@ def to_json(snapshot: Snapshot) -> str:
             return number_of_group.setdefault(value, len(number_of_group))
         return vars(value)
 
-    # This comes first, as it numbers the frames and groups.
+    # This comes first, as it numbers the frames and groups. The rest is put around its text.
     ranks_text = json.dumps(snapshot.ranks, default=encode)
     frames = [[frame.file, frame.line, frame.function] for frame in number_of_frame]
     groups = [[group.name, group.description, _to_ranges(group.ranks)] for group in number_of_group]

@@ -294,6 +294,7 @@ def may_continue_alone(stack: Stack) -> bool:
         return False
     innermost = stack[0]
     source = linecache.getline(innermost.file, innermost.line).rstrip()
+    # `waiter.acquire()` waits without a timeout, `waiter.acquire(True, timeout)` with one.
     has_no_timeout = source.endswith(".acquire()")
     if _is_in(innermost, "threading.py") and has_no_timeout:
         return False

@@ -82,7 +82,7 @@ class WaitGraph:
             is_mismatched = any(table.is_mismatched(call) for call in calls)
             if is_mismatched:
                 self.mismatched.add(rank)
-            # A rank that is only perhaps waiting counts if its wait would have a reason.
+            # A rank that only perhaps waits is taken to wait if another rank has not come yet.
             is_waiting = activity.kind is Kind.WAITING
             if is_waiting or is_mismatched or _has_other_rank(awaited, rank):
                 self.waits_for[rank] = awaited
@@ -257,8 +257,9 @@ def _ranks_whose_call_would_help(
     for rank in graph.deadlocked & graph.partners_unknown:
         ranks_by_assumption.setdefault(graph.waits_for[rank], []).append(rank)
     for awaited, waiting_ranks in ranks_by_assumption.items():
+        # Each of these ranks waits for all of the set but itself. Two of them wait for all of it.
         if len(waiting_ranks) == 1:
-            helpful_ranks |= awaited - set(waiting_ranks)  # no rank waits for itself
+            helpful_ranks |= awaited - set(waiting_ranks)
         else:
             helpful_ranks |= awaited
     return helpful_ranks
