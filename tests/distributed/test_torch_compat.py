@@ -382,6 +382,45 @@ def test_a_shallow_copy_is_torchs_and_shares_no_list_of_weights():
     assert torch_compat.shallow_copy(lstm)._flat_weights is not lstm._flat_weights
 
 
+def test_writes_to_tensors_are_counted():
+    written, read = torch.zeros(2), torch.zeros(2)
+    before = torch_compat.write_counts([written, read])
+    written.add_(1)
+    read.add(1)
+    after = torch_compat.write_counts([written, read])
+    assert [after[0] - before[0], after[1] - before[1]] == [1, 0]
+
+
+def test_a_change_of_a_modules_members_registers_them():
+    layer = nn.BatchNorm1d(2, affine=False)
+    layer.add_module("inside", nn.Linear(1, 1))
+    found = torch_compat.members(layer)
+    assert found.parameters == {"weight": None, "bias": None}
+    assert list(found.buffers) == ["running_mean", "running_var", "num_batches_tracked"]
+    assert found.modules == {"inside": layer.inside}
+    found.buffers["running_mean"] = torch.ones(2)
+    assert dict(layer.named_buffers())["running_mean"].tolist() == [1, 1]
+    weight = nn.Parameter(torch.ones(2))
+    torch_compat.set_members(layer, torch_compat.Members({"weight": weight}, {}, {}))
+    assert dict(layer.named_parameters()) == {"weight": weight}
+    assert list(layer.buffers()) == list(layer.children()) == []
+
+
+def test_what_moves_a_module_can_be_replaced():
+    layer = nn.Linear(1, 1)
+    changed = []
+
+    def apply(change):
+        changed.append(change(torch.ones(1)).dtype)
+        return layer
+
+    torch_compat.replace_apply(layer, apply)
+    assert layer.half() is layer
+    assert layer.to(torch.float64) is layer
+    assert changed == [torch.float16, torch.float64]
+    assert layer.weight.dtype == torch.float32
+
+
 def test_a_module_says_that_it_was_compiled():
     layer = nn.Linear(1, 1)
     assert not torch_compat.is_compiled_in_place(layer)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from lockstep.errors import SettingError
 
@@ -198,6 +198,43 @@ def gradient_hooks(parameter: Tensor) -> int:
     """How many hooks a parameter's gradient has; no public name tells."""
     after = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return len(parameter._backward_hooks or ()) + len(after or ())
+
+
+def write_counts(tensors: Iterable[Tensor]) -> list[int]:
+    """Returns how often each tensor was written to in place, as autograd counts it."""
+    return [tensor._version for tensor in tensors]
+
+
+class Members(NamedTuple):
+    """The dicts in which a module keeps its own parameters, buffers and submodules, by name."""
+
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, Tensor | None]
+    modules: dict[str, nn.Module | None]
+
+
+def members(module: nn.Module) -> Members:
+    """Returns the dicts in which a module keeps what was registered in it.
+
+    A change of a dict registers or removes something, without the checks of `Module.__setattr__`.
+    The public methods, such as `named_buffers`, return copies and leave out what is None.
+    """
+    return Members(module._parameters, module._buffers, module._modules)
+
+
+def set_members(module: nn.Module, new: Members) -> None:
+    """Replaces the dicts in which a module keeps what was registered in it."""
+    vars(module).update(_parameters=new.parameters, _buffers=new.buffers, _modules=new.modules)
+
+
+def replace_apply(module: nn.Module, apply: Callable[..., Any]) -> None:
+    """Replaces what `module.to()`, `module.half()` and the like call.
+
+    Args:
+        module: the module.
+        apply: called with a function that converts a tensor; returns the module.
+    """
+    vars(module)["_apply"] = apply
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -38,7 +38,12 @@ from lockstep.distributed.collectives import exchange_on_all_ranks
 from lockstep.distributed.device import is_out_of_memory
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import preserve_rng_state
-from lockstep.distributed.torch_compat import BatchNorm, outside_compiled_code, own_part
+from lockstep.distributed.torch_compat import (
+    BatchNorm,
+    members,
+    outside_compiled_code,
+    own_part,
+)
 from lockstep.errors import LockstepError, SettingError, UsageError
 from lockstep.extensions.report.console import print_line
 from lockstep.session.extension import Extension
@@ -210,13 +215,13 @@ class ProfilingRun:
         """All is put back; collectives are refused, and BatchNorm has statistics of its own."""
         collectives = self._run.collectives
         layers = list(dict.fromkeys(m for module in self._modules for m in module.modules()))
-        buffers = [b for layer in layers for b in layer._buffers.values() if b is not None]
+        buffers = [b for layer in layers for b in members(layer).buffers.values() if b is not None]
         synced = [m for m in layers if isinstance(m, SyncBatchNorm | nn.SyncBatchNorm)]
         # Those of replicas have a forward of their own: the devices of this rank stay together.
         alone = [layer for layer in synced if "forward" not in vars(layer)]
         # Attributes too: what is set to activations, to be looked at, would keep the largest.
         held = [vars(layer) for layer in layers if may_set(layer) or layer in alone]
-        held += [layer._buffers for layer in layers]
+        held += [members(layer).buffers for layer in layers]
         blocked = collectives.blocked
         with restored([(d, dict(d)) for d in held], buffers, self._gpus), torch.enable_grad():
             try:

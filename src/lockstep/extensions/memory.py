@@ -34,6 +34,7 @@ from lockstep.communication import routing
 from lockstep.distributed.torch_compat import (
     TorchDispatchMode,
     is_sharded,
+    members,
     outside_compiled_code,
     own_part,
     pytree,
@@ -484,7 +485,8 @@ class TrainingSteps:
         state: dict[Any, Any] = inner.state
         values += [v for each in kept for v in each.values() if isinstance(v, Tensor)]
         old = [(state, dict(state)), *((each, _settings(each)) for each in kept)]
-        old += [(part._buffers, dict(part._buffers)) for part in self.model.modules()]
+        buffers = [members(part).buffers for part in self.model.modules()]
+        old += [(own, dict(own)) for own in buffers]
         scaler = precision.state_dict()
         position, trained = loader.state_dict(), loader.trained
         with restored(old, values, self._gpus), self._run.step.preserved():

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from lockstep.batch.plan import virtual_ranks_of
 from lockstep.communication.compression import Method
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import outside_compiled_code
+from lockstep.distributed.torch_compat import outside_compiled_code, write_counts
 from lockstep.errors import CheckpointError, SettingError, UsageError, unknown_choice_error, warn
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
@@ -418,7 +418,7 @@ class _Turns(Extension):
         self._buffers.put(None)
         if self._weights.at is not None:
             self._weights.put(None)
-            self._marks = [p._version for p in self.parameters]
+            self._marks = write_counts(self.parameters)
 
     def _put_present(self) -> None:
         """Puts what the present micro-batch is computed with in place."""
@@ -439,7 +439,7 @@ class _Turns(Extension):
             self._last = replica
 
     def _check_unchanged(self) -> None:
-        if self._marks and self._marks != [p._version for p in self.parameters]:
+        if self._marks and self._marks != write_counts(self.parameters):
             raise UsageError(
                 "weights changed by hand under strategy='diloco'",
                 "outside of a step the model holds the shared weights, and the replicas go on from "

@@ -88,7 +88,7 @@ class Sharded(Extension):
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_forward_hook(self._after_forward, always_call=True)
         root.register_load_state_dict_pre_hook(self._before_load)
-        vars(root)["_apply"] = self._moved  # what .to(...) and its like call
+        torch_compat.replace_apply(root, self._moved)
         for unit in self._units:
             vars(unit)["__deepcopy__"] = _no_copy
             vars(unit)["__reduce_ex__"] = _no_pickle

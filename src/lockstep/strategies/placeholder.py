@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lockstep.batch.no_rows import Placeholder, has_no_rows, marked
 from lockstep.batch.pytree import map_tensors, storages, tensors
 from lockstep.distributed.seeding import preserve_rng_state
-from lockstep.distributed.torch_compat import NormBase, never_compiled
+from lockstep.distributed.torch_compat import NormBase, never_compiled, write_counts
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
@@ -150,11 +150,9 @@ def _without_traces(module: nn.Module) -> Iterator[None]:
         for layer in layers
         if isinstance(layer, NormBase) and layer.training and not isinstance(layer, SyncBatchNorm)
     ]
-    buffers = [
-        (buffer, buffer._version, buffer.detach().clone())
-        for buffer in module.buffers()
-        if id(buffer) not in moved_alike
-    ]
+    buffers = [buffer for buffer in module.buffers() if id(buffer) not in moved_alike]
+    values = [buffer.detach().clone() for buffer in buffers]
+    writes_before = write_counts(buffers)
     gpus = sorted({b.device.index for b in module.parameters() if b.device.type == "cuda"})
     with ExitStack() as stack:
         stack.enter_context(preserve_rng_state())
@@ -167,6 +165,7 @@ def _without_traces(module: nn.Module) -> Iterator[None]:
             for layer in normalising:
                 layer.training = True
             with torch.no_grad():
-                for buffer, version, value in buffers:
-                    if buffer._version != version:
-                        buffer.copy_(value)
+                writes_after = write_counts(buffers)
+                for index, buffer in enumerate(buffers):
+                    if writes_after[index] != writes_before[index]:
+                        buffer.copy_(values[index])

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.distributed.torch_compat import write_counts
 from lockstep.errors import UsageError
 from lockstep.extensions.checks.base import Check
 from lockstep.session.micro_batch import MicroBatch
@@ -34,13 +35,16 @@ class GradientVersionCheck(Check):
         """The gradients wait, for further micro-batches or for the loss scaler."""
         self._num_backwards += 1
         if not self.run.step.micro_batch.closes or self.precision.scaler is not None:
-            self._marks = [
-                (p, id(g), g._version)
-                for wrapped in self.wrapped
-                if not wrapped.gradients_after_backward  # they are written after it, too
-                for p in wrapped.module.parameters()
-                if (g := p.grad) is not None
-            ]
+            parameters, gradients = [], []
+            for wrapped in self.wrapped:
+                if wrapped.gradients_after_backward:  # they are written after it, too
+                    continue
+                for parameter in wrapped.module.parameters():
+                    if parameter.grad is not None:
+                        parameters.append(parameter)
+                        gradients.append(parameter.grad)
+            ids = map(id, gradients)
+            self._marks = list(zip(parameters, ids, write_counts(gradients), strict=True))
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Raises UsageError where the gradients of earlier micro-batches were written to."""
@@ -74,6 +78,8 @@ class GradientVersionCheck(Check):
 
 def _changed(mark: tuple[nn.Parameter, int, int]) -> bool:
     """Whether the parameter has another gradient now; one that was cleared has not."""
-    parameter, gradient_id, version = mark
+    parameter, gradient_id, write_count = mark
     gradient = parameter.grad
-    return gradient is not None and (id(gradient) != gradient_id or gradient._version != version)
+    if gradient is None:
+        return False
+    return id(gradient) != gradient_id or write_counts([gradient]) != [write_count]

@@ -29,8 +29,11 @@ from torch.nn.parallel import comm
 from lockstep.batch.pytree import map_tensors
 from lockstep.distributed.torch_compat import (
     BatchNorm,
+    Members,
     in_backward_pass,
     is_compiled,
+    members,
+    set_members,
     shallow_copy,
 )
 from lockstep.errors import UsageError
@@ -74,16 +77,16 @@ def _copy(module: nn.Module, held: dict[int, Tensor]) -> nn.Module:
         for name, value in state[1].items() if isinstance(state, tuple) else ():
             object.__setattr__(new, name, value)
         # Around `Module.__setattr__`, which looks at each value for longer than a copy takes.
-        vars(new).update(
-            _modules={n: None if c is None else made[c] for n, c in part._modules.items()},
-            _buffers={n: None if b is None else held[id(b)] for n, b in part._buffers.items()},
-            _parameters={},
-        )
-        for name, parameter in part._parameters.items():
+        old = members(part)
+        parameters: dict[str, Any] = {}
+        buffers = {n: None if b is None else held[id(b)] for n, b in old.buffers.items()}
+        modules = {n: None if c is None else made[c] for n, c in old.modules.items()}
+        set_members(new, Members(parameters, buffers, modules))
+        for name, parameter in old.parameters.items():
             own: Any = None if parameter is None else held[id(parameter)]
             if own is not parameter:
                 setattr(new, name, own)  # by which an RNN's list is brought up to date
-            new._parameters[name] = own  # so that `next(self.parameters()).device` is right
+            parameters[name] = own  # so that `next(self.parameters()).device` is right
         if "forward" in vars(part):
             new.forward = _forward_of(vars(part)["forward"], part, new)
     return made[module]
@@ -199,12 +202,13 @@ def copy_state_back(
                 vars(part)[name] = map_tensors(value, lambda tensor: tensor.to(home))
     with torch.no_grad():
         for path, part in module.named_modules():
-            for name, left in found[path]._buffers.items():
-                buffer = part._buffers.get(name)
+            buffers = members(part).buffers
+            for name, left in members(found[path]).buffers.items():
+                buffer = buffers.get(name)
                 if buffer is not None and left is not None and buffer.shape == left.shape:
                     buffer.copy_(left)
                 else:
-                    part._buffers[name] = None if left is None else left.detach().to(home)
+                    buffers[name] = None if left is None else left.detach().to(home)
 
 
 class ReplicaBarrier:

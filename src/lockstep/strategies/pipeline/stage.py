@@ -37,6 +37,7 @@ from lockstep.distributed.torch_compat import (
     DisableTorchFunctionSubclass,
     NormBase,
     TorchDispatchMode,
+    members,
     never_compiled,
     pytree,
 )
@@ -302,7 +303,7 @@ def _move(
         stage = split.stage_of(name)
         here = stage is None or stage in stages
         for own, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
-            part._buffers[own] = buffer.to(device if here else "meta")
+            members(part).buffers[own] = buffer.to(device if here else "meta")
     return gone
 
 
