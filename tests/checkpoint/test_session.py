@@ -123,8 +123,7 @@ class Training:
 
     def end(self, failed: bool = False) -> None:
         """What the end of the run does."""
-        for finish in self.run.at_end:
-            finish(failed)
+        self.run.extensions.close(failed)
 
     def values(self) -> list[torch.Tensor]:
         moments = [t for s in self.optimizer.state_dict()["state"].values() for t in s.values()]

@@ -370,7 +370,7 @@ def test_all_is_put_back_after_an_error_too():
         assert loader.state_dict() == position
         assert not optimizer.inner.state
         assert world._run.step.number == 0
-        assert not world._run.step.inside
+        assert not world._run.step.in_training_loop
         assert not model[0]._forward_pre_hooks
 
 
