@@ -11,16 +11,10 @@ from types import ModuleType
 import pytest
 import warm
 
-from lockstep.verify.branches import (
-    _NAME,
-    Branches,
-    _Tests,
-    other_ways,
-    ways_of_ranks,
-    writes_to,
-)
 from lockstep.verify.catalogue import Cause
 from lockstep.verify.compare import Divergence
+from lockstep.verify.line_findings import describe_writes, new_branches, splitting_branches
+from lockstep.verify.recording.branches import NOTE_OUTCOME, Branches, add_notes
 from lockstep.verify.tolerance import FLOAT64
 from lockstep.verify.training_record import RankUpdate, Update
 
@@ -55,15 +49,15 @@ def test_tests_are_told_and_change_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert code is not None
     exec(code, module.__dict__)
     assert not (tmp_path / "__pycache__").exists()
-    branches.since()
+    branches.pop_outcomes()
     assert [module.sign(n) for n in (2, -3)] == ["plus", "minus"]
-    assert branches.since() == {
+    assert branches.pop_outcomes() == {
         (str(path), 3, 4): 3,
         (str(path), 5, 6): 3,
         (str(path), 7, 7): 1,
     }
     assert (module.sign(0), module.compiled(0)) == ("none", 0)
-    assert branches.since() == {(str(path), n, m): 2 for n, m in ((3, 4), (5, 6), (7, 7))}
+    assert branches.pop_outcomes() == {(str(path), n, m): 2 for n, m in ((3, 4), (5, 6), (7, 7))}
 
 
 REPORTS = """
@@ -81,9 +75,9 @@ if rank == 0:
 
 
 def test_tests_that_only_decide_what_is_printed_are_not_told() -> None:
-    told = ast.unparse(_Tests("train.py").visit(ast.parse(REPORTS)))
-    assert told.count(_NAME) == 1
-    assert f"if {_NAME}(('train.py', 9, 11), rank == 0)" in told
+    told = ast.unparse(add_notes(ast.parse(REPORTS), "train.py"))
+    assert told.count(NOTE_OUTCOME) == 1
+    assert f"if {NOTE_OUTCOME}(('train.py', 9, 11), rank == 0)" in told
 
 
 PLACE = ("/u/train.py", 7, 9)
@@ -112,23 +106,23 @@ def steps(*ways: tuple[int, int, int]) -> Divergence:
 def test_another_way_is_told_where_it_is_new(
     ways: tuple[tuple[int, int, int], ...], told: str
 ) -> None:
-    words = other_ways(steps(*ways), Cause("LS402", ()))
+    words = new_branches(steps(*ways), Cause("LS402", ()))
     assert len(words) == bool(told)
     assert all(f"train.py:7: {told}" in text for text in words)
 
 
 def test_another_way_of_the_first_step_is_told_where_nothing_else_is_known() -> None:
-    (words,) = other_ways(steps((1, 2, 2)), Cause("LS210", ("nothing",)))
+    (words,) = new_branches(steps((1, 2, 2)), Cause("LS210", ("nothing",)))
     assert words.startswith("in this step another way was gone at train.py:7: true on one process")
-    assert other_ways(steps((1, 2, 2)), Cause("LS210", (words,))) == []
+    assert new_branches(steps((1, 2, 2)), Cause("LS210", (words,))) == []
 
 
 def test_ranks_that_went_different_ways_at_the_end() -> None:
     other = ("/u/train.py", 3, 3)
-    (words,) = ways_of_ranks([{other: 1, PLACE: 1}, {other: 3, PLACE: 2}])
+    (words,) = splitting_branches([{other: 1, PLACE: 1}, {other: 3, PLACE: 2}])
     assert words.endswith("train.py:7: true on rank 0, false on rank 1")
-    assert not ways_of_ranks([{PLACE: 1}, {}])
-    assert not ways_of_ranks([])
+    assert not splitting_branches([{PLACE: 1}, {}])
+    assert not splitting_branches([])
 
 
 def test_the_line_that_wrote_is_told_with_what_it_is_under() -> None:
@@ -136,13 +130,13 @@ def test_the_line_that_wrote_is_told_with_what_it_is_under() -> None:
     case = steps((1, 1, 2))
     ranks = [replace(case.actual[0], write_stacks={"w": stack}), case.actual[1]]
     case = replace(case, parallel_run=[Update(ranks)])
-    assert writes_to(case, ["v"]) == []
-    assert writes_to(case, ["w"]) == [
+    assert describe_writes(case, ["v"]) == []
+    assert describe_writes(case, ["w"]) == [
         "rank 0 last wrote to them by net.py:20; of rank 1 no write was seen",
         "that is under train.py:7: true on rank 0, false on rank 1",
     ]
     both = [replace(rank, write_stacks={"w": stack}) for rank in ranks]
-    assert writes_to(replace(case, parallel_run=[Update(both)]), ["w"]) == [
+    assert describe_writes(replace(case, parallel_run=[Update(both)]), ["w"]) == [
         "ranks 0-1 last wrote to them by net.py:20"
     ]
 

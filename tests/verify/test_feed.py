@@ -37,22 +37,22 @@ def test_a_pass_has_what_any_rank_had(tmp_path: Path) -> None:
     for rank, batches in enumerate(([[0, 1], [4]], [[2, 3]])):
         writer = BatchWriter(tmp_path, rank)
         for loader in loaders:
-            writer.build(loader)
-        assert [writer.begin(loaders[1]), writer.begin(loaders[0])] == ["1-1", "0-1"]
+            writer.add_loader(loader)
+        assert [writer.begin_pass(loaders[1]), writer.begin_pass(loaders[0])] == ["1-1", "0-1"]
         for number, ids in enumerate(batches):
-            writer.keep("0-1", number, Fed(torch.tensor(ids), ids))
-        writer.close()
+            writer.write("0-1", number, Fed(torch.tensor(ids), ids))
+        writer.write_lengths()
     reader = BatchReader(tmp_path)
     other = [DataLoader(range(8)), DataLoader(range(3))]
     for loader in other:
-        reader.build(loader)
-    found = [(fed.batch.tolist(), fed.ids) for fed in reader.batches(reader.begin(other[0]))]
+        reader.add_loader(loader)
+    found = [(fed.batch.tolist(), fed.ids) for fed in reader.batches(reader.begin_pass(other[0]))]
     assert found == [([0, 1, 2, 3], [0, 1, 2, 3]), ([4], [4])]
     assert (reader.length(other[0]), reader.length(other[1])) == (4, 3)
-    assert list(reader.batches(reader.begin(other[0]))) == []
+    assert list(reader.batches(reader.begin_pass(other[0]))) == []
 
 
 def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
     writer = BatchWriter(tmp_path, 0)
     with pytest.raises(UsageError, match="a batch cannot be kept"):
-        writer.keep("0-1", 0, Fed(lambda: None, None))
+        writer.write("0-1", 0, Fed(lambda: None, None))

@@ -7,15 +7,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.verify import patches, recorder
-from lockstep.verify.batches import look_at
-from lockstep.verify.models import Models, compares_samples
+from lockstep.verify.recording.batches import describe_batch
+from lockstep.verify.recording.determinism import Determinism
+from lockstep.verify.recording.function_mode import FunctionMode
+from lockstep.verify.recording.loss_calls import terms_of
+from lockstep.verify.recording.marks import STATISTIC, mark, marks_of, unmark
+from lockstep.verify.recording.models import Models
+from lockstep.verify.recording.optimizers import ParameterGroup
+from lockstep.verify.recording.sample_coupling import compares_samples
+from lockstep.verify.recording.tensor_values import copy_arrays, digest
+
+
+def function_mode() -> FunctionMode:
+    return FunctionMode(Determinism(double=False))
 
 
 def test_what_was_recorded_can_be_freed() -> None:
     gathered = torch.ones(3, dtype=torch.float64)
-    patches.digest(gathered)
-    arrays = recorder._arrays([("weight", gathered)])
+    digest(gathered)
+    arrays = copy_arrays([("weight", gathered)])
     gathered.untyped_storage().resize_(0)  # as FSDP does
     assert arrays["weight"].tolist() == [1.0, 1.0, 1.0]
 
@@ -98,7 +108,7 @@ def test_what_has_no_second_derivative_is_not_known() -> None:
 def test_labels_are_counted_as_a_shifted_loss_counts_them() -> None:
     labels = torch.tensor([[5, 6, -100], [-100, 7, 8]])
     tokens = torch.tensor([[4, 5, 1], [1, 1, 1]])  # 1 is padding
-    found = look_at((labels, tokens)).weights
+    found = describe_batch((labels, tokens)).weights
     assert found["labels in tensor 0"] == 4
     assert found["labels in tensor 0 without its first column"] == 3
     assert found["values but 1 in tensor 1"] == 2
@@ -106,48 +116,48 @@ def test_labels_are_counted_as_a_shifted_loss_counts_them() -> None:
 
 def test_the_terms_of_a_loss_are_known() -> None:
     x = torch.tensor([1.0, 3.0], requires_grad=True)
-    with patches.DeterminismPatches(double=False):
+    with function_mode():
         one, two = x.mean(), x.square().sum()
         loss = (one + 0.5 * two - x.sum()) / 2
         total = sum([one, two])
         total += one
         product = one * two
-    assert patches.terms_of(loss) == [1.0, 2.5, -2.0]
-    assert patches.terms_of(total) == [2.0, 10.0, 2.0]
-    assert patches.terms_of(product) == [20.0]
+    assert terms_of(loss) == [1.0, 2.5, -2.0]
+    assert terms_of(total) == [2.0, 10.0, 2.0]
+    assert terms_of(product) == [20.0]
 
 
 def test_what_is_made_of_a_gather_is_known() -> None:
-    quiet = patches.DeterminismPatches(double=False)
+    quiet = function_mode()
     mine, theirs = torch.ones(2, 3, requires_grad=True), torch.ones(2, 3)
-    patches.mark([theirs], gather="train.py:7")
+    mark([theirs], gather="train.py:7")
     with quiet:
         everything = torch.cat([mine, theirs])
         loss = F.mse_loss(everything, torch.zeros(4, 3))
         own = mine.sum()
         drawn = [mine * torch.rand(()), mine * torch.randn(2, 3)]
-    assert patches.marks_of(loss) == {"gather": "train.py:7"}
-    assert patches.marks_of(own) == {}
-    (first, line, *_), (second, _, other) = (patches.marks_of(t)["draw"] for t in drawn)
+    assert marks_of(loss) == {"gather": "train.py:7"}
+    assert marks_of(own) == {}
+    (first, line, *_), (second, _, other) = (marks_of(t)["draw"] for t in drawn)
     assert first < second
     assert line.endswith("torch.randn(2, 3)]")
-    assert patches.marks_of([drawn, loss]) == {"gather": "train.py:7", "draw": (2, line, other)}
+    assert marks_of([drawn, loss]) == {"gather": "train.py:7", "draw": (2, line, other)}
 
 
 def test_a_model_that_nothing_averages_is_bare() -> None:
     models, bare, prepared = Models(), nn.Linear(2, 1), nn.Linear(2, 1)
     models.add(bare)
-    models.prepared.add(id(prepared))
+    models.prepared_ids.add(id(prepared))
     models.add(prepared)
-    assert models.bare() == ["Linear/weight", "Linear/bias"]
-    models.averaged[id(bare)] = {id(p) for p in bare.parameters()}
-    assert models.bare() == []
+    assert models.unwrapped_parameters() == ["Linear/weight", "Linear/bias"]
+    models.ddp_parameter_ids[id(bare)] = {id(p) for p in bare.parameters()}
+    assert models.unwrapped_parameters() == []
 
 
 def test_a_parameter_group_knows_where_its_rate_was_set() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
-    group = optimizer.param_groups[0] = patches.ParameterGroup(optimizer.param_groups[0])
-    assert "patches.ParameterGroup(" in group.line
+    group = optimizer.param_groups[0] = ParameterGroup(optimizer.param_groups[0])
+    assert "ParameterGroup(" in group.line
     group["lr"] = 0.3  # by hand
     assert group.line.endswith("# by hand")
     group["momentum"] = 0.5
@@ -160,14 +170,14 @@ def test_a_parameter_group_knows_where_its_rate_was_set() -> None:
 
 def test_a_statistic_over_samples_is_known_until_it_is_exchanged() -> None:
     x, outputs = torch.arange(12.0).view(4, 3), torch.ones(4, requires_grad=True)
-    with patches.DeterminismPatches(double=False):
+    with function_mode():
         mean = x.mean(0)
         made = [x.max(), x[:, 0].softmax(0), x.sort(0)[1], x.norm(2, 0), F.normalize(x, dim=0)]
         made += [x[:, 0].topk(2).values, outputs.topk(2).values, torch.zeros(4)]
         made[-1][1:] = (x[:, 0] - mean[0])[1:]
         rows = [x.mean(1), x.max(dim=1).values, x.norm(dim=1), x.topk(2)[0], F.normalize(x)]
         rows += [x[:1].sum(0), torch.maximum(x, -x), outputs.mean()]
-        patches.unmark(mean)
-    kinds = [[*patches.marks_of(each)] for each in made]
-    assert all(len(own) == 1 and own[0].startswith(patches.STATISTIC) for own in kinds), kinds
-    assert [patches.marks_of(each) for each in (mean, *rows)] == [{}] * (len(rows) + 1)
+        unmark(mean)
+    kinds = [[*marks_of(each)] for each in made]
+    assert all(len(own) == 1 and own[0].startswith(STATISTIC) for own in kinds), kinds
+    assert [marks_of(each) for each in (mean, *rows)] == [{}] * (len(rows) + 1)

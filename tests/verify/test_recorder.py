@@ -12,10 +12,13 @@ from torch import Tensor
 
 from lockstep.errors import RecordingFailedError
 from lockstep.run.start.worker import Script
-from lockstep.verify.patches import DeterminismPatches
-from lockstep.verify.rank import _merged
 from lockstep.verify.record import UpdateWriter, Way, record
-from lockstep.verify.recorder import Recorder, RecordingFailed, _Pass
+from lockstep.verify.recording.determinism import Determinism
+from lockstep.verify.recording.forwards import ForwardRecorder
+from lockstep.verify.recording.function_mode import FunctionMode
+from lockstep.verify.recording.larger_batches import merge_batches
+from lockstep.verify.recording.losses import LossRecorder
+from lockstep.verify.recording.state import ForwardPass, RecorderState, RecordingFailed
 from lockstep.verify.training_record import Forward
 from lockstep.verify.verdict import Verdict
 
@@ -426,15 +429,15 @@ class Rounded(torch.autograd.Function):
 
 @pytest.mark.parametrize("double", [True, False])
 def test_the_lowest_precision_that_anything_with_a_gradient_has_had(double: bool) -> None:
-    patches = DeterminismPatches(double=double)
+    mode = FunctionMode(Determinism(double=double))
     plain = torch.float64 if double else torch.float32
     x = torch.ones(3, dtype=plain, requires_grad=True)
-    with patches:
+    with mode:
         (x.to(torch.bfloat16).float() * 2).sum().double()
-        assert patches.lowest is (torch.float64 if double else torch.bfloat16)
+        assert mode.lowest_dtype is (torch.float64 if double else torch.bfloat16)
         torch.ones(3, dtype=torch.float16) * 2  # of no gradient
         (Rounded.apply(x) * 2).sum()
-    assert patches.lowest is (torch.float32 if double else torch.bfloat16)
+    assert mode.lowest_dtype is (torch.float32 if double else torch.bfloat16)
 
 
 OWN_BATCHES = """
@@ -505,24 +508,25 @@ def test_a_loader_that_cannot_be_enlarged_is_named(tmp_path: Path) -> None:
 
 
 def test_a_list_of_batches_is_joined_once() -> None:
-    merged = _merged([[0, 1], [2], [3, 4]], 2)
+    merged = merge_batches([[0, 1], [2], [3, 4]], 2)
     assert [*merged] == [[0, 1, 2], [3, 4]]
-    assert _merged(merged, 2) is merged
+    assert merge_batches(merged, 2) is merged
 
 
 def test_an_error_of_the_recorders_own_is_told_as_that(
     tmp_path: Path,
 ) -> None:
-    recorder = Recorder.__new__(Recorder)
+    losses = LossRecorder.__new__(LossRecorder)
+    losses.state = RecorderState.__new__(RecorderState)
     with pytest.raises(RecordingFailed) as caught:
-        recorder.lost(torch.ones(()))  # it has no attributes
+        losses.begin_backward(torch.ones(()))  # the state has no attributes
     assert caught.value.code == 5
-    assert "AttributeError" in recorder.internal
+    assert "AttributeError" in losses.state.internal_error
     folder = tmp_path / "run"
     way = Way(name="1 process", nproc=1, script=Script(path="train.py"))
 
     def start(folder: Path, way: Way) -> str:
-        UpdateWriter(folder, 0).end(caught.value, internal=recorder.internal)
+        UpdateWriter(folder, 0).end(caught.value, internal=losses.state.internal_error)
         return ""
 
     with pytest.raises(RecordingFailedError, match="this says nothing about the script") as told:
@@ -531,22 +535,24 @@ def test_an_error_of_the_recorders_own_is_told_as_that(
 
 
 def test_an_error_of_a_connection_is_not_the_recorders() -> None:
-    class Broken(Recorder):
+    class BrokenState(RecorderState):
         def __init__(self) -> None:
             pass
 
         @property
-        def _weighted(self) -> bool:
+        def loss_is_weighted(self) -> bool:
             raise RuntimeError("Connection closed by peer")
 
-    broken = Broken()
+    losses = LossRecorder.__new__(LossRecorder)
+    losses.state = BrokenState()
     with pytest.raises(RuntimeError, match="by peer"):
-        broken.lost(torch.ones(()))
-    assert broken.internal == ""
+        losses.begin_backward(torch.ones(()))
+    assert losses.state.internal_error == ""
 
 
 def test_an_output_that_no_loss_came_back_to_has_no_slope() -> None:
     rows = np.ones((2, 2))
-    seen = _Pass(Forward(model="Net", shape="", inputs=rows, other_inputs=rows))
-    Recorder.__new__(Recorder)._see_slope(seen, 0, None)  # as DDP's sink has it
-    assert not len(seen.seen.output_gradients)
+    forward_pass = ForwardPass(Forward(model="Net", shape="", inputs=rows, other_inputs=rows))
+    forwards = ForwardRecorder.__new__(ForwardRecorder)
+    forwards.record_slope(forward_pass, 1, None)  # as DDP's sink has it
+    assert not len(forward_pass.record.output_gradients)

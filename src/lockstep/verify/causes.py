@@ -21,9 +21,9 @@ import numpy as np
 
 from lockstep.verify import replicas, samples
 from lockstep.verify.algebra import constant_ratio, flat, mean_of, near, norm, proportional, weights
-from lockstep.verify.branches import other_ways, writes_to
 from lockstep.verify.catalogue import Cause, of_runs, plain, shown
 from lockstep.verify.compare import Divergence, same_samples
+from lockstep.verify.line_findings import describe_writes, new_branches
 from lockstep.verify.tolerance import Array, scale_of
 from lockstep.verify.training_record import Update
 from lockstep.wording import format_ranks, join_first
@@ -42,7 +42,7 @@ def _of_initial(case: Divergence) -> Cause:
         f"torch was seeded with {of_runs([r.get(n, 'nothing') for r in runs])}" for n in other[:1]
     ]
     told += [f"that is by {line}" for line in other[:1]]
-    return Cause("LS305", (seen, *told, *writes_to(case, tuple(apart))))
+    return Cause("LS305", (seen, *told, *describe_writes(case, tuple(apart))))
 
 
 def _stale(case: Divergence) -> Cause | None:
@@ -627,9 +627,9 @@ def _of_kept(case: Divergence) -> Cause:
     if {*case.names} <= {*case.expected[0].frozen}:
         seen = f"{before} parameters that nothing trains are other ones"
         kind = "such as those of a teacher, an average or a target network"
-        return Cause("LS309", (seen, kind, *writes_to(case, case.names)))
+        return Cause("LS309", (seen, kind, *describe_writes(case, case.names)))
     seen = f"{before} parameters are other ones than on one process"
-    wrote = writes_to(case, case.names)
+    wrote = describe_writes(case, case.names)
     last = case.parallel_run[case.update_index - 1] if case.update_index else Update()
     if not last.merged("parameters"):
         return Cause("LS210", (seen, *wrote))
@@ -641,7 +641,7 @@ def _of_buffers(case: Divergence) -> Cause:
     ends = ("running_mean", "running_var", "num_batches_tracked")
     of_norm = _of_batchnorm(case) if all(name.endswith(ends) for name in case.names) else None
     seen = f"after the step: {shown(plain(case.names))}"
-    return of_norm or Cause("LS309", (seen, *writes_to(case, case.names)))
+    return of_norm or Cause("LS309", (seen, *describe_writes(case, case.names)))
 
 
 def _of_batchnorm(case: Divergence) -> Cause | None:
@@ -724,4 +724,4 @@ def cause_of(case: Divergence) -> Cause:
         if case.kind in ("unclipped", "gradients", "loss"):
             unstepped = replicas.of_unstepped(case)
         cause = unstepped or KINDS[case.kind][0](case)
-    return replace(cause, seen=(*cause.seen, *other_ways(case, cause)))
+    return replace(cause, seen=(*cause.seen, *new_branches(case, cause)))

@@ -1,8 +1,12 @@
-"""The same batches for one process as for several, to compare what lies behind the samples.
+"""Gives one process the batches that several processes were handed, for `--same-samples`.
 
 The ranks of the run on several processes write each batch that a DataLoader of torch hands out to
-train on. On one process every DataLoader then hands out, batch by batch, what those of all ranks
-were together: in the order of the ranks, whatever the script's own samplers and datasets do there.
+train on. On one process every DataLoader then hands out, batch by batch, what all ranks were handed
+together, in the order of the ranks. So what lies behind the samples can be compared even if
+samplers or augmentation differ.
+
+A *pass* is one iteration over a DataLoader. It is named by the number of the loader, in the order
+in which loaders were built, and the number of the pass: `0-1`, `0-2`, ...
 """
 
 from __future__ import annotations
@@ -19,50 +23,49 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 
-_LENGTHS = "lengths.json"
+LENGTHS_FILE = "lengths.json"
 
 
 class Fed(NamedTuple):
-    """A batch, and the indices of its samples where they are known."""
+    """A batch, and the indices of its samples in the dataset if they are known."""
 
     batch: Any
     ids: list[int] | None
 
 
-class _Places:
-    """Numbers a script's DataLoaders, in the order in which they were built, and their passes."""
+class _PassNames:
+    """Numbers a script's DataLoaders and names the passes over them."""
 
     def __init__(self) -> None:
-        self._built: list[Any] = []
-        self._passes: Counter[int] = Counter()
+        self._loaders: list[Any] = []
+        self._passes_over: Counter[int] = Counter()
 
-    def build(self, loader: Any) -> None:
-        """A DataLoader has been built."""
-        self._built.append(loader)
+    def add_loader(self, loader: Any) -> None:
+        """Numbers a DataLoader that was built."""
+        self._loaders.append(loader)
 
-    def number(self, loader: Any) -> int | None:
-        """Which one it is; None: it was built before anything was watched."""
-        return next((n for n, each in enumerate(self._built) if each is loader), None)
+    def number_of(self, loader: Any) -> int | None:
+        """Returns the number of a loader; None if it was built before loaders were watched."""
+        for number, known_loader in enumerate(self._loaders):
+            if known_loader is loader:
+                return number
+        return None
 
-    def begin(self, loader: Any) -> str:
-        """A pass over it begins; returns what its batches are called."""
-        number = self.number(loader)
-        called = -1 if number is None else number
-        self._passes[called] += 1
-        return f"{called}-{self._passes[called]}"
-
-    @property
-    def built(self) -> Sequence[Any]:
-        """All that were built."""
-        return self._built
+    def begin_pass(self, loader: Any) -> str:
+        """Returns the name of a pass over a loader that begins."""
+        number = self.number_of(loader)
+        if number is None:
+            number = -1
+        self._passes_over[number] += 1
+        return f"{number}-{self._passes_over[number]}"
 
 
-class BatchWriter(_Places):
-    """Keeps the batches of one rank.
+class BatchWriter(_PassNames):
+    """Writes the batches of one rank.
 
     Args:
-        folder: for those of all ranks.
-        rank: whose.
+        folder: for the batches of all ranks.
+        rank: the rank.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -70,11 +73,16 @@ class BatchWriter(_Places):
         self._folder = folder / f"rank{rank}"
         self._folder.mkdir(parents=True)
 
-    def keep(self, place: str, number: int, fed: Fed) -> None:
-        """Writes one.
+    def write(self, name_of_pass: str, number: int, fed: Fed) -> None:
+        """Writes a batch of a pass.
+
+        Args:
+            name_of_pass: as `begin_pass` returned it.
+            number: of the batch in the pass.
+            fed: the batch.
 
         Raises:
-            UsageError: it holds something that cannot be written.
+            UsageError: it contains something that cannot be pickled.
         """
         try:
             data = pickle.dumps(fed)
@@ -84,83 +92,112 @@ class BatchWriter(_Places):
                 f"a batch cannot be kept for the run on one process: {error}",
                 "leave the option out, or let the loader give tensors, numbers and text",
             ) from error
-        (self._folder / f"{place}-{number}.pickle").write_bytes(data)
+        (self._folder / f"{name_of_pass}-{number}.pickle").write_bytes(data)
 
-    def close(self) -> None:
-        """Writes how many batches each DataLoader has, where they say so."""
+    def write_lengths(self) -> None:
+        """Writes the number of batches of each DataLoader that has a length."""
         lengths = {}
-        for number, loader in enumerate(self.built):
+        for number, loader in enumerate(self._loaders):
             try:
                 lengths[number] = len(loader)
             except TypeError:  # a stream
                 continue
-        (self._folder / _LENGTHS).write_text(json.dumps(lengths))
+        (self._folder / LENGTHS_FILE).write_text(json.dumps(lengths))
 
 
-class BatchReader(_Places):
-    """Joins what the ranks of another run have kept.
+class BatchReader(_PassNames):
+    """Reads and joins the batches that the ranks of another run have written.
 
     Args:
-        folder: of those of all ranks.
+        folder: with the batches of all ranks.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._folders = sorted(folder.glob("rank*"), key=lambda path: int(path.name[4:]))
+        self._folders = sorted(folder.glob("rank*"), key=_rank_of_folder)
 
-    def batches(self, place: str) -> Iterator[Fed]:
-        """Those of a pass; each is that of all ranks that had one.
+    def batches(self, name_of_pass: str) -> Iterator[Fed]:
+        """Yields the batches of a pass, each joined from all ranks that had one.
 
         Raises:
-            UsageError: those of the ranks cannot be joined.
+            UsageError: the batches of the ranks cannot be joined.
         """
         number = 0
         while True:
-            paths = [folder / f"{place}-{number}.pickle" for folder in self._folders]
-            # Written by our own processes, in a folder of this user alone.
-            parts = [pickle.loads(path.read_bytes()) for path in paths if path.exists()]
+            parts: list[Fed] = []
+            for folder in self._folders:
+                path = folder / f"{name_of_pass}-{number}.pickle"
+                if path.exists():
+                    # Our own processes have written it, in a folder that only this user can enter.
+                    parts.append(pickle.loads(path.read_bytes()))
             if not parts:
                 return
-            ids = [part.ids for part in parts]
-            known = None if None in ids else [index for each in ids for index in each]
-            yield Fed(join([part.batch for part in parts]), known)
+            batch = join([part.batch for part in parts])
+            yield Fed(batch, _joined_ids(parts))
             number += 1
 
     def length(self, loader: Any) -> int | None:
-        """How many batches a rank of the other run has; None: it is not known."""
-        number = self.number(loader)
+        """Returns how many batches a rank of the other run has; None if it is not known."""
+        number = self.number_of(loader)
+        if number is None:
+            return None
         for folder in self._folders:
-            path = folder / _LENGTHS
-            lengths = json.loads(path.read_text()) if path.exists() else {}
-            if number is not None and str(number) in lengths:
-                found: int = lengths[str(number)]
-                return found
+            path = folder / LENGTHS_FILE
+            if not path.exists():
+                continue
+            length_of_loader: dict[str, int] = json.loads(path.read_text())
+            if str(number) in length_of_loader:
+                return length_of_loader[str(number)]
         return None
 
 
+def _rank_of_folder(folder: Path) -> int:
+    """Returns 12 for a folder named `rank12`."""
+    return int(folder.name.removeprefix("rank"))
+
+
+def _joined_ids(parts: Sequence[Fed]) -> list[int] | None:
+    """Returns the indices of all ranks; None if those of some rank are not known."""
+    joined = []
+    for part in parts:
+        if part.ids is None:
+            return None
+        joined += part.ids
+    return joined
+
+
 def join(parts: Sequence[Any]) -> Any:
-    """One batch made of those of the ranks: tensors and lists one behind the other.
+    """Joins the batches of the ranks to one batch: tensors and lists one behind the other.
 
     Raises:
-        UsageError: they do not fit.
+        UsageError: tensors have different shapes.
     """
     first = parts[0]
     if isinstance(first, Tensor):
-        return _joined_tensors(parts)
+        return _join_tensors(parts)
     if isinstance(first, Mapping):
         joined = {key: join([part[key] for part in parts]) for key in first}
         return joined if type(first) is dict else type(first)(joined)  # type: ignore[call-arg]
-    if isinstance(first, tuple) and hasattr(first, "_replace"):  # a named tuple
-        return type(first)(*map(join, zip(*parts, strict=True)))
-    if isinstance(first, list | tuple) and any(isinstance(leaf, Tensor) for leaf in first):
-        return type(first)(map(join, zip(*parts, strict=True)))
     if isinstance(first, list | tuple):
-        return type(first)(leaf for part in parts for leaf in part)
+        return _join_sequences(parts)
     return first
 
 
-def _joined_tensors(parts: Sequence[Tensor]) -> Tensor:
-    if not parts[0].dim():
+def _join_sequences(parts: Sequence[Any]) -> Any:
+    """Joins lists or tuples: field by field if they hold tensors, else one behind the other."""
+    first = parts[0]
+    is_named_tuple = isinstance(first, tuple) and hasattr(first, "_replace")
+    if is_named_tuple or any(isinstance(value, Tensor) for value in first):
+        joined_fields = [join(values) for values in zip(*parts, strict=True)]
+        return type(first)(*joined_fields) if is_named_tuple else type(first)(joined_fields)
+    all_values: list[Any] = []
+    for part in parts:
+        all_values += part
+    return type(first)(all_values)
+
+
+def _join_tensors(parts: Sequence[Tensor]) -> Tensor:
+    if not parts[0].dim():  # a number, such as the temperature of a schedule
         return parts[0]
     if len({part.shape[1:] for part in parts}) > 1:
         shapes = " and ".join(str(list(part.shape)) for part in parts)

@@ -1,8 +1,16 @@
-"""Files that a script changes are as before when a run of it is over.
+"""Puts files that a script changes back as they were when a run of it is over.
 
 So the next run finds what the first one found: a script that resumes from its own checkpoint, or
-goes on with its own log, begins alike each time, and nothing of the user's is written over. What
-`torch.save` writes goes elsewhere from the beginning, see `patches`.
+appends to its own log, begins alike each time, and nothing of the user's is lost. Each rank copies
+a file before the script changes it (`FilesBefore`); the command puts it back after the run
+(`restore`). The folder of the run holds, once for all ranks:
+
+- a copy of each file, named by a hash of its path
+- an empty file HASH.known for each path that was seen
+- the index: one line for each path, `[path, kind, name of the copy or target of the link]`
+
+The *kind* is what was at a path before the run. What `torch.save` writes never gets to its path,
+see `recording/saved_files.py`.
 """
 
 from __future__ import annotations
@@ -22,214 +30,247 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import Any
 
-_KEPT, _INDEX = "before", "index"
-_NOTHING, _FILE, _LINK, _FOLDER = "nothing", "file", "link", "folder"
-"""What was there before."""
-_WRITES = frozenset("wax+")
-"""In the mode of a file that may be written to."""
+COPIES_FOLDER = "before"
+INDEX_FILE = "index"
+# The kinds of what was at a path before the run.
+NOTHING = "nothing"
+FILE = "file"
+LINK = "link"
+FOLDER = "folder"
+WRITING_MODE_LETTERS = frozenset("wax+")
+"""Letters in the mode of a file that may be written to."""
+WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+FOLDER_DESCRIPTOR_ARGUMENTS = {"dir_fd", "src_dir_fd", "dst_dir_fd"}
+"""Arguments that make a path relative to an open folder; such a path is not followed."""
 
 
 class FilesBefore:
-    """Keeps what files were like before a run, for all of its ranks.
+    """Keeps copies of files as they were before a run, for all of its ranks.
 
     Args:
-        folder: of the run; what lies beside it is not the user's either.
+        folder: of the run. What lies beside it belongs to other runs, and is not the user's.
     """
 
     def __init__(self, folder: Path) -> None:
-        run = os.path.realpath(folder)
-        self._own = os.path.dirname(run) + os.sep  # with what other runs left for this one
-        self._folder = os.path.join(run, _KEPT)
-        os.makedirs(self._folder, exist_ok=True)
-        self._start = os.stat(self._folder).st_mtime
-        # What is patched later may be no part of keeping.
-        self._copy = shutil.copy2
+        run_folder = os.path.realpath(folder)
+        self._verify_folder = os.path.dirname(run_folder) + os.sep
+        self._copies = os.path.join(run_folder, COPIES_FOLDER)
+        os.makedirs(self._copies, exist_ok=True)
+        self._start_time = os.stat(self._copies).st_mtime
+        # The functions themselves: the names will stand for patched ones.
+        self._copy_file = shutil.copy2
         self._open_descriptor = os.open
 
     def keep(self, path: Any) -> None:
-        """The file that a path leads to may be written to from here on.
+        """Keeps the file that a path leads to, which may be written to from here on.
 
         Args:
-            path: what the script has given; what is no path is left alone.
+            path: what the script has given; anything that is no path is ignored.
         """
         if isinstance(path, str | os.PathLike):
             self._keep(os.path.realpath(path))
 
     def keep_name(self, path: Any) -> None:
-        """What a path names may be made, moved or removed; of a link this is the link itself.
+        """Keeps what is at a path, which may be made, moved or removed; a link as a link.
 
         Args:
-            path: what the script has given; what is no path is left alone.
+            path: what the script has given; anything that is no path is ignored.
         """
         if isinstance(path, str | os.PathLike):
             folder, name = os.path.split(os.path.abspath(path))
             self._keep(os.path.join(os.path.realpath(folder), name))
 
     def keep_folder(self, path: Any, moved_to: Any = None) -> None:
-        """A folder, and all that is in it, may be moved or removed.
+        """Keeps everything inside of a folder that may be moved or removed.
 
         Args:
-            path: of the folder; of something else nothing is done.
-            moved_to: what becomes of the path; None: nothing.
+            path: of the folder; anything that is no folder is ignored.
+            moved_to: the new path of the folder; None: it is removed.
         """
         if not isinstance(path, str | os.PathLike) or os.path.islink(path):
             return
         top = os.fsdecode(path)
-        for folder, folders, files in os.walk(top):
-            for name in (*folders, *files):
+        for folder, folder_names, file_names in os.walk(top):
+            for name in (*folder_names, *file_names):
                 inside = os.path.join(folder, name)
                 self.keep_name(inside)
                 if moved_to is not None:
-                    there = os.path.join(os.fsdecode(moved_to), os.path.relpath(inside, top))
-                    self.keep_name(there)
+                    relative = os.path.relpath(inside, top)
+                    self.keep_name(os.path.join(os.fsdecode(moved_to), relative))
 
-    def _keep(self, place: str | bytes) -> None:
-        place = os.fsdecode(place)
-        if not place.startswith(self._own):
-            with self._alone():
-                self._keep_once(place)
+    def keep_moved(self, path: Any, moved_to: Any) -> None:
+        """Keeps what a move changes: both paths, and everything inside of a folder."""
+        self.keep_name(path)
+        self.keep_name(moved_to)
+        self.keep_folder(path, moved_to=moved_to)
 
-    def _keep_once(self, place: str) -> None:
-        name = hashlib.blake2b(place.encode(), digest_size=16).hexdigest()
-        copy = os.path.join(self._folder, name)
+    def _keep(self, path: str | bytes) -> None:
+        path = os.fsdecode(path)
+        if path.startswith(self._verify_folder):
+            return
+        with self._lock():
+            self._keep_once(path)
+
+    def _keep_once(self, path: str) -> None:
+        """Copies what is at a path, unless a rank has seen the path before."""
+        name = hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
+        copy = os.path.join(self._copies, name)
         known = copy + ".known"
         if os.path.exists(known):
             return
-        was, more = _NOTHING, ""
+        kind = NOTHING
+        detail = ""
         with suppress(FileNotFoundError):
-            found = os.lstat(place)
-            if S_ISDIR(found.st_mode):
-                was = _FOLDER
-            elif found.st_mtime >= self._start:
-                return  # the run has made it itself, as a temporary file: it was not there before
-            elif S_ISLNK(found.st_mode):
-                was, more = _LINK, os.readlink(place)
-            elif S_ISREG(found.st_mode):
-                self._copy(place, copy)
-                was, more = _FILE, name
-            else:
+            status = os.lstat(path)
+            if S_ISDIR(status.st_mode):
+                kind = FOLDER
+            elif status.st_mtime >= self._start_time:
+                return  # the run itself has made it, as a temporary file: it was not there before
+            elif S_ISLNK(status.st_mode):
+                kind = LINK
+                detail = os.readlink(path)
+            elif S_ISREG(status.st_mode):
+                self._copy_file(path, copy)
+                kind = FILE
+                detail = name
+            else:  # such as a device
                 return
-        for file, text in ((known, ""), (os.path.join(self._folder, _INDEX), [place, was, more])):
-            descriptor = self._open_descriptor(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.write(descriptor, (json.dumps(text) + "\n").encode())
-            os.close(descriptor)
+        self._append_line(known, "")
+        self._append_line(os.path.join(self._copies, INDEX_FILE), [path, kind, detail])
+
+    def _append_line(self, file: str, value: object) -> None:
+        descriptor = self._open_descriptor(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.write(descriptor, (json.dumps(value) + "\n").encode())
+        os.close(descriptor)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One rank at a time: another must not write to a file that is being copied."""
-        lock = os.path.join(self._folder, "lock")
-        descriptor = self._open_descriptor(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    def _lock(self) -> Iterator[None]:
+        """Lets one rank at a time keep files: another must not write to one that is copied."""
+        lock_file = os.path.join(self._copies, "lock")
+        descriptor = self._open_descriptor(lock_file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
             os.close(descriptor)
 
+    # Patches
+
     def watch(self) -> None:
-        """Keeps every file that this process opens to write, moves or removes from here on."""
-        plain = builtins.open
-
-        @wraps(plain)
-        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if isinstance(mode, str) and _WRITES & {*mode}:
-                self.keep(file)
-            return plain(file, mode, *args, **kwargs)
-
-        builtins.open = io.open = opened
-        self._watch_descriptors()
+        """Patches Python's functions so that every file that this process changes is kept."""
+        self._watch_open()
+        self._watch_os_open()
         for name in ("remove", "unlink", "rmdir", "mkdir"):
-            self._watch_function(name, self.keep_name)
-        self._watch_function("truncate", self.keep)
+            self._watch_os_function(name, self.keep_name)
+        self._watch_os_function("truncate", self.keep)
         for name in ("rename", "replace"):
-            self._watch_function(name, self._moves)
+            self._watch_os_function(name, self.keep_moved)
         for name in ("symlink", "link"):
-            self._watch_function(name, lambda _, path: self.keep_name(path))
-        remove_tree: Any = shutil.rmtree
+            self._watch_os_function(name, lambda target, path: self.keep_name(path))
+        self._watch_rmtree()
 
-        @wraps(remove_tree)
-        def removed(path: Any, *args: Any, **kwargs: Any) -> None:
-            self.keep_folder(path)
-            remove_tree(path, *args, **kwargs)
+    def _watch_open(self) -> None:
+        plain_open = builtins.open
 
-        vars(removed).update(vars(remove_tree))
-        shutil.rmtree = removed  # type: ignore[assignment]
+        @wraps(plain_open)
+        def watched_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if isinstance(mode, str) and not WRITING_MODE_LETTERS.isdisjoint(mode):
+                self.keep(file)
+            return plain_open(file, mode, *args, **kwargs)
 
-    def _moves(self, path: Any, to: Any) -> None:
-        self.keep_name(path)
-        self.keep_name(to)
-        self.keep_folder(path, moved_to=to)
+        builtins.open = watched_open
+        io.open = watched_open
 
-    def _watch_descriptors(self) -> None:
-        plain = os.open
+    def _watch_os_open(self) -> None:
+        plain_open = os.open
 
-        @wraps(plain)
-        def opened(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-            if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and "dir_fd" not in kwargs:
+        @wraps(plain_open)
+        def watched_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+            if flags & WRITING_FLAGS and "dir_fd" not in kwargs:
                 self.keep(path)
-            return plain(path, flags, *args, **kwargs)
+            return plain_open(path, flags, *args, **kwargs)
 
-        _replace(plain, opened)
+        _replace_os_function(plain_open, watched_open)
 
-    def _watch_function(self, name: str, keep: Callable[..., None]) -> None:
-        """Keeps what a function of `os` is about to change.
+    def _watch_os_function(self, name: str, keep: Callable[..., None]) -> None:
+        """Patches a function of `os` that changes files.
 
         Args:
             name: of the function.
-            keep: is given the paths that it is called with, as many as it takes.
+            keep: is called with as many of the first arguments as it has parameters.
         """
         plain: Callable[..., Any] = getattr(os, name)
-        signature = inspect.signature(keep)
-        count = len(signature.parameters)
+        num_paths = len(inspect.signature(keep).parameters)
 
         @wraps(plain)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            relative = {"dir_fd", "src_dir_fd", "dst_dir_fd"} & kwargs.keys()
-            paths = args[:count]
-            if len(paths) == count and not relative:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            paths = args[:num_paths]
+            if len(paths) == num_paths and FOLDER_DESCRIPTOR_ARGUMENTS.isdisjoint(kwargs):
                 keep(*paths)
             return plain(*args, **kwargs)
 
-        _replace(plain, called)
+        _replace_os_function(plain, watched)
+
+    def _watch_rmtree(self) -> None:
+        """Patches `shutil.rmtree`, which opens the folder and removes files relative to that."""
+        plain_rmtree: Any = shutil.rmtree
+
+        @wraps(plain_rmtree)
+        def watched_rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
+            self.keep_folder(path)
+            plain_rmtree(path, *args, **kwargs)
+
+        vars(watched_rmtree).update(vars(plain_rmtree))  # such as `avoids_symlink_attacks`
+        shutil.rmtree = watched_rmtree  # type: ignore[assignment]
 
 
-def _replace(plain: Callable[..., Any], watched: Callable[..., Any]) -> None:
-    """Puts a function in the place of one of `os`, which can do the same."""
+def _replace_os_function(plain: Callable[..., Any], watched: Callable[..., Any]) -> None:
+    """Puts a function in the place of one of `os`; Python asks `os` which accept `dir_fd`."""
     setattr(os, plain.__name__, watched)
     if plain in os.supports_dir_fd:
         os.supports_dir_fd.add(watched)
 
 
 def restore(folder: Path) -> None:
-    """Brings back what files were like before a run; those that it has made are removed.
+    """Puts files back as they were before a run, and removes those that it has made.
 
     Args:
         folder: of the run, which is over.
     """
-    index = folder / _KEPT / _INDEX
+    index = folder / COPIES_FOLDER / INDEX_FILE
     if not index.exists():
         return
     entries = [json.loads(line) for line in index.read_text(encoding="utf-8").splitlines()]
-    for place, was, more in entries:
+    for path, kind, detail in entries:
+        # A file that cannot be put back must not keep the others from it.
         with suppress(OSError):
-            _restore(place, was, folder / _KEPT / more, more)
-    # A folder is empty only now; those inside of others were made later.
-    for place, was, _ in reversed(entries):
-        if was == _NOTHING:
+            _restore_entry(folder, path, kind, detail)
+    # Now folders that the run has made are empty. The outer ones were made first.
+    for path, kind, _ in reversed(entries):
+        if kind == NOTHING:
             with suppress(OSError):
-                os.rmdir(place)
+                os.rmdir(path)
 
 
-def _restore(place: str, was: str, copy: Path, target: str) -> None:
-    if was == _FOLDER:
-        os.makedirs(place, exist_ok=True)
-        return
-    if was in (_NOTHING, _LINK):
+def _restore_entry(folder: Path, path: str, kind: str, detail: str) -> None:
+    """Puts back what was at one path.
+
+    Args:
+        folder: of the run.
+        path: of the file.
+        kind: what was there before the run.
+        detail: the name of the copy of a file, or the target of a link.
+    """
+    if kind == FOLDER:
+        os.makedirs(path, exist_ok=True)
+    elif kind == NOTHING:
         with suppress(FileNotFoundError):
-            os.unlink(place)
-    if was == _NOTHING:
-        return
-    os.makedirs(os.path.dirname(place), exist_ok=True)
-    if was == _LINK:
-        os.symlink(target, place)
+            os.unlink(path)
+    elif kind == LINK:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.symlink(detail, path)
     else:
-        shutil.copy2(copy, place)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        shutil.copy2(folder / COPIES_FOLDER / detail, path)

@@ -1,9 +1,14 @@
-"""The names of a training's tensors, as another training of the same script has them."""
+"""Gives the tensors of one run the names that the same tensors have in another run of the script.
+
+A tensor is named by the class of its model and its place inside, as `Net/layer.weight`. A wrapper
+that a script uses on several processes only may put something before that, as `Net/module.layer`,
+and models of one class, as `Net` and `Net#2`, may have been met in another order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,98 +16,182 @@ import numpy as np
 from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import RankUpdate, Update
 
-_BY_NAME = (
-    *("initial", "parameter_sums", "gradients", "unclipped", "parameters", "buffers"),
-    *(
-        "module_tensors",
-        "module_tensors_before",
-        "optimizer_state",
-        "rewritten_parameters",
-        "changed_between_passes",
-        "write_stacks",
-    ),
+FIELDS_BY_NAME = (
+    "buffers",
+    "changed_between_passes",
+    "gradients",
+    "initial",
+    "module_tensors",
+    "module_tensors_before",
+    "optimizer_state",
+    "parameter_sums",
+    "parameters",
+    "rewritten_parameters",
+    "unclipped",
+    "write_stacks",
 )
-_FIRST = ("buffers", "parameters", "initial")
-_NAMES = ("unwrapped", "unknown_to_ddp", "frozen", "in_eval_mode", "optimizer_parameters")
+"""Fields of `RankUpdate` that are mappings from names of tensors."""
+FIELDS_OF_NAMES = ("unwrapped", "unknown_to_ddp", "frozen", "in_eval_mode", "optimizer_parameters")
+"""Fields of `RankUpdate` that are lists of names."""
+FIELDS_WITH_VALUES = ("buffers", "parameters", "initial")
+"""Fields that hold whole tensors; of a tensor that several have, the last one counts."""
 
 
 def aligned(reference: Sequence[Update], other: Sequence[Update]) -> list[Update]:
-    """`other` with the reference's names for the same tensors.
+    """Returns the other run's updates with the reference's names for the same tensors.
 
-    A wrapper, as a library's, may put something before them, or be met before what is inside. The
-    end of the name and the shape tell, and where several fit, the values and the order. Models of
-    one class, as a model and its copy, may have been met in another order; their first values and
-    what of them is frozen tell.
+    A tensor with a name that the reference does not know gets one of the reference's that the other
+    run does not know: one with the same end and shape. If there are several, the one with the same
+    values, else the first.
     """
-    if roots := _other_order(reference, other):
-        other = [Update(renamed(r, lambda n: _in_root(n, roots)) for r in u) for u in other]
-    expected, found = (
-        {n: a for u in run[::-1] for what in _FIRST for n, a in u.merged(what).items()}
-        for run in (reference, other)
-    )
-    free = {name: array for name, array in expected.items() if name not in found}
-    names: dict[str, str] = {}
-    for name, array in found.items() if free else ():
-        fits = [n for n, own in free.items() if own.shape == array.shape and _same_end(n, name)]
-        if fits and name not in expected:
-            names[name] = next((n for n in fits if np.array_equal(free[n], array)), fits[0])
-            del free[names[name]]
-    if not names:
+    roots = _roots_in_other_order(reference, other)
+    if roots:
+        other = _renamed_run(other, lambda name: _with_root(name, roots))
+    reference_tensors = _first_values(reference)
+    other_tensors = _first_values(other)
+    free_tensors = {}
+    for name, array in reference_tensors.items():
+        if name not in other_tensors:
+            free_tensors[name] = array
+    new_names: dict[str, str] = {}
+    for name, array in other_tensors.items():
+        if name in reference_tensors:
+            continue
+        candidates = []
+        for free_name, free_array in free_tensors.items():
+            if free_array.shape == array.shape and _end_alike(free_name, name):
+                candidates.append(free_name)
+        if not candidates:
+            continue
+        best = candidates[0]
+        for candidate in candidates:
+            if np.array_equal(free_tensors[candidate], array):
+                best = candidate
+                break
+        new_names[name] = best
+        del free_tensors[best]
+    if not new_names:
         return list(other)
-    return [Update(renamed(rank, lambda n: names.get(n, n)) for rank in u) for u in other]
+    return _renamed_run(other, lambda name: new_names.get(name, name))
+
+
+def _first_values(updates: Sequence[Update]) -> dict[str, Array]:
+    """Returns every tensor of a run by name, as it was when it was recorded first."""
+    tensors: dict[str, Array] = {}
+    for update in reversed(updates):
+        for field_name in FIELDS_WITH_VALUES:
+            tensors.update(update.merged(field_name))
+    return tensors
+
+
+def _end_alike(one: str, other: str) -> bool:
+    """True if one name inside of its model is the end of the other, as for `a.b` and `module.a.b`.
+
+    The dot in front keeps `xb` from ending like `b`.
+    """
+    one_inside = "." + one.partition("/")[2]
+    other_inside = "." + other.partition("/")[2]
+    return one_inside.endswith(other_inside) or other_inside.endswith(one_inside)
+
+
+def _renamed_run(updates: Sequence[Update], change: Callable[[str], str]) -> list[Update]:
+    return [Update(renamed(rank, change) for rank in update) for update in updates]
 
 
 def renamed(rank: RankUpdate, change: Callable[[str], str]) -> RankUpdate:
-    """The same with other names for the tensors."""
+    """Returns a rank's update with other names for the tensors.
 
-    def of(values: Mapping[str, Any]) -> Any:
-        return {change(name): value for name, value in values.items()}
+    Args:
+        rank: the update on one rank.
+        change: returns the new name for a name.
+    """
+    fields: dict[str, Any] = {}
+    for field_name in FIELDS_BY_NAME:
+        fields[field_name] = _with_new_keys(getattr(rank, field_name), change)
+    for field_name in FIELDS_OF_NAMES:
+        names = dict.fromkeys(getattr(rank, field_name))
+        fields[field_name] = list(_with_new_keys(names, change))
+    local_gradients = [_with_new_keys(gradients, change) for gradients in rank.local_gradients]
+    return replace(rank, **fields, local_gradients=local_gradients)
 
-    values: dict[str, Any] = {what: of(getattr(rank, what)) for what in _BY_NAME}
-    values |= {what: [*of(dict.fromkeys(getattr(rank, what)))] for what in _NAMES}
-    return replace(rank, **values, local_gradients=list(map(of, rank.local_gradients)))
+
+def _with_new_keys(values: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    return {change(name): value for name, value in values.items()}
 
 
-def _in_root(name: str, roots: Mapping[str, str]) -> str:
-    root, _, rest = name.partition("/")
-    return f"{roots.get(root, root)}/{rest}"
+# Models of one class
 
 
-def _other_order(reference: Sequence[Update], other: Sequence[Update]) -> dict[str, str]:
-    """Models whose names several of one class have the other way round; empty: there are none."""
-    runs = [_models(run[0]) if run else {} for run in (reference, other)]
-    if runs[0].keys() != runs[1].keys():
+@dataclass
+class _FirstState:
+    """A model before the first update: its parameters, and the names of those not trained."""
+
+    parameters: dict[str, Array] = field(default_factory=dict)
+    frozen: set[str] = field(default_factory=set)
+
+
+def _roots_in_other_order(reference: Sequence[Update], other: Sequence[Update]) -> dict[str, str]:
+    """Returns the reference's name for each model of the other run, if some are swapped.
+
+    Models of one class are told apart by their first parameters, then by what is frozen. Where both
+    are the same, a model keeps its name.
+
+    Returns:
+        An empty mapping if no name changes, or if some model has no counterpart.
+    """
+    reference_models = _first_states(reference)
+    other_models = _first_states(other)
+    if reference_models.keys() != other_models.keys():
         return {}
-    free, names = dict(runs[0]), dict[str, str]()
-    for name, (values, frozen) in runs[1].items():
-        kind = name.split("#")[0]
-        fits = [n for n, (own, _) in free.items() if n.split("#")[0] == kind and _same(own, values)]
-        alike = [n for n in fits if free[n][1] == frozen]
-        # The very name goes first, where all else is the same.
-        best = sorted(alike or fits, key=lambda n: n != name)[:1]
-        if not best:
+    new_names: dict[str, str] = {}
+    for name, state in other_models.items():
+        candidates = []
+        for free_name, free_state in reference_models.items():
+            is_same_class = _class_of(free_name) == _class_of(name)
+            if is_same_class and _are_equal(free_state.parameters, state.parameters):
+                candidates.append(free_name)
+        if not candidates:
             return {}
-        names[name] = best[0]
-        del free[best[0]]
-    return names if any(a != b for a, b in names.items()) else {}
+        with_same_frozen = []
+        for candidate in candidates:
+            if reference_models[candidate].frozen == state.frozen:
+                with_same_frozen.append(candidate)
+        candidates = with_same_frozen or candidates
+        best = name if name in candidates else candidates[0]
+        new_names[name] = best
+        del reference_models[best]
+    if all(name == new_name for name, new_name in new_names.items()):
+        return {}
+    return new_names
 
 
-def _models(update: Update) -> dict[str, tuple[dict[str, Array], set[str]]]:
-    """By model, its parameters before the first update, and which of them are frozen."""
-    found: dict[str, tuple[dict[str, Array], set[str]]] = {}
-    for name, array in update.merged("initial").items():
-        model, _, own = name.partition("/")
-        values, frozen = found.setdefault(model, ({}, set()))
-        values[own] = array
-        frozen |= {own} if name in update[0].frozen else set()
-    return found
+def _class_of(root: str) -> str:
+    """Returns `Net` for the root `Net#2`."""
+    return root.split("#")[0]
 
 
-def _same(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
-    """Whether they have the same names and values."""
-    return one.keys() == other.keys() and all(np.array_equal(one[n], other[n]) for n in one)
+def _with_root(name: str, roots: Mapping[str, str]) -> str:
+    root, _, name_inside = name.partition("/")
+    return f"{roots.get(root, root)}/{name_inside}"
 
 
-def _same_end(one: str, other: str) -> bool:
-    ends = [f".{name.partition('/')[2]}" for name in (one, other)]
-    return ends[0].endswith(ends[1]) or ends[1].endswith(ends[0])
+def _first_states(updates: Sequence[Update]) -> dict[str, _FirstState]:
+    """Returns what each model was like before the first update, by the name of its root."""
+    states: dict[str, _FirstState] = {}
+    if not updates:
+        return states
+    first = updates[0]
+    for name, array in first.merged("initial").items():
+        root, _, name_inside = name.partition("/")
+        state = states.setdefault(root, _FirstState())
+        state.parameters[name_inside] = array
+        if name in first[0].frozen:
+            state.frozen.add(name_inside)
+    return states
+
+
+def _are_equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
+    """True if two mappings have the same names and values."""
+    if one.keys() != other.keys():
+        return False
+    return all(np.array_equal(one[name], other[name]) for name in one)

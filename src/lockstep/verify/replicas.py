@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 
 from lockstep.verify.algebra import constant_ratio, flat, mean_of, near, norm
-from lockstep.verify.branches import writes_to
 from lockstep.verify.catalogue import Cause, plain, shown
 from lockstep.verify.compare import Divergence
+from lockstep.verify.line_findings import describe_writes
 from lockstep.verify.samples import draws_of
 from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import LARGEST, Update
@@ -23,7 +23,7 @@ def of_replicas(case: Divergence) -> Cause:
     apart = case.actual.replicas_that_differ()
     number = case.actual[0].step
     seen = f"before step {number + 1} {ranks_of(apart)} held other parameters than rank 0"
-    wrote = writes_to(case, tuple(apart))
+    wrote = describe_writes(case, tuple(apart))
     if not case.update_index:
         return Cause("LS304", (seen, *wrote))
     stepped = case.parallel_run[case.update_index - 1].ranks_that_differ(
@@ -234,7 +234,7 @@ def of_shifted(case: Divergence) -> Cause | None:
     to = f"{ranks_of(apart)} changed parameters to others than rank 0"
     seen = [f"between the backward passes of this step {to}"]
     if not any(any(rank.local_passes[:-1]) for rank in case.actual):
-        return Cause("LS304", (*seen, *writes_to(case, tuple(apart))))
+        return Cause("LS304", (*seen, *describe_writes(case, tuple(apart))))
     seen.append("what a backward pass before it left was each rank's own, and no average")
     if line := case.actual.first("past_wrapper_line"):
         return Cause("LS302", (*seen, f"around the wrapper: {line}"))

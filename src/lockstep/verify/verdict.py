@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any
 
 from lockstep.errors import LockstepError, UsageError
-from lockstep.verify.branches import ways_of_ranks
 from lockstep.verify.catalogue import ENTRIES, Cause, cure_lines, plain, shown
 from lockstep.verify.causes import KINDS, cause_of, patterns
 from lockstep.verify.compare import (
@@ -25,6 +24,7 @@ from lockstep.verify.compare import (
     tensor_differences,
     tolerance_of,
 )
+from lockstep.verify.line_findings import splitting_branches
 from lockstep.verify.names import aligned
 from lockstep.verify.record import OWN_PROCESSES, Recorded, recording_failed
 from lockstep.verify.rows import followed
@@ -478,7 +478,7 @@ def _judge(reference: Recorded, other: Recorded) -> Verdict:
         idle = other.code == "LS304"
         seen = f"on {other.way.nproc} processes the script ended with: {other.error}"
         seen = other.error if idle else seen
-        ways = ways_of_ranks(other.ways) if other.code == "LS405" else ()
+        ways = splitting_branches(other.ways) if other.code == "LS405" else ()
         told = other.code in {each.cause.code for each in found}
         end = [] if told else [Finding(Cause(other.code, (seen, *ways)))]
         return Verdict(reference, other, (*found, *end) if other.code else (*end, *found))

@@ -1,0 +1,166 @@
+"""Describes which lines of a script made two runs differ: its tests, and its writes to tensors.
+
+A *test* decides at an `if` or a `while`; its outcomes were recorded for each update
+(`RankUpdate.branch_outcomes`). A test that had another outcome for the first time when two runs
+part, or a line that wrote on some ranks only (`RankUpdate.write_stacks`), is worth a look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lockstep.user_code import format_source_line
+from lockstep.verify.catalogue import Cause, of_runs
+from lockstep.verify.compare import Divergence
+from lockstep.verify.training_record import WAS_FALSE, WAS_TRUE, Place
+from lockstep.wording import format_ranks
+
+OUTCOME_WORDS = {
+    0: "not reached",
+    WAS_TRUE: "true",
+    WAS_FALSE: "false",
+    WAS_TRUE | WAS_FALSE: "both",
+}
+MAX_SHOWN_TESTS = 2
+NOT_KNOWN_CODE = "LS210"
+"""The cause of a difference of which nothing is known."""
+
+Outcomes = Mapping[Place, int]
+Location = tuple[str, int]
+"""A file and a line."""
+
+
+def new_branches(case: Divergence, cause: Cause) -> list[str]:
+    """Describes tests that, for the first time, end otherwise than on one process.
+
+    On several ranks the outcomes of all ranks together count, as each sees other data. In the first
+    step every outcome is new, so tests are named there only if no cause is known.
+
+    Args:
+        case: where the runs part.
+        cause: what is said of it; tests on lines that it names are left out.
+    """
+    num_updates = min(len(case.reference_run), len(case.parallel_run))
+    if case.reference_run is case.parallel_run or case.update_index >= num_updates:
+        return []
+    is_first_step = case.update_index == 0
+    if is_first_step and cause.code != NOT_KNOWN_CODE:
+        return []
+    places = []
+    for place in case.expected[0].branch_outcomes:
+        was_reached_by_all = all(place in rank.branch_outcomes for rank in case.actual)
+        if not was_reached_by_all or not _ends_otherwise(case, case.update_index, place):
+            continue
+        if any(_ends_otherwise(case, earlier, place) for earlier in range(case.update_index)):
+            continue
+        line = _line_of(place)
+        if not any(line in text for text in cause.seen):
+            places.append(place)
+    outcomes_of_runs = [rank.branch_outcomes for rank in (*case.expected, *case.actual)]
+    before = "" if is_first_step else ", and in none before,"
+    descriptions = []
+    for place in places[:MAX_SHOWN_TESTS]:
+        test = _describe_test(place, outcomes_of_runs)
+        descriptions.append(f"in this step{before} another way was gone at {test}")
+    return descriptions
+
+
+def _ends_otherwise(case: Divergence, update_index: int, place: Place) -> bool:
+    """True if the outcomes of all ranks in an update, together, are not those of one process."""
+    outcome_of_ranks = 0
+    for rank in case.parallel_run[update_index]:
+        outcome_of_ranks |= rank.branch_outcomes.get(place, 0)
+    one_process = case.reference_run[update_index][0]
+    return outcome_of_ranks != one_process.branch_outcomes.get(place, 0)
+
+
+def splitting_branches(outcomes_of_ranks: Sequence[Outcomes]) -> list[str]:
+    """Describes the last tests that were true on some ranks and false on the others.
+
+    Args:
+        outcomes_of_ranks: the outcomes of tests on each rank.
+    """
+    if not outcomes_of_ranks:
+        return []
+    places = []
+    for place in outcomes_of_ranks[0]:
+        outcomes = {rank.get(place, 0) for rank in outcomes_of_ranks}
+        if outcomes == {WAS_TRUE, WAS_FALSE}:
+            places.append(place)
+    descriptions = []
+    for place in places[-MAX_SHOWN_TESTS:]:
+        test = _describe_test(place, outcomes_of_ranks, only_ranks=True)
+        descriptions.append(f"the ranks went different ways at {test}")
+    return descriptions
+
+
+def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
+    """Describes the lines that last wrote to tensors outside of optimizer steps.
+
+    Args:
+        case: where the runs part.
+        names: of the tensors. On each rank the first one that was written to counts.
+    """
+    stack_of_rank = {}
+    for number, rank in enumerate(case.actual):
+        for name in names:
+            if name in rank.write_stacks:
+                stack_of_rank[number] = rank.write_stacks[name]
+                break
+    if not stack_of_rank:
+        return []
+    ranks_by_location: dict[Location, list[int]] = {}
+    for number, stack in stack_of_rank.items():
+        ranks_by_location.setdefault(stack[0], []).append(number)
+    texts = []
+    for (file, line), ranks in ranks_by_location.items():
+        source = format_source_line(file, line)
+        texts.append(f"{format_ranks(ranks)} last wrote to them by {source}")
+    other_ranks = [n for n in range(len(case.actual)) if n not in stack_of_rank]
+    if not other_ranks:
+        return texts
+    texts.append(f"of {format_ranks(other_ranks)} no write was seen")
+    descriptions = ["; ".join(texts)]
+    outcomes_of_ranks = [rank.branch_outcomes for rank in case.actual]
+    first_stack = next(iter(stack_of_rank.values()))
+    place = _splitting_test_around(first_stack, outcomes_of_ranks)
+    if place is not None:
+        test = _describe_test(place, outcomes_of_ranks, only_ranks=True)
+        descriptions.append(f"that is under {test}")
+    return descriptions
+
+
+def _splitting_test_around(
+    stack: Sequence[Location], outcomes_of_ranks: Sequence[Outcomes]
+) -> Place | None:
+    """Returns a test with different outcomes on the ranks that decides about a line of a stack."""
+    places: dict[Place, None] = {}  # in the order in which tests were reached
+    for outcomes in outcomes_of_ranks:
+        places |= dict.fromkeys(outcomes)
+    for file, line in stack:
+        for place in places:
+            file_of_test, first_line, last_line = place
+            is_around = file_of_test == file and first_line <= line <= last_line
+            if is_around and len({rank.get(place, 0) for rank in outcomes_of_ranks}) > 1:
+                return place
+    return None
+
+
+def _describe_test(
+    place: Place, outcomes_of_runs: Sequence[Outcomes], *, only_ranks: bool = False
+) -> str:
+    """Describes a test as `train.py:7: if rank == 0: true on rank 0, false on rank 1`.
+
+    Args:
+        place: of the test.
+        outcomes_of_runs: of one process and then of each rank.
+        only_ranks: there is no process before the ranks.
+    """
+    words = [OUTCOME_WORDS[outcomes.get(place, 0)] for outcomes in outcomes_of_runs]
+    return f"{_line_of(place)}: {of_runs(words, alone=not only_ranks)}"
+
+
+def _line_of(place: Place) -> str:
+    """Returns the first line of a test, without the colon at its end."""
+    file, first_line, _ = place
+    return format_source_line(file, first_line).rstrip(":")

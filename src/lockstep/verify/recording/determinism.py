@@ -1,0 +1,199 @@
+"""What is changed in a script's computation, so that two runs of it can be compared.
+
+Dropout draws other masks on another number of processes, so it is off. Rounding differs with the
+order of sums, so what the script computes in float32 or less is computed in float64, from the same
+random numbers. All that is switched off is counted, and mentioned in the verdict.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.distributed.torch_compat import DropoutNd
+from lockstep.optim.precision import in_double
+
+DROPOUT_FUNCTIONS = {
+    torch.dropout,
+    F.alpha_dropout,
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.feature_alpha_dropout,
+}
+DRAWS_WITH_GRADIENT = {"dropout", "dropout_", "native_dropout", "rrelu", "gumbel_softmax"}
+"""Functions that draw random numbers and pass gradients on to their input."""
+WIDE_DTYPES = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
+NARROWING_METHODS = {Tensor.float, Tensor.half, Tensor.bfloat16}
+CONVERSIONS = "conversions to a lower precision"
+
+
+class Determinism:
+    """Changes calls and modules of a script so that its runs become comparable.
+
+    Args:
+        double: compute in float64.
+    """
+
+    def __init__(self, *, double: bool) -> None:
+        self.double = double
+        self.switched_off: Counter[str] = Counter()
+        """What was switched off, as it is called in the verdict, and how often it was met."""
+        self._script_dtype = torch.get_default_dtype()
+        self._set_default_dtype = torch.set_default_dtype
+        self._prepared_ids: set[int] = set()
+
+    def notes(self) -> list[str]:
+        """Returns what was switched off, with the number of times if there were several."""
+        notes = []
+        for what, count in self.switched_off.items():
+            if count > 1:
+                notes.append(f"{count} {what}")
+            elif count == 1:
+                notes.append(what)
+        return notes
+
+    # Dropout
+
+    def skip_dropout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the input of a call of a dropout function."""
+        training = kwargs.get("training", args[2] if len(args) > 2 else True)
+        rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+        if training and rate:
+            self.switched_off["dropout functions"] += 1
+        return kwargs["input"] if "input" in kwargs else args[0]
+
+    def without_attention_dropout(self, func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of a call without the dropout of attention weights."""
+        if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
+            self.switched_off["dropout of attention"] += 1
+            return {**kwargs, "dropout_p": 0.0}
+        return kwargs
+
+    def prepare_module(self, module: nn.Module) -> None:
+        """Switches off a module's dropout layers and converts it to float64, once."""
+        if id(module) in self._prepared_ids:
+            return
+        for part in module.modules():
+            self._prepared_ids.add(id(part))
+            if isinstance(part, DropoutNd) and part.p:
+                part.p = 0.0
+                self.switched_off["dropout layers"] += 1
+            elif isinstance(part, nn.RNNBase | nn.MultiheadAttention) and part.dropout:
+                part.dropout = 0.0
+                self.switched_off["dropout of attention and recurrent layers"] += 1
+        if self.double:
+            _convert_module(module)
+
+    # Computing in float64
+
+    def convert(self, values: Any) -> Any:
+        """Converts a batch, or the inputs of a model, to float64."""
+        return in_double(values) if self.double else values
+
+    def make_float64_default(self) -> None:
+        """Sets torch's default dtype to float64."""
+        self._set_default_dtype(torch.float64)
+
+    def set_script_dtype(self, dtype: torch.dtype) -> None:
+        """Takes the place of `torch.set_default_dtype`: the default stays float64.
+
+        The dtype is kept for draws: they are made in the dtype in which the script would make them.
+        """
+        self._script_dtype = torch.float32 if dtype == torch.float64 else dtype
+
+    def widen_call(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Changes a call that converts to a lower precision so that it converts to float64.
+
+        Returns:
+            The function and arguments to call; any other call is returned as it is.
+        """
+        lowers_precision = (
+            bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        )
+        if func in NARROWING_METHODS:
+            if lowers_precision:
+                self.switched_off[CONVERSIONS] += 1
+            return Tensor.double, args, kwargs
+        if name == "view":  # view(dtype) looks at the same bytes in another way
+            return func, args, kwargs
+        values = (*args, *kwargs.values())
+        names_narrow_dtype = any(isinstance(v, torch.dtype) and v in WIDE_DTYPES for v in values)
+        has_tensor = any(isinstance(value, Tensor) for value in values)
+        if not names_narrow_dtype or not has_tensor:
+            return func, args, kwargs
+        if lowers_precision:
+            self.switched_off[CONVERSIONS] += 1
+        wide_args = tuple(_widen_dtype(value) for value in args)
+        wide_kwargs = {key: _widen_dtype(value) for key, value in kwargs.items()}
+        return func, wide_args, wide_kwargs
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draws the random numbers that the script would draw without us, and converts them.
+
+        The generator gives other numbers in float64 than in float32, so the draw itself is made in
+        the script's dtype.
+        """
+        if not self.double or func.__name__ in DRAWS_WITH_GRADIENT:
+            return func(*args, **kwargs)
+        if "out" in kwargs or "dtype" in kwargs:
+            return func(*args, **kwargs)
+        if func.__name__.endswith("_"):
+            return self._draw_into(func, args, kwargs)
+        self._set_default_dtype(self._script_dtype)
+        try:
+            drawn = func(*[self._narrow(value) for value in args], **kwargs)
+        finally:
+            self._set_default_dtype(torch.float64)
+        if not isinstance(drawn, Tensor) or not drawn.is_floating_point():
+            return drawn
+        return drawn.detach().double().requires_grad_(drawn.requires_grad)
+
+    def _draw_into(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a method such as `normal_`, which fills a tensor with random numbers."""
+        if args:
+            tensor, *other_args = args
+        else:
+            tensor = kwargs.pop("tensor")  # the functions of torch.nn.init pass it by name
+            other_args = []
+        if tensor.dtype != torch.float64:
+            return func(tensor, *other_args, **kwargs)
+        narrow = torch.empty_like(tensor, dtype=self._script_dtype)
+        with torch.no_grad():
+            return tensor.copy_(func(narrow, *other_args, **kwargs))
+
+    def _narrow(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dtype == torch.float64:
+            return value.to(self._script_dtype)
+        return value
+
+
+def _widen_dtype(value: Any) -> Any:
+    return WIDE_DTYPES.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _convert_module(module: nn.Module) -> None:
+    """Converts parameters and buffers to float64 or complex128.
+
+    DDP and FSDP hold the very tensors of a module, so a module that is float64 already is left
+    alone.
+    """
+    held = list(chain(module.parameters(), module.buffers()))
+    if any(t.is_floating_point() and t.dtype != torch.float64 for t in held):
+        module.double()
+    for tensor in held:
+        if tensor.dtype == torch.complex64:
+            tensor.data = tensor.data.to(torch.complex128)

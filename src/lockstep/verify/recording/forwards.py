@@ -1,0 +1,322 @@
+"""Records forward passes: what models are called with, what they return, and how they are wrapped.
+
+Only calls of the outermost module count as calls of a model. A forward pass is kept with its
+outputs until the backward pass that uses it, so that the loss can be compared sample by sample.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.batch.pytree import tensors
+from lockstep.checkpoint.modules import unwrap
+from lockstep.distributed.torch_compat import (
+    BatchNorm,
+    in_function_transform,
+    is_sharded,
+    pytree,
+)
+from lockstep.user_code import user_line
+from lockstep.verify.recording.batches import describe_batch
+from lockstep.verify.recording.foreign_steps import ForeignStepRecorder
+from lockstep.verify.recording.function_mode import is_traced
+from lockstep.verify.recording.gradients import GradientRecorder
+from lockstep.verify.recording.inputs import InputRecorder
+from lockstep.verify.recording.marks import BATCH_NORM, MODEL_CALL, mark, marks_of
+from lockstep.verify.recording.models import has_parameters, has_tensors
+from lockstep.verify.recording.state import ForwardPass, RecorderState, guarded
+from lockstep.verify.recording.tensor_values import (
+    copy_arrays,
+    sample_tensors,
+    summarize,
+    summarize_rows,
+    tensors_with_rows,
+)
+from lockstep.verify.tolerance import Array
+from lockstep.verify.training_record import Forward
+
+MAX_FORWARD_PASSES = 16
+"""Forward passes that are kept until a backward pass uses them."""
+MAX_RECORDED_VALUES = 65_536
+"""Inputs with no more values are recorded as they are; of larger ones, summaries."""
+
+
+class ForwardRecorder:
+    """Records forward passes, by torch's hooks for all modules."""
+
+    def __init__(
+        self,
+        state: RecorderState,
+        inputs: InputRecorder,
+        gradients: GradientRecorder,
+        foreign_steps: ForeignStepRecorder,
+    ) -> None:
+        self.state = state
+        self._inputs = inputs
+        self._gradients = gradients
+        self._foreign_steps = foreign_steps
+        self._depth = 0
+        """Modules inside of each other whose forward passes are running."""
+
+    # Models
+
+    @guarded
+    def add_prepared(self, module: nn.Module) -> None:
+        """`World.prepare` has wrapped a module."""
+        self.state.models.prepared_ids.add(id(unwrap(module)))
+        self._add_model(module)
+
+    @guarded
+    def add_ddp(self, wrapper: DistributedDataParallel) -> None:
+        """DDP has been put around a module."""
+        self.state.models.add_ddp(wrapper)
+        self._gradients.hook_parameters()
+        self.state.watch_writes()
+
+    def _add_model(self, module: nn.Module) -> None:
+        """Makes a model comparable, and watches its gradients and writes to its tensors."""
+        self.state.mode.determinism.prepare_module(module)
+        self.state.models.add(module)
+        self._gradients.hook_parameters()
+        if not self.state.running_optimizers:
+            self.state.watch_writes()
+
+    # The beginning of a forward pass
+
+    @guarded
+    def enter_module(self, module: nn.Module, inputs: Any) -> Any:
+        """A module's forward pass begins.
+
+        Returns:
+            The inputs of the outermost module, converted; None leaves inputs as they are.
+        """
+        self._depth += 1
+        if is_traced() or in_function_transform():
+            return None
+        marks = marks_of(inputs)
+        self._inputs.note_use(marks.get("batch", 0))
+        if self._depth == 1:
+            self.state.notes.local_batch_norms_without_gradients = set()
+        if isinstance(module, BatchNorm) and module.training:
+            self._note_batch_norm(module)
+        if self._depth > 1:
+            return None
+        trains = torch.is_grad_enabled() and has_parameters(module)
+        if trains and self._is_first_of_backward_pass():
+            self._foreign_steps.record_if_parameters_changed()
+        self.state.notes.running_pass = None
+        self._note_wrapper(module)
+        self._add_model(module)
+        if trains:
+            self._begin_training_pass(module, inputs, marks)
+        return self.state.mode.determinism.convert(inputs) if has_tensors(module) else None
+
+    def _is_first_of_backward_pass(self) -> bool:
+        """True if no model was called since the last backward pass."""
+        return len(self.state.update.model_inputs) == len(self.state.update.losses)
+
+    def _note_batch_norm(self, layer: nn.Module) -> None:
+        """Notes a BatchNorm layer in training mode that only sees this rank's samples.
+
+        A class with a forward pass of its own, such as SyncBatchNorm, may exchange statistics.
+        """
+        if type(layer).forward is not BatchNorm.forward:
+            return
+        if torch.is_grad_enabled():
+            self.state.notes.local_batch_norms.add(id(layer))
+        else:
+            self.state.notes.local_batch_norms_without_gradients.add(id(layer))
+
+    def _note_wrapper(self, module: nn.Module) -> None:
+        """Notes a training forward pass through DDP, or of the module inside of it."""
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        update = self.state.update
+        if id(module) in self.state.models.ddp_parameter_ids:
+            update.past_wrapper_line = update.past_wrapper_line or user_line() or "somewhere"
+        if isinstance(module, DistributedDataParallel):
+            update.wrapped_passes += 1
+
+    def _begin_training_pass(self, module: nn.Module, inputs: Any, marks: dict[str, Any]) -> None:
+        """Records a call of a model with gradients.
+
+        Args:
+            module: the model.
+            inputs: what it is called with.
+            marks: those of the inputs.
+        """
+        state = self.state
+        update = state.update
+        if not state.models.is_wrapped(module):
+            update.unwrapped_line = update.unwrapped_line or user_line() or ""
+        update.module_tensors_before = (
+            update.module_tensors_before or state.models.plain_attributes()
+        )
+        if not update.began_with_forward:
+            update.began_with_forward = True
+            update.rewritten_parameters = self._parameters_changed_since_last_step()
+            state.has_joined = False
+        is_first_of_backward_pass = self._is_first_of_backward_pass()
+        if not update.losses:
+            self._record_parameters_at_start()
+        elif is_first_of_backward_pass and not update.changed_between_passes:
+            self._record_parameters_changed_within_update()
+        if is_first_of_backward_pass:
+            record = describe_batch(inputs, ids=())
+            if not update.model_inputs:
+                state.notes.draws_before_forward = state.mode.draws.count
+            if record.shape:
+                update.model_inputs.append(record)
+        for part in module.modules():
+            if not part.training:
+                parameters = part.parameters(recurse=False)
+                state.notes.evaluating_parameters |= {id(parameter) for parameter in parameters}
+        state.record_marks(marks, state.step_draws.count_before)
+        state.notes.running_pass = self._new_forward_pass(module, inputs)
+
+    def _parameters_changed_since_last_step(self) -> dict[str, Array]:
+        """Returns parameters that are no longer what the last optimizer step left."""
+        state = self.state
+        if state.is_first_update:
+            state.branches.pop_outcomes()  # outcomes of tests before training are no part of a step
+        after_step = state.models.after_last_step
+        recorded_parameters = []
+        for name, parameter in state.models.parameters():
+            if name in after_step and not is_sharded(parameter):
+                recorded_parameters.append((name, parameter))
+        changed = {}
+        for name, array in copy_arrays(recorded_parameters).items():
+            if not np.array_equal(array, after_step[name]):
+                changed[name] = array
+        return changed
+
+    def _record_parameters_at_start(self) -> None:
+        """Records the parameters that the forward passes of the update begin with."""
+        state = self.state
+        summaries = state.models.whole_parameters()
+        state.notes.parameters_at_start = summaries
+        without_model = {}
+        for place, parameter in state.models.parameters_of_unstepped_optimizers():
+            without_model[place] = summarize(parameter)
+        state.notes.parameters_without_model = without_model
+        if state.is_first_update:
+            whole = [(n, p) for n, p in state.models.parameters() if n in summaries]
+            state.update.initial = copy_arrays(whole)
+
+    def _record_parameters_changed_within_update(self) -> None:
+        """Records parameters that were changed between two backward passes of one update."""
+        at_start = self.state.notes.parameters_at_start
+        changed = {}
+        for name, summary in self.state.models.whole_parameters().items():
+            if name in at_start and not np.array_equal(summary, at_start[name]):
+                changed[name] = summary
+        self.state.update.changed_between_passes = changed
+
+    def _new_forward_pass(self, module: nn.Module, inputs: Any) -> ForwardPass | None:
+        """Returns the record of a forward pass that begins; None if it has no samples."""
+        notes = self.state.notes
+        notes.model_calls += 1
+        count, sample_inputs = sample_tensors(inputs)
+        if not sample_inputs:
+            return None
+        first_input, *other_inputs = sample_inputs
+        number_of_inputs = sum(tensor.dim() > 0 for tensor in tensors(inputs))
+        # Several inputs that all have a row for each sample leave no doubt what a sample is.
+        all_have_rows = len(sample_inputs) == number_of_inputs
+        record = Forward(
+            model=f"{type(unwrap(module)).__name__}, forward pass {notes.model_calls}",
+            shape=f"{first_input.dtype} {list(first_input.shape[1:])}",
+            inputs=summarize_rows([first_input], count),
+            other_inputs=summarize_rows(other_inputs, count),
+            rows_are_samples=all_have_rows and number_of_inputs > 1,
+        )
+        if 0 < first_input.numel() <= MAX_RECORDED_VALUES:
+            rows = first_input.detach().double().reshape(count, -1)
+            record.input_values = rows.cpu().clone().numpy()
+        forward_pass = ForwardPass(record)
+        if self.state.is_first_update:
+            forward_pass.inputs = describe_batch(inputs, ids=())
+        return forward_pass
+
+    # The end of a forward pass
+
+    @guarded
+    def leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """A module's forward pass is over."""
+        self._depth -= 1
+        if is_traced() or in_function_transform():
+            return
+        if self._depth == 0 and has_parameters(module):
+            self._mark_output(output)
+        forward_pass = self.state.notes.running_pass
+        if forward_pass is None or not torch.is_grad_enabled():
+            return
+        outputs = []
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dim():
+                outputs.append(leaf)
+        if self._depth == 0:
+            self._end_forward_pass(forward_pass, outputs)
+        elif forward_pass.hidden is None:
+            with_rows = tensors_with_rows(outputs, len(forward_pass.record.inputs))
+            if with_rows:
+                forward_pass.hidden = with_rows[0]
+
+    def _mark_output(self, output: Any) -> None:
+        """Marks the output of a model with its line and the BatchNorm layers behind it."""
+        marks: dict[str, Any] = {}
+        for layer_id in self.state.notes.local_batch_norms_without_gradients:
+            marks[f"{BATCH_NORM}{layer_id}"] = layer_id
+        marks[f"{MODEL_CALL}{self.state.writer.count}"] = user_line() or ""
+        mark(output, **marks)
+
+    def _end_forward_pass(self, forward_pass: ForwardPass, outputs: list[Tensor]) -> None:
+        """Records the outputs of a model, and hooks them to record the loss's gradient by them."""
+        notes = self.state.notes
+        notes.running_pass = None
+        forward_pass.outputs = outputs
+        mark(outputs, trained=self.state.writer.count)
+        record = forward_pass.record
+        count = len(record.inputs)
+        with_rows = tensors_with_rows(outputs, count)
+        if with_rows or any(_has_rows_for_samples(tensor, count) for tensor in outputs):
+            record.rows_are_samples = True
+        notes.forward_passes = [*notes.forward_passes, forward_pass][-MAX_FORWARD_PASSES:]
+        if not outputs or len(with_rows) != len(outputs):
+            return
+        record.outputs = summarize_rows(with_rows, count)
+        for number, tensor in enumerate(outputs, 1):
+            hook = partial(self.record_slope, forward_pass, number)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    @guarded
+    def record_slope(self, forward_pass: ForwardPass, number: int, gradient: Tensor | None) -> None:
+        """Records the gradient of the loss by an output of a model, sample by sample.
+
+        Args:
+            forward_pass: which returned the output.
+            number: of the output, from 1.
+            gradient: by the output; None if the loss does not depend on it.
+        """
+        if gradient is None:
+            return
+        record = forward_pass.record
+        count = len(record.inputs)
+        # Weighted by the number, so that gradients of two outputs cannot be swapped unnoticed.
+        rows = summarize_rows(tensors_with_rows([gradient], count), count) * number
+        if not len(rows):
+            return
+        if len(record.output_gradients):
+            rows = record.output_gradients + rows
+        record.output_gradients = rows
+
+
+def _has_rows_for_samples(tensor: Tensor, count: int) -> bool:
+    """True if a tensor has an equal number of rows for each sample, such as tokens of a text."""
+    return not count or len(tensor) % count == 0

@@ -1,0 +1,129 @@
+"""Records the batches that loaders hand out to be trained on.
+
+Models are often called with the batches themselves, but a script may also compute something from
+them first, so batches (`RankUpdate.batches`) and inputs of models (`RankUpdate.model_inputs`, see
+`forwards`) are recorded separately.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lockstep.session.extension import DeliveredBatch
+from lockstep.verify.recording.batches import UnusedBatches, describe_batch
+from lockstep.verify.recording.state import RecorderState, guarded
+from lockstep.verify.training_record import Batch
+
+
+class InputRecorder:
+    """Records batches of Lockstep's loaders and of torch's DataLoaders."""
+
+    def __init__(self, state: RecorderState) -> None:
+        self.state = state
+        self.samplers_with_epoch: set[Any] = set()
+        """Samplers whose `set_epoch` was called."""
+        self._unused = UnusedBatches()
+        self._passes_over: dict[Any, int] = {}
+        """By loader, in the order of their first use, how often it was iterated to train. Only
+        passes over loaders of torch's are counted."""
+        self._batches_in_epoch: Counter[tuple[Any, int]] = Counter()
+        """By loader of torch's and epoch, the batches handed out."""
+
+    @property
+    def number_of_torch_loaders(self) -> int:
+        """How many of torch's DataLoaders were iterated to train."""
+        return sum(isinstance(loader, DataLoader) for loader in self._passes_over)
+
+    @guarded
+    def begin_pass(self, loader: DataLoader[Any]) -> None:
+        """A DataLoader of torch's begins to be iterated, to train."""
+        self._passes_over[loader] = self._passes_over.get(loader, 0) + 1
+
+    @guarded
+    def record_batch(
+        self,
+        loader: DataLoader[Any],
+        batch: Any,
+        *,
+        ids: list[int] | None,
+        random_draws: dict[str, str],
+    ) -> None:
+        """Records a batch that a DataLoader of torch's hands out to be trained on.
+
+        Args:
+            loader: which hands it out.
+            batch: as it is handed out.
+            ids: indices of its samples in the dataset; None if they are not known.
+            random_draws: the random streams that were drawn from to read it, with a digest.
+        """
+        sampler = loader.sampler
+        is_shuffled = isinstance(sampler, DistributedSampler) and sampler.shuffle
+        epoch = max(0, self._passes_over.get(loader, 0) - 1)
+        record = describe_batch(
+            batch,
+            ids=ids,
+            random_draws=random_draws,
+            epoch=epoch,
+            workers=loader.num_workers > 0,
+            iterable=isinstance(loader.dataset, IterableDataset),
+            order_fixed=is_shuffled and sampler not in self.samplers_with_epoch,
+        )
+        self._batches_in_epoch[loader, epoch] += 1
+        self._add(loader, record, self._batches_in_epoch[loader, epoch])
+        self._unused.add(batch, record)
+
+    @guarded
+    def record_lockstep_batch(self, event: DeliveredBatch) -> None:
+        """Records a micro-batch that a loader of Lockstep's hands out."""
+        self.state.update.contributes = event.counts
+        self.state.micro_batch = event.micro_batch
+        ids = event.samples.tolist()
+        record = describe_batch(
+            event.batch, event.micro_batch.local_rows, epoch=event.epoch, ids=ids
+        )
+        if len(record.contents) != len(ids):  # a collate function changed the number of samples
+            record.contents = ()
+        self._add(event.loader, record, event.position + 1)
+
+    def _add(self, loader: Any, record: Batch, number: int) -> None:
+        """Adds a batch to the current update.
+
+        Args:
+            loader: which handed it out.
+            record: its record.
+            number: of the batch in its epoch, from 1.
+        """
+        state = self.state
+        state.loss_is_weighted = False
+        self._passes_over.setdefault(loader, 0)
+        record.loader = list(self._passes_over).index(loader)
+        length_text = ""
+        with suppress(TypeError):  # a stream has no length
+            length_text = f"{len(loader)} of "
+        state.last_batch_text = f", batch {number} of {length_text}epoch {record.epoch + 1}"
+        state.update.batches.append(record)
+        state.mode.draws.restart()
+        state.step_draws.restart()
+
+    def note_use(self, batch_number: int) -> None:
+        """A model is called with what was made from this batch; 0 if from none."""
+        self._unused.use(batch_number)
+
+    def end_update(self) -> list[Batch]:
+        """Leaves in the update the batches that it was trained on.
+
+        Returns:
+            Batches that were fetched ahead for a later update.
+        """
+        update = self.state.update
+        fetched_ahead, never_trained = self._unused.end_update()
+        other_ids = {id(record) for record in (*fetched_ahead, *never_trained)}
+        update.batches = [record for record in update.batches if id(record) not in other_ids]
+        if not update.batches:
+            # No loader was used: the inputs of models are all that is known of the samples.
+            update.batches = update.model_inputs
+        return fetched_ahead

@@ -1,0 +1,173 @@
+"""What a loss is made of: calls of torch's loss functions, the terms of a sum, and the lines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.user_code import is_user_file, user_line
+
+LOSS_FUNCTIONS = {
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.cross_entropy,
+    F.gaussian_nll_loss,
+    F.hinge_embedding_loss,
+    F.huber_loss,
+    F.kl_div,
+    F.l1_loss,
+    F.mse_loss,
+    F.multi_margin_loss,
+    F.nll_loss,
+    F.poisson_nll_loss,
+    F.smooth_l1_loss,
+    F.soft_margin_loss,
+}
+IGNORE_INDEX = -100
+"""torch's default `ignore_index`: labels that do not count in the loss."""
+LOCKSTEP_FOLDER = str(Path(__file__).parents[2])
+TORCH_FOLDER = f"{os.sep}torch{os.sep}"
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """A call of one of torch's loss functions with the output of a model."""
+
+    line: str
+    targets: Tensor
+    options: Mapping[str, Any]
+    """The other arguments, by name or as `argument 3`."""
+
+    @property
+    def weight(self) -> float:
+        """What the targets weigh together: those not ignored, times the weights of their classes.
+
+        Targets that are no labels count one each.
+        """
+        if self.targets.is_floating_point():
+            return float(self.targets.numel())
+        ignored = self.options.get("ignore_index", IGNORE_INDEX)
+        labels = self.targets[self.targets != ignored]
+        class_weights = self.options.get("weight", self.options.get("argument 3"))
+        if isinstance(class_weights, Tensor) and class_weights.dim() == 1:
+            return float(class_weights[labels].sum())
+        return float(labels.numel())
+
+
+def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LossCall | None:
+    """Reads the arguments of a loss function; None if it has no target or needs no gradient."""
+    options = dict(zip(("input", "target"), args, strict=False)) | dict(kwargs)
+    outputs = options.pop("input", None)
+    targets = options.pop("target", None)
+    if not needs_gradient(outputs) or not isinstance(targets, Tensor):
+        return None
+    for number, value in enumerate(args[2:], 3):
+        options[f"argument {number}"] = value
+    return LossCall(f"{name}: {user_line() or ''}", targets.detach().clone(), options)
+
+
+def terms_of(loss: Tensor) -> list[float]:
+    """Returns the numbers that were added up to this loss, or the loss itself."""
+    return loss.__dict__.get("_terms") or [float(loss.detach())]
+
+
+def terms_of_result(name: str, one: Any, other: Any) -> list[float]:
+    """Returns the terms of `one + other`, `one - other`, or of `one` times or by a number.
+
+    Args:
+        name: of the function that is called, such as `add`.
+        one: its first argument.
+        other: its second argument.
+
+    Returns:
+        An empty list if the result is no such sum of losses.
+    """
+    if name not in ("add", "add_", "sub", "mul", "div"):
+        return []
+    terms = _terms_of_argument(one)
+    other_terms = _terms_of_argument(other)
+    if name in ("add", "add_"):
+        return terms + other_terms
+    if name == "sub":
+        return terms + [-term for term in other_terms]
+    if not terms or other_terms or not _is_single_number(other):
+        return []
+    factor = float(other)
+    if not factor:
+        return []
+    if name == "div":
+        return [term / factor for term in terms]
+    return [term * factor for term in terms]
+
+
+def _terms_of_argument(value: Any) -> list[float]:
+    if needs_gradient(value) and not value.dim():
+        return terms_of(value)
+    return []
+
+
+def _is_single_number(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.numel() == 1
+
+
+def divisor_mark(name: str, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Returns the mark of a loss that this call divides by a number; empty for other calls."""
+    if name != "div" or len(args) != 2:
+        return {}
+    divisor = args[1]
+    if not _is_single_number(divisor) or needs_gradient(divisor):
+        return {}
+    return {"divisor": (float(divisor), user_line() or "")}
+
+
+def line_of_loss(loss: Tensor) -> str | None:
+    """Returns the user's line that made a loss, if a function call was seen to make it."""
+    return loss.__dict__.get("_line")
+
+
+def note_loss(loss: Tensor, name: str, args: tuple[Any, ...], terms: list[float]) -> None:
+    """Keeps on a loss the line that made it and the terms that it is the sum of, if any."""
+    loss.__dict__["_line"] = _line_of_call(name, args)
+    if terms:
+        loss.__dict__["_terms"] = terms
+
+
+def _line_of_call(name: str, args: tuple[Any, ...]) -> str | None:
+    """Returns the user's line that calls torch.
+
+    A loss that a library only scales keeps the line that made it before.
+    """
+    if name not in ("mul", "div") or len(args) != 2 or _is_called_by_user():
+        return user_line()
+    if needs_gradient(args[0]):
+        loss, factor = args
+    else:
+        factor, loss = args
+    if needs_gradient(loss) and not loss.dim() and not needs_gradient(factor):
+        return line_of_loss(loss) or user_line()
+    return user_line()
+
+
+def _is_called_by_user() -> bool:
+    """True if the user's code called torch, and no library in between."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_user_file(file):
+            return True
+        if TORCH_FOLDER not in file and not file.startswith(LOCKSTEP_FOLDER):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def needs_gradient(value: object) -> bool:
+    """True for a tensor with `requires_grad`."""
+    return isinstance(value, Tensor) and value.requires_grad

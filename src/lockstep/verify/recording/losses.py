@@ -1,0 +1,231 @@
+"""Records losses when their backward passes begin: values, terms, divisors, and their origin.
+
+What a loss was made from is known by the marks of its tensor (`marks`), by the calls of torch's
+loss functions before it, and by the forward passes since the last backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.strategies.base import parameters_of
+from lockstep.user_code import user_line
+from lockstep.verify.record import LEAST_STEPS
+from lockstep.verify.recording.foreign_steps import ForeignStepRecorder
+from lockstep.verify.recording.gradients import GradientRecorder
+from lockstep.verify.recording.loss_calls import LossCall, line_of_loss, terms_of
+from lockstep.verify.recording.marks import marks_of
+from lockstep.verify.recording.sample_coupling import (
+    compares_samples,
+    couples_samples,
+    nodes_behind,
+)
+from lockstep.verify.recording.state import ForwardPass, RecorderState, guarded
+from lockstep.verify.recording.tensor_values import summarize, summarize_rows
+
+MAX_RECORDED_FORWARD_PASSES = 256
+"""The latest forward passes of an update are recorded, so many at most."""
+MAX_COUPLING_S = 1.0
+"""Looking for coupled samples takes several backward passes. Where it takes longer than this, each
+model is looked at once."""
+
+
+class LossRecorder:
+    """Records the loss of each backward pass."""
+
+    def __init__(
+        self,
+        state: RecorderState,
+        gradients: GradientRecorder,
+        foreign_steps: ForeignStepRecorder,
+    ) -> None:
+        self.state = state
+        self._gradients = gradients
+        self._foreign_steps = foreign_steps
+        self._couples_samples: dict[str, bool] = {}
+        """By model that was looked at, whether one sample's output depends on other samples."""
+        self._coupling_is_slow = False
+
+    @guarded
+    def record_weighted(self, loss: Tensor) -> None:
+        """Records a loss that `World.backward` was given, which is weighted.
+
+        Its backward pass follows, and must not be recorded again.
+        """
+        self.state.loss_is_weighted = False
+        self.begin_backward(loss)
+        self.state.loss_is_weighted = True
+
+    @guarded
+    def begin_backward(self, loss: Tensor) -> None:
+        """Records a loss whose backward pass begins."""
+        state = self.state
+        if state.loss_is_weighted:
+            return
+        state.mode.note_dtype(loss)
+        optimized_parameters = []
+        for optimizer in state.models.built_optimizers:
+            optimized_parameters += parameters_of(optimizer)
+        self._gradients.hook_parameters(optimized_parameters)
+        self._foreign_steps.record_if_loss_parameters_changed(loss)
+        if state.is_first_update and len(state.notes.forward_passes) > 1:
+            self._forget_trial_passes(loss)
+        marks = marks_of(loss)
+        self._record_origin(loss, marks)
+        self._record_sample_coupling(loss)
+        state.update.losses.append(self._value(loss))
+        state.update.loss_terms.append(terms_of(loss))
+        state.notes.gradients_of_passes.append({})
+        self._record_loss_calls(marks)
+        self._end_forward_passes()
+
+    def _forget_trial_passes(self, loss: Tensor) -> None:
+        """Forgets forward passes that the first loss is not made from.
+
+        The script has tried the model before training. If the first pass was a trial, the inputs of
+        the update are those of the first pass that was none.
+        """
+        notes = self.state.notes
+        inputs = self.state.update.model_inputs
+        loss_nodes = nodes_behind(loss.grad_fn)
+        used_passes = []
+        for forward_pass in notes.forward_passes:
+            if any(output.grad_fn in loss_nodes for output in forward_pass.outputs):
+                used_passes.append(forward_pass)
+        if not used_passes or used_passes[0] is notes.forward_passes[0]:
+            return
+        if inputs and used_passes[0].inputs is not None:
+            inputs[-1] = used_passes[0].inputs
+        notes.forward_passes = used_passes
+
+    def _record_origin(self, loss: Tensor, marks: Mapping[str, Any]) -> None:
+        """Records where a loss was made, and the exchanges and draws that it is made from."""
+        state = self.state
+        update = state.update
+        update.loss_line = line_of_loss(loss) or user_line() or ""
+        update.gather_line = update.gather_line or marks.get("gather", "")
+        update.detached_gather_line = update.detached_gather_line or marks.get("detached", "")
+        state.record_marks(marks, state.notes.draws_before_forward)
+        state.step_draws.record(update)
+
+    def _record_sample_coupling(self, loss: Tensor) -> None:
+        """Records whether the loss, or a model, lets samples influence each other.
+
+        One process with the whole batch is enough to know it.
+        """
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return
+        update = self.state.update
+        samples = 0
+        batches = update.batches or update.model_inputs
+        if batches:
+            samples = int(batches[-1].weights["samples"])
+        forward_passes = self.state.notes.forward_passes
+        if not update.loss_compares_samples:
+            outputs: list[Tensor] = []
+            for forward_pass in forward_passes:
+                outputs += forward_pass.outputs
+            update.loss_compares_samples = compares_samples(loss, outputs, samples)
+        if not update.coupling_model:
+            update.coupling_model = self._coupling_model(forward_passes)
+
+    def _coupling_model(self, forward_passes: Sequence[ForwardPass]) -> str:
+        """Returns a model whose output for one sample depends on other samples; empty if none does.
+
+        Models are looked at in the first steps, and again only if there is a new one.
+        """
+        for forward_pass in forward_passes:
+            model = forward_pass.record.model
+            if forward_pass.hidden is None or self._couples_samples.get(model):
+                continue
+            is_early = self.state.writer.count < LEAST_STEPS and not self._coupling_is_slow
+            if not is_early and model in self._couples_samples:
+                continue
+            begun = time.monotonic()
+            coupled = couples_samples(forward_pass.outputs, forward_pass.hidden)
+            self._couples_samples[model] = coupled
+            if time.monotonic() - begun > MAX_COUPLING_S:
+                self._coupling_is_slow = True
+        for forward_pass in forward_passes:
+            model = forward_pass.record.model
+            if self._couples_samples.get(model):
+                return model
+        return ""
+
+    def _value(self, loss: Tensor) -> float:
+        """Returns the loss as a number; 0 for the mean over no samples, which is NaN."""
+        value = float(loss.detach())
+        if not math.isnan(value):
+            return value
+        update = self.state.update
+        for batch in (*update.batches[-1:], *update.model_inputs[-1:]):
+            if not batch.weights["samples"]:
+                return 0.0
+        return value
+
+    def _record_loss_calls(self, marks: Mapping[str, Any]) -> None:
+        """Records what the loss may have been divided by, and the targets of its samples."""
+        state = self.state
+        calls = state.mode.pop_loss_calls()
+        divisors = {}
+        if "divisor" in marks:
+            divisor, _ = marks["divisor"]
+            if divisor:
+                divisors["divisor of the loss"] = divisor
+        if calls:
+            divisors["labels in the loss"] = sum(call.weight for call in calls)
+        state.update.loss_divisors.append(divisors)
+        for call in calls:
+            for option, value in call.options.items():
+                if isinstance(value, Tensor | float):
+                    summary = summarize(torch.as_tensor(value))
+                    state.update.loss_options[f"{option} of {call.line}"] = summary
+        if state.notes.forward_passes:
+            _record_targets(state.notes.forward_passes[0], calls)
+
+    def _end_forward_passes(self) -> None:
+        """Adds the forward passes before this backward pass to the update."""
+        notes = self.state.notes
+        records = [forward_pass.record for forward_pass in notes.forward_passes]
+        for record in records:
+            # A gradient that the script took before, such as a penalty's, is not the loss's.
+            record.output_gradients = record.output_gradients[:0]
+        update = self.state.update
+        update.forwards = [*update.forwards, *records][-MAX_RECORDED_FORWARD_PASSES:]
+        notes.forward_passes = []
+        notes.model_calls = 0
+        notes.gradients_before_clipping = {}
+
+
+def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> None:
+    """Records the targets of each sample, if all loss functions were given some for each."""
+    count = len(forward_pass.record.inputs)
+    if not count:
+        return
+    targets = []
+    for call in calls:
+        if call.targets.numel() and not _are_positions(call.targets):
+            targets.append(call.targets)
+    if targets and all(t.dim() and len(t) % count == 0 for t in targets):
+        forward_pass.record.targets = summarize_rows(targets, count)
+
+
+def _are_positions(targets: Tensor) -> bool:
+    """True if targets only number the samples, as in a contrastive loss: 0, 1, 2, ...
+
+    They are places in what is compared. These differ on a rank that compares less, or gathers.
+    """
+    if targets.is_floating_point() or targets.dtype == torch.bool or targets.dim() != 1:
+        return False
+    count = len(targets)
+    if count <= 2:
+        return False
+    positions = torch.arange(count).to(targets)
+    return bool((targets - targets[0]).equal(positions))

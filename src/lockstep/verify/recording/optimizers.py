@@ -1,0 +1,276 @@
+"""Records steps of optimizers: what a step starts from, and what it leaves.
+
+An update is complete when the optimizer has stepped. Before the step, all that led to it is
+recorded with the gradients; after it, the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.distributed.torch_compat import is_sharded
+from lockstep.strategies.base import parameters_of
+from lockstep.user_code import user_line
+from lockstep.verify.recording.gradients import GradientRecorder
+from lockstep.verify.recording.inputs import InputRecorder
+from lockstep.verify.recording.marks import marks_of
+from lockstep.verify.recording.state import RecorderState, guarded
+from lockstep.verify.recording.tensor_values import copy_arrays, summarize
+from lockstep.verify.training_record import Batch
+
+FIELDS_OF_BACKWARD_PASSES = (
+    "batches",
+    "losses",
+    "local_gradients",
+    "loss_terms",
+    "loss_line",
+    "model_inputs",
+    "forwards",
+    "loss_compares_samples",
+    "loss_divisors",
+    "loss_options",
+    "coupling_model",
+    "module_tensors_before",
+    "batch_statistics",
+    "local_passes",
+    "changed_between_passes",
+    "loss_draws",
+    "drawn_digests",
+    "scalar_statistics",
+    "random_streams",
+    "gather_line",
+    "detached_gather_line",
+    "unwrapped_line",
+    "past_wrapper_line",
+    "wrapped_passes",
+)
+"""Fields of an update that belong to backward passes, after which several optimizers may step."""
+
+
+class ParameterGroup(dict[str, Any]):
+    """A parameter group of an optimizer that knows which line has set its learning rate last."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        super().__init__(group)
+        self.line = user_line() or ""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Sets a value, as a dict does."""
+        super().__setitem__(key, value)
+        if key == "lr":
+            self.line = user_line() or ""
+
+
+class OptimizerRecorder:
+    """Records steps, by torch's hooks for all optimizers."""
+
+    def __init__(
+        self, state: RecorderState, inputs: InputRecorder, gradients: GradientRecorder
+    ) -> None:
+        self.state = state
+        self.prepared_by_lockstep: set[Optimizer] = set()
+        """Optimizers that `World.prepare` has wrapped."""
+        self._inputs = inputs
+        self._gradients = gradients
+        self._later_batches: list[Batch] = []
+        """Batches that were fetched ahead for the update after this one."""
+
+    # Before the step
+
+    @guarded
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """An optimizer is about to step; torch calls this with all arguments of `step`.
+
+        An optimizer may call another one, as that of ZeRO does. Only the outermost is recorded.
+
+        Returns:
+            The arguments for `step`; None leaves them as they are. A closure computes the
+            gradients, so it is replaced by one that records them.
+        """
+        state = self.state
+        state.running_optimizers.append(optimizer)
+        if len(state.running_optimizers) > 1:
+            return None
+        state.mode.writes.watched = frozenset()
+        if optimizer not in state.steps_of:
+            state.steps_of[optimizer] = 0
+            state.models.stepped_optimizers.append(optimizer)
+        # Of several optimizers, the others make as many steps before the script ends.
+        if state.steps_of[optimizer] == max(state.steps_of.values()):
+            state.end_script_if_enough()
+
+        itself, *other_args = args
+        if not any(callable(value) for value in (*other_args, *kwargs.values())):
+            self._record_step_inputs(optimizer)
+            return None
+        recording_args = [self._with_recording(value, optimizer) for value in other_args]
+        recording_kwargs = {}
+        for name, value in kwargs.items():
+            recording_kwargs[name] = self._with_recording(value, optimizer)
+        return (itself, *recording_args), recording_kwargs
+
+    def _with_recording(self, value: Any, optimizer: Optimizer) -> Any:
+        """Returns a closure that also records the gradients; other values as they are."""
+        if not callable(value):
+            return value
+        closure: Callable[[], Any] = value
+
+        def recording_closure() -> Any:
+            loss = closure()
+            self._record_step_inputs(optimizer)
+            return loss
+
+        return recording_closure
+
+    @guarded
+    def _record_step_inputs(self, optimizer: Optimizer) -> None:
+        """Records all that the step starts from, once the gradients are there.
+
+        A closure may be called several times; the first call counts.
+        """
+        state = self.state
+        if state.notes.step_inputs_recorded:
+            return
+        state.notes.step_inputs_recorded = True
+        self._take_over_backward_passes()
+        self._record_parameters(optimizer)
+        state.update.gradient_factor = self._gradients.factor_since_backward()
+        parameter_ids = {id(parameter) for parameter in parameters_of(optimizer)}
+        self._gradients.record_for_step(parameter_ids)
+        self._record_wrapping(parameter_ids, optimizer)
+        self._record_optimizer(optimizer)
+        self._record_origin_of_gradients(optimizer)
+        self._later_batches = self._inputs.end_update()
+
+    def _take_over_backward_passes(self) -> None:
+        """Copies what is known of the backward passes, if those were before another step."""
+        state = self.state
+        if state.update.losses or not state.last_update.losses:
+            return
+        fields = {name: getattr(state.last_update, name) for name in FIELDS_OF_BACKWARD_PASSES}
+        state.update = replace(state.update, **fields)
+
+    def _record_parameters(self, optimizer: Optimizer) -> None:
+        """Records the parameters before the step, and what the optimizer remembers of them."""
+        state = self.state
+        update = state.update
+        named = list(state.models.parameters())
+        if not any(state.steps_of.values()):
+            update.initial = {**copy_arrays(named), **update.initial}
+        update.parameter_sums = {
+            **state.models.whole_parameters(),
+            **state.notes.parameters_at_start,
+        }
+        update.unstepped_sums = state.notes.parameters_without_model
+        update.module_tensors = state.models.plain_attributes()
+        update.frozen = state.frozen_parameters()
+        evaluating_ids = state.notes.evaluating_parameters
+        update.in_eval_mode = [name for name, p in named if id(p) in evaluating_ids]
+        optimizer_state = {}
+        for name, parameter in named:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and not is_sharded(value):
+                    summary = np.array([*summarize(value), value.numel()])
+                    optimizer_state[f"{name}/{key}"] = summary
+        update.optimizer_state = optimizer_state
+
+    def _record_wrapping(self, parameter_ids: set[int], optimizer: Optimizer) -> None:
+        """Records how the models are wrapped, and which BatchNorm layers are not synchronized."""
+        models = self.state.models
+        update = self.state.update
+        update.unknown_to_ddp = models.parameters_unknown_to_ddp()
+        update.unwrapped = models.unwrapped_parameters()
+        update.ddp_ranks = models.ddp_group_ranks
+        update.comm_hook_line = models.comm_hook_line
+        is_prepared = optimizer in self.prepared_by_lockstep
+        update.optimizer_unprepared = not is_prepared and models.has_prepared(parameter_ids)
+        local_batch_norms = self.state.notes.local_batch_norms
+        update.local_norm_layers = [
+            name for name, m in models.modules() if id(m) in local_batch_norms
+        ]
+
+    def _record_optimizer(self, optimizer: Optimizer) -> None:
+        """Records the options of each parameter group, and where the learning rate was set."""
+        update = self.state.update
+        update.group_options = [_options_of(group) for group in optimizer.param_groups]
+        groups_with_rate = [group for group in optimizer.param_groups if "lr" in group]
+        update.learning_rates = [float(group["lr"]) for group in groups_with_rate]
+        update.learning_rate_lines = [getattr(group, "line", "") for group in groups_with_rate]
+
+    def _record_origin_of_gradients(self, optimizer: Optimizer) -> None:
+        """Records random numbers and outputs of earlier steps that the gradients are made from."""
+        state = self.state
+        number_of_last_update = state.updates_until_step_of.get(optimizer, 0)
+        state.update.earlier_outputs_line = ""
+        for update_number, line in state.notes.earlier_model_calls.items():
+            if update_number < number_of_last_update:
+                state.update.earlier_outputs_line = line
+                break
+        state.update.gradient_draw_line = ""
+        marks = marks_of(list(self._gradients.all_gradients()))
+        if "draw" in marks:
+            number, line, *_ = marks["draw"]
+            if number > state.step_draws.count_before:
+                state.update.gradient_draw_line = line
+
+    # After the step
+
+    @guarded
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer has stepped: records the parameters, and writes the update."""
+        state = self.state
+        is_inner_step = state.running_optimizers.pop() is not optimizer
+        if is_inner_step or state.running_optimizers:
+            return
+        update = state.update
+        self._record_identity(optimizer)
+        update.local_gradients = self._gradients.local_gradients() or update.local_gradients
+        state.last_update = replace(update)
+        parameter_ids = {id(parameter) for parameter in parameters_of(optimizer)}
+        stepped = [(n, p) for n, p in state.models.parameters() if id(p) in parameter_ids]
+        update.parameters = copy_arrays(stepped)
+        update.buffers = copy_arrays(state.models.buffers())
+        stacks = state.mode.writes.pop_stacks()
+        update.write_stacks = {}
+        for name, storage in state.watch_writes().items():
+            if storage in stacks:
+                update.write_stacks[name] = stacks[storage]
+        update.branch_outcomes = state.branches.pop_outcomes()
+        state.models.after_last_step.update(update.parameters)
+
+        micro_batch = state.micro_batch
+        state.finish_update(update, self._later_batches, micro_batch.virtual_rank_number)
+        state.updates_until_step_of[optimizer] = state.writer.count
+        # Virtual ranks all step for a global batch: that is one step.
+        if micro_batch.virtual_rank is None or micro_batch.last:
+            state.steps_of[optimizer] += 1
+        state.step_draws.restart()
+
+    def _record_identity(self, optimizer: Optimizer) -> None:
+        """Records which optimizer has stepped, which parameters it has, and which step it was."""
+        state = self.state
+        update = state.update
+        update.optimizer = list(state.steps_of).index(optimizer)
+        update.optimizer_class = type(optimizer).__name__
+        update.step = state.steps_of[optimizer]
+        update.dtype = str(state.mode.lowest_dtype)
+        if optimizer in state.models.built_optimizers:
+            update.construction_index = state.models.built_optimizers.index(optimizer)
+        name_of_id = {id(parameter): name for name, parameter in state.models.parameters()}
+        update.optimizer_parameters = [name_of_id.get(id(p), "") for p in parameters_of(optimizer)]
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a parameter group, except for its learning rate, and its size."""
+    options = {}
+    for name, value in group.items():
+        if name not in ("lr", "initial_lr") and isinstance(value, bool | int | float | tuple):
+            options[name] = value
+    options["parameters"] = len(group["params"])
+    return options

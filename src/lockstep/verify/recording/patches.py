@@ -1,0 +1,594 @@
+"""Everything that `lockstep verify` patches in torch and Lockstep, with the reason for each patch.
+
+`install` applies the patches in a process of the script, for the rest of its life. Where torch has
+a public hook (optimizer steps, forward passes, calls of functions), that is used. The other patches
+replace a function by one that calls it and reports to the `Recorder`. They are, in the order below:
+
+- to compare what can be compared: the default dtype, autocast, `torch.compile`, activation
+  checkpointing, Lockstep's checkpoints; saving and opening files in `saved_files` and `files`
+- to see the training: backward passes, collectives, DDP, gradient clipping, learning rate
+  schedules, optimizers, seeds, samplers, hooks on tensors
+- to see or replace batches: DataLoaders of torch and of Lockstep
+- to refuse what cannot be recorded: ranks that the script starts itself
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from itertools import count
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lockstep.batch.loader import Loader
+from lockstep.batch.pytree import tensors
+from lockstep.checkpoint.session import Checkpoint
+from lockstep.distributed.torch_compat import (
+    in_backward_pass,
+    on_shadowed_iteration,
+    watch_indices,
+)
+from lockstep.run.watch.script_processes import replace_start_processes
+from lockstep.session.extension import add_to_every_run
+from lockstep.training.optimizer import PreparedOptimizer
+from lockstep.user_code import is_user_file, user_line
+from lockstep.verify.feed import BatchReader, BatchWriter, Fed
+from lockstep.verify.files import FilesBefore
+from lockstep.verify.record import Way, refuse_groups, refuse_own_ranks
+from lockstep.verify.recording.determinism import Determinism
+from lockstep.verify.recording.draws import moved_streams, stream_digests
+from lockstep.verify.recording.function_mode import FunctionMode
+from lockstep.verify.recording.larger_batches import CannotEnlargeError, enlarge
+from lockstep.verify.recording.optimizers import ParameterGroup
+from lockstep.verify.recording.recorder import Recorder
+from lockstep.verify.recording.saved_files import SavedFiles
+from lockstep.world import World
+
+# Since torch 2.13 some collectives have a second name.
+GATHERING_FUNCTIONS = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_gather_object",
+)
+REDUCING_FUNCTIONS = (
+    "all_reduce",
+    "all_reduce_coalesced",
+    "reduce",
+    "broadcast",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+)
+MOVING_FUNCTIONS = (
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "scatter",
+    "gather",
+    "all_to_all",
+    "all_to_all_single",
+)
+WORLD_COLLECTIVES = ("sum", "mean", "max", "min", "broadcast", "gather")
+CLIPPING_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+INDICES_ATTRIBUTE = "_lockstep_indices"
+"""Attribute of a DataLoader's iterator: the indices of batches that were not handed out yet."""
+
+
+def install(
+    recorder: Recorder,
+    mode: FunctionMode,
+    way: Way,
+    folder: Path,
+    kept_batches: BatchWriter | BatchReader | None = None,
+) -> None:
+    """Applies all patches to this process.
+
+    Args:
+        recorder: is told of everything.
+        mode: sees every call of torch's functions.
+        way: how the script is run.
+        folder: for the files that the script saves.
+        kept_batches: where batches are written to, or read from.
+    """
+    _refuse_own_ranks(recorder, way.nproc)
+    recorder.state.branches.install()
+    add_to_every_run(recorder)
+    register_optimizer_step_pre_hook(recorder.optimizers.before_step)
+    register_optimizer_step_post_hook(recorder.optimizers.after_step)
+    register_module_forward_pre_hook(recorder.forwards.enter_module)
+    register_module_forward_hook(recorder.forwards.leave_module, always_call=True)
+    _watch_backward_passes(recorder)
+    _watch_collectives(recorder)
+    _watch_ddp(recorder, mode.determinism)
+    _watch_gradient_clipping(recorder)
+    _watch_optimizers(recorder)
+    _watch_seeds_and_epochs(recorder)
+    _watch_tensor_hooks(recorder)
+    _record_sample_indices(mode)
+    if kept_batches is not None:
+        _number_loaders(kept_batches)
+    _watch_loaders(recorder, mode, kept_batches)
+    if way.batch_times > 1:
+        _enlarge_batches(recorder, way.batch_times)
+    if mode.determinism.double:
+        _compute_in_float64(mode)
+    _disable_compile(mode.determinism)
+    _disable_checkpoints(mode.determinism)
+    SavedFiles(folder).patch(mode.determinism)
+    FilesBefore(folder.parent).watch()
+    mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+# To compare what can be compared
+
+
+def _compute_in_float64(mode: FunctionMode) -> None:
+    """Patches what would make the script compute in another precision than float64.
+
+    Rounding in float32 differs with the order of sums, which differs between numbers of processes.
+    """
+    mode.determinism.make_float64_default()
+    torch.set_default_dtype = mode.determinism.set_script_dtype
+    _disable_autocast(mode.determinism)
+    _see_recomputed_activations(mode)
+
+
+def _disable_autocast(determinism: Determinism) -> None:
+    """Patches `torch.autocast`, which would compute in float16 or bfloat16."""
+    autocast: Any = torch.autocast
+    plain_init = autocast.__init__
+
+    def disabled(
+        context: Any, device_type: str, dtype: Any = None, enabled: bool = True, **options: Any
+    ) -> None:
+        if enabled:
+            determinism.switched_off["autocast"] += 1
+        plain_init(context, device_type, dtype, enabled=False, **options)
+
+    autocast.__init__ = disabled
+
+
+def _see_recomputed_activations(mode: FunctionMode) -> None:
+    """Patches `torch.utils.checkpoint.checkpoint`, which recomputes activations in backward passes.
+
+    The backward pass is a call of torch, and the function mode is hidden inside of it. It is
+    entered again here, so that activations are recomputed in float64 as they were computed.
+    """
+    module: Any = torch.utils.checkpoint
+    plain_checkpoint = module.checkpoint
+
+    @wraps(plain_checkpoint)
+    def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+        def compute(*inputs: Any, **options: Any) -> Any:
+            if not mode.in_backward:
+                return function(*inputs, **options)
+            with mode.backward_pass(False), mode:
+                return function(*inputs, **options)
+
+        return plain_checkpoint(compute, *args, **kwargs)
+
+    module.checkpoint = checkpoint
+
+
+def _disable_compile(determinism: Determinism) -> None:
+    """Patches `torch.compile`: its tracer would follow the recorder's hooks."""
+    plain_compile: Any = torch.compile
+
+    @wraps(plain_compile)
+    def disabled(model: Any = None, **options: Any) -> Any:
+        if model is not None:
+            determinism.switched_off["torch.compile"] += 1
+        return plain_compile(model, **{**options, "disable": True})
+
+    torch.compile = disabled
+
+
+def _disable_checkpoints(determinism: Determinism) -> None:
+    """Patches Lockstep's checkpoints: one run would resume what another has saved."""
+    checkpoint_class: Any = Checkpoint
+    plain_init = checkpoint_class.__init__
+
+    def init(checkpoint: Checkpoint, *args: Any, **kwargs: Any) -> None:
+        determinism.switched_off["checkpoints (neither resumed nor saved)"] += 1
+        plain_init(checkpoint, *args, **kwargs)
+        checkpoint.last_resume_note = "nothing is resumed while the script is verified"
+
+    def do_nothing(checkpoint: Checkpoint) -> None:
+        pass
+
+    checkpoint_class.__init__ = init
+    checkpoint_class.save = lambda checkpoint, metric=None: checkpoint.folder
+    checkpoint_class.resume = lambda checkpoint: False
+    checkpoint_class.step = do_nothing
+    checkpoint_class.wait = do_nothing
+
+
+# To see the training
+
+
+def _watch_backward_passes(recorder: Recorder) -> None:
+    """Patches `torch.autograd.backward`, to see losses and the gradients of each backward pass.
+
+    `Tensor.backward` calls it too. A backward pass inside of another one is not the script's.
+    """
+
+    def before(tensors: Any, *_: Any, **__: Any) -> None:
+        loss = tensors
+        if isinstance(tensors, list | tuple) and len(tensors) == 1:
+            loss = tensors[0]
+        if not in_backward_pass() and isinstance(loss, Tensor) and loss.numel() == 1:
+            recorder.losses.begin_backward(loss)
+
+    def after(*_: Any, **__: Any) -> None:
+        if not in_backward_pass():
+            recorder.gradients.end_backward()
+
+    _wrap(torch.autograd, "backward", before, after)
+
+
+def _watch_collectives(recorder: Recorder) -> None:
+    """Patches the collectives of torch and of `World`, to see what ranks exchange."""
+    for name in (*GATHERING_FUNCTIONS, *REDUCING_FUNCTIONS, *MOVING_FUNCTIONS):
+        if hasattr(dist, name):
+            _watch_torch_collective(recorder, name)
+    for name in WORLD_COLLECTIVES:
+        _watch_world_collective(recorder, name)
+    on_shadowed_iteration(recorder.foreign_steps.record_shadowed_iteration)
+
+
+def _watch_torch_collective(recorder: Recorder, name: str) -> None:
+    gathers = name in GATHERING_FUNCTIONS
+    # The input of a collective comes first, except for gathers: they begin with their output.
+    place_of_input = 1 if gathers else 0
+
+    def before(*args: Any, **kwargs: Any) -> None:
+        caller = sys._getframe(2)
+        if _is_of_lockstep(caller.f_globals["__name__"]):
+            return
+        tensor = kwargs.get("tensor", kwargs.get("input_tensor"))
+        if len(args) > place_of_input:
+            tensor = args[place_of_input]
+        output = None
+        if gathers:
+            output = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
+        recorder.calls.record(name, tensor, output)
+
+    def after(*args: Any, **kwargs: Any) -> None:
+        if name == "all_reduce" and not kwargs.get("async_op"):
+            recorder.gradients.record_reduced(args[0] if args else kwargs.get("tensor"))
+
+    _wrap(dist, name, before, after)
+
+
+def _watch_world_collective(recorder: Recorder, name: str) -> None:
+    """Patches a collective of `World`, which may exchange data without `torch.distributed`."""
+    plain = getattr(World, name)
+
+    @wraps(plain)
+    def collective(world: World, value: Any, *args: Any, **kwargs: Any) -> Any:
+        calls = [recorder.calls.record(f"world.{name}", tensor) for tensor in tensors(value)]
+        result = plain(world, value, *args, **kwargs)
+        if world.size > 1:
+            loses_gradient = name == "gather" and not kwargs.get("gradient")
+            recorder.calls.end_collective(calls, result, loses_gradient=loses_gradient)
+        return result
+
+    setattr(World, name, collective)
+
+
+def _watch_ddp(recorder: Recorder, determinism: Determinism) -> None:
+    """Patches DDP, to see what it wraps and whether its gradients are compressed.
+
+    A module is prepared before DDP copies the places of its parameters.
+    """
+
+    def before_init(_: Any, module: Any, *__: Any, **___: Any) -> None:
+        determinism.prepare_module(module)
+
+    def after_init(wrapper: DistributedDataParallel, *_: Any, **__: Any) -> None:
+        recorder.forwards.add_ddp(wrapper)
+
+    def before_comm_hook(*_: Any, **__: Any) -> None:
+        caller = sys._getframe(2)
+        if not _is_of_lockstep(caller.f_globals["__name__"]):
+            recorder.state.models.comm_hook_line = user_line() or "somewhere"
+
+    _wrap(DistributedDataParallel, "__init__", before_init, after_init)
+    _wrap(DistributedDataParallel, "register_comm_hook", before_comm_hook)
+
+
+def _watch_gradient_clipping(recorder: Recorder) -> None:
+    """Patches torch's clipping functions, to see gradients before they are clipped."""
+    utils: Any = torch.nn.utils
+    for name in CLIPPING_FUNCTIONS:
+        clip = partial(recorder.gradients.clip, getattr(utils, name))
+        setattr(utils, name, clip)
+        setattr(utils.clip_grad, name, clip)
+
+
+def _watch_optimizers(recorder: Recorder) -> None:
+    """Patches optimizers and schedulers, to see when they are built and who sets a rate."""
+
+    def after_group(optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        recorder.state.step_draws.restart()
+        optimizer.param_groups[-1] = ParameterGroup(optimizer.param_groups[-1])
+        built = recorder.state.models.built_optimizers
+        if optimizer not in built:
+            built.append(optimizer)
+
+    def before_prepared(_: Any, inner: Optimizer, *__: Any, **___: Any) -> None:
+        recorder.optimizers.prepared_by_lockstep.add(inner)
+
+    def before_schedule(*_: Any, **__: Any) -> None:
+        recorder.calls.record("schedule", None)
+
+    def before_plateau(_: Any, metrics: Any, *__: Any) -> None:
+        recorder.calls.record("schedule", None, value=float(metrics))
+
+    _wrap(Optimizer, "add_param_group", after=after_group)
+    _wrap(PreparedOptimizer, "__init__", before_prepared)
+    _wrap(LRScheduler, "step", before_schedule)
+    _wrap(ReduceLROnPlateau, "step", before_plateau)  # it has a `step` of its own
+
+
+def _watch_seeds_and_epochs(recorder: Recorder) -> None:
+    """Patches `torch.manual_seed` and `DistributedSampler.set_epoch`.
+
+    Ranks that seed alike, or a sampler that is never given an epoch, explain a difference.
+    """
+
+    def before_epoch(sampler: Any, *_: Any, **__: Any) -> None:
+        recorder.inputs.samplers_with_epoch.add(sampler)
+
+    _wrap(torch, "manual_seed", recorder.calls.record_seed)
+    _wrap(DistributedSampler, "set_epoch", before_epoch)
+
+
+def _watch_tensor_hooks(recorder: Recorder) -> None:
+    """Patches `Tensor.register_hook`, to see whether a hook changes the gradient of a parameter."""
+    plain_register: Any = Tensor.register_hook
+
+    def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        caller = sys._getframe(1)
+        line = user_line() or ""
+        if caller.f_globals["__name__"].startswith("torch."):
+            line = ""
+
+        def watched_hook(gradient: Tensor) -> Any:
+            changed = hook(gradient)
+            if line and self.is_leaf:
+                if isinstance(changed, Tensor) and isinstance(gradient, Tensor):
+                    if not changed.equal(gradient):
+                        recorder.calls.record_hook(line)
+            return changed
+
+        return plain_register(self, watched_hook)
+
+    Tensor.register_hook = register_hook  # type: ignore[method-assign]
+
+
+# To see or replace batches
+
+
+def _record_sample_indices(mode: FunctionMode) -> None:
+    """Lets iterators of DataLoaders keep the indices that they draw until the batch is handed out.
+
+    Drawing the order of samples does not count as a draw: the order itself is compared.
+    """
+
+    def draw_indices(iterator: Any, draw: Callable[[], Any]) -> Any:
+        with mode.draws.paused():
+            indices = draw()
+        vars(iterator).setdefault(INDICES_ATTRIBUTE, deque()).append(indices)
+        return indices
+
+    def forget_indices(iterator: Any) -> None:
+        vars(iterator).pop(INDICES_ATTRIBUTE, None)
+
+    watch_indices(draw_indices, forget_indices)
+
+
+def _number_loaders(kept_batches: BatchWriter | BatchReader) -> None:
+    """Numbers the script's DataLoaders as they are built, to find the batches of each again.
+
+    Where batches are read, each loader also gets the length of the one that wrote them.
+    """
+
+    def after_init(loader: DataLoader[Any], dataset: Any, *_: Any, **__: Any) -> None:
+        if not _is_lockstep_dataset(dataset):
+            kept_batches.add_loader(loader)
+
+    _wrap(DataLoader, "__init__", after=after_init)
+    if not isinstance(kept_batches, BatchReader):
+        return
+    plain_len: Any = DataLoader.__len__
+
+    def length(self: DataLoader[Any]) -> int:
+        kept_length = kept_batches.length(self)
+        if kept_length is not None:
+            return kept_length
+        own_length: int = plain_len(self)
+        return own_length
+
+    DataLoader.__len__ = length  # type: ignore[method-assign]
+
+
+def _watch_loaders(
+    recorder: Recorder, mode: FunctionMode, kept_batches: BatchWriter | BatchReader | None
+) -> None:
+    """Patches the iteration of DataLoaders, to see batches, and to keep or replace them."""
+    plain_iter = DataLoader.__iter__
+    plain_lockstep_iter = Loader.__iter__
+
+    def kept(loader: DataLoader[Any], reader: BatchReader) -> Iterator[Any]:
+        """Yields the batches that the ranks of the other run were handed, joined."""
+        for batch, ids in _until_enough(recorder, reader.batches(reader.begin_pass(loader))):
+            recorder.inputs.record_batch(loader, batch, ids=ids, random_draws={})
+            yield batch
+
+    def recorded(loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yields the loader's own batches."""
+        indices: deque[Any] = vars(iterator).setdefault(INDICES_ATTRIBUTE, deque())
+        batches = _until_enough(recorder, iterator)
+        writer = None
+        name_of_pass = ""
+        if isinstance(kept_batches, BatchWriter) and torch.is_grad_enabled():
+            writer = kept_batches
+            name_of_pass = writer.begin_pass(loader)
+        for number in count():
+            mode.draws.restart()
+            streams = stream_digests()
+            try:
+                batch = mode.determinism.convert(next(batches))
+            except StopIteration:
+                return
+            ids = _as_numbers(indices.popleft()) if indices else None
+            if torch.is_grad_enabled():
+                drawn = mode.draws.since_restart() | moved_streams(streams)
+                recorder.inputs.record_batch(loader, batch, ids=ids, random_draws=drawn)
+            if writer is not None:
+                writer.write(name_of_pass, number, Fed(batch, ids))
+            yield batch
+
+    def iterate(self: DataLoader[Any]) -> Iterator[Any]:
+        if _is_lockstep_dataset(self.dataset):
+            return plain_iter(self)
+        if torch.is_grad_enabled():
+            recorder.inputs.begin_pass(self)
+            if isinstance(kept_batches, BatchReader):
+                return kept(self, kept_batches)
+        return recorded(self, plain_iter(self))
+
+    def iterate_lockstep(self: Loader) -> Iterator[Any]:
+        batches = _until_enough(recorder, plain_lockstep_iter(self))
+        return map(mode.determinism.convert, batches)
+
+    DataLoader.__iter__ = iterate  # type: ignore[method-assign, assignment]
+    Loader.__iter__ = iterate_lockstep  # type: ignore[method-assign]
+
+
+def _until_enough(recorder: Recorder, iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yields batches, and ends the script once enough steps are recorded.
+
+    Reading a batch that is not compared any more may take longer than all else.
+    """
+    while True:
+        if torch.is_grad_enabled():
+            recorder.state.end_script_if_enough()
+        try:
+            yield next(iterator)
+        except StopIteration:
+            return
+
+
+def _as_numbers(indices: Any) -> list[int] | None:
+    """Returns the indices of a batch as integers; None if they are something else, or none."""
+    if not isinstance(indices, list | tuple) or not indices:
+        return None
+    if not all(isinstance(index, int | np.integer | Tensor) for index in indices):
+        return None
+    return [int(index) for index in indices]
+
+
+def _enlarge_batches(recorder: Recorder, times: int) -> None:
+    """Patches `DataLoader.__init__`, to multiply batch sizes: see `larger_batches`."""
+    plain_init: Any = DataLoader.__init__
+    signature = inspect.signature(plain_init)
+
+    def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        if not _is_lockstep_dataset(arguments["dataset"]):
+            try:
+                enlarge(arguments, times)
+            except CannotEnlargeError:
+                recorder.note_loader_not_enlarged(user_line() or "somewhere")
+        plain_init(**arguments)
+
+    DataLoader.__init__ = init  # type: ignore[method-assign]
+
+
+# To refuse what cannot be recorded
+
+
+def _refuse_own_ranks(recorder: Recorder, nproc: int) -> None:
+    """Patches the start of processes: a rank that the script starts itself cannot be recorded.
+
+    A process of the script's own may be a helper. It is a rank if it opens a process group that is
+    larger than the run, which raises an error then.
+    """
+    plain_start = BaseProcess.start
+
+    def start(process: BaseProcess) -> None:
+        caller = sys._getframe(1)
+        if is_user_file(caller.f_code.co_filename):
+            recorder.note_own_process(user_line() or "")
+            run = partial(refuse_groups, nproc, process.run)
+            process.run = run  # type: ignore[method-assign]
+        plain_start(process)
+        vars(process).pop("run", None)  # it refers to the process, which would outlive its use
+
+    replace_start_processes(refuse_own_ranks)
+    BaseProcess.start = start  # type: ignore
+    refuse_groups(nproc)
+
+
+# Helpers
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _wrap(
+    owner: Any,
+    name: str,
+    before: Callable[..., Any] = _do_nothing,
+    after: Callable[..., Any] = _do_nothing,
+) -> None:
+    """Patches a function to call others before and after it, with the same arguments.
+
+    In `before` and `after`, frame 1 is the patched function and frame 2 is its caller.
+    """
+    function = getattr(owner, name)
+
+    @wraps(function)  # `FunctionMode` knows functions by their names
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        result = function(*args, **kwargs)
+        after(*args, **kwargs)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _is_of_lockstep(module_name: str) -> bool:
+    return module_name.startswith("lockstep.")
+
+
+def _is_lockstep_dataset(dataset: Any) -> bool:
+    """True for the dataset inside of one of Lockstep's loaders, which has batches of its own."""
+    return _is_of_lockstep(type(dataset).__module__)

@@ -1,0 +1,109 @@
+"""Looks on at a script's training in one rank, and records every update of every optimizer.
+
+The recorder only sees calls and values. It listens to Lockstep's steps as an `Extension`;
+torch's
+hooks and the functions that `patches` replaces call its parts, each of which records one subject:
+`inputs`, `forwards`, `losses`, `gradients`, `optimizers`, `calls`, and `foreign_steps`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lockstep.session.extension import DeliveredBatch, Extension
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.strategies.base import Wrapped
+from lockstep.verify.record import UpdateWriter, Way
+from lockstep.verify.recording.calls import CallRecorder
+from lockstep.verify.recording.foreign_steps import ForeignStepRecorder
+from lockstep.verify.recording.forwards import ForwardRecorder
+from lockstep.verify.recording.function_mode import FunctionMode
+from lockstep.verify.recording.gradients import GradientRecorder
+from lockstep.verify.recording.inputs import InputRecorder
+from lockstep.verify.recording.losses import LossRecorder
+from lockstep.verify.recording.optimizers import OptimizerRecorder
+from lockstep.verify.recording.state import RecorderState, guarded
+from lockstep.verify.tolerance import Array
+
+
+class Recorder(Extension):
+    """The recorder of one rank.
+
+    Args:
+        writer: writes the updates of this rank.
+        way: how the script is run, and after how many steps it ends.
+        mode: sees every call of torch's functions.
+    """
+
+    def __init__(self, writer: UpdateWriter, way: Way, mode: FunctionMode) -> None:
+        self.state = RecorderState(writer, way, mode)
+        self.calls = CallRecorder(self.state)
+        self.inputs = InputRecorder(self.state)
+        self.gradients = GradientRecorder(self.state, self.calls)
+        self.foreign_steps = ForeignStepRecorder(self.state, self.gradients)
+        self.forwards = ForwardRecorder(self.state, self.inputs, self.gradients, self.foreign_steps)
+        self.losses = LossRecorder(self.state, self.gradients, self.foreign_steps)
+        self.optimizers = OptimizerRecorder(self.state, self.inputs, self.gradients)
+        mode.writes.on_write_by_hand = self.foreign_steps.record_gradient_of_write
+
+        self.by_choice = ""
+        """What the script has chosen that changes its results, and that is left out."""
+        self.own_process_line = ""
+        """The line that started the first process of the script's own; empty if none was."""
+        self.line_of_loader_not_enlarged = ""
+        """The line of a DataLoader whose batches could not be made larger; empty without one."""
+
+    # What Lockstep's steps tell
+
+    @guarded
+    def module_prepared(self, wrapped: Wrapped) -> None:
+        """`World.prepare` has wrapped a module."""
+        module = wrapped.module
+        self.by_choice = self.by_choice or vars(module).get("by_choice", "")
+        self.forwards.add_prepared(module)
+
+    def delivered(self, batch: DeliveredBatch) -> None:
+        """A loader of Lockstep's hands out a micro-batch."""
+        self.inputs.record_lockstep_batch(batch)
+
+    @guarded
+    def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
+        """`World.backward` is about to run the backward pass of a loss, which is weighted here."""
+        loss = weighted_loss
+        if micro_batch.scale == 0:  # it counts as 0, and may be NaN
+            loss = weighted_loss.new_zeros(())
+        self.losses.record_weighted(loss)
+
+    # What patches tell
+
+    def note_own_process(self, line: str) -> None:
+        """The script has started a process of its own, at this line."""
+        self.own_process_line = self.own_process_line or line
+
+    def note_loader_not_enlarged(self, line: str) -> None:
+        """The batches of a DataLoader that was built at this line cannot be made larger."""
+        self.line_of_loader_not_enlarged = self.line_of_loader_not_enlarged or line
+
+    # What is told when the script has ended
+
+    @property
+    def backward_passes(self) -> int:
+        """Backward passes since the last optimizer step of this rank."""
+        return len(self.state.update.losses)
+
+    @property
+    def backward_passes_without_step(self) -> int:
+        """Backward passes since the parameters of a rank without an optimizer changed last."""
+        return 0 if self.state.has_optimizer else len(self.state.update.losses)
+
+    @guarded
+    def final_parameters(self) -> dict[str, Array]:
+        """Returns summaries of the parameters that the next update begins with.
+
+        Empty on a rank that has joined (`Join`): it gets the parameters of the others later.
+        """
+        if self.state.has_joined:
+            return {}
+        if self.state.update.began_with_forward:
+            return self.state.notes.parameters_at_start
+        return self.state.models.whole_parameters()

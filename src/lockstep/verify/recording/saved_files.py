@@ -1,0 +1,114 @@
+"""Keeps what a script saves apart from the user's files, and lets it find what it saved.
+
+`torch.save` would write over a checkpoint of the user's, and the next run would resume from it. So
+a file is saved under another name in a folder of the run. Functions that open, move or remove files
+are patched to take the saved file when they are called with the path that the script knows.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import io
+import os
+import shutil
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.verify.recording.determinism import Determinism
+
+MOVING_FUNCTIONS = {"rename", "replace", "link", "copyfile", "copy", "copy2"}
+"""Functions that put the file of their first path under their second path."""
+PATCHED_FUNCTIONS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (os, ("rename", "replace", "link", "stat", "unlink", "remove")),
+    (shutil, ("copyfile", "copy", "copy2")),
+    (io, ("open",)),
+    (torch, ("load",)),
+    (safetensors, ("safe_open",)),
+    (safetensors.torch, ("safe_open",)),
+)
+"""Modules, and those of their functions that begin with a path of a file that was perhaps saved."""
+
+
+class SavedFiles:
+    """The files that the script has saved.
+
+    Args:
+        folder: where they are; it is the same for all ranks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self._folder = folder
+        self._stat = os.stat  # the function before it is patched
+
+    def place_of(self, path: Any) -> str:
+        """Returns where the file is that the script saves under this path."""
+        name = hashlib.blake2b(os.path.abspath(path).encode(), digest_size=8).hexdigest()
+        return f"{self._folder}/{name}"
+
+    def patch(self, determinism: Determinism) -> None:
+        """Patches what saves files and what reads, moves or removes them.
+
+        Args:
+            determinism: counts the files that are saved elsewhere.
+        """
+        plain_save = torch.save
+        plain_save_weights = lockstep.save_weights
+
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(f, str | os.PathLike):
+                determinism.switched_off["saved files (written elsewhere)"] += 1
+                f = self.place_of(f)
+            plain_save(obj, f, *args, **kwargs)
+
+        @wraps(plain_save_weights)
+        def save_weights(model: nn.Module, path: Any, **options: Any) -> None:
+            determinism.switched_off["saved weights (written elsewhere)"] += 1
+            plain_save_weights(model, self.place_of(path), **options)
+
+        for owner, names in PATCHED_FUNCTIONS:
+            for name in names:
+                self._patch_function(owner, name)
+        builtins.open = io.open
+        torch.save = save
+        lockstep.save_weights = save_weights
+
+    def _patch_function(self, owner: Any, name: str) -> None:
+        """Lets a function that begins with a path take the saved file, if there is one."""
+        function = getattr(owner, name)
+
+        @wraps(function)
+        def with_saved_file(*args: Any, **kwargs: Any) -> Any:
+            if args and self._has(args[0]):
+                path, *other_args = args
+                if name in MOVING_FUNCTIONS and other_args:
+                    other_args[0] = self._target_of_move(path, other_args[0])
+                args = (self.place_of(path), *other_args)
+            return function(*args, **kwargs)
+
+        setattr(owner, name, with_saved_file)
+        # Python asks these sets what a function of `os` can do.
+        for capable in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
+            if function in capable:
+                capable.add(with_saved_file)
+
+    def _target_of_move(self, path: Any, target: Any) -> str:
+        """Returns where a saved file is kept after it was moved to a path, or into a folder."""
+        if os.path.isdir(target):
+            return self.place_of(os.path.join(target, os.path.basename(path)))
+        return self.place_of(target)
+
+    def _has(self, path: Any) -> bool:
+        if not isinstance(path, str | os.PathLike):
+            return False
+        with suppress(FileNotFoundError):
+            return bool(self._stat(self.place_of(path)))
+        return False

@@ -1,0 +1,295 @@
+"""What the parts of the recorder share: the update that is being recorded, and how far the run is.
+
+An *update* is one step of one optimizer, with everything that led to it since the last one; it is
+recorded as a `RankUpdate`. Each part of the recorder (`inputs`, `forwards`, `losses`, `gradients`,
+`optimizers`, `calls`, `foreign_steps`) fills in the fields of its subject. What it must remember
+until the update is complete, and what is not recorded, is kept in `UpdateNotes`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.errors import LockstepError, RecordingFailedError
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.verify.record import LEAST_STEPS, LOST_PEER, UpdateWriter, Way
+from lockstep.verify.recording.branches import Branches
+from lockstep.verify.recording.draws import moved_streams, stream_digests
+from lockstep.verify.recording.function_mode import FunctionMode
+from lockstep.verify.recording.marks import BATCH_NORM, MODEL_CALL, STATISTIC
+from lockstep.verify.recording.models import Models
+from lockstep.verify.recording.tensor_values import storage_of
+from lockstep.verify.tolerance import Array
+from lockstep.verify.training_record import Batch, Forward, RankUpdate
+
+
+class Finished(SystemExit):
+    """Ends the script as `sys.exit(0)` would: enough steps have been recorded."""
+
+
+class RecordingFailed(SystemExit):
+    """Ends the script because the recorder itself has failed."""
+
+
+class HasState(Protocol):
+    """A part of the recorder."""
+
+    state: RecorderState
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def guarded(method: Method) -> Method:
+    """Lets an error of the recorder end the script as `RecordingFailed`, not as its own error.
+
+    Errors of Lockstep are the script's. So is a lost connection: sharded tensors are gathered to be
+    recorded, and if that fails, another rank has failed before and says why.
+    """
+
+    @wraps(method)
+    def call(part: HasState, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(part, *args, **kwargs)
+        except LockstepError:
+            raise
+        except Exception as error:
+            if re.search(LOST_PEER, str(error)):
+                raise
+            part.state.internal_error = part.state.internal_error or traceback.format_exc()
+            raise RecordingFailed(RecordingFailedError.exit_code) from error
+
+    return cast(Method, call)
+
+
+@dataclass
+class ForwardPass:
+    """A training forward pass of a model that no backward pass has used yet."""
+
+    record: Forward
+    outputs: list[Tensor] = field(default_factory=list)
+    hidden: Tensor | None = None
+    """The first output of a part of the model that has a row for each sample."""
+    inputs: Batch | None = None
+    """The record of its inputs, in the first update: another pass may be the first of the loss."""
+
+
+@dataclass
+class UpdateNotes:
+    """What is remembered of the current update until it is complete."""
+
+    # Inputs
+    batches_at_last_backward: int = 0
+    """Batches that were handed out before the last backward pass ended."""
+
+    # Forward passes
+    draws_before_forward: int = 0
+    """Draws of random numbers before the update's first forward pass."""
+    forward_passes: list[ForwardPass] = field(default_factory=list)
+    """The latest forward passes since the last backward pass."""
+    model_calls: int = 0
+    """Calls of models since the last backward pass."""
+    running_pass: ForwardPass | None = None
+    """The forward pass of the outermost model that is being called."""
+    evaluating_parameters: set[int] = field(default_factory=set)
+    """Ids of the parameters of modules that were called in evaluation mode."""
+    local_batch_norms: set[int] = field(default_factory=set)
+    """Ids of BatchNorm layers that took their statistics from this rank's samples alone."""
+    local_batch_norms_without_gradients: set[int] = field(default_factory=set)
+    """The same for the outermost model, if it is being called without gradients."""
+
+    # Losses
+    earlier_model_calls: dict[int, str] = field(default_factory=dict)
+    """Lines of forward passes that the loss is made from, by the number of their update."""
+
+    # Gradients
+    gradients_of_passes: list[dict[int, Tensor]] = field(default_factory=list)
+    """What each backward pass added to gradients on this rank, by the ids of parameters."""
+    gradients_after_backward: dict[int, Tensor] = field(default_factory=dict)
+    """This rank's gradients when the last backward pass ended, by the ids of parameters."""
+    gradients_before_clipping: dict[str, Array] = field(default_factory=dict)
+
+    # Parameters
+    parameters_at_start: dict[str, Array] = field(default_factory=dict)
+    """Summaries of the parameters at the first forward pass."""
+    parameters_without_model: dict[tuple[int, int], Array] = field(default_factory=dict)
+    """See `RankUpdate.unstepped_sums`."""
+    parameters_of_loss: dict[int, tuple[Tensor, Array]] = field(default_factory=dict)
+    """On a rank without models, the parameters that the last loss was made from, by their ids,
+    with summaries."""
+
+    # The optimizer's step
+    step_inputs_recorded: bool = False
+    """True once the gradients and all else that the step starts from are recorded."""
+
+
+class StepDraws:
+    """The random numbers that are drawn for the current step.
+
+    They begin with the batch of the step: a loop may draw for a step before it calls the model.
+    """
+
+    def __init__(self, mode: FunctionMode) -> None:
+        self._mode = mode
+        self.count_before = 0
+        """Draws of the process before this step."""
+        self._streams_before = stream_digests()
+
+    def restart(self) -> None:
+        """What is drawn from here on is drawn for the next step."""
+        self.count_before = self._mode.draws.count
+        self._mode.statistics = {}
+        self._mode.draws.digests = set()
+        self._streams_before = stream_digests()
+
+    def record(self, update: RankUpdate) -> None:
+        """Adds what was drawn so far to an update."""
+        update.scalar_statistics |= self._mode.statistics
+        update.drawn_digests |= self._mode.draws.digests
+        update.random_streams |= moved_streams(self._streams_before)
+
+
+class RecorderState:
+    """The state of the recorder in one process.
+
+    Args:
+        writer: writes the updates of this rank.
+        way: how the script is run, and after how many steps it ends.
+        mode: sees every call of torch's functions.
+    """
+
+    internal_error = ""
+    """The traceback of an error of the recorder itself."""
+
+    def __init__(self, writer: UpdateWriter, way: Way, mode: FunctionMode) -> None:
+        self.writer = writer
+        self.mode = mode
+        self.models = Models()
+        self.branches = Branches()
+        self.step_draws = StepDraws(mode)
+        self._way = way
+
+        self.update = RankUpdate()
+        """The update that is being recorded."""
+        self.notes = UpdateNotes()
+        self.last_update = self.update
+        """The last complete update, as its step found it."""
+        self.loss_is_weighted = False
+        """True after `World.backward` was given the loss, whose backward pass follows."""
+
+        self.steps_of: dict[Optimizer, int] = {}
+        """The number of steps of each optimizer, in the order of their first ones."""
+        self.updates_until_step_of: dict[Optimizer, int] = {}
+        """How many updates were written when each optimizer stepped last."""
+        self.running_optimizers: list[Optimizer] = []
+        """Optimizers whose `step` is running; an optimizer may call another one."""
+        self.foreign_steps = 0
+        """Updates of a rank without an optimizer, whose parameters other ranks change."""
+        self.has_joined = False
+        """True after the other ranks have made a step without this one (`Join`)."""
+
+        self.micro_batch = MicroBatch()
+        """The last one that a loader of Lockstep's has handed out."""
+        self.last_batch_text = ""
+        """Where the last batch stands, as `, batch 3 of 4 of epoch 1`."""
+        self.stopped_at = ""
+        """Where the script was stopped; empty if it came to its end."""
+        self._first_step_time = math.inf
+
+    @property
+    def is_first_update(self) -> bool:
+        """True until an update of this rank is written."""
+        return self.writer.count == 0
+
+    @property
+    def has_optimizer(self) -> bool:
+        """True if an optimizer was built or has stepped on this rank."""
+        return bool(self.models.built_optimizers or self.steps_of)
+
+    def finish_update(
+        self, update: RankUpdate, later_batches: list[Batch], virtual_rank: int | None = None
+    ) -> None:
+        """Writes a complete update and begins the next one.
+
+        Args:
+            update: what is written.
+            later_batches: batches that were fetched ahead for the next update.
+            virtual_rank: whose model was updated; None unless each virtual rank has one.
+        """
+        self.writer.write(update, virtual_rank)
+        self._first_step_time = min(self._first_step_time, time.monotonic())
+        self.update = RankUpdate(contributes=self.update.contributes, batches=later_batches)
+        self.notes = UpdateNotes()
+        self.loss_is_weighted = False
+
+    def end_script_if_enough(self) -> None:
+        """Raises `Finished` when the steps to be compared are recorded.
+
+        The optimizer with the most steps decides: the first one may have pretrained something on
+        this rank alone.
+        """
+        steps = max(self.steps_of.values(), default=self.foreign_steps)
+        if self._is_inside_global_batch() or not self._is_enough(steps):
+            return
+        self.stopped_at = f"step {steps}{self.last_batch_text}"
+        raise Finished(0)
+
+    def _is_enough(self, steps: int) -> bool:
+        if steps >= self._way.steps:
+            return True
+        if self._way.seconds is None or steps < LEAST_STEPS:
+            return False
+        return time.monotonic() > self._first_step_time + self._way.seconds
+
+    def _is_inside_global_batch(self) -> bool:
+        """True if virtual ranks have not all stepped for the current global batch."""
+        if self.micro_batch.virtual_rank is None:
+            return False
+        return bool(self.update.batches) or not self.micro_batch.last
+
+    def record_marks(self, marks: Mapping[str, Any], draws_before: int) -> None:
+        """Records the marks of a tensor that the loss is made from.
+
+        Args:
+            marks: by kind.
+            draws_before: draws up to this number were not made for this step.
+        """
+        for kind, value in marks.items():
+            if kind.startswith(STATISTIC):
+                self.update.batch_statistics[kind.removeprefix(STATISTIC)] = value
+            elif kind.startswith(MODEL_CALL):
+                self.notes.earlier_model_calls[int(kind.removeprefix(MODEL_CALL))] = value
+            elif kind.startswith(BATCH_NORM):
+                self.notes.local_batch_norms.add(value)
+        if "draw" in marks:
+            number, line, digest = marks["draw"]
+            if number > draws_before:
+                self.update.loss_draws.append((line, digest))
+
+    def watch_writes(self) -> dict[str, int]:
+        """Watches all parameters and buffers of the models from here on.
+
+        Returns:
+            The storage of each, by name.
+        """
+        storages = {}
+        for name, parameter in self.models.parameters():
+            storages[name] = storage_of(parameter)
+        for name, buffer in self.models.buffers():
+            storages[name] = storage_of(buffer)
+        self.mode.writes.watched = frozenset(storages.values()) - {0}
+        return storages
+
+    def frozen_parameters(self) -> list[str]:
+        """Returns the names of parameters that are not trained."""
+        return [name for name, p in self.models.parameters() if not p.requires_grad]

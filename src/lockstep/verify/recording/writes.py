@@ -1,0 +1,72 @@
+"""Notes which lines of the script write to the tensors of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.batch.pytree import tensors
+from lockstep.user_code import user_stack
+from lockstep.verify.recording.tensor_values import storage_of
+
+Stack = tuple[tuple[str, int], ...]
+"""The user's frames, each with its file and line."""
+WRITING_OPERATORS = {
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__"),
+    *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ifloordiv__", "__imod__"),
+}
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+"""What `tensor.data = other` calls."""
+METHODS_WITHOUT_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
+"""Methods that end with an underscore and leave the values as they are."""
+
+
+class WriteLog:
+    """The last write to each watched tensor.
+
+    A tensor is known by its storage, the address of its values.
+    """
+
+    def __init__(self) -> None:
+        self.watched: frozenset[int] = frozenset()
+        """Storages of the tensors that are watched."""
+        self.stacks: dict[int, Stack] = {}
+        """By storage, where it was last written to."""
+        self.on_write_by_hand: Callable[[int], object] = lambda storage: None
+        """Called with a storage that the script, not a collective, has written to."""
+
+    def note_call(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Notes a call of torch if it writes to a watched tensor."""
+        sets_data = name == "__set__" and func == SET_DATA
+        if sets_data:
+            self.watched |= {storage_of(args[0])}
+        if sets_data or _is_in_place(name) or "out" in kwargs:
+            for tensor in tensors((args[:1], kwargs.get("out"))):
+                self.note_write(tensor)
+
+    def note_write(self, tensor: Tensor, *, by_hand: bool = True) -> None:
+        """Notes that a tensor's values were written to, by the script or by a collective."""
+        if not self.watched:
+            return
+        storage = storage_of(tensor)
+        if storage not in self.watched:
+            return
+        self.stacks[storage] = user_stack() or self.stacks.get(storage, ())
+        if by_hand:
+            self.on_write_by_hand(storage)
+
+    def pop_stacks(self) -> dict[int, Stack]:
+        """Returns the last writes by storage, and forgets them."""
+        stacks = self.stacks
+        self.stacks = {}
+        return stacks
+
+
+def _is_in_place(name: str) -> bool:
+    """True for a method such as `add_`, and for an operator such as `__iadd__`."""
+    if name in WRITING_OPERATORS:
+        return True
+    ends_with_one_underscore = name.endswith("_") and not name.endswith("__")
+    return ends_with_one_underscore and name not in METHODS_WITHOUT_WRITES
