@@ -283,7 +283,7 @@ class Agent(api.SimpleElasticAgent):
         self.attempts.append(attempt)
         self._keyboard_rank = None
         self._round_write_times = []
-        self._supervisor = None  # the one of the last attempt still has its verdict
+        self._supervisor = None  # its verdict was on the attempt before
         self._journal.start(attempt, self._plan.script)
         for worker in workers:
             self._start_rank(worker_group, worker, attempt)
@@ -395,7 +395,7 @@ class Agent(api.SimpleElasticAgent):
         """Watches the ranks that the only rank of an attempt has spawned, in place of it."""
         spawned = spawned_ranks(attempt.processes[0])
         pids = [process.pid for process in spawned]
-        if pids != [process.pid for process in self._spawned_ranks]:
+        if pids != [process.pid for process in self._spawned_ranks]:  # others than last time
             self._supervisor = Supervisor(
                 spawned or attempt.processes,
                 self._plan.hang,
@@ -443,6 +443,7 @@ class Agent(api.SimpleElasticAgent):
         if now >= self._timeout_at and attempt.running:
             self.timed_out_ranks = tuple(process.rank for process in attempt.running)
             return True
+        # In an elastic run the others go on without a lost machine. Then it has a description.
         is_node_lost = self._rdzv.lost_nodes() and not self._rdzv.describe_lost_nodes()
         reports = self._reports_of_others(attempt).values()
         if is_node_lost or any(report.failed for report in reports):
@@ -478,10 +479,10 @@ class Agent(api.SimpleElasticAgent):
                 zygote_events = self._events_of_zygotes_death(attempt)
             for event in zygote_events:
                 process = processes[event.rank]
-                if event.pid is None:
-                    attempt.processes.remove(process)  # it never started
+                if event.pid is None:  # the system makes no process for it
+                    attempt.processes.remove(process)
                     self._refused = event.reason
-                elif event.code is None:
+                elif event.code is None:  # it was started
                     process.pid = event.pid
                 elif process.pid in (None, event.pid) and process.code is None:
                     process.pid = event.pid

@@ -304,10 +304,11 @@ class Console:
             for sink in sinks:
                 if sink.waiting:
                     poll.register(sink.descriptor, select.POLLOUT)
+            # Without anything due, it waits until a descriptor is ready.
             timeout_ms = _TICK_S * 1000 if self._is_something_due() else None
             for descriptor, _ in poll.poll(timeout_ms):
                 if descriptor == self._wake_reader:
-                    os.read(self._wake_reader, 4096)
+                    os.read(self._wake_reader, 4096)  # empties the pipe
                 elif descriptor in readable:
                     self._read(readable[descriptor])
             self._do_what_is_due(sinks)

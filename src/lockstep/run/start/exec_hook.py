@@ -42,14 +42,14 @@ def watch_executed(evidence: Evidence) -> None:
     @wraps(original_execve)
     def execve(path: Any, argv: Any, env: Mapping[Any, Any]) -> None:
         if os.getpid() != rank_pid:  # a child of the rank, which is not watched
-            original_execve(path, argv, env)
+            original_execve(path, argv, env)  # does not return
         with _without_heartbeat(evidence.heartbeat):
             original_execve(path, argv, with_hook(env, rank_pid))
 
     @wraps(original_execv)
     def execv(path: Any, argv: Any) -> None:
         if os.getpid() != rank_pid:
-            original_execv(path, argv)
+            original_execv(path, argv)  # does not return
         execve(path, argv, os.environ)
 
     os.execv = execv  # type: ignore[assignment]
