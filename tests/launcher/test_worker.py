@@ -226,7 +226,7 @@ def test_the_macro_in_a_command_is_replaced_by_the_local_rank() -> None:
 def test_a_process_is_bound_to_processors_by_torchs_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails where a new torch has changed what `torch_private` uses."""
+    """Fails if a new torch has changed what `torch_compat` uses."""
     from torch.numa import binding
 
     (tmp_path / "numactl").touch(mode=0o755)
