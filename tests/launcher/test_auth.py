@@ -174,14 +174,18 @@ def test_a_stranger_does_not_pass(door: Proxy, sent: bytes, why: str) -> None:
     assert door.echo.connections == 0
 
 
-def test_who_says_nothing_is_sent_away(door: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_says_nothing_is_closed(
+    door: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(auth, "HANDSHAKE_TIMEOUT_S", 0.05)
     with door.connect() as link:
         assert len(receive(link, 1000)) == len(MAGIC) + 32
     until(lambda: len(door.said) == 1)
 
 
-def test_no_more_strangers_than_it_can_bear(door: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proxy_refuses_more_handshakes_at_once_than_it_allows(
+    door: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(auth, "MAX_HANDSHAKES_AT_ONCE", 1)
     with door.connect() as first:
         assert len(receive(first, len(MAGIC) + 32)) == len(MAGIC) + 32
@@ -189,7 +193,7 @@ def test_no_more_strangers_than_it_can_bear(door: Proxy, monkeypatch: pytest.Mon
             assert receive(second, 1) == b""
 
 
-def test_what_was_said_once_does_not_open_the_proxy_again(door: Proxy) -> None:
+def test_a_replayed_handshake_does_not_open_the_proxy(door: Proxy) -> None:
     def respond(link: socket.socket, nonce: bytes) -> bytes:
         theirs = receive(link, len(MAGIC) + 32)[len(MAGIC) :]
         proof = hmac.digest(TOKEN.key, b"client" + theirs + nonce + auth.TO_STORE, "sha256")
@@ -228,7 +232,7 @@ def test_a_proxy_without_the_token_is_not_believed(thread: NetworkThread) -> Non
         pretender.join()
 
 
-def test_what_is_behind_a_port_is_told_apart(
+def test_a_failed_connection_says_what_answers_at_the_port(
     thread: NetworkThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def knock(port: int) -> str:
@@ -259,7 +263,9 @@ def test_what_is_behind_a_port_is_told_apart(
     assert knock(port) == network.NO_ANSWER
 
 
-def test_connections_end_together(thread: NetworkThread, door: Proxy) -> None:
+def test_both_sides_of_a_forwarded_connection_end_together(
+    thread: NetworkThread, door: Proxy
+) -> None:
     with (
         forwarder(thread, door.port, TOKEN) as (carrier, port),
         socket.create_connection((LOOPBACK, port), timeout=600) as link,
@@ -324,7 +330,7 @@ def talk(thread: NetworkThread) -> Iterator[Talk]:
     made.close()
 
 
-def test_all_peers_hold_the_same(talk: Talk) -> None:
+def test_a_change_of_one_node_reaches_the_other(talk: Talk) -> None:
     talk.listen()
     assert [n.rank for n in talk.theirs.all()] == [n.rank for n in talk.peers.all()] == [0, 1]
     for side in (talk.peers, talk.theirs):
@@ -361,7 +367,7 @@ def test_a_client_writes_only_what_is_its_own(talk: Talk) -> None:
 
 @pytest.mark.parametrize("started", [0, 1])
 @pytest.mark.parametrize("why", ["", "rank 3 failed"])
-def test_a_goodbye_is_no_loss(talk: Talk, why: str, started: int) -> None:
+def test_a_node_that_says_why_it_leaves_is_not_lost(talk: Talk, why: str, started: int) -> None:
     talk.listen()
     talk.theirs.update(started=started)
     talk.theirs.update(state=LEFT, why=why)
@@ -381,7 +387,9 @@ def test_the_servers_goodbye_reaches_the_client(talk: Talk) -> None:
     assert talk.said == []
 
 
-def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch, thread: NetworkThread) -> None:
+def test_a_node_that_sends_no_heartbeats_is_lost(
+    monkeypatch: pytest.MonkeyPatch, thread: NetworkThread
+) -> None:
     monkeypatch.setattr(peer_connection, "HEARTBEAT_S", 0.02)
     talk = Talk(thread)  # its client sends no heartbeats
     until(lambda: talk.peers.node(1).state == LOST)
@@ -390,7 +398,7 @@ def test_silence_is_a_loss(monkeypatch: pytest.MonkeyPatch, thread: NetworkThrea
     talk.close()
 
 
-def test_two_that_send_heartbeats_are_not_lost(
+def test_nodes_that_send_heartbeats_are_not_lost(
     monkeypatch: pytest.MonkeyPatch, thread: NetworkThread
 ) -> None:
     monkeypatch.setattr(peer_connection, "HEARTBEAT_S", 0.05)

@@ -43,16 +43,16 @@ UNKNOWN = (
         ("[fe80::1]:2,10.0.0.1:gpu", [Host("[fe80::1]", "2"), Host("10.0.0.1", "gpu")]),
     ],
 )
-def test_a_list_of_hosts(text: str, hosts: list[Host]) -> None:
+def test_a_list_of_hosts_is_parsed(text: str, hosts: list[Host]) -> None:
     assert parse_hosts(text) == hosts
 
 
-def test_more_hosts_than_fit_a_files_name() -> None:
+def test_a_list_of_hosts_may_be_longer_than_a_file_name() -> None:
     names = [f"node-{number:03}.cluster.example.com" for number in range(40)]
     assert [host.name for host in parse_hosts(",".join(names))] == names
 
 
-def test_a_hostfile(tmp_path: Path) -> None:
+def test_a_hostfile_is_parsed(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text(
         "# ours\nnode1 slots=4\n\n  node2   # as --nproc says\nme@node3 slots = 2 max-slots=8\n"
@@ -83,7 +83,7 @@ def test_a_hostfile(tmp_path: Path) -> None:
         ("a,me@a", "a and me@a are one machine", "once"),
     ],
 )
-def test_what_is_no_host(text: str, found: str, do: str) -> None:
+def test_a_text_that_names_no_host_is_refused(text: str, found: str, do: str) -> None:
     with pytest.raises(SettingError) as told:
         parse_hosts(text)
     assert (told.value.was_set, told.value.found) == (f"--hosts {text}", found)
@@ -102,7 +102,7 @@ def test_what_is_no_host(text: str, found: str, do: str) -> None:
         (b"-a", "'-a' is no host's name"),
     ],
 )
-def test_a_line_that_is_none_of_a_hostfile(tmp_path: Path, line: bytes, found: str) -> None:
+def test_a_wrong_line_of_a_hostfile_is_named(tmp_path: Path, line: bytes, found: str) -> None:
     path = tmp_path / "hosts"
     path.write_bytes(b"\xef\xbb\xbfnode0 slots=4\n# ours\n" + line + b"\n")
     with pytest.raises(SettingError) as told:
@@ -116,13 +116,15 @@ def test_a_line_that_is_none_of_a_hostfile(tmp_path: Path, line: bytes, found: s
     ("text", "found"),
     [(b"", "names no host"), (b"node\xff\n", "can't decode byte"), (b"a\na\n", "a and a are one")],
 )
-def test_what_is_no_hostfile(tmp_path: Path, text: bytes, found: str) -> None:
+def test_a_file_that_is_no_hostfile_is_refused(tmp_path: Path, text: bytes, found: str) -> None:
     (tmp_path / "hosts").write_bytes(text)
     with pytest.raises(SettingError, match=found):
         parse_hosts(str(tmp_path / "hosts"))
 
 
-def test_the_address_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_knows_its_address_and_whether_it_is_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("LOGNAME", "me")
     assert [Host(n).address for n in ("a", "me@a", "me@[fe80::1]")] == ["a", "a", "fe80::1"]
     assert Host("localhost").here
@@ -139,7 +141,7 @@ def test_the_address_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "flag", ["--nnodes", "--node-rank", "--node_rank", "--rdzv-endpoint", "--standalone"]
 )
-def test_flags_that_contradict(flag: str) -> None:
+def test_torchruns_flags_about_one_node_are_refused_with_hosts(flag: str) -> None:
     with pytest.raises(SettingError, match="with --hosts"):
         check_flags_elsewhere(["--max-restarts", "1", flag, "2"], "--hosts")
     check_flags_elsewhere(["--max-restarts", "1", "--master-port", "2"], "--hosts")
@@ -148,7 +150,7 @@ def test_flags_that_contradict(flag: str) -> None:
             check_flags_elsewhere(["--master-port", port], "--hosts")
 
 
-def test_the_variables_that_are_sent() -> None:
+def test_variables_of_lockstep_and_nccl_are_forwarded_and_those_named() -> None:
     environ = {
         "LOCKSTEP_SEED": "1",
         "LOCKSTEP_TOKEN": "t",
@@ -162,7 +164,7 @@ def test_the_variables_that_are_sent() -> None:
         forwarded_environment(environ, ("B",))
 
 
-def test_what_each_machine_starts() -> None:
+def test_each_machine_gets_its_node_rank_and_the_first_machines_address() -> None:
     spec = HostsSpec(
         hosts=parse_hosts("a:2,b"),
         arguments=("--on-hang", "report"),
@@ -200,7 +202,9 @@ def test_what_each_machine_starts() -> None:
         ((), {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}, 300.0),
     ],
 )
-def test_the_time_that_ranks_have_to_end(flags, environment, grace) -> None:
+def test_the_shutdown_timeout_comes_from_the_flag_or_the_variable(
+    flags, environment, grace
+) -> None:
     hosts = parse_hosts("a,b")
     given = {"arguments": (), "script": ("train.py",), "torchrun": flags}
     assert HostsSpec(hosts=hosts, environment=environment, **given).shutdown_timeout_s == grace
@@ -341,7 +345,7 @@ def test_what_ssh_says_is_explained(said: str, found: str, do: str) -> None:
     assert do in explained.args[1]
 
 
-def test_why_rsync_fails_is_told_and_not_that_it_ends() -> None:
+def test_a_failure_of_rsync_is_explained_by_its_first_error() -> None:
     said = (
         "mkdir: cannot create directory '/srv': Read-only file system\n"
         "rsync: connection unexpectedly closed (0 bytes received so far) [sender]\n"
@@ -352,19 +356,19 @@ def test_why_rsync_fails_is_told_and_not_that_it_ends() -> None:
     assert do == "make room"
 
 
-def test_the_ssh_that_was_given_is_the_one_to_try() -> None:
+def test_advice_about_ssh_uses_the_users_ssh_command() -> None:
     ssh = ["ssh", "-F", "a b"]
     for said in ("what?", "Host key verification failed."):
         assert "`ssh -F 'a b' me@node1" in ssh_failure(Host("me@node1"), 255, said, ssh).args[1]
 
 
-def test_an_ssh_that_does_not_answer() -> None:
+def test_an_ssh_without_an_answer_gets_advice_about_packet_sizes() -> None:
     found, do = ssh_failure(Host("node1"), None, "").args
     assert found == "no answer in time: no word"
     assert "`ping -M do -s 1472 node1`" in do
 
 
-def test_the_command_that_starts_something_there(tmp_path: Path) -> None:
+def test_a_host_is_reached_by_ssh_and_this_machine_directly(tmp_path: Path) -> None:
     (tmp_path / "ssh").touch(mode=0o755)
     ssh = [str(tmp_path / "ssh"), "-v"]
     python = f"{sys.executable} -P -u -m module nonce"
@@ -391,7 +395,7 @@ def test_names_are_resolved_at_the_same_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("ssh", ["./none", "./ssh", "."])
-def test_an_ssh_that_cannot_be_started(
+def test_an_ssh_command_that_cannot_be_started_is_named(
     ssh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -428,7 +432,7 @@ def test_the_first_machine_does_not_take_the_users_login_for_the_way_to_it(
     assert (piped["own"], piped["first"]) == (here["own"], "")
 
 
-def test_a_copy_ends_with_what_asked_for_it(
+def test_a_copy_is_ended_when_its_task_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after SIGTERM, which cancels what goes on."""
@@ -449,7 +453,7 @@ def test_a_copy_ends_with_what_asked_for_it(
         os.kill(asyncio.run(cancelled()), 0)
 
 
-def test_flags_of_several_machines_alone(tmp_path: Path) -> None:
+def test_options_of_hosts_are_refused_without_hosts(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     done = launch(["run", "--copy", "train.py"], tmp_path)
     assert done.returncode == 2
@@ -470,7 +474,7 @@ dist.barrier()
 """
 
 
-def test_a_run_over_two_launchers(tmp_path: Path) -> None:
+def test_a_run_over_two_launchers_numbers_ranks_and_reports_one_failure(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     hosts = ["--hosts", "127.0.0.1:2,127.0.0.2", "--seed", "5"]
     done = launch(["run", *hosts, "train.py"], tmp_path, env={**os.environ, "NCCL_DEBUG": "WARN"})

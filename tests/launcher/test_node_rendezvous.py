@@ -102,7 +102,7 @@ def test_a_port_that_was_asked_for_becomes_the_ranks_master_port(port: int) -> N
             open_rendezvous(config(**static(port, 0, nodes=1)), print, {})
 
 
-def test_the_handlers_have_all_that_torchs_has() -> None:
+def test_the_handlers_have_all_methods_of_torchs() -> None:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
     wanted = {name for name in dir(RendezvousHandler) if not name.startswith("_")}
@@ -177,13 +177,13 @@ def test_flags_that_make_no_sense_are_refused(fields: dict[str, Any], message: s
         ("no.such.host.invalid", "the host name does not resolve"),
     ],
 )
-def test_a_master_that_is_not_there(port: int, host: str, found: str) -> None:
+def test_a_master_that_cannot_be_reached_raises_an_error(port: int, host: str, found: str) -> None:
     fields = static(port, 1, endpoint=f"{host}:{port}", timeout=1)
     with pytest.raises(MasterUnreachableError, match=found):
         open_rendezvous(config(**fields), print, TOKEN)
 
 
-def test_another_service_at_the_masters_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_service_at_the_masters_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "HANDSHAKE_TIMEOUT_S", 0.2)  # it says nothing, like a torch store
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
@@ -205,7 +205,7 @@ def test_a_node_that_never_comes_is_named(port: int, monkeypatch: pytest.MonkeyP
     assert said == [f"{missing} (waiting for 0 s)"]
 
 
-def test_too_few_nodes_for_a_dynamic_rendezvous(port: int) -> None:
+def test_a_dynamic_rendezvous_with_too_few_nodes_raises_an_error(port: int) -> None:
     fields = {"endpoint": f"localhost:{port}", "nodes": 2, "join_timeout": 1}
     with open_rendezvous(config(**fields), print, TOKEN) as rendezvous:
         with pytest.raises(MissingRankError, match="within the join timeout; here: process"):
@@ -268,7 +268,7 @@ def test_a_node_started_again_takes_the_place_of_the_lost_one(
         both([server, again], "close")
 
 
-def test_who_leaves_early_says_why(pair: list[Launcher], port: int) -> None:
+def test_a_node_that_leaves_early_says_why(pair: list[Launcher], port: int) -> None:
     for rank, launcher in enumerate(pair):
         launcher.do("open", TOKEN, **static(port, rank))
     both(pair, "rendezvous")
@@ -292,7 +292,7 @@ def test_the_servers_reason_reaches_the_others(pair: list[Launcher], port: int) 
     server.result()
 
 
-def test_an_open_run_is_said_to_be_open(port: int) -> None:
+def test_a_run_without_a_token_is_announced_as_open(port: int) -> None:
     said: list[str] = []
     open_rendezvous(config(**static(port, 0)), said.append, {"LOCKSTEP_TOKEN": "none"}).close(
         "over"
@@ -308,7 +308,9 @@ def test_an_open_run_is_said_to_be_open(port: int) -> None:
         (SettingError("what was set", "what was found", "do"), "what was found"),
     ],
 )
-def test_an_error_within_is_the_reason_told(error: BaseException | None, reason: str) -> None:
+def test_an_error_is_the_reason_that_other_nodes_are_given(
+    error: BaseException | None, reason: str
+) -> None:
     own = Node(number=0, rank=0, host="h", pid=1, run_id="r", nodes="2:2")
     nodes = Peers(own)
     rendezvous: Rendezvous = StaticRendezvous(config(), nodes, None, print, None)

@@ -37,7 +37,9 @@ def node(rank: int | None, number: int = 0, **fields: object) -> Node:
         (node(1, 5, run_id="s"), "MasterUnreachableError", "another run, 'r'"),
     ],
 )
-def test_who_is_taken_in(comer: Node, kind: str | None, found: str) -> None:
+def test_a_launcher_of_the_same_run_is_admitted_and_others_are_refused(
+    comer: Node, kind: str | None, found: str
+) -> None:
     peers = Peers(node(0))
     if kind is None:
         admitted = peers.admit(comer)
@@ -51,7 +53,7 @@ def test_who_is_taken_in(comer: Node, kind: str | None, found: str) -> None:
         assert len(peers.all()) == 1
 
 
-def test_nodes_without_a_rank_are_never_doubled() -> None:
+def test_nodes_without_a_rank_are_all_admitted() -> None:
     peers = Peers(node(None))
     for number in (1, 2):
         assert peers.admit(node(None, 9)).number == number
@@ -85,7 +87,7 @@ def test_a_node_may_come_again_after_it_was_lost_and_takes_its_place() -> None:
         ),
     ],
 )
-def test_who_is_missing(nodes: list[Node], text: str) -> None:
+def test_missing_nodes_are_described(nodes: list[Node], text: str) -> None:
     assert describe_missing(nodes, 2, nodes[0].round) == text
 
 
@@ -94,7 +96,7 @@ def test_many_missing_nodes_are_each_named() -> None:
     assert all(f"node {rank} of 4 has not come" in text for rank in (1, 2, 3))
 
 
-def test_what_is_told_is_added_and_all_is_json() -> None:
+def test_published_values_are_added_and_a_node_survives_json() -> None:
     peers = Peers(node(0))
     peers.write(0, {"published": {"a": 1}})
     peers.write(0, {"published": {"b": [2]}, "round": 3})

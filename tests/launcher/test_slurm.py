@@ -68,17 +68,19 @@ ONE = {**BATCH, "SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "4", "SLURM_
         (STEP | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "SLURM_PROCID": "0"}, None),
     ],
 )
-def test_the_place_in_a_job(environ: dict[str, str], place: JobPlacement | None) -> None:
+def test_a_launcher_finds_its_place_in_a_job(
+    environ: dict[str, str], place: JobPlacement | None
+) -> None:
     assert find_placement(environ) == place
 
 
-def test_the_place_in_a_step() -> None:
+def test_a_launcher_finds_its_place_in_a_step() -> None:
     where = ("--master-addr=n1", f"--master-port={port_of('7.0')}")
     place = JobPlacement(nproc="4", meeting_flags=("--nnodes=2", "--node-rank=1", *where))
     assert find_placement(STEP | {"SLURM_GPUS_ON_NODE": "4"}) == place
 
 
-def test_what_has_no_place() -> None:
+def test_jobs_and_steps_in_which_a_launcher_has_no_place_are_refused() -> None:
     several = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
     with pytest.raises(SettingError, match="2 tasks of this machine start it"):
         find_placement(STEP | several | {"SLURM_PROCID": "3", "SLURM_LOCALID": "1"})
@@ -102,13 +104,13 @@ def test_what_the_user_says_of_the_machines_wins(given: list[str]) -> None:
     assert has_node_flags([], {"PET_NNODES": "2"})
 
 
-def test_the_command_of_a_job() -> None:
+def test_srun_starts_one_launcher_on_each_machine() -> None:
     line = srun_command(JobPlacement(nproc="4", srun_nodes=2), ["--seed", "1", "train.py"])
     assert line[:4] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
     assert line[-5:] == ["run", "--nproc=4", "--seed", "1", "train.py"]
 
 
-def test_what_a_job_asks_for_each_task_is_no_launchers_share(
+def test_gpus_per_task_are_summed_for_each_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tasks = {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}
@@ -125,7 +127,7 @@ def test_what_a_job_asks_for_each_task_is_no_launchers_share(
     assert {name for name in environ if "_PER_" in name} == {"SLURM_CPUS_PER_TASK"}
 
 
-def test_the_job_script() -> None:
+def test_the_job_script_has_the_options_and_the_quoted_command() -> None:
     request = JobRequest(
         nodes=2, gpus_per_node=4, time="1:00:00", options=("--partition=gpu", "--job-name x")
     )
@@ -159,7 +161,9 @@ def test_a_launcher_counts_the_gpus_that_it_is_given(option: str) -> None:
         ("--comment it's", "--comment=it's", """--comment='it'"'"'s'"""),
     ],
 )
-def test_an_option_is_one_word(text: str, word: str, line: str) -> None:
+def test_an_option_of_sbatch_becomes_one_line_of_the_script(
+    text: str, word: str, line: str
+) -> None:
     options = sbatch_options(JobRequest(options=(text,)), "train.py")
     assert options[-1] == word
     assert f"#SBATCH {line}" in job_script(options, None, ["train.py"]).splitlines()
@@ -182,12 +186,12 @@ def test_an_option_is_one_word(text: str, word: str, line: str) -> None:
         ("-n8", "one task, the launcher"),
     ],
 )
-def test_options_that_a_job_cannot_have(option: str, found: str) -> None:
+def test_options_that_contradict_the_job_are_refused(option: str, found: str) -> None:
     with pytest.raises(SettingError, match=found):
         sbatch_options(JobRequest(options=("--nodelist=a", option)), "train.py")
 
 
-def test_a_folder_that_reads_like_a_pattern(
+def test_a_folder_with_characters_of_a_pattern_is_escaped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a %j", "a\\j"):
@@ -231,7 +235,9 @@ _COMMANDS = {
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 @pytest.mark.parametrize("array", [False, True])
 @pytest.mark.parametrize(("short", "requeue"), [(False, "1"), (True, "1"), (False, "0")])
-def test_how_a_job_ends(tmp_path: Path, array: bool, short: bool, requeue: str) -> None:
+def test_a_terminated_job_is_requeued_if_it_may_be(
+    tmp_path: Path, array: bool, short: bool, requeue: str
+) -> None:
     os.mkfifo(tmp_path / "told")
     for name, line in _COMMANDS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line.format(folder=tmp_path)}\n")

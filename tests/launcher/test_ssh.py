@@ -123,7 +123,7 @@ def test_a_process_that_ssh_leaves_behind_keeps_nobody_waiting(tmp_path: Path) -
         os.kill(pid, signal.SIGKILL)
 
 
-def test_ctrl_c_twice_while_it_connects(tmp_path: Path) -> None:
+def test_ctrl_c_twice_ends_a_connection_that_is_being_made(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "began")
     waits = "sleep 1000 & echo $$ $! > began; wait"
     with Launched(line(tmp_path, "", first=waits), cwd=tmp_path) as command:
@@ -145,7 +145,7 @@ def module(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str = ANSWERS) -
 
 @pytest.mark.parametrize("before", [b"x" * (1 << 20), b"50%\r"], ids=["long", "bar"])
 @pytest.mark.parametrize("cut", [1, 5, 20, 40])
-def test_an_answer_that_comes_in_two_parts(before: bytes, cut: int) -> None:
+def test_an_answer_that_arrives_in_two_parts_is_understood(before: bytes, cut: int) -> None:
     """Behind a line that is not finished."""
     shown: list[bytes] = []
 
@@ -166,7 +166,9 @@ def test_an_answer_that_comes_in_two_parts(before: bytes, cut: int) -> None:
     assert b"".join(shown).rstrip(b"\r") in (before, b"50%")
 
 
-def test_rsync_leaves_a_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_rsync_leaves_behind_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the ssh of a ControlPersist does, which holds rsync's standard error open."""
     rsync = tmp_path / "rsync"
     rsync.write_text("#!/bin/sh\nsleep 1000 & echo $! > left\ncat > names\n")
@@ -252,7 +254,7 @@ def test_a_try_that_is_cut_short_does_not_hide_why_those_before_failed(
         asyncio.run(Remote(Host(HOST), ["ssh"])._retry_if_dropped(attempt, until))
 
 
-def test_no_room_for_the_names_of_what_is_copied(
+def test_a_copy_without_a_temporary_folder_names_the_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
@@ -309,7 +311,7 @@ def test_a_server_that_drops_connections_is_tried_again(
     assert len((tmp_path / "tries").read_text().split()) == min(drops + 1, 3)
 
 
-def test_all_tries_together_have_the_time_of_one(
+def test_all_attempts_to_connect_share_one_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ssh_connection, "RETRY_PAUSES_S", (1000.0,))
@@ -327,7 +329,7 @@ def test_all_tries_together_have_the_time_of_one(
         asyncio.run(asked())
 
 
-def test_what_nobody_reads_does_not_keep_the_launcher_waiting() -> None:
+def test_output_that_nobody_reads_does_not_keep_the_launcher_waiting() -> None:
     """With --on-lost keep, when the way to the first machine is gone."""
     (from_launcher, launcher), (reads, target) = os.pipe(), os.pipe()
     gone = threading.Event()
@@ -364,7 +366,7 @@ def test_many_machines_reach_the_first_at_once() -> None:
 
 
 @pytest.mark.parametrize("folder", ["/", "~"])
-def test_a_folder_that_is_not_sent(folder: str, tmp_path: Path) -> None:
+def test_the_root_and_the_home_folder_are_not_copied(folder: str, tmp_path: Path) -> None:
     home = tmp_path if folder == "~" else tmp_path / "home"
     (tmp_path / "train.py").touch()
     options = ["run", "--hosts", HOST, "--copy", str(tmp_path / "train.py")]
@@ -374,7 +376,9 @@ def test_a_folder_that_is_not_sent(folder: str, tmp_path: Path) -> None:
     assert f"--copy\n  found: all of {cwd} would be sent" in done.stderr
 
 
-def test_what_is_sent_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_git_ignores_are_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the list of git, which understands `!`; and without it by .gitignore alone."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
