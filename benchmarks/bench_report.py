@@ -41,18 +41,18 @@ def train(kind: str, folder: str) -> dict[str, Any]:
     for _ in range(1000):
         nothing.call()
     clock = spent["clock"] / 1000
-    for event in ("stepped", "_enter_phase"):
+    for event in ("step_finished", "phase_entered"):
         timed(Recorder, event, spent, event)
     calls: Counter[str] = Counter()
-    enter = Recorder._enter_phase
-    Recorder._enter_phase = lambda *args: calls.update(enters=1) or enter(*args)  # type: ignore
+    enter = Recorder.phase_entered
+    Recorder.phase_entered = lambda *args: calls.update(enters=1) or enter(*args)  # type: ignore
     seconds, costs = [], []
     with lockstep.init(seed=0, strategy="ddp", report=folder) as world:
         model, data, local = problem(kind)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model, optimizer = world.prepare(model, optimizer)
         loader = world.loader(data, local * world.size, shuffle=True)
-        recorder = next(c for c in world._run.step.callbacks if isinstance(c, Recorder))
+        recorder = world._run.step.extensions.of_type(Recorder)
         begun, rows = time.perf_counter(), recorder._num_rows
         while len(seconds) < STEPS[kind]:
             for images, labels in loader:
@@ -62,7 +62,9 @@ def train(kind: str, folder: str) -> dict[str, Any]:
                 now = time.perf_counter()
                 seconds.append(now - begun)
                 wrote, rows = recorder._num_rows > rows, recorder._num_rows
-                own = spent["stepped"] + spent["_enter_phase"] - clock * (1 + calls["enters"])
+                own = (
+                    spent["step_finished"] + spent["phase_entered"] - clock * (1 + calls["enters"])
+                )
                 costs.append((wrote, max(0.0, own)))
                 spent.clear()
                 calls.clear()

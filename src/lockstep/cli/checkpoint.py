@@ -76,6 +76,7 @@ def inspect_command(
     """
     from lockstep.checkpoint.health import inspect
 
+    # `reading` has the values of --name and --trust.
     inspection = inspect(path, **reading)
     if as_json:
         click.echo(json.dumps(_inspection_as_json(inspection), indent=2))

@@ -229,15 +229,19 @@ class _Examination:
         """
         path = str(self._folder / f".lockstep-doctor-{secrets.token_hex(8)}")
         able = [name for name in self.facts if name not in self.failures]
+        if not able:
+            return
+        writer = able[0]
         answers = await self._ask(
             lambda remote: remote.ask(ask="write", path=path, text=path),
             self._remaining_s(),
-            able[:1],
+            [writer],
         )
-        for name, answer in answers.items():
-            self.facts[name]["shared"] = None
-            if answer["error"] is None:
-                await self._read_shared_file(answer["path"], path)
+        if writer not in answers:  # it failed
+            return
+        self.facts[writer]["shared"] = None
+        if answers[writer]["error"] is None:
+            await self._read_shared_file(answers[writer]["path"], path)
 
     async def _read_shared_file(self, path: str, expected_text: str) -> None:
         answers = await self._ask(

@@ -148,7 +148,10 @@ class RunningMeans:
         )
 
     def _pack(self, names: list[str]) -> Tensor:
-        """Returns the float64 tensor of shape `(PACKED_SIZE,)` that a reduction sums up."""
+        """Returns the float64 tensor of shape `(PACKED_SIZE,)` that a reduction sums up.
+
+        It has a hash of the names, since ranks that log different names must not be averaged.
+        """
         # A rank without samples may have logged nothing; that does not make the ranks differ.
         logs = bool(names) or self.samples > 0
         name_hash = 0

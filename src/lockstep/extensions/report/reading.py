@@ -293,6 +293,7 @@ class Record:
         return num_lines
 
     def _add_launcher_lines(self, file_name: str, lines: Iterator[Any]) -> int:
+        """Adds the new lines of a launcher's file; returns how many there were."""
         known = self._launcher_lines.setdefault(file_name, [])
         num_lines = 0
         for line in lines:
