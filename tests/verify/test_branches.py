@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import warm
 
-from lockstep.verify.catalogue import Cause
+from lockstep.verify.cause import Cause
 from lockstep.verify.compare import Divergence
 from lockstep.verify.line_findings import describe_writes, new_branches, splitting_branches
 from lockstep.verify.recording.branches import NOTE_OUTCOME, Branches, add_notes

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lockstep.run.start.worker import Script
-from lockstep.verify.catalogue import ENTRIES, Cause
+from lockstep.verify.catalogue import ENTRIES
+from lockstep.verify.cause import Cause
 from lockstep.verify.causes import cause_of
 from lockstep.verify.compare import Divergence, find_divergences
 from lockstep.verify.record import Recorded, Way
@@ -64,7 +65,7 @@ def found(many: Sequence[RankUpdate], one: RankUpdate = ALONE) -> tuple[Divergen
     assert divergence is not None
     cause = cause_of(divergence)
     assert cause.code in ENTRIES
-    assert cause.seen
+    assert cause.evidence
     return divergence, cause
 
 
@@ -112,7 +113,7 @@ def test_a_mean_of_means_is_known_by_what_the_parts_should_weigh(key: str) -> No
     ]
     cause = found(many, one)[1]
     assert cause.code == ("LS206" if key == "samples" else "LS205")
-    assert any("0.25 : 0.75" in text and "0.5 : 0.5" in text for text in cause.seen)
+    assert any("0.25 : 0.75" in text and "0.5 : 0.5" in text for text in cause.evidence)
 
 
 def test_a_mean_of_means_over_what_is_not_counted() -> None:
@@ -122,7 +123,7 @@ def test_a_mean_of_means_over_what_is_not_counted() -> None:
     one = update(0.3 * ONE + 0.9 * OTHER, taken(0, 1, 2, 3))
     cause = found(two(WHOLE), one)[1]
     assert cause.code == "LS210"
-    assert any("0.25 : 0.75" in text for text in cause.seen)
+    assert any("0.25 : 0.75" in text for text in cause.evidence)
 
 
 CLIP = ScriptCall(
@@ -144,7 +145,7 @@ ALONE_CLIPPED = update(0.1 * WHOLE, taken(0, 1, 2, 3), unclipped={"w": WHOLE}, c
 def test_clipping_before_averaging() -> None:
     cause = found(clipped(0.1 * ONE + 0.2 * OTHER, ONE, OTHER), ALONE_CLIPPED)[1]
     assert cause.code == "LS404"
-    assert CLIP.line in cause.seen
+    assert CLIP.line in cause.evidence
 
 
 def test_clipping_is_no_cause_where_gradients_were_averaged_before() -> None:
@@ -163,8 +164,8 @@ def test_what_is_frozen_on_some_processes_only_is_named_as_that() -> None:
     ):
         cause = found(two(2 * WHOLE, **values))[1]
         assert (cause.code, cause.names) == ("LS312", ("w",))
-        assert cause.seen[0].startswith(words)
-        assert cause.seen[0].endswith("is not that of one process on ranks 0-1: w")
+        assert cause.evidence[0].startswith(words)
+        assert cause.evidence[0].endswith("is not that of one process on ranks 0-1: w")
     # A model and its frozen copy, which several processes see in another order.
     one = update(WHOLE, taken(0, 1, 2, 3), frozen=["0/w"])
     assert (
@@ -201,7 +202,7 @@ def test_clipping_on_one_rank_alone() -> None:
     many[1].gradients, many[0].calls = {"w": 0.1 * WHOLE}, []
     cause = found(many, update(WHOLE, taken(0, 1, 2, 3), unclipped={"w": WHOLE}))[1]
     assert cause.code == "LS304"
-    assert "they were the same until rank 1 clipped them" in cause.seen
+    assert "they were the same until rank 1 clipped them" in cause.evidence
 
 
 def test_clipping_between_the_backward_passes_of_a_step() -> None:
@@ -211,7 +212,7 @@ def test_clipping_between_the_backward_passes_of_a_step() -> None:
     rank.local_gradients = [{"w": ONE}, {"w": OTHER}]
     cause = found([rank], one)[1]
     assert cause.code == "LS404"
-    assert cause.seen[0] == f"clipped after backward pass 1 of 2: {CLIP.line}"
+    assert cause.evidence[0] == f"clipped after backward pass 1 of 2: {CLIP.line}"
     rank.calls = [replace(CLIP, has_clipped=False)]  # it was longer than none of them
     assert found([rank], one)[1].code == "LS210"
 
@@ -222,7 +223,7 @@ def test_a_gather_goes_before_the_ratio_it_leaves() -> None:
     )
     cause = found(two(0.5 * WHOLE, calls=(gather,), gather_line=gather.line))[1]
     assert cause.code == "LS207"
-    assert "train.py:7: dist.all_gather(x)" in cause.seen
+    assert "train.py:7: dist.all_gather(x)" in cause.evidence
     # Of what the loss is not made the gradient does not matter: a metric, say.
     assert found(two(0.5 * WHOLE, calls=(gather,)))[1].code == "LS202"
 
@@ -232,7 +233,7 @@ def test_a_parameter_that_no_rank_updates() -> None:
     scale = {"gradients": {"w": WHOLE, "scale": ONE}, "parameters": {"w": 1 - 0.1 * WHOLE}}
     cause = found(two(WHOLE), update(WHOLE, taken(0, 1, 2, 3), **scale))[1]
     assert (cause.code, cause.names) == ("LS312", ("scale",))
-    assert cause.seen[0] == "no optimizer of 2 processes updates scale"
+    assert cause.evidence[0] == "no optimizer of 2 processes updates scale"
 
 
 @pytest.mark.parametrize(
@@ -262,11 +263,11 @@ def test_what_is_seen_is_said_though_the_cause_is_not_known() -> None:
     assert (
         "the models were called with 2 of int64 [8] inputs, on 2 processes with 2 of int64 [4]; "
         "0 are the same"
-    ) in cause.seen
+    ) in cause.evidence
     # What the backward passes left would be right.
     cause = found(two(other))[1]
     assert cause.code == "LS210"
-    assert "what was made of it afterwards is not" in cause.seen[0]
+    assert "what was made of it afterwards is not" in cause.evidence[0]
 
 
 def test_a_loss_over_a_rank_s_own_samples_needs_one_that_compares_them() -> None:
@@ -274,7 +275,7 @@ def test_a_loss_over_a_rank_s_own_samples_needs_one_that_compares_them() -> None
     one = update(THIRD, taken(0, 1, 2, 3), loss_compares_samples=True)
     cause = found(many, one)[1]
     assert cause.code == "LS208"
-    assert "the loss is made by train.py:5: loss.backward()" in cause.seen
+    assert "the loss is made by train.py:5: loss.backward()" in cause.evidence
     for rank in many:
         rank.calls = [ScriptCall(name="all_gather", line="train.py:4")]
     assert found(many, one)[1].code == "LS210"
@@ -308,7 +309,7 @@ def test_terms_of_the_loss_that_do_not_scale_alike(
         rank.loss_terms = [list(own)]
     cause = found(many, one)[1]
     assert cause.code == ("LS211" if words.strip("*") == words != "" else "LS210")
-    assert any(words.strip("*") in text for text in cause.seen)
+    assert any(words.strip("*") in text for text in cause.evidence)
 
 
 def test_a_term_of_the_loss_that_is_zero_but_for_rounding_is_both_mean_and_sum() -> None:
@@ -322,14 +323,14 @@ def test_a_term_of_the_loss_that_is_zero_but_for_rounding_is_both_mean_and_sum()
 def test_gradients_that_are_nearly_equal_are_no_multiple() -> None:
     cause = found(two(WHOLE * (1 + 1e-8)))[1]
     assert cause.code == "LS210"
-    assert cause.seen == ("they are those of one process but for rounding, as in float32",)
+    assert cause.evidence == ("they are those of one process but for rounding, as in float32",)
 
 
 def test_where_a_ratio_says_two_things_both_are_told() -> None:
     one = update(WHOLE, taken(0, 1), taken(2, 3), losses=(1.0, 1.0))
     cause = found(two(0.5 * WHOLE), one)[1]
     assert cause.code == "LS203"
-    assert cause.seen[-1] == "it may be LS202 as well; another --nproc tells"
+    assert cause.evidence[-1] == "it may be LS202 as well; another --nproc tells"
 
 
 @pytest.mark.parametrize(
@@ -385,7 +386,7 @@ def test_other_inputs_of_models_are_a_cause_though_the_samples_are_not_known(
     assert cause.code == code
     same = len({*own[0], *own[1]} & {*"abc"})
     numbers = f"3 inputs, on 2 processes with {len(own[0] + own[1])}; {same} are the same"
-    assert f"the models were called with {numbers}" in cause.seen
+    assert f"the models were called with {numbers}" in cause.evidence
 
 
 def test_in_float32_a_part_that_one_process_does_not_have_weighs_nothing() -> None:
@@ -398,7 +399,7 @@ def test_in_float32_a_part_that_one_process_does_not_have_weighs_nothing() -> No
     (divergence,) = find_divergences([Update([one])], [Update(many)], FLOAT32)
     cause = cause_of(divergence)
     assert cause.code == "LS110"
-    assert cause.seen[0] == "the gradient of one process is that of part 1 of 2 alone"
+    assert cause.evidence[0] == "the gradient of one process is that of part 1 of 2 alone"
 
 
 def test_in_float32_a_ratio_of_some_gradients_is_known_in_spite_of_rounding() -> None:
@@ -406,7 +407,7 @@ def test_in_float32_a_ratio_of_some_gradients_is_known_in_spite_of_rounding() ->
     gradients = {"w": 2 * WHOLE * (1 + 1e-6 * RANDOM.normal(size=(6, 4))), "b": OTHER}
     many = [update(WHOLE, taken(sample), gradients=gradients) for sample in (0, 1)]
     (divergence,) = find_divergences([Update([one])], [Update(many)], FLOAT32)
-    assert cause_of(divergence).seen == ("2 times: w", "in no constant ratio: b")
+    assert cause_of(divergence).evidence == ("2 times: w", "in no constant ratio: b")
 
 
 def test_without_the_ranks_own_gradients_nothing_is_guessed() -> None:
@@ -450,7 +451,7 @@ def test_what_the_last_backward_pass_left_is_each_rank_s_own(earlier: np.ndarray
     ]
     cause = found(many)[1]
     assert cause.code == "LS301"
-    assert "what the last 1 of 2 backward passes left is each rank's own" in cause.seen
+    assert "what the last 1 of 2 backward passes left is each rank's own" in cause.evidence
 
 
 def test_ranks_whose_gradients_are_not_what_their_backward_passes_left() -> None:
@@ -467,7 +468,7 @@ def test_ranks_whose_gradients_are_not_what_their_backward_passes_left() -> None
     ]
     cause = found(many)[1]
     assert cause.code == "LS304"
-    assert cause.seen[-2:] == (
+    assert cause.evidence[-2:] == (
         "they are those of rank 0, 1.2 times on rank 1", "gradients were reduced: train.py:9",
     )  # fmt: skip
     many[1] = replace(many[1], unclipped={"w": THIRD}, gradients={"w": THIRD})  # noise, say
@@ -492,9 +493,9 @@ def test_other_samples(parts: list[tuple[int, ...]], code: str) -> None:
 
 def test_samples_that_are_known_by_their_content_are_told_by_their_index() -> None:
     cause = found([update(WHOLE, taken(0, 1)), update(WHOLE, taken(2))])[1]
-    assert cause.seen[1] == "left out: 3"
+    assert cause.evidence[1] == "left out: 3"
     cause = found([update(WHOLE, taken(0, 1)), update(WHOLE, taken(1, 2))])[1]
-    assert cause.seen[1].endswith("by several ranks: 1")
+    assert cause.evidence[1].endswith("by several ranks: 1")
 
 
 def test_the_order_within_the_global_batch_does_not_matter() -> None:
@@ -558,7 +559,7 @@ def test_draws_are_told_as_they_were_seen(values: dict[str, Any], words: str) ->
     ]
     cause = found(many, one)[1]
     assert cause.code == "LS107"
-    assert words in cause.seen[1]
+    assert words in cause.evidence[1]
 
 
 def test_datasets_that_are_parts_of_one_are_known_by_their_content() -> None:
@@ -595,7 +596,7 @@ def test_what_comes_before_the_first_step() -> None:
     assert (divergence.kind, cause.code) == ("initial", "LS305")
     divergence, cause = found([*two(WHOLE)[:1], *two(WHOLE, parameter_sums={"w": np.zeros(2)})[1:]])
     assert (divergence.kind, cause.code) == ("replicas", "LS304")
-    assert cause.seen[0] == "before step 1 rank 1 held other parameters than rank 0"
+    assert cause.evidence[0] == "before step 1 rank 1 held other parameters than rank 0"
 
 
 @pytest.mark.parametrize(
@@ -617,7 +618,7 @@ def test_a_rate_that_parts_later_is_the_schedules_if_there_is_one(
     assert divergence.update_index == 1
     cause = cause_of(divergence)
     assert cause.code == code
-    assert words in cause.seen[1]
+    assert words in cause.evidence[1]
 
 
 def test_a_rate_names_the_line_and_the_rank() -> None:
@@ -628,15 +629,15 @@ def test_a_rate_names_the_line_and_the_rank() -> None:
         learning_rate_lines=("train.py:2", "train.py:3: g['lr'] = 0.2"),
     )
     cause = found(many, one)[1]
-    assert cause.seen[-1] == "it was set by train.py:3: g['lr'] = 0.2"
+    assert cause.evidence[-1] == "it was set by train.py:3: g['lr'] = 0.2"
     many = two(WHOLE)
     many[1].learning_rates = (0.2,)
-    assert found(many)[1].seen[0] == "0.1 on one process, 0.1 on rank 0, 0.2 on rank 1"
+    assert found(many)[1].evidence[0] == "0.1 on one process, 0.1 on rank 0, 0.2 on rank 1"
     many = two(WHOLE)
     step = ScriptCall(name="schedule", line="train.py:8: s.step()")
     many[1].learning_rates, many[0].calls = (0.2,), [step]
     text = "steps of the scheduler until then: 0 on one process, 1 on rank 0, 0 on rank 1"
-    assert found(many)[1].seen[1] == text
+    assert found(many)[1].evidence[1] == text
 
 
 def verdict(
@@ -691,7 +692,7 @@ def test_replicas_that_part_by_a_step_or_after_it() -> None:
         first[0].parameters = {"w": WHOLE}
         run = list(map(Update, (first, later)))
         case = Divergence(run, run, FLOAT64, 1, "replicas", ("w",), 1)
-        assert cause_of(case).seen[1].startswith(f"the last step {words}")
+        assert cause_of(case).evidence[1].startswith(f"the last step {words}")
 
 
 def test_an_optimizer_that_was_not_prepared_is_said_where_the_numbers_are_equal() -> None:
@@ -788,7 +789,7 @@ def test_fewer_steps() -> None:
     assert divergence is not None
     cause = cause_of(divergence)
     assert cause.code == "LS405"
-    assert cause.seen == ("one process took 2 steps, 2 took 1",)
+    assert cause.evidence == ("one process took 2 steps, 2 took 1",)
 
 
 def test_an_optimizer_that_some_ranks_alone_step_with() -> None:
@@ -799,7 +800,7 @@ def test_an_optimizer_that_some_ranks_alone_step_with() -> None:
     ]
     found = verdict([[replace(ALONE, optimizer_class="Adam")]], [ranks]).findings
     assert [each.cause.code for each in found] == ["LS405"]
-    assert found[0].cause.seen[0].endswith("Adam on rank 0, SGD on rank 1")
+    assert found[0].cause.evidence[0].endswith("Adam on rank 0, SGD on rank 1")
 
 
 def test_shards_that_each_rank_has_multiplied_by_a_number_of_its_own() -> None:
@@ -807,7 +808,7 @@ def test_shards_that_each_rank_has_multiplied_by_a_number_of_its_own() -> None:
     many = [replace(rank, **own) for rank, own in zip(two(THIRD), factors, strict=True)]
     cause = found(many)[1]
     assert cause.code == "LS404"
-    assert "0.2 on rank 0, 0.4 on rank 1" in cause.seen[0]
+    assert "0.2 on rank 0, 0.4 on rank 1" in cause.evidence[0]
 
 
 def test_a_factor_that_came_after_the_backward_pass_is_none_of_the_loss_s() -> None:

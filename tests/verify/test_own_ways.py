@@ -109,7 +109,7 @@ def test_a_fault_is_named_for_what_it_is(words: tuple[str, ...], code: str, npro
     verdict = warm.verify(SCRIPTS / f"{script}.py", *arguments, nproc=nproc)
     assert verdict.word == "DIFFERENT"
     assert verdict.findings[0].cause.code == code, verdict.lines()
-    assert not any("print" in text for text in verdict.findings[0].cause.seen)
+    assert not any("print" in text for text in verdict.findings[0].cause.evidence)
 
 
 @THOROUGH

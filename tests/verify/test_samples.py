@@ -73,7 +73,7 @@ def test_other_inputs_than_on_one_process(
         rank.loss_draws = [("train.py:3", drawn)]
     cause = cause_of(find_divergences(reference, [Update(many), reference[1]], FLOAT64)[0])
     assert cause.code == code
-    assert any(words in text for text in cause.seen), cause.seen
+    assert any(words in text for text in cause.evidence), cause.evidence
 
 
 def test_inputs_that_each_rank_has_shifted_and_scaled() -> None:
@@ -86,10 +86,10 @@ def test_inputs_that_each_rank_has_shifted_and_scaled() -> None:
         part = rows[number::2]  # in turns
         values = (part - part.mean(0)) / part.std(0)
         rank.forwards[0] = replace(rank.forwards[0], inputs=values[:, :2], input_values=values)
-    seen = found(many, one)[1].seen
+    seen = found(many, one)[1].evidence
     assert "each rank's are those of one process, shifted and scaled by numbers of its own" in seen
     many[0].forwards[0].input_values[0, 0] += 1e-3
-    assert "6 are not known from one process" in found(many, one)[1].seen
+    assert "6 are not known from one process" in found(many, one)[1].evidence
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_other_outputs_for_the_same_inputs(
     others[1].forwards[0].outputs += 1.0
     cause = found(others, alone(**kept(one)))[1]
     assert cause.code == code
-    assert any(words in text for text in cause.seen), cause.seen
+    assert any(words in text for text in cause.evidence), cause.evidence
     if "coupling_model" in one:  # statistics that are reduced by hand
         others[0].calls = [ScriptCall(name="all_reduce", line="train.py:4")]
         others[0].losses = [1.0]
@@ -149,7 +149,7 @@ def test_samples_that_weigh_otherwise(weights: Sequence[float], code: str, words
         rank.forwards[0].output_gradients = 2 * Y[list(half)] * np.array(weights)[list(half), None]
     cause = found(many, alone())[1]
     assert cause.code == code
-    assert any(words in text for text in cause.seen), cause.seen
+    assert any(words in text for text in cause.evidence), cause.evidence
 
 
 def test_other_targets_and_other_arguments_of_a_loss() -> None:
@@ -157,11 +157,11 @@ def test_other_targets_and_other_arguments_of_a_loss() -> None:
     many[1].forwards[0].targets = X[[3, 2]]
     cause = found(many, alone())[1]
     assert cause.code == "LS112"
-    assert "for 2 of 4 samples with the same inputs" in cause.seen[0]
+    assert "for 2 of 4 samples with the same inputs" in cause.evidence[0]
     options = [{"pos_weight of train.py:5": np.array([v, v])} for v in (1.0, 2.0)]
     cause = found(ranks(loss_options=options[1]), alone(loss_options=options[0]))[1]
     assert cause.code == "LS212"
-    assert cause.seen[0] == "not that of one process is pos_weight of train.py:5"
+    assert cause.evidence[0] == "not that of one process is pos_weight of train.py:5"
 
 
 def test_inputs_that_differ_by_their_padding() -> None:
@@ -173,7 +173,7 @@ def test_inputs_that_differ_by_their_padding() -> None:
         rank.forwards[0] = replace(rank.forwards[0], shape=f"i [{width}]", input_values=own)
     cause = found(many, one)[1]
     assert cause.code == "LS111"
-    assert "the same but for their padding: they have 3 or 4 columns" in cause.seen[0]
+    assert "the same but for their padding: they have 3 or 4 columns" in cause.evidence[0]
     many[1].forwards[0].input_values = words[:1]
     assert found(many, one)[1].code == "LS210"
 
@@ -196,7 +196,9 @@ def test_what_is_made_of_gradients_that_are_right(
     one = update(np.sign(WHOLE), taken(*ALL), local_gradients=({"w": WHOLE},))
     cause = found(two(gradient, **values), one)[1]
     assert cause.code == code
-    assert cause.seen[0].startswith("what the backward passes left is, on average over the ranks")
+    assert cause.evidence[0].startswith(
+        "what the backward passes left is, on average over the ranks"
+    )
 
 
 def test_parameters_to_which_a_rank_s_backward_passes_do_not_come() -> None:
@@ -206,7 +208,7 @@ def test_parameters_to_which_a_rank_s_backward_passes_do_not_come() -> None:
     many[0].local_gradients = [{"w": ONE, "v": ONE}]
     cause = found(many, one)[1]
     assert (cause.code, cause.names) == ("LS312", ("v",))
-    assert cause.seen[0].startswith("the backward passes of rank 1 left no gradient")
+    assert cause.evidence[0].startswith("the backward passes of rank 1 left no gradient")
 
 
 def test_gradients_that_differ_between_ranks() -> None:
@@ -242,7 +244,7 @@ def test_the_optimizer_s_options_and_what_it_has_kept_are_compared() -> None:
         one = replace(update(WHOLE, taken(*ALL)), group_options=[{"momentum": 0.9}])
         cause = found(two(WHOLE, **{"group_options": one.group_options, **other, **values}), one)[1]
         assert cause.code == "LS403"
-        assert any(words in text for text in cause.seen), cause.seen
+        assert any(words in text for text in cause.evidence), cause.evidence
 
 
 def test_a_teacher_of_its_own_on_several_processes() -> None:

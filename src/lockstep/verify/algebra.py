@@ -7,7 +7,7 @@ subtracted. It counts as rounding if its norm is at most `max_error` times the g
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -120,3 +120,22 @@ def flat(arrays: Mapping[str, Array]) -> Array:
 def norm(values: Array) -> float:
     """Returns the Euclidean norm."""
     return float(np.linalg.norm(values))
+
+
+def sum_of_passes(passes: Sequence[Mapping[str, Array]], names: Iterable[str]) -> dict[str, Array]:
+    """Returns what all backward passes together left of each gradient.
+
+    Args:
+        passes: the gradients that each backward pass left.
+        names: of the gradients.
+
+    Returns:
+        The sums by name; empty if no pass left a gradient of one of the names.
+    """
+    sums = {}
+    for name in names:
+        gradients = [arrays[name] for arrays in passes if name in arrays]
+        if not gradients:
+            return {}
+        sums[name] = np.asarray(sum(gradients))
+    return sums

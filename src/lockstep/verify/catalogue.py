@@ -1,6 +1,6 @@
 """The catalogue of findings: what can make N processes compute other numbers than one, by code.
 
-An error or a warning that belongs to an entry carries its code; `lockstep explain CODE` prints the
+Every error or warning that belongs to an entry carries its code. `lockstep explain CODE` prints the
 entry, and docs/findings.md holds all of them. The texts are in `catalogue.toml`.
 """
 
@@ -9,94 +9,17 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 
 _TEXTS = tomllib.loads(files("lockstep.verify").joinpath("catalogue.toml").read_text("utf-8"))
 
+# What the beginning of a code means, such as "LS1".
 GROUPS: dict[str, str] = _TEXTS["groups"]
-"""What the first digit of a code means."""
 
-
-@dataclass(frozen=True)
-class Entry:
-    """One finding: what is seen, how it comes about, and what to write instead."""
-
-    code: str
-    """`LS` and three digits; the first is that of its group."""
-    title: str
-    """One line."""
-    cause: str
-    """What happens inside torch, and why nobody notices."""
-    cure: str
-    """What to do; lines of code are indented by four spaces."""
-
-
-ENTRIES = {
-    each["code"]: Entry(**{field: text.strip("\n") for field, text in each.items()})
-    for each in _TEXTS["entries"]
-}
-"""All entries, by code and in its order."""
-
-
-@dataclass(frozen=True)
-class Cause:
-    """What explains a divergence best."""
-
-    code: str
-    seen: tuple[str, ...]
-    """What it was read from, a sentence each."""
-    names: tuple[str, ...] = ()
-    """Of the tensors that it is about, where they are not all that differ."""
-    ratio: float | None = None
-    """How many times as large as on one process, where it is one number for all."""
-    title: str = ""
-    """What is known, where that is less than what the entry's title says; empty: the entry's."""
-
-
-def shown(things: Sequence[object]) -> str:
-    """The first of several things, in words."""
-    words = [str(t[-1]) if isinstance(t, tuple) else str(t) for t in things[:6]]
-    return ", ".join(words) + (f" and {len(things) - 6} more" if things[6:] else "")
-
-
-_WRAPPED = re.compile(r"^((_forward_module|_orig_mod|module|_fsdp_wrapped_module)\.)+")
-"""What wrappers put before the names of what is inside of them."""
-
-
-def plain(names: Iterable[str]) -> list[str]:
-    """Of tensors as the script calls them: without their model, and what wraps it."""
-    return [_WRAPPED.sub("", name.partition("/")[2] or name) for name in names]
-
-
-def cure_lines(entry: Entry, *, by_lockstep: bool) -> list[str]:
-    """What to write instead, for scripts that use Lockstep, or for others.
-
-    A paragraph that begins with "With Lockstep" or "With plain DDP" is for these, up to the next
-    one of that kind.
-    """
-    wanted, found = True, list[str]()
-    for paragraph in entry.cure.split("\n\n"):
-        if paragraph.startswith("With Lockstep"):
-            wanted = by_lockstep or "With plain DDP" not in entry.cure
-        elif paragraph.startswith("With plain DDP"):
-            wanted = not by_lockstep
-        if wanted:
-            found += [*paragraph.splitlines(), ""]
-    return found[:-1]
-
-
-def of_runs(values: Sequence[object], *, alone: bool = True) -> str:
-    """Values of one process and of each rank, in words; without `alone` of ranks only."""
-    runs = [*["one process"][:alone], *(f"rank {n}" for n in range(len(values)))]
-    by_value: dict[object, list[str]] = {}
-    for run, value in zip(runs, values, strict=False):
-        by_value.setdefault(value, []).append(run)
-    return ", ".join(f"{value} on {' and '.join(each)}" for value, each in by_value.items())
-
-
-_HEAD = """\
+# The beginning of docs/findings.md.
+_PAGE_HEAD = """\
 # Findings
 
 What makes several processes compute other numbers than one, by the codes that end Lockstep's
@@ -115,43 +38,117 @@ or by the rank that alone knows of it;
 """
 
 
+@dataclass(frozen=True)
+class Entry:
+    """One finding: what is seen, how it comes about, and what to write instead."""
+
+    # "LS" and three digits; the first digit is that of the group.
+    code: str
+    # One line.
+    title: str
+    # What happens inside of torch, and why nobody notices it.
+    cause: str
+    # What to do. Lines of code are indented by four spaces.
+    cure: str
+
+    @property
+    def text(self) -> str:
+        """All texts of the entry, for searching."""
+        return f"{self.code} {self.title} {self.cause} {self.cure}"
+
+
+def _read_entries() -> dict[str, Entry]:
+    entries = {}
+    for fields in _TEXTS["entries"]:
+        stripped = {name: text.strip("\n") for name, text in fields.items()}
+        entries[fields["code"]] = Entry(**stripped)
+    return entries
+
+
+# All entries by code, in the order of the catalogue.
+ENTRIES = _read_entries()
+
+
+def cure_lines(entry: Entry, *, by_lockstep: bool) -> list[str]:
+    """Returns what to write instead, for scripts that use Lockstep or for others.
+
+    A paragraph that begins with "With Lockstep" or "With plain DDP" is for one kind of script. What
+    follows belongs to it, up to the next such paragraph.
+    """
+    lines: list[str] = []
+    is_wanted = True
+    for paragraph in entry.cure.split("\n\n"):
+        if paragraph.startswith("With Lockstep"):
+            # Scripts without Lockstep get this advice too if the entry has no other.
+            is_wanted = by_lockstep or "With plain DDP" not in entry.cure
+        elif paragraph.startswith("With plain DDP"):
+            is_wanted = not by_lockstep
+        if is_wanted:
+            lines += [*paragraph.splitlines(), ""]
+    return lines[:-1]
+
+
 def find(words: str) -> list[Entry]:
-    """The entries that are meant: by code, by words that occur in them, or the nearest ones.
+    """Returns the entries that are meant: by code, by words in their texts, or by similar words.
 
     Args:
         words: a code (`LS303`, `303`), the beginning of one (`LS3`), or words; empty: all entries.
     """
     code = re.fullmatch(r"(?:LS)?(\d{1,3})", words.strip(), re.IGNORECASE)
     if code is not None:
-        of_group = [e for e in ENTRIES.values() if e.code.startswith(f"LS{code[1]}")]
-        return of_group or [ENTRIES[near] for near in _near(f"LS{code[1]}", ENTRIES)]
+        return _find_by_code(f"LS{code[1]}")
+    return _find_by_words(words.lower().split())
+
+
+def _find_by_code(beginning: str) -> list[Entry]:
+    """Returns the entries whose codes begin like this, or those with the most similar codes."""
+    entries = [entry for entry in ENTRIES.values() if entry.code.startswith(beginning)]
+    if entries:
+        return entries
+    return [ENTRIES[code] for code in _similar(beginning, ENTRIES)]
+
+
+def _find_by_words(words: list[str]) -> list[Entry]:
+    """Returns the entries with all words in their titles, else in their texts.
+
+    If there are none, words of the catalogue that are spelled similarly are looked for.
+    """
     titles = {code: entry.title.lower() for code, entry in ENTRIES.items()}
-    texts = {code: _everything(entry).lower() for code, entry in ENTRIES.items()}
-    known = set(re.findall(r"[a-z_]{4,}", "\n".join(texts.values())))
-    wanted = words.lower().split()
-    itself, nearest = [[word] for word in wanted], [_near(word, known) for word in wanted]
-    for where, what in ((titles, itself), (texts, itself), (texts, nearest)):
-        found = [c for c, text in where.items() if all(any(w in text for w in ws) for ws in what)]
-        if found:
-            break
-    return [ENTRIES[code] for code in found]
+    texts = {code: entry.text.lower() for code, entry in ENTRIES.items()}
+    catalogue_words = set(re.findall(r"[a-z_]{4,}", "\n".join(texts.values())))
+    exact = [[word] for word in words]
+    similar = [_similar(word, catalogue_words) for word in words]
+    for text_of_code, spellings_of_words in ((titles, exact), (texts, exact), (texts, similar)):
+        codes = []
+        for code, text in text_of_code.items():
+            if _has_all_words(text, spellings_of_words):
+                codes.append(code)
+        if codes:
+            return [ENTRIES[code] for code in codes]
+    return []
+
+
+def _has_all_words(text: str, spellings_of_words: list[list[str]]) -> bool:
+    """Returns whether a text has, for every word, at least one of its spellings."""
+    for spellings in spellings_of_words:
+        if not any(spelling in text for spelling in spellings):
+            return False
+    return True
+
+
+def _similar(word: str, known_words: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(word, list(known_words), n=2, cutoff=0.75)
 
 
 def as_markdown() -> str:
-    """docs/findings.md."""
-    page = _HEAD
+    """Returns the text of docs/findings.md."""
+    page = _PAGE_HEAD
     for group, heading in GROUPS.items():
         page += f"\n## {heading}\n"
-        for entry in (entry for entry in ENTRIES.values() if entry.code.startswith(group)):
+        for entry in ENTRIES.values():
+            if not entry.code.startswith(group):
+                continue
             title = entry.title[0].upper() + entry.title[1:]
             page += f"\n### {entry.code}\n\n**{title}.**\n{entry.cause}\n"
             page += f"\n*What to do.* {entry.cure}\n"
     return page
-
-
-def _everything(entry: Entry) -> str:
-    return f"{entry.code} {entry.title} {entry.cause} {entry.cure}"
-
-
-def _near(word: str, known: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(word, list(known), n=2, cutoff=0.75)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lockstep.user_code import format_source_line
-from lockstep.verify.catalogue import Cause, of_runs
+from lockstep.verify.cause import Cause, format_by_process
 from lockstep.verify.compare import Divergence
 from lockstep.verify.training_record import WAS_FALSE, WAS_TRUE, Place
 from lockstep.wording import format_ranks
@@ -54,7 +54,7 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
         if any(_ends_otherwise(case, earlier, place) for earlier in range(case.update_index)):
             continue
         line = _line_of(place)
-        if not any(line in text for text in cause.seen):
+        if not any(line in text for text in cause.evidence):
             places.append(place)
     outcomes_of_runs = [rank.branch_outcomes for rank in (*case.expected, *case.actual)]
     before = "" if is_first_step else ", and in none before,"
@@ -157,7 +157,7 @@ def _describe_test(
         only_ranks: there is no process before the ranks.
     """
     words = [OUTCOME_WORDS[outcomes.get(place, 0)] for outcomes in outcomes_of_runs]
-    return f"{_line_of(place)}: {of_runs(words, alone=not only_ranks)}"
+    return f"{_line_of(place)}: {format_by_process(words, with_reference=not only_ranks)}"
 
 
 def _line_of(place: Place) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.verify.catalogue import plain, shown
+from lockstep.verify.cause import format_items, script_names
 from lockstep.verify.compare import tensor_differences
 from lockstep.verify.tolerance import FLOAT64, Array, Tolerance, scale_of
 from lockstep.verify.training_record import LARGEST, SIZE, RankUpdate, Update
@@ -87,7 +87,7 @@ def joined(reference: Sequence[Update], other: Sequence[Update]) -> Joined:
         shapes = [rank.initial[of_models[0]].shape for rank in other[0]]
         kinds = {*shapes, expected[of_models[0]].shape}
         how = "of other shapes than one process" if len(kinds) > 1 else "with other values"
-        text = f"the ranks hold different tensors, {how}: {shown(plain(of_models))}"
+        text = f"the ranks hold different tensors, {how}: {format_items(script_names(of_models))}"
     return Joined(one, updates, of_parts, text)
 
 

@@ -14,8 +14,9 @@ from itertools import pairwise
 from typing import Any
 
 from lockstep.errors import LockstepError, UsageError
-from lockstep.verify.catalogue import ENTRIES, Cause, cure_lines, plain, shown
-from lockstep.verify.causes import KINDS, cause_of, patterns
+from lockstep.verify.catalogue import ENTRIES, cure_lines
+from lockstep.verify.cause import Cause, format_items, script_names
+from lockstep.verify.causes import KINDS, cause_of
 from lockstep.verify.compare import (
     Divergence,
     find_divergences,
@@ -27,8 +28,9 @@ from lockstep.verify.compare import (
 from lockstep.verify.line_findings import splitting_branches
 from lockstep.verify.names import aligned
 from lockstep.verify.record import OWN_PROCESSES, Recorded, recording_failed
-from lockstep.verify.rows import followed
-from lockstep.verify.samples import repeated
+from lockstep.verify.rules.evidence import gradient_patterns
+from lockstep.verify.rules.model_inputs import all_ranks_had_the_same as repeated
+from lockstep.verify.sample_rows import without_rows_that_are_no_samples as followed
 from lockstep.verify.shards import (
     Finals,
     are_of_ranks,
@@ -53,7 +55,7 @@ class Finding:
     @property
     def names(self) -> list[str]:
         """Of the tensors that the cause is about."""
-        return plain(self.cause.names or (self.case.names if self.case is not None else ()))
+        return script_names(self.cause.names or (self.case.names if self.case is not None else ()))
 
     @property
     def title(self) -> str:
@@ -66,8 +68,8 @@ class Finding:
         """In words."""
         case = self.case
         if case is None or case.kind == "length":
-            return "" if case is None else KINDS[case.kind][1]
-        what = KINDS[case.kind][1]
+            return "" if case is None else KINDS[case.kind].description
+        what = KINDS[case.kind].description
         if case.names:
             what += f" ({len(case.names)} of {case.num_compared})"
         update = case.expected[0]
@@ -88,7 +90,7 @@ class Finding:
             "what": "" if case is None else case.kind,
             "step": number,
             "names": self.names,
-            "seen": list(self.cause.seen),
+            "seen": list(self.cause.evidence),
             **({} if self.cause.ratio is None else {"ratio": self.cause.ratio}),
         }
 
@@ -104,11 +106,11 @@ class Finding:
         entry = ENTRIES.get(self.cause.code)
         if entry is not None:
             lines.append(f"  {word:7} {entry.code}: {self.title}")
-        for text in self.cause.seen:
+        for text in self.cause.evidence:
             first, *rest = text.splitlines()
             lines += [f"  seen    {first}", *(f"          {line}" for line in rest)]
         if self.names:
-            lines.append(f"  where   {shown(self.names)}")
+            lines.append(f"  where   {format_items(self.names)}")
         if entry is not None and by_lockstep is not None:
             first, *rest = cure_lines(entry, by_lockstep=by_lockstep)
             lines += [f"  do      {first}", *(f"          {line}".rstrip() for line in rest)]
@@ -342,8 +344,9 @@ def _of_parts(cause: Cause, case: Divergence, parts: Sequence[str]) -> Cause:
     """The cause where ranks hold parts of tensors: rules for copies of a model say nothing then."""
     if case.kind not in ("gradients", "unclipped", "kept", "parameters"):
         return cause
-    seen = f"of these tensors the ranks hold parts, which were joined: {shown(plain(parts))}"
-    return Cause("LS210", (seen, *patterns(case)))
+    names = format_items(script_names(parts))
+    seen = f"of these tensors the ranks hold parts, which were joined: {names}"
+    return Cause("LS210", (seen, *gradient_patterns(case)))
 
 
 def _between_steps(
@@ -473,7 +476,7 @@ def _judge(reference: Recorded, other: Recorded) -> Verdict:
     causes = [cause for cause, _ in caused]
     found = [Finding(*each) for n, each in enumerate(caused) if each[0] not in causes[:n]]
     if not other.error and {each.cause.code for each in found} == {"LS501"}:
-        but, found = f"the loss is {found[0].cause.seen[0]} and parameters", []
+        but, found = f"the loss is {found[0].cause.evidence[0]} and parameters", []
     if other.error:
         idle = other.code == "LS304"
         seen = f"on {other.way.nproc} processes the script ended with: {other.error}"

@@ -1,0 +1,13 @@
+"""Rules that name the cause of a difference between two runs.
+
+A *rule* is a function that is given a `Divergence` and returns a `Cause`, or None if it does not
+apply. Its docstring begins with the codes that it may return and then says
+
+- Needs: what must have been recorded;
+- Applies: when it returns a cause;
+- Same signs: what else would look the same;
+- Says: the evidence that it gives.
+
+`lockstep.verify.causes` lists the rules for each kind of difference, in the order in which they are
+tried. What is certain comes before what is only likely.
+"""

@@ -1,0 +1,47 @@
+"""Rules for losses and outputs that were computed from random numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lockstep.verify.cause import Cause
+from lockstep.verify.compare import Divergence
+from lockstep.verify.rules.evidence import other_draws
+
+
+def random_loss(case: Divergence, *evidence: str) -> Cause | None:
+    """LS308: the loss was computed from random numbers that one process did not draw.
+
+    LS106: moreover, all ranks drew the same ones.
+
+    Needs: `loss_draws` and `drawn_digests`.
+    Applies: if the loss of one run was computed from numbers that the other run did not draw.
+    Same signs: something else may be wrong as well, which these numbers hide.
+    Says: the evidence that it was given, and the line that drew the numbers.
+    """
+    sentences = other_draws(case)
+    if not sentences:
+        return None
+    draws_of_ranks = [Counter(rank.loss_draws) for rank in case.actual if rank.contributes]
+    if len(draws_of_ranks) > 1 and draws_of_ranks[0]:
+        if all(draws == draws_of_ranks[0] for draws in draws_of_ranks):
+            return Cause("LS106", (*evidence, *sentences, "all ranks drew the same numbers"))
+    return Cause("LS308", (*evidence, *sentences))
+
+
+def other_random_stream(case: Divergence, *evidence: str) -> Cause | None:
+    """LS308: random numbers were drawn from another stream than torch's, after the batch was read.
+
+    Needs: `random_streams`.
+    Applies: if a process drew from such a stream.
+    Same signs: numbers that were drawn for something else than the model's outputs.
+    Says: the evidence that it was given, and the streams.
+    """
+    streams: dict[str, None] = {}
+    for rank in (*case.expected, *case.actual):
+        streams.update(dict.fromkeys(rank.random_streams))
+    if not streams:
+        return None
+    names = " and ".join(streams)
+    text = f"random numbers were drawn for this step, after its batch, from {names}"
+    return Cause("LS308", (*evidence, text))

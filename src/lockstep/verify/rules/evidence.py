@@ -1,0 +1,177 @@
+"""Sentences of evidence that several rules use.
+
+Each function looks at one difference (`Divergence`) and returns sentences for `Cause.evidence`, or
+nothing if there is no such evidence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from lockstep.verify.algebra import constant_ratio, near
+from lockstep.verify.cause import format_items, script_names
+from lockstep.verify.compare import Divergence
+from lockstep.wording import format_ranks
+
+MAX_KINDS_OF_WRONG_GRADIENTS = 3
+MAX_LINES_WITH_STATISTICS = 2
+
+
+def format_ranks_that_differ(ranks_by_name: Mapping[str, Sequence[int]]) -> str:
+    """Names all ranks on which some tensor differs: "ranks 1-3"."""
+    all_ranks: set[int] = set()
+    for ranks in ranks_by_name.values():
+        all_ranks |= set(ranks)
+    return format_ranks(all_ranks)
+
+
+def format_ratio(ratio: float, num_ranks: int) -> str:
+    """Puts a ratio of gradients into words: "1/2 of", "2 times", "but for rounding" if it is 1."""
+    if near(ratio, 1):
+        return "but for rounding"
+    if near(ratio, 1 / num_ranks):
+        return f"1/{num_ranks} of"
+    return f"{ratio:.6g} times"
+
+
+def format_weights(weights: Sequence[float]) -> str:
+    """Writes weights as shares of their sum: "0.25 : 0.75"."""
+    total = sum(weights)
+    texts = []
+    for weight in weights:
+        share = weight / total if total else weight
+        texts.append(f"{share:.4g}")
+    return " : ".join(texts)
+
+
+def loss_line(case: Divergence) -> list[str]:
+    """Says which line computed the loss."""
+    line = case.actual.first("loss_line")
+    if not line:
+        return []
+    return [f"the loss is made by {line}"]
+
+
+def backward_passes(case: Divergence) -> str:
+    """Says how many backward passes the step had on one process and on each rank."""
+    on_one_process = case.expected.backward_passes
+    on_each_rank = case.actual.backward_passes
+    return (
+        f"backward passes for this step: {on_one_process} on one process, "
+        f"{on_each_rank} on each rank"
+    )
+
+
+def gradient_patterns(case: Divergence) -> tuple[str, ...]:
+    """Says how many gradients are right, and by which factors the others are wrong."""
+    expected = case.expected.merged(case.kind)
+    actual = case.actual.merged(case.kind)
+    wrong_names = [name for name in case.names if name in expected]
+    names_by_pattern: dict[str, list[str]] = defaultdict(list)
+    for name in wrong_names:
+        if name not in actual:
+            continue
+        ratio = None
+        if expected[name].size > 1:  # two single numbers always have a ratio
+            ratio = constant_ratio({name: expected[name]}, {name: actual[name]}, case.max_error)
+        if ratio is None:
+            pattern = "in no constant ratio"
+        else:
+            pattern = format_ratio(ratio, case.num_ranks)
+        names_by_pattern[pattern].append(name)
+    sentences = []
+    if len(wrong_names) < len(expected):
+        num_right = len(expected) - len(wrong_names)
+        sentences.append(f"{num_right} of {len(expected)} gradients are right")
+    for pattern, names in list(names_by_pattern.items())[:MAX_KINDS_OF_WRONG_GRADIENTS]:
+        sentences.append(f"{pattern}: {format_items(script_names(names))}")
+    return tuple(sentences)
+
+
+def draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
+    """Returns random numbers from which the losses of only one of the runs were computed.
+
+    They may be the same numbers all the same: only the last draw of a loss is recorded, and if each
+    sample has a draw of its own, the last one of a rank is not the last one of one process.
+
+    Returns:
+        The line and a digest of each.
+    """
+    expected: Counter[tuple[str, str]] = Counter()
+    for rank in case.expected:
+        expected.update(rank.loss_draws)
+    actual: Counter[tuple[str, str]] = Counter()
+    for rank in case.actual:
+        actual.update(rank.loss_draws)
+    draws = []
+    for draw in {**actual, **expected}:
+        if actual[draw] != expected[draw] * case.num_ranks:
+            draws.append(draw)
+    return draws
+
+
+def other_draws(case: Divergence) -> list[str]:
+    """Says that the loss was computed from random numbers that only one of the runs drew."""
+    expected_digests: set[str] = set()
+    for rank in case.expected:
+        expected_digests |= rank.drawn_digests
+    actual_digests: set[str] = set()
+    for rank in case.actual:
+        actual_digests |= rank.drawn_digests
+    digests_of_both = expected_digests & actual_digests
+    for line, digest in draws_that_may_differ(case):
+        if digest not in digests_of_both:
+            return [f"the loss is made of random numbers, drawn for this step: {line}"]
+    return []
+
+
+def local_statistics(case: Divergence) -> list[str]:
+    """Says that the loss was computed from statistics over each rank's own samples.
+
+    Only statistics that differ from those of one process on some rank are named. Whether that is
+    wrong is not known: a batch's greatest length, for example, does no harm.
+    """
+    text = "each rank's own samples alone gave a statistic that the loss is made of"
+    return _lines_with_other_values(case, "batch_statistics", text)
+
+
+def local_scalars(case: Divergence) -> list[str]:
+    """Says that statistics over each rank's own samples became numbers before the loss."""
+    text = "each rank's own samples alone gave a number, before the loss was made"
+    return _lines_with_other_values(case, "scalar_statistics", text)
+
+
+def _lines_with_other_values(case: Divergence, field_name: str, text: str) -> list[str]:
+    """Names the first lines whose recorded number differs from one process on some rank."""
+    if case.num_ranks <= 1:
+        return []
+    lines = []
+    for line, expected in getattr(case.expected[0], field_name).items():
+        for rank in case.actual:
+            actual = getattr(rank, field_name).get(line)
+            if actual is None:
+                continue
+            if not math.isclose(expected, actual, rel_tol=case.max_error, abs_tol=1e-12):
+                lines.append(line)
+                break
+    return [f"{text}: {line}" for line in lines[:MAX_LINES_WITH_STATISTICS]]
+
+
+def loss_compares_local_samples(case: Divergence) -> list[str]:
+    """Says that the loss compares samples, but each rank compared its own samples only."""
+    gathers = any(call.name.startswith("all_gather") for call in case.actual.calls)
+    if gathers or case.num_ranks == 1:
+        return []
+    if not any(rank.loss_compares_samples for rank in case.expected):
+        return []
+    return [
+        "the loss compares samples: the gradient of one follows the output of another",
+        "no rank gathered those of the others",
+    ]
+
+
+def first_clip_line(case: Divergence) -> list[str]:
+    """Returns the line of the first call that clips gradients."""
+    return [call.line for call in case.actual.clips[:1]]

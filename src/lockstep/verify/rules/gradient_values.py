@@ -1,0 +1,563 @@
+"""Rules that compare the values of gradients, which are wrong but the same on all ranks.
+
+The gradient of several ranks is a sum of what their backward passes left, each times a weight. If
+the gradient of one process is such a sum too, with other weights, then only the weighting is wrong,
+and the weights say what it should have been. A *part* is what one backward pass of one rank left.
+The rules get the gradients of one process (`expected`) and of several (`actual`), by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from lockstep.verify.algebra import (
+    all_near,
+    constant_ratio,
+    flat,
+    mean_of,
+    near,
+    norm,
+    proportional,
+    sum_of_passes,
+    weights,
+)
+from lockstep.verify.cause import Cause, format_items
+from lockstep.verify.compare import Divergence, same_samples
+from lockstep.verify.rules.evidence import (
+    backward_passes,
+    draws_that_may_differ,
+    first_clip_line,
+    format_ratio,
+    format_weights,
+    gradient_patterns,
+    local_statistics,
+    loss_compares_local_samples,
+    loss_line,
+)
+from lockstep.verify.rules.losses import (
+    describe_terms,
+    local_comparison,
+    local_statistic_in_loss,
+    other_loss_arguments,
+    other_sample_weights,
+    other_targets,
+    outputs_of_earlier_steps,
+    random_numbers_in_loss,
+    terms_that_scale_differently,
+)
+from lockstep.verify.rules.model_inputs import (
+    inputs_differ,
+    inputs_of_ranks,
+    other_padding,
+    sum_counts,
+    unknown_inputs_code,
+)
+from lockstep.verify.rules.model_outputs import (
+    batchnorm_in_other_passes,
+    later_inputs_of_model,
+    local_batchnorm,
+    other_outputs,
+)
+from lockstep.verify.sample_rows import match_forwards
+from lockstep.verify.tolerance import Array
+from lockstep.wording import format_ranks
+
+Gradients = Mapping[str, Array]
+
+# Weights with a share of the largest one below this are what rounding leaves of a zero.
+ZERO_WEIGHT_SHARE = 1e-6
+
+
+def explain_gradients(case: Divergence, expected: Gradients, actual: Gradients) -> Cause:
+    """Returns the cause of gradients whose values are wrong, by the rules of this module.
+
+    Args:
+        case: the difference.
+        expected: gradients of one process.
+        actual: gradients that the ranks used, or would have used without clipping.
+    """
+    for value_rule in VALUE_RULES:
+        cause = value_rule(case, expected, actual)
+        if cause is not None:
+            return cause
+    for rule in RULES_WITHOUT_VALUES:
+        cause = rule(case)
+        if cause is not None:
+            return cause
+    return unknown_coupling(case)
+
+
+# Gradients that are a multiple of the right ones
+
+
+def equal_within_rounding(case: Divergence, expected: Gradients, actual: Gradients) -> Cause | None:
+    """LS210: the gradients are right apart from rounding.
+
+    Needs: `gradients`.
+    Applies: if all are one multiple of the right ones, and the number is 1.
+    Same signs: none.
+    Says: that it is rounding.
+    """
+    ratio = constant_ratio(expected, actual, case.max_error)
+    if ratio is None or not near(ratio, 1):
+        return None
+    return Cause("LS210", ("they are those of one process but for rounding, as in float32",))
+
+
+def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients) -> Cause | None:
+    """All gradients are off by a number that says by itself what is wrong.
+
+    LS201: N times as large for N ranks (added up instead of averaged). LS202: 1/N. LS203: times the
+    number of micro-batches. LS204: divided by it.
+
+    Needs: `gradients`, and `losses`, one for each backward pass.
+    Applies: if the ratio is such a number. Micro-batches count if one process has another number
+        of backward passes.
+    Same signs: if several of these numbers are equal, all codes that fit are said.
+    Says: the ratio, and an all-gather that could be the reason.
+    """
+    ratio = constant_ratio(expected, actual, case.max_error)
+    if ratio is None:
+        return None
+    num_ranks = case.num_ranks
+    passes_of_one = case.expected.backward_passes
+    passes_of_rank = case.actual.backward_passes
+    gather = _gather_without_graph(case)
+    candidates: list[tuple[str, float, list[str]]] = []
+    if passes_of_one != passes_of_rank and passes_of_one and passes_of_rank:
+        passes = [backward_passes(case)]
+        candidates.append(("LS203", passes_of_rank / passes_of_one, passes))
+        candidates.append(("LS204", passes_of_one / passes_of_rank, passes))
+    candidates.append(("LS201", num_ranks, gather))
+    candidates.append(("LS202", 1 / num_ranks, gather))
+    fitting = []
+    for code, value, reasons in candidates:
+        if near(ratio, value, case.max_error):
+            fitting.append((code, reasons))
+    if not fitting:
+        return None
+    code, reasons = fitting[0]
+    also = []
+    for other_code, _ in fitting[1:]:
+        also.append(f"it may be {other_code} as well; another --nproc tells")
+    return Cause(
+        code,
+        (_multiple(case, ratio), *loss_line(case), *reasons, *also),
+        ratio=ratio,
+    )
+
+
+def _multiple(case: Divergence, ratio: float) -> str:
+    return f"all gradients are {format_ratio(ratio, case.num_ranks)} those of one process"
+
+
+def _gather_without_graph(case: Divergence) -> list[str]:
+    """Names the first all-gather whose input autograd does not track."""
+    for call in case.actual.calls:
+        if call.name.startswith("all_gather") and not call.carries_gradient:
+            return [f"if the loss is made of it, its backward must add up: {call.line}"]
+    return []
+
+
+def multiplied_after_passes(
+    case: Divergence, expected: Gradients, actual: Gradients
+) -> Cause | None:
+    """LS403: gradients were right after the last backward pass and then multiplied by a number.
+
+    Needs: `gradient_factor` of both runs.
+    Applies: if the two factors have the ratio of the gradients.
+    Same signs: clipping by another norm, which is such a factor.
+    Says: the factors, and the line that clips.
+    """
+    ratio = constant_ratio(expected, actual, case.max_error)
+    factor_of_one = case.expected[0].gradient_factor
+    factor_of_ranks = case.actual[0].gradient_factor
+    if ratio is None or not factor_of_one:
+        return None
+    if not near(factor_of_ranks / factor_of_one, ratio):
+        return None
+    text = (
+        "they were right after the last backward pass, and then multiplied "
+        f"by {factor_of_ranks:.6g}, on one process by {factor_of_one:.6g}"
+    )
+    return Cause("LS403", (text, *first_clip_line(case)))
+
+
+def other_multiple(case: Divergence, expected: Gradients, actual: Gradients) -> Cause | None:
+    """LS209: all gradients are off by one number that nothing explains.
+
+    Needs: `gradients`.
+    Applies: if they are one multiple of the right ones.
+    Same signs: a loss with another weight, or a wrong factor anywhere after it.
+    Says: the number, and the line of the loss.
+    """
+    ratio = constant_ratio(expected, actual, case.max_error)
+    if ratio is None:
+        return None
+    return Cause("LS209", (_multiple(case, ratio), *loss_line(case)), ratio=ratio)
+
+
+# Gradients that were changed after a backward pass
+
+
+def clipped_between_passes(
+    case: Divergence, expected: Gradients, actual: Gradients
+) -> Cause | None:
+    """LS404: gradients were clipped before the last backward pass of the step.
+
+    Needs: `calls` that clip, with `passes_before`, and `losses`, one for each backward pass.
+    Applies: if such a call changed a gradient, in either run.
+    Same signs: something else may be wrong as well.
+    Says: after which backward pass, and the line.
+    """
+    for rank in (*case.actual, *case.expected):
+        num_passes = len(rank.losses)
+        for call in rank.calls:
+            is_early = call.passes_before < num_passes
+            if call.name == "clip" and call.has_clipped and is_early:
+                text = (
+                    f"clipped after backward pass {call.passes_before} of {num_passes}: {call.line}"
+                )
+                return Cause("LS404", (text, *gradient_patterns(case)))
+    return None
+
+
+def changed_after_right_passes(
+    case: Divergence, expected: Gradients, actual: Gradients
+) -> Cause | None:
+    """Names what was done to gradients after backward passes that were right.
+
+    LS213: a communication hook of DDP. LS404: each rank multiplied its gradients by another number
+    before they were added. LS406: gradients were changed before they were averaged. LS210: unknown.
+
+    Needs: `local_gradients`; `comm_hook_line` and `calls`.
+    Applies: if the mean of what the ranks' backward passes left is right, or right times a number,
+        and the gradients that were used are no multiple of this mean.
+    Same signs: none known.
+    Says: that the mean is right, and what was done.
+    """
+    local_sums = []
+    for rank in case.actual:
+        if rank.contributes:
+            local_sums.append(sum_of_passes(rank.local_gradients, actual))
+    sum_of_one = sum_of_passes(case.expected[0].local_gradients, actual)
+    if case.num_ranks == 1 or not sum_of_one or not all(local_sums):
+        return None
+    mean = mean_of(local_sums)
+    ratio = constant_ratio(sum_of_one, mean, case.max_error)
+    if ratio is None or constant_ratio(mean, actual, case.max_error) is not None:
+        return None
+    right = "what the backward passes left is, on average over the ranks, that of one process"
+    if not near(ratio, 1):
+        right += f" times {ratio:.6g}"
+    patterns = gradient_patterns(case)
+
+    hook_line = case.actual.first("comm_hook_line")
+    if hook_line:
+        text = "what DDP's communication hook made of it is not its mean"
+        return Cause("LS213", (right, text, hook_line, *patterns))
+
+    used_weights = weights(actual, local_sums, case.max_error)
+    if used_weights is not None and not all_near(used_weights, case.max_error):
+        text = (
+            f"each rank multiplied its own before they were added: {format_weights(used_weights)}"
+        )
+        norms = []
+        for local_sum, weight in zip(local_sums, used_weights, strict=True):
+            norms.append(norm(flat(local_sum)) * abs(weight))
+        same_norm = []
+        if all_near(norms, 1e-5):
+            same_norm.append("to gradients of one length, as clipping does")
+        return Cause("LS404", (right, text, *same_norm))
+
+    for call in case.actual.calls:
+        if call.gradient_changed:
+            text = f"each rank changed its own before they were averaged: {call.line}"
+            return Cause("LS406", (right, text, *patterns))
+    return Cause("LS210", (f"{right}; what was made of it afterwards is not", *patterns))
+
+
+# Gradients that are a sum of the same parts with other weights
+
+
+def unused_parameters(case: Divergence, expected: Gradients, actual: Gradients) -> Cause | None:
+    """LS312: a rank's backward passes do not reach parameters that those of one process reach.
+
+    Needs: `local_gradients`.
+    Applies: if all gradients that differ are of such parameters.
+    Same signs: none known.
+    Says: which ranks.
+    """
+    names_of_one = _names_with_gradients(case.expected[0].local_gradients)
+    missing: set[str] = set()
+    for rank in case.actual:
+        if rank.contributes and rank.local_gradients:
+            missing |= names_of_one - _names_with_gradients(rank.local_gradients)
+    if not missing or not set(case.names) <= missing:
+        return None
+    ranks = []
+    for number, rank in enumerate(case.actual):
+        if missing - _names_with_gradients(rank.local_gradients):
+            ranks.append(number)
+    text = f"the backward passes of {format_ranks(ranks)} left no gradient of these parameters"
+    return Cause("LS312", (text, "on one process they do, and all others are right"), case.names)
+
+
+def _names_with_gradients(passes: Sequence[Gradients]) -> set[str]:
+    """Returns the parameters of which some backward pass left a gradient."""
+    names: set[str] = set()
+    for gradients in passes:
+        names |= gradients.keys()
+    return names
+
+
+def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> Cause | None:
+    """The gradient of one process is a sum of the same parts with other weights.
+
+    LS206: the weights should be the numbers of samples. LS205: they should be another count, such
+    as tokens, or a mean of means was taken. LS208: the loss compares samples, or was computed from
+    a statistic. LS110: one process has only some of the parts. LS210: unknown.
+
+    Needs: `local_gradients`; counts in `batches` and `loss_divisors`.
+    Applies: if the gradient of one process is a sum of the parts. LS205 without a count needs means
+        that are added up equally though other weights would add up to as much.
+    Same signs: with few parts and small counts another count may fit by chance.
+    Says: the weights, and those that would be right.
+    """
+    parts = []
+    for rank in case.actual:
+        if rank.contributes:
+            parts += rank.local_gradients
+    right_weights = weights(expected, parts, case.max_error)
+    if right_weights is None:
+        return None
+    used_weights = weights(actual, parts, case.max_error)
+    if used_weights is None:
+        if not all_near(right_weights, case.max_error):
+            return None
+        text = "the sum of what the ranks' backward passes left is right, but for a factor"
+        return unknown(case, f"{text}; what was made of it afterwards is not")
+
+    # A part that one process does not have gets a tiny weight, by rounding.
+    largest_weight = max(abs(weight) for weight in right_weights)
+    zero_weight = max(ZERO_WEIGHT_SHARE, case.max_error) * largest_weight
+    counted = [weight if abs(weight) > zero_weight else 0.0 for weight in right_weights]
+    if min(counted) <= 0.0:
+        return _parts_left_out(case, counted, used_weights)
+
+    evidence = (
+        "the gradient of one process is a sum of the same parts with other weights",
+        f"the backward passes of the ranks weigh {format_weights(used_weights)}; "
+        f"they should weigh {format_weights(right_weights)}",
+        *loss_line(case),
+    )
+    # If the ranks weigh the parts unequally, the right weights are relative to those.
+    relative_weights = []
+    for right, used in zip(right_weights, used_weights, strict=True):
+        relative_weights.append(right / used if used else 0.0)
+    for key, counts in _counts_of_parts(case, len(parts)).items():
+        if proportional(relative_weights, counts):
+            code = "LS206" if key == "samples" else "LS205"
+            numbers = ", ".join(f"{count:g}" for count in counts)
+            return Cause(code, (*evidence, f"that is by their {key}: {numbers}"))
+    comparison = loss_compares_local_samples(case)
+    if comparison:
+        return Cause("LS208", (*evidence, *comparison))
+    statistics = local_statistics(case)
+    same_sum = near(sum(right_weights), sum(used_weights), 1e-5)
+    if all_near(used_weights, case.max_error) and same_sum:
+        no_count = ["of nothing that was counted in the batches there is as much"]
+        return Cause("LS205", (*evidence, *(statistics or no_count)))
+    if statistics and not draws_that_may_differ(case):
+        return Cause("LS208", (*evidence, *statistics))
+    return Cause("LS210", evidence)
+
+
+def _parts_left_out(
+    case: Divergence, right_weights: Sequence[float], used_weights: Sequence[float]
+) -> Cause:
+    """LS110: one process trains some of the parts only, so the ranks have too many samples.
+
+    Otherwise it is LS210: some parts have a negative weight, or the weights are not equal.
+
+    Args:
+        case: the difference.
+        right_weights: with which the parts add up to the gradient of one process.
+        used_weights: with which they add up to the gradient of the ranks.
+    """
+    parts_of_one = [place for place, weight in enumerate(right_weights) if weight > 0]
+    weights_of_one = [right_weights[place] for place in parts_of_one]
+    same_samples_are_known = True in same_samples(case.expected, case.actual)
+    is_mean_of_some = (
+        bool(parts_of_one) and all_near(weights_of_one, 1e-5) and all_near(used_weights, 1e-5)
+    )
+    if same_samples_are_known or min(right_weights) < 0 or not is_mean_of_some:
+        text = "the gradient of one process is a sum of the same parts, but not a mean of them"
+        return Cause("LS210", (text, *loss_line(case), *gradient_patterns(case)))
+    numbers = format_items([place + 1 for place in parts_of_one])
+    word = "parts" if len(parts_of_one) > 1 else "part"
+    text = f"the gradient of one process is that of {word} {numbers} of {len(right_weights)} alone"
+    what_is_a_part = "a part is what one backward pass of one rank left, in the order of ranks"
+    return Cause("LS110", (text, what_is_a_part, *loss_line(case)))
+
+
+def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]:
+    """Returns what was counted in the batch and in the loss of each part, by what was counted."""
+    counts: dict[str, list[float]] = {}
+    batches = case.actual.batches
+    if len(batches) == num_parts:
+        keys = dict.fromkeys(key for batch in batches for key in batch.weights)
+        # The plainest first: samples, labels that count, then values that are not padding.
+        for kind in ("samples", "labels", "non-zero", "ones", "values"):
+            for key in keys:
+                if key.startswith(kind):
+                    counts[key] = [batch.weights.get(key, 0.0) for batch in batches]
+    divisors_of_losses = []
+    for rank in case.actual:
+        if rank.contributes:
+            divisors_of_losses += rank.loss_divisors
+    if len(divisors_of_losses) == num_parts:
+        for key in dict.fromkeys(key for divisors in divisors_of_losses for key in divisors):
+            counts[key] = [divisors.get(key, 0.0) for divisors in divisors_of_losses]
+    return counts
+
+
+# Gradients in which samples depend on each other or on chance
+
+
+def gradient_hook(case: Divergence) -> Cause | None:
+    """LS406: a hook of the script changed gradients of a rank before they were averaged.
+
+    Needs: `gradient_hook_line`.
+    Applies: if there is such a hook.
+    Same signs: something else may be wrong as well.
+    Says: the line of the hook.
+    """
+    line = case.actual.first("gradient_hook_line")
+    if not line:
+        return None
+    text = "a hook changed gradients of the ranks while they still differed"
+    return Cause("LS406", (text, line, *gradient_patterns(case)))
+
+
+def unknown_coupling(case: Divergence) -> Cause:
+    """The cause is not known; see `unknown` for the codes.
+
+    Needs: `local_gradients` and `loss_terms` for the evidence.
+    Applies: always.
+    Same signs: -
+    Says: that no weighting of the local gradients is right, and how terms of the loss scale.
+    """
+    evidence = []
+    if case.num_ranks > 1 and any(rank.local_gradients for rank in case.actual):
+        evidence.append("no weighting of the ranks' own gradients gives that of one process")
+    terms, _ = describe_terms(case)
+    return unknown(case, *evidence, *terms)
+
+
+def unknown(case: Divergence, *evidence: str) -> Cause:
+    """LS210: nothing explains the gradients; or LS101, LS102, LS110, LS111 if inputs differ.
+
+    Needs: `model_inputs` and `forwards`.
+    Applies: always. Models that were given other inputs are a cause even if no rule names it.
+    Same signs: -
+    Says: what was found, how far the samples are as on one process, statistics, and the gradients.
+    """
+    code = "LS210"
+    sentences = []
+    expected = inputs_of_ranks(case.expected)
+    actual = inputs_of_ranks(case.actual)
+    if expected and actual:
+        expected_shapes = {batch.shape for rank in case.expected for batch in rank.model_inputs}
+        actual_shapes = {batch.shape for rank in case.actual for batch in rank.model_inputs}
+        same_shapes = expected_shapes == actual_shapes
+        expected_counts = sum_counts(expected)
+        actual_counts = sum_counts(actual)
+        expected_text = str(expected_counts.total())
+        actual_text = str(actual_counts.total())
+        if not same_shapes:
+            expected_text += f" of {_format_shapes(expected_shapes)}"
+            actual_text += f" of {_format_shapes(actual_shapes)}"
+        num_same = (expected_counts & actual_counts).total()
+        sentences.append(
+            f"the models were called with {expected_text} inputs, on {case.num_ranks} processes "
+            f"with {actual_text}; {num_same} are the same"
+        )
+        if same_shapes and inputs_differ(case):
+            code = unknown_inputs_code(expected, actual, case.num_ranks)
+    return Cause(
+        code,
+        (
+            *evidence,
+            *sentences,
+            *_how_far_samples_are_equal(case),
+            *local_statistics(case),
+            *loss_line(case),
+            *gradient_patterns(case),
+        ),
+    )
+
+
+def _format_shapes(shapes: set[str]) -> str:
+    return " or ".join(sorted(shapes))
+
+
+def _how_far_samples_are_equal(case: Divergence) -> list[str]:
+    """Says whether the models' outputs are equal, and that earlier steps are."""
+    sentences = []
+    forwards = match_forwards(case.expected, case.actual)
+    differing_rows = [forward.differing_rows("outputs") for forward in forwards]
+    if forwards and all(len(differs) for differs in differing_rows):
+        wrong_models = []
+        for forward, differs in zip(forwards, differing_rows, strict=True):
+            if differs.any():
+                wrong_models.append(forward.model)
+        if wrong_models:
+            models = format_items(wrong_models)
+            sentences.append(f"for the same inputs something else was returned by {models}")
+        else:
+            sentences.append(
+                "for each sample the models returned the same; it is the loss, or later"
+            )
+    if case.update_index:
+        text = "until here all steps are equal, so it may be what is carried from step to step"
+        kept_names = set()
+        for rank in case.actual:
+            kept_names |= {name.partition("/")[2] for name in rank.module_tensors_before}
+        if kept_names:
+            text += f": {format_items(sorted(kept_names))}"
+        sentences.append(text)
+    return sentences
+
+
+ValueRule = Callable[[Divergence, Gradients, Gradients], Cause | None]
+
+# In the order in which they are tried. A gradient that is a whole multiple says by itself what it
+# is, so these rules come first.
+VALUE_RULES: tuple[ValueRule, ...] = (
+    equal_within_rounding,
+    multiple_by_a_count,
+    multiplied_after_passes,
+    other_multiple,
+    clipped_between_passes,
+    changed_after_right_passes,
+    unused_parameters,
+    other_weights,
+)
+
+RULES_WITHOUT_VALUES: tuple[Callable[[Divergence], Cause | None], ...] = (
+    local_batchnorm,
+    batchnorm_in_other_passes,
+    gradient_hook,
+    terms_that_scale_differently,
+    later_inputs_of_model,
+    other_outputs,
+    local_comparison,
+    other_targets,
+    outputs_of_earlier_steps,
+    other_loss_arguments,
+    local_statistic_in_loss,
+    other_sample_weights,
+    random_numbers_in_loss,
+    other_padding,
+)

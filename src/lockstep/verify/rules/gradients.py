@@ -1,0 +1,199 @@
+"""Rules for wrong gradients that are the same on all ranks: what was trained, gathers, clipping.
+
+Rules that compare the gradients' values themselves are in `gradient_values`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from lockstep.verify.algebra import constant_ratio, mean_of, near
+from lockstep.verify.cause import Cause, format_items, script_names
+from lockstep.verify.compare import Divergence
+from lockstep.verify.rules.evidence import format_ratio, gradient_patterns
+from lockstep.verify.rules.gradient_values import explain_gradients
+from lockstep.verify.tolerance import Array
+from lockstep.verify.training_record import Update
+from lockstep.wording import format_ranks, join_first
+
+
+def frozen_on_some_processes(case: Divergence) -> Cause | None:
+    """LS312: parameters require gradients on some processes only.
+
+    Needs: `frozen`.
+    Applies, Same signs, Says: see `_trained_differently`.
+    """
+    return _trained_differently(case, "frozen", "requires_grad")
+
+
+def other_mode_on_some_processes(case: Divergence) -> Cause | None:
+    """LS312: modules are trained in evaluation mode on some processes only.
+
+    Needs: `in_eval_mode`.
+    Applies, Same signs, Says: see `_trained_differently`.
+    """
+    return _trained_differently(case, "in_eval_mode", "train() or eval()")
+
+
+def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cause | None:
+    """LS312: a setting of parameters is not that of one process.
+
+    Applies: to parameters that the rank has; a pipeline stage has only its own. A model and its
+        copy that are both met after the first step may be named in another order, so for these
+        only the names without the model are compared.
+    Same signs: none known.
+    Says: which ranks, and which parameters.
+
+    Args:
+        case: the difference.
+        field_name: the field with the names of the parameters.
+        setting: the setting, for the text.
+    """
+    expected = set(getattr(case.expected[0], field_name))
+    known_from_start = case.reference_run[0][0].initial.keys()
+    ranks = []
+    all_names: set[str] = set()
+    for number, rank in enumerate(case.actual):
+        actual = set(getattr(rank, field_name))
+        same_short_names = Counter(script_names(getattr(rank, field_name))) == Counter(
+            script_names(expected)
+        )
+        if same_short_names and not known_from_start >= expected | actual:
+            continue
+        names = (expected ^ actual) & rank.parameter_sums.keys()
+        if names:
+            ranks.append(number)
+            all_names |= names
+    if not all_names:
+        return None
+    names_in_order = tuple(sorted(all_names))
+    text = (
+        f"{setting} is not that of one process on {format_ranks(ranks)}: "
+        f"{format_items(script_names(names_in_order))}"
+    )
+    return Cause("LS312", (text,), names_in_order)
+
+
+def parameters_without_optimizer(case: Divergence) -> Cause | None:
+    """LS312: no optimizer of the ranks updates parameters that one process updates.
+
+    Needs: `gradients`, which are recorded of an optimizer's parameters.
+    Applies: if gradients are missing, and not only because models are named in another order.
+    Same signs: parameters without a gradient on all ranks.
+    Says: which parameters.
+    """
+    expected = case.expected.merged(case.kind)
+    actual = case.actual.merged(case.kind)
+    missing = tuple(sorted(expected.keys() - actual.keys()))
+    if case.kind != "gradients" or not missing:
+        return None
+    if Counter(script_names(expected)) == Counter(script_names(actual)):
+        return None
+    names = join_first(script_names(missing))
+    text = f"no optimizer of {case.num_ranks} processes updates {names}"
+    return Cause("LS312", (text, "on one process one does"), missing)
+
+
+def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
+    """Explains gradients that an optimizer averages itself, by how it changed the parameters.
+
+    Needs: `calls` inside of `optimizer.step()`, `initial` and `parameters`.
+    Applies: to the first step, if on one process it is the gradient times one number, as with SGD.
+        Then the step of several processes, divided by this number, is the gradient that they used.
+    Same signs: optimizers whose first step is no multiple of the gradient are not explained.
+    Says: the line of the collective, then what `explain_gradients` says of these gradients.
+    """
+    if case.kind != "gradients" or case.update_index != 0 or not case.actual.in_step:
+        return None
+    if not case.actual.ranks_that_differ("gradients", case.tolerance):
+        return None
+    expected_gradients = case.expected.merged("gradients")
+    expected_steps = _first_steps(case.expected, case)
+    actual_steps = _first_steps(case.actual, case)
+    if expected_steps.keys() != expected_gradients.keys():
+        return None
+    learning_rate = constant_ratio(expected_gradients, expected_steps, case.max_error)
+    if learning_rate is None or actual_steps.keys() != expected_steps.keys():
+        return None
+    used = {name: step / learning_rate for name, step in actual_steps.items()}
+    update = Update(replace(rank, gradients=used, unclipped=used) for rank in case.actual)
+    case_with_used = replace(case, parallel_run=[update, *case.parallel_run[1:]])
+    cause = explain_gradients(case_with_used, expected_gradients, used)
+    line = case.actual.in_step[0].line
+    evidence = (
+        f"the optimizer exchanges gradients in its step: {line}",
+        "what it used of them is seen by what it made of the parameters",
+        *cause.evidence,
+    )
+    return replace(cause, evidence=evidence)
+
+
+def _first_steps(update: Update, case: Divergence) -> dict[str, Array]:
+    """Returns by how much the first update changed each parameter that has a gradient."""
+    before = update.merged("initial")
+    after = update.merged("parameters")
+    steps = {}
+    for name in case.expected.merged("gradients"):
+        if name in before and name in after:
+            steps[name] = before[name] - after[name]
+    return steps
+
+
+def gather_without_gradient(case: Divergence) -> Cause | None:
+    """LS207: the loss was computed from an all-gather, which carries no gradient.
+
+    Needs: `gather_line`, or `detached_gather_line` and `loss_compares_samples`.
+    Applies: if there is such a gather. Of tensors that were detached before it, only if on one
+        process nothing is detached and the loss compares samples, so that it should follow them.
+    Same signs: a loss that is scaled up by a wrong number to make good for the lost gradient.
+    Says: the line of the gather.
+    """
+    line = case.actual.first("gather_line") or _detached_gather_line(case)
+    if not line:
+        return None
+    text = "the loss is made of what an all-gather brought, which carries no gradient"
+    return Cause("LS207", (text, line, *gradient_patterns(case)))
+
+
+def _detached_gather_line(case: Divergence) -> str:
+    """Returns the line of a gather of detached tensors, if the loss should have followed them."""
+    if case.expected.first("detached_gather_line"):
+        return ""
+    if not any(rank.loss_compares_samples for rank in case.expected):
+        return ""
+    return case.actual.first("detached_gather_line")
+
+
+def wrong_after_clipping(case: Divergence) -> Cause | None:
+    """LS404: gradients were clipped before they were averaged. LS403: they were clipped otherwise.
+
+    Needs: `unclipped`, and `calls` that clip.
+    Applies: if gradients were clipped in one of the runs and differ after that. LS403 if they were
+        equal before. LS404 if they differed between the ranks when clipping changed them, were the
+        same when they were used, and their mean would have been right, or right times a number.
+        In other cases the mean before clipping is explained by `explain_gradients`.
+    Same signs: whether clipping is all that was done in between is not recorded.
+    Says: the line that clips.
+    """
+    clips = case.actual.clips or case.expected.clips
+    if case.kind != "gradients" or not clips:
+        return None
+    lines = [clips[0].line]
+    if not case.actual.ranks_that_differ("unclipped", case.tolerance):
+        text = "they were equal before they were clipped, and are not after"
+        return Cause("LS403", (text, *lines, *gradient_patterns(case)))
+    expected = case.expected.merged("unclipped")
+    mean = mean_of([rank.unclipped for rank in case.actual])
+    ratio = constant_ratio(expected, mean, case.max_error)
+    clipping_changed_something = any(call.has_clipped for call in (*clips, *case.expected.clips))
+    if ratio is None or not clipping_changed_something:
+        cause = explain_gradients(case, expected, mean)
+        early = "gradients were clipped while those of the ranks still differed"
+        return cause.with_evidence(early, *lines)
+    early = "clipping changed gradients while those of the ranks still differed"
+    compared = "equal to"
+    if not near(ratio, 1):
+        compared = format_ratio(ratio, case.num_ranks)
+    right = f"their mean was {compared} that of one process before"
+    return Cause("LS404", (early, right, *lines))

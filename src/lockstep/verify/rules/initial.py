@@ -1,0 +1,88 @@
+"""Rules for parameters that differ from those of one process before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.verify.cause import Cause, format_by_process
+from lockstep.verify.compare import Divergence
+from lockstep.verify.line_findings import describe_writes
+from lockstep.verify.rules.evidence import format_ranks_that_differ
+from lockstep.verify.training_record import Update
+
+
+def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
+    """LS314: the optimizer updates parameters that are in no model, so no model is trained.
+
+    Needs: `initial`; the names of parameters that are in no model begin with "/".
+    Applies: if on one process all parameters of the optimizer are in a model, and on several ranks
+        the models' own parameters never change.
+    Same signs: parameters of sharded models are not recorded between steps, so that a change of
+        them is not seen.
+    Says: how many such parameters the optimizer has.
+    """
+    stale_names = [name for name in case.actual.merged("initial") if name.startswith("/")]
+    if not stale_names:
+        return None
+    if any(name.startswith("/") for name in case.expected.merged("initial")):
+        return None
+    if _models_change(case.parallel_run):
+        return None
+    optimizer_class = case.actual[0].optimizer_class
+    return Cause(
+        "LS314",
+        (
+            f"{len(stale_names)} parameters that {optimizer_class} updates belong to no model "
+            "that was called",
+            "on one process all of its parameters do, so the model has got others since",
+        ),
+        tuple(stale_names),
+    )
+
+
+def _models_change(run: Sequence[Update]) -> bool:
+    """Returns whether a parameter of a model differs between the first and a later step."""
+    first_sums = run[0].merged("parameter_sums")
+    for update in run[1:]:
+        sums = update.merged("parameter_sums")
+        for name in first_sums:
+            if name.startswith("/") or name not in sums:
+                continue
+            if not np.array_equal(sums[name], first_sums[name]):
+                return True
+    return False
+
+
+def other_initial_parameters(case: Divergence) -> Cause:
+    """LS305: the ranks begin with other parameters than one process.
+
+    Needs: `initial`, and `seeds` for the evidence.
+    Applies: always.
+    Same signs: parameters that were loaded from a file on some ranks only, or that a rank wrote
+        to; the lines that wrote to them are named.
+    Says: which ranks differ from rank 0, and the first line that seeded torch differently.
+    """
+    ranks_by_name = case.actual.ranks_that_differ("initial", case.tolerance)
+    if ranks_by_name:
+        ranks = format_ranks_that_differ(ranks_by_name)
+        sentence = f"before the first step {ranks} had other values than rank 0"
+    else:
+        sentence = "all ranks began with the same values, which are not those of one process"
+    return Cause(
+        "LS305", (sentence, *_other_seeds(case), *describe_writes(case, tuple(ranks_by_name)))
+    )
+
+
+def _other_seeds(case: Divergence) -> list[str]:
+    """Names the first line that gave torch different seeds on different processes."""
+    seeds_by_process = [rank.seeds for rank in (*case.expected, *case.actual)]
+    for line in seeds_by_process[0]:
+        if len({seeds.get(line) for seeds in seeds_by_process}) > 1:
+            values = [seeds.get(line, "nothing") for seeds in seeds_by_process]
+            return [
+                f"torch was seeded with {format_by_process(values)}",
+                f"that is by {line}",
+            ]
+    return []

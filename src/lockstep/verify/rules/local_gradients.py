@@ -1,0 +1,458 @@
+"""Rules for gradients that differ between the ranks, which should have averaged them.
+
+*Local gradients* are what the backward passes of one rank left before any average. The rules are
+tried in the order of `LOCAL_GRADIENT_RULES`, by `gradients_that_differ_between_ranks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from lockstep.verify.algebra import constant_ratio, flat, mean_of, near, norm, sum_of_passes
+from lockstep.verify.cause import Cause, format_items, script_names
+from lockstep.verify.compare import Divergence
+from lockstep.verify.rules.evidence import other_draws
+from lockstep.verify.tolerance import Array
+from lockstep.verify.training_record import LARGEST, RankUpdate, ScriptCall, Update
+from lockstep.wording import format_ranks
+
+
+@dataclass(frozen=True)
+class LocalGradients:
+    """A difference, and the gradients in it that are not the same on all ranks."""
+
+    case: Divergence
+    # Names of these gradients.
+    names: tuple[str, ...]
+
+    @property
+    def sentence(self) -> str:
+        """The first evidence of all rules."""
+        total = len(self.case.actual.merged("gradients"))
+        return f"the gradients of {len(self.names)} of {total} parameters differ between the ranks"
+
+    @cached_property
+    def num_local_passes(self) -> int:
+        """How many of the last backward passes explain the differences by local gradients.
+
+        0 if something else differs as well, or if local gradients are not known.
+        """
+        num_recorded = min(len(rank.local_gradients) for rank in self.case.actual)
+        for num_passes in range(1, num_recorded + 1):
+            if self._differ_by_last_passes(num_passes):
+                return num_passes
+        return 0
+
+    def _differ_by_last_passes(self, num_passes: int) -> bool:
+        """Returns whether the gradients are equal once these passes are subtracted on each rank."""
+        local_sums = []
+        remainders = []
+        for rank in self.case.actual:
+            used = {name: rank.unclipped[name] for name in self.names if name in rank.unclipped}
+            local_sum = np.zeros(1)
+            for gradients in rank.local_gradients[-num_passes:]:
+                of_pass = {name: gradients.get(name, 0 * array) for name, array in used.items()}
+                local_sum = local_sum + flat(of_pass)
+            local_sums.append(local_sum)
+            remainders.append(flat(used) - local_sum)
+        if len({len(remainder) for remainder in remainders}) != 1:
+            return False
+        rounding = self.case.max_error * norm(local_sums[0])
+        return all(norm(remainder - remainders[0]) <= rounding for remainder in remainders)
+
+    @property
+    def are_local(self) -> str:
+        """Says that each rank used its local gradients."""
+        total = self.case.actual.backward_passes
+        if self.num_local_passes < total:
+            return (
+                f"what the last {self.num_local_passes} of {total} backward passes left is "
+                "each rank's own"
+            )
+        return "each rank used what its own backward pass left"
+
+    @property
+    def past_wrapper(self) -> list[str]:
+        """Names the line of a forward pass that went past the DDP wrapper."""
+        line = self.case.actual.first("past_wrapper_line")
+        if not line:
+            return []
+        return [f"around the wrapper: {line}"]
+
+    @property
+    def are_unwrapped(self) -> bool:
+        """Whether all of these parameters are of models that are neither wrapped nor prepared."""
+        unwrapped: set[str] = set()
+        for rank in self.case.actual:
+            unwrapped |= set(rank.unwrapped)
+        return set(self.names) <= unwrapped
+
+    @property
+    def reducing_calls(self) -> list[ScriptCall]:
+        """Collectives on gradients in this update. Late ones are recorded with the next update."""
+        case = self.case
+        calls = []
+        for update in case.parallel_run[case.update_index : case.update_index + 2]:
+            calls += [call for call in update.calls if call.gradient_of]
+        return calls
+
+
+def gradients_that_differ_between_ranks(case: Divergence) -> Cause | None:
+    """Tries `LOCAL_GRADIENT_RULES` if ranks step with different gradients.
+
+    Needs: `gradients`.
+    Applies: if a gradient is not the same on all ranks that have it.
+    Same signs, Says: see each rule. The cause is about the gradients that differ.
+    """
+    names = tuple(case.actual.ranks_that_differ("gradients", case.tolerance))
+    if not names:
+        return None
+    found = LocalGradients(case, names)
+    for rule in LOCAL_GRADIENT_RULES:
+        cause = rule(found)
+        if cause is not None:
+            return replace(cause, names=names)
+    return None
+
+
+def parameters_unknown_to_ddp(found: LocalGradients) -> Cause | None:
+    """LS303: the parameters were made trainable after DDP had been built.
+
+    Needs: `unknown_to_ddp`.
+    Applies: if DDP knows none of these parameters.
+    Same signs: none known.
+    Says: that DDP was built too early.
+    """
+    unknown: set[str] = set()
+    for rank in found.case.actual:
+        unknown |= set(rank.unknown_to_ddp)
+    if not unknown or not set(found.names) <= unknown:
+        return None
+    return Cause("LS303", (found.sentence, "DDP was built before they were to be trained"))
+
+
+def communication_hook(found: LocalGradients) -> Cause | None:
+    """LS213: the script gave DDP a communication hook, which decides how gradients are averaged.
+
+    Needs: `comm_hook_line`.
+    Applies: if there is such a hook.
+    Same signs: something else may be wrong as well.
+    Says: the line that registered the hook.
+    """
+    line = found.case.actual.first("comm_hook_line")
+    if not line:
+        return None
+    return Cause("LS213", (found.sentence, f"DDP was given a communication hook: {line}"))
+
+
+def averages_within_groups(found: LocalGradients) -> Cause | None:
+    """LS315: DDP averages gradients over groups of ranks instead of over all ranks.
+
+    Needs: `ddp_ranks`.
+    Applies: if there are several groups and gradients agree within each.
+    Same signs: none known.
+    Says: the ranks of each group.
+    """
+    ranks = found.case.actual
+    groups = list(dict.fromkeys(tuple(rank.ddp_ranks) for rank in ranks))
+    if len(groups) < 2 or not all(groups):
+        return None
+    for group in groups:
+        group_update = Update(ranks[number] for number in group)
+        if group_update.ranks_that_differ("gradients", found.case.tolerance):
+            return None
+    names = "; ".join(format_ranks(group) for group in groups)
+    text = f"DDP averages them over a part of the ranks, and they agree within each: {names}"
+    return Cause("LS315", (found.sentence, text))
+
+
+def clipping_on_some_ranks(found: LocalGradients) -> Cause | None:
+    """LS304: gradients were the same on all ranks until some ranks clipped them.
+
+    Needs: `unclipped`, and `calls` that clip.
+    Applies: if some rank clips, and the gradients before clipping are equal.
+    Same signs: clipping by different norms on different ranks.
+    Says: which ranks clip, and the line.
+    """
+    case = found.case
+    clipping_ranks = [number for number, rank in enumerate(case.actual) if Update([rank]).clips]
+    if not clipping_ranks or case.actual.ranks_that_differ("unclipped", case.tolerance):
+        return None
+    text = f"they were the same until {format_ranks(clipping_ranks)} clipped them"
+    return Cause("LS304", (found.sentence, text, case.actual.clips[0].line))
+
+
+def exchanged_inside_step(found: LocalGradients) -> Cause | None:
+    """The optimizer exchanges gradients itself. LS201: it adds them up instead of averaging.
+
+    LS209: it multiplies them by another number. LS210: what it used is not known.
+
+    Needs: `calls` inside of `optimizer.step()`, `reduced_in_step`, `optimizer_state`.
+    Applies: if there is such a call. LS201 and LS209 follow from what the collective left, or from
+        the optimizer's state.
+    Same signs: gradients that the optimizer divides after the collective; their state is right.
+    Says: the line of the collective, and how many times too large they are.
+    """
+    case = found.case
+    if not case.actual.in_step:
+        return None
+    line = case.actual.in_step[0].line
+    exchange = f"they differ as the step begins; the optimizer exchanges them in it: {line}"
+    ratio = _ratio_after_exchange(case)
+    if ratio is not None and not near(ratio, 1):
+        code = "LS201" if near(ratio, case.num_ranks) else "LS209"
+        text = f"after that they are {ratio:.6g} times those of one process"
+        return Cause(code, (found.sentence, exchange, text), ratio=ratio)
+    large_state = _optimizer_state_too_large(case)
+    if large_state:
+        return Cause("LS201", (found.sentence, exchange, *large_state))
+    text = "what it makes of them is not seen; parameters before the next step are other ones"
+    return Cause("LS210", (found.sentence, exchange, text))
+
+
+def _ratio_after_exchange(case: Divergence) -> float | None:
+    """Returns how many times as large gradients are after the optimizer's own collective."""
+    expected = case.expected.merged("gradients")
+    reduced = case.actual.merged("reduced_in_step")
+    expected_of_reduced = {}
+    actual = {}
+    for name in case.names:
+        if name in expected and name in reduced:
+            expected_of_reduced[name] = expected[name]
+            actual[name] = reduced[name]
+    if not actual:
+        return None
+    return constant_ratio(expected_of_reduced, actual, case.max_error)
+
+
+def _optimizer_state_too_large(case: Divergence) -> list[str]:
+    """Says that state of the optimizer is N times, or N squared times, that of one process."""
+    for expected, actual in zip(case.reference_run, case.parallel_run, strict=False):
+        ratios_by_key = _ratios_of_state(expected[0], actual)
+        for key, ratios in ratios_by_key.items():
+            for factor, text in (
+                (case.num_ranks, "the number of processes"),
+                (case.num_ranks**2, "the number of processes, squared"),
+            ):
+                if all(near(ratio, factor) for ratio in ratios):
+                    return [
+                        f"what the optimizer keeps as {key!r} is {factor} times as large as "
+                        f"on one process: {text}"
+                    ]
+    return []
+
+
+def _ratios_of_state(expected: RankUpdate, actual: Update) -> dict[str, set[float]]:
+    """Returns how many times as large state tensors are, for each key such as "exp_avg"."""
+    ratios_by_key: dict[str, set[float]] = {}
+    for name, sums in expected.optimizer_state.items():
+        largest_of_ranks = []
+        for rank in actual:
+            if name in rank.optimizer_state:
+                largest_of_ranks.append(rank.optimizer_state[name][LARGEST])
+        if largest_of_ranks and sums[LARGEST]:
+            key = name.rpartition("/")[2]
+            ratios_by_key.setdefault(key, set()).add(max(largest_of_ranks) / sums[LARGEST])
+    return ratios_by_key
+
+
+def gradients_that_are_not_local(found: LocalGradients) -> Cause | None:
+    """LS308: the gradients were computed from random numbers. LS304, LS210: something else.
+
+    Needs: `local_gradients`; `gradient_draw_line`.
+    Applies: if the ranks did not use their local gradients. LS304 if each rank has the gradients
+        of rank 0 times a number, else LS210.
+    Same signs: noise, or weights of the ranks after the average, which have no code.
+    Says: what is known of them.
+    """
+    if found.num_local_passes:
+        return None
+    case = found.case
+    line = case.actual.first("gradient_draw_line")
+    if line:
+        text = f"they are made of random numbers that each rank drew: {line}"
+        return Cause("LS308", (found.sentence, *found.past_wrapper, text))
+    evidence = ["they are not what each rank's own backward passes left"]
+    gradients_of_first = case.actual[0].gradients
+    ratios = []
+    for rank in case.actual[1:]:
+        ratios.append(constant_ratio(gradients_of_first, rank.gradients, case.max_error))
+    are_multiples = None not in ratios
+    if are_multiples:
+        texts = [f"{ratio:.6g} times on rank {rank}" for rank, ratio in enumerate(ratios, 1)]
+        evidence.append(f"they are those of rank 0, {', '.join(texts)}")
+    reducing_calls = [call for call in case.actual.calls if call.gradient_of]
+    for call in reducing_calls[:1]:
+        evidence.append(f"gradients were reduced: {call.line}")
+    code = "LS304" if are_multiples else "LS210"
+    return Cause(code, (found.sentence, *found.past_wrapper, *evidence, *other_draws(case)))
+
+
+def parameters_averaged_later(found: LocalGradients) -> Cause | None:
+    """LS313: the script averages parameters over the ranks instead of gradients.
+
+    Needs: `rewritten_parameters` before a later step, and `parameters` after the step before it.
+    Applies: if parameters differed after a step, and before the next one each rank has their mean.
+    Same signs: none known.
+    Says: before which step.
+    """
+    case = found.case
+    for before, after in pairwise(case.parallel_run[case.update_index :]):
+        if not before.ranks_that_differ("parameters", case.tolerance):
+            continue
+        mean = mean_of([_arrays(rank.parameters, found.names) for rank in before])
+        rewritten = [_arrays(rank.rewritten_parameters, found.names) for rank in after]
+        if all(_is_equal(arrays, mean, case.max_error) for arrays in rewritten):
+            step = after[0].step + 1
+            text = f"before step {step} parameters, not gradients, are averaged over the ranks"
+            return Cause("LS313", (found.sentence, found.are_local, text))
+    return None
+
+
+def _arrays(arrays: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
+    """Returns the arrays with these names, as far as they are there."""
+    return {name: arrays[name] for name in names if name in arrays}
+
+
+def _is_equal(actual: Mapping[str, Array], expected: Mapping[str, Array], max_error: float) -> bool:
+    """Returns whether all arrays are equal within rounding; False if there are none."""
+    ratio = constant_ratio(expected, actual, max_error)
+    return ratio is not None and near(ratio, 1)
+
+
+def forward_past_wrapper(found: LocalGradients) -> Cause | None:
+    """LS302: forward passes went past the DDP wrapper, which then averages nothing.
+
+    Needs: `past_wrapper_line` and `wrapped_passes`.
+    Applies: if no forward pass went through the wrapper.
+    Same signs: none known.
+    Says: the line of a forward pass.
+    """
+    if not found.past_wrapper or found.are_unwrapped:
+        return None
+    if any(rank.wrapped_passes for rank in found.case.actual):
+        return None
+    return Cause("LS302", (found.sentence, *found.past_wrapper))
+
+
+def averaged_too_late(found: LocalGradients) -> Cause | None:
+    """LS406: the script averages these gradients, but after the optimizer has used them.
+
+    Needs: `calls` on gradients, in this update and the next one.
+    Applies: if a collective got one of these gradients, though each rank used its local ones.
+    Same signs: a collective whose result is not written back.
+    Says: the line of the first collective.
+    """
+    calls = found.reducing_calls
+    if not any(call.gradient_of in found.names for call in calls):
+        return None
+    text = f"gradients were averaged too late, or others than these: {calls[0].line}"
+    return Cause("LS406", (found.sentence, found.are_local, text))
+
+
+def other_gradients_are_averaged(found: LocalGradients) -> Cause | None:
+    """LS301: the script averages other gradients, but not these.
+
+    Needs: `calls` on gradients, or `local_gradients` of models that are not wrapped.
+    Applies: if a collective got other gradients, or if other gradients of the same models are not
+        the local ones.
+    Same signs: none known.
+    Says: the line of the collective, or the gradients that are averaged.
+    """
+    calls = found.reducing_calls
+    if calls:
+        text = f"the script reduces others: {calls[0].line}"
+        return Cause("LS301", (found.sentence, found.are_local, text))
+    names = _averaged_names(found)
+    if not names:
+        return None
+    text = f"those of others are averaged: {format_items(script_names(names))}"
+    return Cause("LS301", (found.sentence, found.are_local, text))
+
+
+def _averaged_names(found: LocalGradients) -> list[str]:
+    """Returns gradients of unwrapped models that rank 0 did not use as its passes left them."""
+    case = found.case
+    if not set(found.names) <= set(case.actual[0].unwrapped):
+        return []
+    optimizer = case.actual[0].optimizer
+    models = {_model_of(name) for name in found.names}
+    # Other optimizers of the same models step shortly before this one or after it.
+    num_optimizers = len({update[0].optimizer for update in case.parallel_run})
+    first = max(0, case.update_index - num_optimizers + 1)
+    averaged: dict[str, None] = {}
+    for update in case.parallel_run[first : case.update_index + num_optimizers]:
+        rank = update[0]
+        local = sum_of_passes(rank.local_gradients, rank.unwrapped)
+        for name, local_gradient in local.items():
+            is_of_same_models = rank.optimizer == optimizer or _model_of(name) in models
+            if not is_of_same_models or name in found.names or name not in rank.unclipped:
+                continue
+            used = rank.unclipped[name]
+            if norm(flat({name: used - local_gradient})) > case.max_error * norm(used):
+                averaged[name] = None
+    return list(averaged)
+
+
+def _model_of(name: str) -> str:
+    """Returns the model in the name of a parameter: "Net" of "Net/layer.weight"."""
+    return name.partition("/")[0]
+
+
+def model_that_nothing_wraps(found: LocalGradients) -> Cause | None:
+    """LS311: the model is neither wrapped by DDP nor prepared by Lockstep.
+
+    Needs: `unwrapped` and `unwrapped_line`.
+    Applies: if all these parameters are of such models.
+    Same signs: none known.
+    Says: the line of a forward pass of the model.
+    """
+    if not found.are_unwrapped:
+        return None
+    case = found.case
+    text = "neither DDP nor Lockstep holds the model"
+    # A model may have been called before another one's step, so earlier updates count too.
+    for update in reversed(case.parallel_run[: case.update_index + 1]):
+        line = update.first("unwrapped_line")
+        if line:
+            text += f": {line}"
+            break
+    return Cause("LS311", (found.sentence, found.are_local, text))
+
+
+def ddp_did_not_average(found: LocalGradients) -> Cause:
+    """LS301: DDP knows these parameters, and did not average their gradients.
+
+    Needs: `local_gradients`.
+    Applies: always.
+    Same signs: parameters that the loss does not use, and `no_sync` around the last backward pass.
+    Says: whether no gradient at all was averaged.
+    """
+    total = len(found.case.actual.merged("gradients"))
+    nothing = []
+    if len(found.names) == total and total > 1:
+        nothing.append("none of all was averaged, as under no_sync")
+    return Cause("LS301", (found.sentence, found.are_local, *found.past_wrapper, *nothing))
+
+
+# In the order in which they are tried. From `parameters_averaged_later` on, each rank used its
+# local gradients.
+LOCAL_GRADIENT_RULES: tuple[Callable[[LocalGradients], Cause | None], ...] = (
+    parameters_unknown_to_ddp,
+    communication_hook,
+    averages_within_groups,
+    clipping_on_some_ranks,
+    exchanged_inside_step,
+    gradients_that_are_not_local,
+    parameters_averaged_later,
+    forward_past_wrapper,
+    averaged_too_late,
+    other_gradients_are_averaged,
+    model_that_nothing_wraps,
+    ddp_did_not_average,
+)

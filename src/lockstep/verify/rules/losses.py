@@ -1,0 +1,282 @@
+"""Rules for losses that make something else of the same outputs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lockstep.verify.algebra import near
+from lockstep.verify.cause import Cause, format_items
+from lockstep.verify.compare import Divergence
+from lockstep.verify.rules.draws import random_loss
+from lockstep.verify.rules.evidence import (
+    draws_that_may_differ,
+    gradient_patterns,
+    local_scalars,
+    local_statistics,
+    loss_compares_local_samples,
+    loss_line,
+    other_draws,
+)
+from lockstep.verify.sample_rows import MatchedForward, match_forwards
+from lockstep.verify.tolerance import largest
+
+# Gradients smaller than this share of the largest one count as zero.
+ZERO_GRADIENT_SHARE = 1e-12
+# Weights of samples are equal if they differ by at most this share of the largest one.
+EQUAL_WEIGHT_SHARE = 1e-7
+
+
+def other_loss_value(case: Divergence) -> Cause:
+    """LS501: the loss that the script computed differs, though all gradients are equal.
+
+    Needs: `losses`.
+    Applies: always.
+    Same signs: a loss that is only printed wrongly, such as a sum instead of a mean.
+    Says: both losses.
+    """
+    text = (
+        f"{case.expected.loss:.9g} on one process, {case.actual.loss:.9g} on {case.num_ranks}, "
+        "with equal gradients"
+    )
+    return Cause("LS501", (text,))
+
+
+def terms_that_scale_differently(case: Divergence) -> Cause | None:
+    """LS211: some terms of the loss are the mean over the ranks, and others their sum.
+
+    Needs: `loss_terms`, the numbers that were added up to the loss.
+    Applies: if each process made one loss, and every term is a mean or a sum, or some ranks lack
+        terms that others have.
+    Same signs: few numbers may fit by chance.
+    Says: which terms are which.
+    """
+    sentences, explains_all = describe_terms(case)
+    if not explains_all:
+        return None
+    return Cause("LS211", (*sentences, *loss_line(case), *gradient_patterns(case)))
+
+
+def describe_terms(case: Divergence) -> tuple[list[str], bool]:
+    """Says how the terms of the loss scale, if they do not all scale alike.
+
+    Returns:
+        Sentences, and whether they explain the difference: they do not if some term is neither the
+        mean nor the sum of the ranks' terms.
+    """
+    terms_of_losses = case.expected[0].loss_terms
+    ranks = [rank.loss_terms for rank in case.actual if rank.contributes]
+    if case.num_ranks == 1 or len(terms_of_losses) != 1:
+        return [], False
+    if any(len(losses) != 1 for losses in ranks):
+        return [], False
+    expected_terms = terms_of_losses[0]
+    terms_of_ranks = [losses[0] for losses in ranks]
+    counts = [len(terms) for terms in terms_of_ranks]
+    if set(counts) != {len(expected_terms)}:
+        of_ranks = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
+        text = f"the loss is a sum of {len(expected_terms)} terms on one process, of {of_ranks}"
+        some_ranks_lack_terms = len(set(counts)) > 1
+        return [text], some_ranks_lack_terms
+
+    largest_term = max(abs(term) for terms in (expected_terms, *terms_of_ranks) for term in terms)
+    means = []
+    sums = []
+    neither = []
+    for place, expected in enumerate(expected_terms):
+        actual = [terms[place] for terms in terms_of_ranks]
+        is_rounding = not max(map(abs, (expected, *actual))) > case.max_error * largest_term
+        if is_rounding:
+            continue  # a term that is zero is the mean and the sum
+        number = place + 1
+        if near(sum(actual) / len(actual), expected, case.max_error):
+            means.append(number)
+        elif near(sum(actual), expected, case.max_error):
+            sums.append(number)
+        else:
+            neither.append(number)
+    texts = []
+    if means:
+        texts.append(f"the mean of number {format_items(means)}")
+    if sums:
+        texts.append(f"the sum of number {format_items(sums)}")
+    if neither:
+        texts.append(f"neither the mean nor the sum of number {format_items(neither)}")
+    if len(texts) < 2:
+        return [], False
+    sentence = f"of the loss's terms, one process has, over the ranks, {', '.join(texts)}"
+    return [sentence], not neither
+
+
+def local_comparison(case: Divergence) -> Cause | None:
+    """LS208: the loss compares samples with each other, and each rank compared its own only.
+
+    Needs: `loss_compares_samples` of one process, which is found by the second derivative of the
+        loss with respect to the outputs of two samples.
+    Applies: if no rank gathered outputs.
+    Same signs: something else may be wrong as well.
+    Says: the line of the loss, the gradients, and random numbers that differ.
+    """
+    sentences = loss_compares_local_samples(case)
+    if not sentences:
+        return None
+    return Cause(
+        "LS208",
+        (*sentences, *loss_line(case), *gradient_patterns(case), *other_draws(case)),
+    )
+
+
+def _forwards_with_equal_outputs(case: Divergence) -> list[MatchedForward]:
+    """Returns all forward passes, or none if a model returned something else."""
+    forwards = match_forwards(case.expected, case.actual)
+    if any(forward.differing_rows("outputs").any() for forward in forwards):
+        return []
+    return forwards
+
+
+def other_targets(case: Divergence) -> Cause | None:
+    """LS112: torch's loss function was given other targets for the same inputs.
+
+    Needs: `forwards` with targets.
+    Applies: if the first model's outputs are equal and its targets are not.
+    Same signs: targets that are random; their draws are named too if they are recorded.
+    Says: for how many samples, and the line of the loss.
+    """
+    forwards = _forwards_with_equal_outputs(case)
+    if not forwards:
+        return None
+    differs = forwards[0].differing_rows("targets")
+    if not differs.any():
+        return None
+    count = f"{differs.sum()} of {len(differs)} samples with the same inputs"
+    text = f"the loss was given other targets for {count}"
+    return Cause("LS112", (text, *local_statistics(case), *loss_line(case)))
+
+
+def outputs_of_earlier_steps(case: Divergence) -> Cause | None:
+    """LS309: the loss was computed from outputs of earlier steps that the ranks did not exchange.
+
+    Needs: `earlier_outputs_line`.
+    Applies: if the outputs of this step are equal.
+    Same signs: none known.
+    Says: the line of the earlier forward pass.
+    """
+    line = case.actual.first("earlier_outputs_line")
+    if not line or not _forwards_with_equal_outputs(case):
+        return None
+    text = "the loss is made of what models returned in earlier steps, which no rank exchanged"
+    same = "outputs of this step are the same"
+    return Cause("LS309", (f"{text}: {line}", same, *loss_line(case)))
+
+
+def other_loss_arguments(case: Divergence) -> Cause | None:
+    """LS212: torch's loss functions were given other arguments, such as class weights.
+
+    Needs: `loss_options`.
+    Applies: if the same arguments are known of both runs, and the outputs are equal.
+    Same signs: none known.
+    Says: the first argument that differs, and its line.
+    """
+    if not _forwards_with_equal_outputs(case):
+        return None
+    expected_options = case.expected.merged("loss_options")
+    if expected_options.keys() != case.actual.merged("loss_options").keys():
+        return None
+    for name, expected in expected_options.items():
+        for rank in case.actual:
+            actual = rank.loss_options.get(name)
+            if actual is not None and case.tolerance.differ(expected, actual, 0.0):
+                text = f"not that of one process is {name}"
+                return Cause("LS212", (text, *local_statistics(case), *loss_line(case)))
+    return None
+
+
+def local_statistic_in_loss(case: Divergence) -> Cause | None:
+    """LS208: the loss was computed from a statistic over each rank's own samples.
+
+    Needs: `batch_statistics` or `scalar_statistics`, and `forwards` with outputs.
+    Applies: if all outputs are known and equal, and random numbers cannot be the cause.
+    Same signs: a statistic that does no harm, while something else is wrong in the loss.
+    Says: the line of the statistic, and how the samples are weighted.
+    """
+    forwards = _forwards_with_equal_outputs(case)
+    if not forwards or any(forward.matched_rows("outputs") is None for forward in forwards):
+        return None
+    statistics = local_statistics(case) or local_scalars(case)
+    if not statistics or draws_that_may_differ(case):
+        return None
+    same = _sample_weights(case, forwards) or ("for each sample the models returned the same",)
+    return Cause("LS208", (*statistics, *same, *loss_line(case)))
+
+
+def other_sample_weights(case: Divergence) -> Cause | None:
+    """LS212: the loss weighs samples differently.
+
+    Needs: `forwards` with the gradients of the outputs.
+    Applies: if for each sample they are those of one process times a positive number, and this
+        number is not the same for all samples.
+    Same signs: none known. Other targets would turn gradients around or change their direction.
+    Says: the range of the numbers, or how many samples count on some processes only.
+    """
+    forwards = _forwards_with_equal_outputs(case)
+    sentences = _sample_weights(case, forwards)
+    if not sentences:
+        return None
+    return Cause("LS212", (*sentences, *loss_line(case)))
+
+
+def _sample_weights(case: Divergence, forwards: list[MatchedForward]) -> tuple[str, ...]:
+    """Says how samples are weighted, for the first model whose samples are weighted differently."""
+    for forward in forwards:
+        sentences = _sample_weights_of_model(forward, case.num_ranks)
+        if sentences:
+            return sentences
+    return ()
+
+
+def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[str, ...]:
+    """Says by which factors the gradients of the outputs differ from those of one process.
+
+    Returns nothing if a factor for each sample does not explain them, or if all factors are equal.
+    """
+    rows = forward.matched_rows("output_gradients")
+    if rows is None or not len(rows[0]):
+        return ()
+    expected = rows[0]
+    actual = rows[1] / num_ranks  # gradients are averaged over the ranks
+    smallest = ZERO_GRADIENT_SHARE * max(largest(expected), largest(actual))
+    counts_in_expected = np.abs(expected).max(axis=1) > smallest
+    counts_in_actual = np.abs(actual).max(axis=1) > smallest
+
+    squares = (expected * expected).sum(axis=1)
+    products = (expected * actual).sum(axis=1)
+    factors = products / np.where(squares > 0, squares, 1.0)
+    factors = np.where(counts_in_expected, factors, 0.0)
+    remainders = np.abs(actual - factors[:, None] * expected).max(axis=1)[counts_in_expected]
+    if (remainders > EQUAL_WEIGHT_SHARE * largest(actual)).any():
+        return ()
+    largest_factor = np.abs(factors).max()
+    if np.ptp(factors) <= EQUAL_WEIGHT_SHARE * largest_factor:
+        return ()
+    if factors.min() < -EQUAL_WEIGHT_SHARE * largest_factor:
+        return ()  # no weight turns a gradient around, but another target does
+
+    same = "outputs are the same; by them the loss changes as on one process, times a number"
+    num_dropped = (counts_in_expected & ~counts_in_actual).sum()
+    num_added = (counts_in_actual & ~counts_in_expected).sum()
+    if num_dropped or num_added:
+        which = f"{num_dropped} samples count on one process only, {num_added} on several only"
+        return (same, which)
+    spread = f"from {factors.min():.4g} to {factors.max():.4g}"
+    return (same, f"of its own for each sample, {spread}")
+
+
+def random_numbers_in_loss(case: Divergence) -> Cause | None:
+    """LS308 or LS106: the loss was computed from random numbers; see `draws.random_loss`.
+
+    Needs, Applies, Same signs: as there. It is tried after all other rules for losses.
+    Says: the gradients, the line that drew the numbers, and the line of the loss.
+    """
+    cause = random_loss(case, *gradient_patterns(case))
+    if cause is None:
+        return None
+    return cause.with_evidence(*loss_line(case))

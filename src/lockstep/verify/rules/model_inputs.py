@@ -1,0 +1,343 @@
+"""Rules for gradients that differ because models were called with other inputs.
+
+They need no DataLoader: a sample is recognised by the inputs of a forward pass, see
+`lockstep.verify.sample_rows`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.verify.cause import Cause
+from lockstep.verify.compare import Divergence
+from lockstep.verify.rules.draws import random_loss
+from lockstep.verify.rules.evidence import local_statistics, other_draws
+from lockstep.verify.rules.sample_order import trained_by_several_ranks
+from lockstep.verify.sample_rows import (
+    MatchedForward,
+    joined_forwards,
+    match_forwards,
+    rows_among,
+)
+from lockstep.verify.tolerance import Array
+from lockstep.verify.training_record import Batch, Forward, Update
+
+# Any two samples lie on a line.
+MIN_SAMPLES_THAT_SHOW_A_LINE = 3
+MAX_ERROR_OF_A_LINE = 1e-7
+
+
+def inputs_of_ranks(update: Update) -> list[Counter[str]]:
+    """Returns how often each input, by its digest, was given to the models of each rank.
+
+    Returns an empty list if an input is not known.
+    """
+    counts_of_ranks = []
+    for rank in update:
+        if not rank.contributes or not rank.model_inputs:
+            continue
+        counts: Counter[str] = Counter()
+        for batch in rank.model_inputs:
+            if not batch.contents:
+                return []
+            counts.update(batch.contents)
+        counts_of_ranks.append(counts)
+    return counts_of_ranks
+
+
+def sum_counts(counts_of_ranks: Sequence[Counter[str]]) -> Counter[str]:
+    """Returns how often each input was given to the models of all ranks."""
+    total: Counter[str] = Counter()
+    for counts in counts_of_ranks:
+        total.update(counts)
+    return total
+
+
+def all_ranks_had_the_same(counts_of_ranks: Sequence[Counter[str]]) -> bool:
+    """Returns whether several ranks had the same inputs, more than one, so not by chance."""
+    if len(counts_of_ranks) < 2 or len(counts_of_ranks[0]) < 2:
+        return False
+    return all(counts == counts_of_ranks[0] for counts in counts_of_ranks)
+
+
+def inputs_differ(case: Divergence) -> bool:
+    """Returns whether models had other inputs than on one process, apart from rounding."""
+    return any(not forward.has_same_inputs for forward in _match(case))
+
+
+def _match(case: Divergence) -> list[MatchedForward]:
+    return match_forwards(case.expected, case.actual)
+
+
+def _batches(case: Divergence) -> list[Batch]:
+    return [batch for rank in (*case.expected, *case.actual) for batch in rank.batches]
+
+
+def _has_no_loader(case: Divergence) -> bool:
+    """Returns whether no batch came from a DataLoader: then batches have empty lists of indices."""
+    return all(batch.ids is not None and not batch.ids for batch in _batches(case))
+
+
+def repeated_inputs(case: Divergence) -> Cause | None:
+    """LS101: without a DataLoader, all ranks computed the same inputs. LS110: N times as many.
+
+    Needs: `model_inputs` whose contents are known.
+    Applies: LS101 if the inputs of all ranks are the same; LS110 if there are as many times the
+        inputs of one process as there are ranks, of one shape.
+    Same signs: a model that rightly gets a constant; LS101 therefore needs two different inputs.
+    Says: how many inputs were computed.
+    """
+    expected = inputs_of_ranks(case.expected)
+    actual = inputs_of_ranks(case.actual)
+    if not expected or not actual or not _has_no_loader(case):
+        return None
+    num_expected = sum_counts(expected).total()
+    num_actual = sum_counts(actual).total()
+    numbers = (
+        f"one process computed {num_expected} inputs in this step, "
+        f"{case.num_ranks} computed {num_actual}"
+    )
+    if all_ranks_had_the_same(actual):
+        return Cause("LS101", (numbers, "no DataLoader made them, and every rank had the same"))
+    shapes = {batch.shape for batch in _batches(case)}
+    is_multiple = num_actual == num_expected * case.num_ranks and num_actual > num_expected
+    if is_multiple and len(shapes) == 1:
+        return Cause("LS110", (numbers, "no DataLoader made them"))
+    return None
+
+
+def other_inputs(case: Divergence) -> Cause | None:
+    """Names the cause of inputs that differ, for the first model that has other inputs.
+
+    LS102: inputs are left out. LS101: inputs are repeated. LS105, LS109: they are inputs of other
+    steps of one process. LS106, LS308: they are random. LS111: they are other inputs.
+
+    Needs: `forwards` with the inputs of each sample.
+    Applies: if no random numbers were drawn to read the batches, since those explain other inputs
+        by themselves.
+    Same signs: a model that rightly gets a constant looks like LS101.
+    Says: how many inputs are the same.
+    """
+    if any(batch.random_draws or batch.workers for batch in _batches(case)):
+        return None
+    for number, forward in enumerate(_match(case)):
+        if not forward.has_same_inputs:
+            # What later models get may be the output of the first one.
+            is_whole_input = number == 0 and _has_no_loader(case)
+            return _cause_of_other_inputs(case, forward, is_whole_input)
+        differing_inputs = forward.differing_rows("other_inputs")
+        outputs_differ = bool(forward.differing_rows("outputs").any())
+        if differing_inputs.any() and outputs_differ:
+            sentence = format_differing_other_inputs(forward, differing_inputs)
+            cause = random_loss(case, sentence)
+            return cause or Cause("LS111", (sentence, *local_statistics(case)))
+        if outputs_differ:
+            return None
+    return None
+
+
+def format_differing_other_inputs(forward: MatchedForward, differing_inputs: Array) -> str:
+    """Says for how many samples the inputs after the first one differ."""
+    count = f"{differing_inputs.sum()} of {len(differing_inputs)}"
+    return (
+        f"{forward.model}: its first inputs are the same; what comes with {count} "
+        "(such as targets or a hidden state) is not"
+    )
+
+
+def _cause_of_other_inputs(
+    case: Divergence, forward: MatchedForward, is_whole_input: bool
+) -> Cause:
+    """Names the cause of inputs that one of the runs has and the other one has not.
+
+    Args:
+        case: the difference.
+        forward: the forward pass with these inputs.
+        is_whole_input: whether these are the batches themselves, which come from no DataLoader.
+    """
+    extra_places = forward.extra_places
+    num_extra = len(extra_places)
+    extra_inputs = forward.actual.inputs[extra_places]
+    is_repeated = rows_among(extra_inputs, forward.expected.inputs)
+    is_of_other_step = rows_among(extra_inputs, _inputs_of_all_steps(case, forward.expected))
+    is_known = is_repeated | is_of_other_step
+
+    numbers = (
+        f"{forward.model}: {len(forward.expected.inputs)} inputs on one process, "
+        f"{len(forward.actual.inputs)} on {case.num_ranks}; "
+        f"{len(forward.expected_places)} are the same"
+    )
+    left_out = f"{forward.num_missing} inputs of one process were computed by none"
+    repeated = f"{num_extra} inputs were computed by several ranks, or twice"
+
+    if is_whole_input and num_extra == 0:
+        return Cause("LS102", (numbers, left_out))
+    if is_whole_input and is_repeated.all():
+        return Cause("LS101", (numbers, repeated, left_out))
+    draws = other_draws(case)
+    if is_whole_input and is_known.all():
+        num_of_other_steps = (~is_repeated).sum()
+        of_other_steps = f"{num_of_other_steps} are inputs of another step of one process"
+        own_order = [*_orders_of_ranks(case), *trained_by_several_ranks(case, inputs_of_ranks)]
+        if own_order:
+            return Cause("LS105", (numbers, of_other_steps, *own_order))
+        return Cause("LS109", (numbers, of_other_steps, *draws))
+    if draws:
+        return random_loss(case, numbers) or Cause("LS111", (numbers,))
+    if is_whole_input and _is_normalized_by_rank(forward):
+        text = "each rank's are those of one process, shifted and scaled by numbers of its own"
+        why = "as by the mean and deviation of its part alone"
+        return Cause("LS111", (numbers, text, why))
+    if is_repeated.all():
+        if num_extra:
+            return Cause("LS111", (numbers, repeated, left_out))
+        return Cause("LS111", (numbers, left_out))
+    num_unknown = (~is_known).sum()
+    if num_unknown:
+        unknown = f"{num_unknown} are not known from one process"
+    else:
+        unknown = "all are of other steps too"
+    return Cause("LS111", (numbers, unknown, *local_statistics(case)))
+
+
+def _inputs_of_all_steps(case: Divergence, forward: Forward) -> Array:
+    """Returns the inputs that one process gave to the same model in any step."""
+    inputs = []
+    for update in case.reference_run:
+        for joined, _ in joined_forwards(update).values():
+            if joined.model == forward.model and joined.shape == forward.shape:
+                inputs.append(joined.inputs)
+    return np.concatenate(inputs)
+
+
+def _orders_of_ranks(case: Divergence) -> list[str]:
+    """Says that each rank drew an order of its own, at a line where all ranks drew."""
+    draws_of_ranks = [dict(rank.loss_draws) for rank in case.actual if rank.contributes]
+    if not draws_of_ranks:
+        return []
+    shared_lines = set(draws_of_ranks[0])
+    for draws in draws_of_ranks[1:]:
+        shared_lines &= draws.keys()
+    for line in sorted(shared_lines):
+        if len({draws[line] for draws in draws_of_ranks}) > 1:
+            return [f"each rank drew an order of its own: {line}"]
+    return []
+
+
+def _is_normalized_by_rank(forward: MatchedForward) -> bool:
+    """Returns whether each rank shifted and scaled the inputs of one process by its own numbers.
+
+    The ranks must have the samples in the order of one process: either rank 0 the first ones, rank
+    1 the next ones and so on, or each rank every N-th one.
+    """
+    rows_of_one = forward.expected.input_values
+    rows_of_several = forward.actual.input_values
+    if rows_of_one.shape != rows_of_several.shape or rows_of_one.size == 0:
+        return False
+    rows_of_rank = []
+    for rank in np.unique(forward.rank_of_row):
+        rows_of_rank.append(rows_of_several[forward.rank_of_row == rank])
+    if len(rows_of_rank[0]) < MIN_SAMPLES_THAT_SHOW_A_LINE:
+        return False
+    num_ranks = len(rows_of_rank)
+    bounds = np.cumsum([len(rows) for rows in rows_of_rank])[:-1]
+    contiguous = np.split(rows_of_one, bounds)
+    interleaved = [rows_of_one[rank::num_ranks] for rank in range(num_ranks)]
+    for expected_of_rank in (contiguous, interleaved):
+        pairs = zip(expected_of_rank, rows_of_rank, strict=True)
+        if all(_is_shifted_and_scaled(expected, actual) for expected, actual in pairs):
+            return True
+    return False
+
+
+def _is_shifted_and_scaled(expected: Array, actual: Array) -> bool:
+    """Returns whether each column of `actual` is that of `expected` times a number plus another."""
+    if expected.shape != actual.shape:
+        return False
+    centered_expected = expected - expected.mean(axis=0)
+    centered_actual = actual - actual.mean(axis=0)
+    squares = (centered_expected * centered_expected).sum(axis=0)
+    products = (centered_expected * centered_actual).sum(axis=0)
+    factors = products / np.where(squares > 0, squares, 1.0)
+    remainder = np.abs(centered_actual - factors * centered_expected).max()
+    largest_value = max(np.abs(centered_actual).max(), 1e-30)
+    return bool(remainder <= MAX_ERROR_OF_A_LINE * largest_value)
+
+
+def other_padding(case: Divergence) -> Cause | None:
+    """LS111: the inputs are the same except for how far each row is padded.
+
+    Needs: `forwards` with `input_values`.
+    Applies: if the rows of both runs are equal once all are padded to the same width.
+    Same signs: none known.
+    Says: which widths there are.
+    """
+    expected_tables = _first_input_values(case.expected)
+    actual_tables = _first_input_values(case.actual)
+    if not expected_tables or not actual_tables:
+        return None
+    tables = [*expected_tables, *actual_tables]
+    if any(table.size == 0 for table in tables):
+        return None
+    widths = {table.shape[1] for table in tables}
+    if len(widths) < 2:
+        return None
+    width = max(widths)
+    possible_paddings = set()
+    for table in tables:
+        if table.shape[1] == width:
+            possible_paddings |= {float(row[-1]) for row in table}
+    for padding in possible_paddings:
+        expected_rows = _count_padded_rows(expected_tables, width, padding)
+        actual_rows = _count_padded_rows(actual_tables, width, padding)
+        if expected_rows == actual_rows:
+            columns = " or ".join(str(each_width) for each_width in sorted(widths))
+            text = f"the inputs are the same but for their padding: they have {columns} columns"
+            return Cause("LS111", (text,))
+    return None
+
+
+def _first_input_values(update: Update) -> list[Array]:
+    """Returns the inputs of each rank's first forward pass."""
+    return [rank.forwards[0].input_values for rank in update if rank.contributes and rank.forwards]
+
+
+def _count_padded_rows(
+    tables: Sequence[Array], width: int, padding: float
+) -> Counter[tuple[float, ...]]:
+    """Pads all rows to a width and returns how often each of them occurs."""
+    counts: Counter[tuple[float, ...]] = Counter()
+    for table in tables:
+        for row in table:
+            counts[(*row, *[padding] * (width - len(row)))] += 1
+    return counts
+
+
+def unknown_inputs_code(
+    expected_of_ranks: Sequence[Counter[str]], actual_of_ranks: Sequence[Counter[str]], size: int
+) -> str:
+    """Returns the code for inputs that differ where no rule names a cause.
+
+    Args:
+        expected_of_ranks: inputs on one process.
+        actual_of_ranks: inputs of each rank.
+        size: number of ranks.
+
+    Returns:
+        LS101 if inputs are repeated, LS110 if there are N times as many, LS102 if inputs are left
+        out, else LS111.
+    """
+    expected = sum_counts(expected_of_ranks)
+    actual = sum_counts(actual_of_ranks)
+    num_left_out = (expected - actual).total()
+    num_added = (actual - expected).total()
+    if num_left_out == 0 and set(actual) == set(expected):
+        return "LS101"
+    if num_left_out == 0 and actual.total() == size * expected.total():
+        return "LS110"
+    if num_added == 0:
+        return "LS102"
+    return "LS111"

@@ -1,0 +1,288 @@
+"""Rules for learning rates, optimizers, and parameters that differ around a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lockstep.verify.algebra import near
+from lockstep.verify.cause import Cause, format_by_process, format_items, script_names
+from lockstep.verify.compare import Divergence
+from lockstep.verify.line_findings import describe_writes
+from lockstep.verify.rules.evidence import format_ranks_that_differ
+from lockstep.verify.tolerance import scale_of
+from lockstep.verify.training_record import RankUpdate, ScriptCall, Update
+
+MAX_LINES_THAT_SET_RATES = 2
+
+
+def other_parameter_groups(case: Divergence) -> Cause | None:
+    """LS403: the optimizers have different numbers of parameter groups.
+
+    Needs: `learning_rates`, one for each group.
+    Applies: if processes have different numbers of learning rates.
+    Same signs: none known.
+    Says: what is different in the parameter groups and the optimizer's state.
+    """
+    ranks = (*case.expected, *case.actual)
+    if len({len(rank.learning_rates) for rank in ranks}) == 1:
+        return None
+    evidence = tuple(_optimizer_differences(case))
+    return Cause("LS403", evidence or ("other parameter groups",))
+
+
+def other_learning_rates(case: Divergence) -> Cause:
+    """LS401: the scheduler made other numbers of steps. LS402: learning rates differ otherwise.
+
+    Needs: `learning_rates`, `learning_rate_lines`, and `calls` of schedulers.
+    Applies: always. LS401 if all ranks stepped the scheduler equally often, and not as often as one
+        process.
+    Same signs: LS402 is also a rate that the script sets, a scheduler of another length, and one
+        that follows a metric.
+    Says: the rates, the numbers of scheduler steps, and the lines that set the rates.
+    """
+    ranks = (*case.expected, *case.actual)
+    rates = [", ".join(f"{rate:.6g}" for rate in rank.learning_rates) for rank in ranks]
+    num_schedules = _count_schedules(case)
+    ranks_differ = len(set(rates[1:])) > 1 or len(set(num_schedules[1:])) > 1
+    places = ["one process"]
+    if ranks_differ:
+        places += [f"rank {rank}" for rank in range(case.num_ranks)]
+    else:
+        places.append(str(case.num_ranks))
+
+    ratio = _ratio_of_first_rates(case)
+    if any(num_schedules):
+        how = f"steps of the scheduler until then: {_format_by_place(num_schedules, places)}"
+    elif case.update_index == 0 and not ranks_differ:
+        how = _format_rate_ratio(ratio, case.num_ranks)
+    else:
+        how = "no scheduler stepped"
+    evidence = (
+        _format_by_place(rates, places),
+        how,
+        *_lines_that_set_rates(case),
+        *_metrics_of_schedulers(case),
+    )
+    ranks_agree = len(set(num_schedules[1:])) == 1
+    code = "LS402"
+    if ranks_agree and num_schedules[0] != num_schedules[1]:
+        code = "LS401"
+    return Cause(code, evidence, ratio=ratio)
+
+
+def _format_by_place(values: Sequence[object], places: Sequence[str]) -> str:
+    """Joins values with their places: "0.1 on one process, 0.2 on 4"."""
+    pairs = zip(values, places, strict=False)
+    return ", ".join(f"{value} on {place}" for value, place in pairs)
+
+
+def _updates_of_processes(case: Divergence) -> list[list[RankUpdate]]:
+    """Returns the updates so far of one process, then of each rank."""
+    end = case.update_index + 1
+    processes = [[update[0] for update in case.reference_run[:end]]]
+    for rank in range(case.num_ranks):
+        processes.append([update[rank] for update in case.parallel_run[:end]])
+    return processes
+
+
+def _count_schedules(case: Divergence) -> list[int]:
+    """Returns how many steps schedulers made so far on one process, then on each rank."""
+    counts = []
+    for updates in _updates_of_processes(case):
+        count = 0
+        for update in updates:
+            count += sum(call.name == "schedule" for call in update.calls)
+        counts.append(count)
+    return counts
+
+
+def _ratio_of_first_rates(case: Divergence) -> float:
+    """Returns how many times as high the first learning rate is; NaN if it is not known."""
+    expected = case.expected[0].learning_rates
+    actual = case.actual[0].learning_rates
+    if not expected or not actual or not expected[0]:
+        return math.nan
+    return actual[0] / expected[0]
+
+
+def _format_rate_ratio(ratio: float, num_ranks: int) -> str:
+    """Says how a learning rate was scaled with the number of ranks."""
+    if near(ratio, num_ranks):
+        text = f"{num_ranks} times"
+    elif near(ratio, math.sqrt(num_ranks)):
+        text = f"the square root of {num_ranks} times"
+    else:
+        text = f"{ratio:.6g} times"
+    return f"{text} as high"
+
+
+def _lines_that_set_rates(case: Divergence) -> list[str]:
+    """Names the lines that set rates which another process has not."""
+    lines: dict[str, None] = {}
+    for rank in (*case.actual, *case.expected):
+        for other_rank in (*case.expected, *case.actual):
+            rates = zip(
+                rank.learning_rates,
+                other_rank.learning_rates,
+                rank.learning_rate_lines,
+                strict=False,
+            )
+            for rate, other_rate, line in rates:
+                if rate != other_rate and line:
+                    lines[line] = None
+    return [f"it was set by {line}" for line in lines][:MAX_LINES_THAT_SET_RATES]
+
+
+def _metrics_of_schedulers(case: Divergence) -> list[str]:
+    """Says that ReduceLROnPlateau was given different metrics on different processes."""
+    last_calls: list[ScriptCall] = []
+    for updates in _updates_of_processes(case):
+        calls = [call for update in updates for call in update.calls if call.value is not None]
+        if not calls:
+            return []
+        last_calls.append(calls[-1])
+    values = [f"{call.value:.6g}" for call in last_calls]
+    if len(set(values)) == 1:
+        return []
+    by_process = format_by_process(values)
+    return [f"ReduceLROnPlateau was given {by_process}: {last_calls[-1].line}"]
+
+
+def other_optimizer(case: Divergence) -> Cause | None:
+    """LS403: the parameters differ after a step by other options or state of the optimizer.
+
+    Needs: `group_options` and `optimizer_state`.
+    Applies: if options or state differ from one process.
+    Same signs: none known.
+    Says: which options and which state.
+    """
+    differences = _optimizer_differences(case)
+    if not differences:
+        return None
+    return Cause("LS403", (_only_parameters_differ(), *differences))
+
+
+def _only_parameters_differ() -> str:
+    return "gradients and learning rates are equal, and the parameters after the step are not"
+
+
+def _optimizer_differences(case: Divergence) -> list[str]:
+    """Names options of parameter groups that differ; if there are none, state that differs."""
+    ranks = (*case.expected, *(rank for rank in case.actual if rank.stepped))
+    sentences = []
+    num_groups = [len(rank.group_options) for rank in ranks]
+    if len(set(num_groups)) > 1:
+        by_process = format_by_process(num_groups)
+        sentences.append(f"parameter groups of the optimizer: {by_process}")
+    for group in range(min(num_groups)):
+        options_of_ranks = [rank.group_options[group] for rank in ranks]
+        keys = dict.fromkeys(key for options in options_of_ranks for key in options)
+        for key in keys:
+            values = [options.get(key) for options in options_of_ranks]
+            if any(value != values[0] for value in values):
+                option = "number of parameters" if key == "parameters" else key
+                by_process = format_by_process(values)
+                sentences.append(f"{option} of parameter group {group + 1}: {by_process}")
+    if sentences:
+        return sentences
+    return _state_difference(case)
+
+
+def _state_difference(case: Divergence) -> list[str]:
+    """Names tensors of the optimizer's state that differ on the first rank where some do."""
+    expected = case.expected.merged("optimizer_state")
+    scale = scale_of(expected)
+    for number, rank in enumerate(case.actual):
+        names = []
+        for name in sorted(expected.keys() | rank.optimizer_state.keys()):
+            if name not in expected or name not in rank.optimizer_state:
+                names.append(name)
+            elif case.tolerance.differ(expected[name], rank.optimizer_state[name], scale):
+                names.append(name)
+        if names:
+            listed = format_items(sorted(script_names(names)))
+            return [
+                "what the optimizer kept before the step is not that of one process "
+                f"on rank {number}: {listed}"
+            ]
+    return []
+
+
+def parameters_of_ranks_differ(case: Divergence) -> Cause | None:
+    """LS304: the step left ranks with different parameters.
+
+    Needs: `parameters`.
+    Applies: if the ranks differ from each other, and `other_optimizer` explains nothing.
+    Same signs: none known.
+    Says: which ranks differ from rank 0.
+    """
+    ranks_by_name = case.actual.ranks_that_differ("parameters", case.tolerance)
+    if not ranks_by_name:
+        return None
+    text = f"rank 0 has others than {format_ranks_that_differ(ranks_by_name)}"
+    return Cause("LS304", (_only_parameters_differ(), text), tuple(ranks_by_name))
+
+
+def other_parameters_after_step(case: Divergence) -> Cause:
+    """LS403: the step left all ranks with the same wrong parameters.
+
+    Needs: `parameters`.
+    Applies: always.
+    Same signs: anything that the script does inside of `optimizer.step()`.
+    Says: that gradients and learning rates are right.
+    """
+    return Cause("LS403", (_only_parameters_differ(),))
+
+
+def frozen_parameters_differ(case: Divergence) -> Cause | None:
+    """LS309: parameters that nothing trains differ before the step, such as those of a teacher.
+
+    Needs: `frozen` and `parameter_sums`; `write_stacks` for the evidence.
+    Applies: if all parameters that differ are frozen.
+    Same signs: none known.
+    Says: the lines that wrote to them.
+    """
+    if not set(case.names) <= set(case.expected[0].frozen):
+        return None
+    step = case.actual[0].step + 1
+    text = f"before step {step} parameters that nothing trains are other ones"
+    kind = "such as those of a teacher, an average or a target network"
+    return Cause("LS309", (text, kind, *describe_writes(case, case.names)))
+
+
+def parameters_changed_between_steps(case: Divergence) -> Cause:
+    """LS210: something other than the optimizer changed parameters; it is not known what.
+
+    Needs: `parameter_sums`; `write_stacks` for the evidence.
+    Applies: always.
+    Same signs: a change in a forward pass.
+    Says: the lines that wrote to the parameters, if the last step left the right ones.
+    """
+    step = case.actual[0].step + 1
+    text = f"before step {step} parameters are other ones than on one process"
+    writes = describe_writes(case, case.names)
+    update_before = Update()
+    if case.update_index:
+        update_before = case.parallel_run[case.update_index - 1]
+    if not update_before.merged("parameters"):
+        return Cause("LS210", (text, *writes))
+    unknown = ["something changes them between the steps, or in a forward pass"]
+    return Cause("LS210", (f"{text}; the last step left the same", *(writes or unknown)))
+
+
+def other_number_of_steps(case: Divergence) -> Cause:
+    """LS405: the ranks made another number of optimizer steps.
+
+    Needs: all updates.
+    Applies: always.
+    Same signs: a script that stops by time.
+    Says: the numbers of steps.
+    """
+    num_expected = len(case.reference_run)
+    if not case.parallel_run:
+        text = f"one process took {num_expected} steps, and some rank took none"
+    else:
+        num_actual = len(case.parallel_run)
+        text = f"one process took {num_expected} steps, {case.num_ranks} took {num_actual}"
+    return Cause("LS405", (text,))

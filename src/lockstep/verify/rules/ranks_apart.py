@@ -1,0 +1,180 @@
+"""Rules for ranks whose parameters or optimizers differ from those of other ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.verify.algebra import near
+from lockstep.verify.cause import Cause, format_by_process, format_items, script_names
+from lockstep.verify.compare import Divergence
+from lockstep.verify.line_findings import describe_writes
+from lockstep.verify.rules.evidence import first_clip_line, format_ranks_that_differ
+from lockstep.wording import format_ranks
+
+
+def different_optimizers(case: Divergence) -> Cause | None:
+    """LS405: in what should be one step, ranks step with optimizers of different classes.
+
+    Needs: `optimizer_class`.
+    Applies: if ranks that stepped have different classes. Nothing else can be compared then.
+    Same signs: none known.
+    Says: the class of each rank.
+    """
+    classes = [rank.optimizer_class for rank in case.actual if rank.stepped]
+    if len(set(classes)) < 2:
+        return None
+    by_rank = format_by_process(classes, with_reference=False)
+    return Cause("LS405", (f"the ranks step with different optimizers: {by_rank}",))
+
+
+def replicas_that_differ(case: Divergence) -> Cause:
+    """LS304: ranks hold other parameters than rank 0 before the step.
+
+    Needs: `parameter_sums`; `parameters` and `write_stacks` for the evidence.
+    Applies: always.
+    Same signs: none known.
+    Says: which ranks, whether the last step left them so, and the lines that wrote to them.
+    """
+    ranks_by_name = case.actual.replicas_that_differ()
+    step = case.actual[0].step + 1
+    sentence = (
+        f"before step {step} {format_ranks_that_differ(ranks_by_name)} "
+        "held other parameters than rank 0"
+    )
+    writes = describe_writes(case, tuple(ranks_by_name))
+    if case.update_index == 0:
+        return Cause("LS304", (sentence, *writes))
+    update_before = case.parallel_run[case.update_index - 1]
+    if update_before.ranks_that_differ("parameters", case.tolerance):
+        after = "the last step has left them so"
+    else:
+        after = "the last step itself left all ranks with the same"
+    return Cause("LS304", (sentence, after, *writes))
+
+
+@dataclass(frozen=True)
+class _OptimizerOwner:
+    """The first rank that stepped with an optimizer, and the optimizer's parameters."""
+
+    rank: int
+    parameter_names: Sequence[str]
+
+
+def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
+    """LS304: some ranks step with an optimizer, and others hold other values of its parameters.
+
+    Needs: `construction_index` and `optimizer_parameters` of ranks that stepped, `unstepped_sums`
+        of those that did not.
+    Applies: if these parameters differ between the ranks in this update for the first time.
+    Same signs: none known.
+    Says: which ranks hold other parameters, and the optimizer's class.
+    """
+    names_by_rank = _unstepped_names_that_differ(case, case.update_index)
+    if not names_by_rank:
+        return None
+    for number in range(case.update_index):
+        if _unstepped_names_that_differ(case, number):
+            return None
+    all_names: set[str] = set()
+    for names_of_rank in names_by_rank.values():
+        all_names |= set(names_of_rank)
+    names = sorted(all_names)
+    classes = set()
+    for update in case.parallel_run[: case.update_index]:
+        for rank in update:
+            if not all_names.isdisjoint(rank.optimizer_parameters):
+                classes.add(rank.optimizer_class)
+    step = case.actual[0].step + 1
+    text = (
+        f"before step {step} {format_ranks(names_by_rank)} held other parameters of "
+        f"{' and '.join(sorted(classes))}, which has not stepped there: "
+        f"{format_items(script_names(names))}"
+    )
+    return Cause("LS304", (text,))
+
+
+def _unstepped_names_that_differ(case: Divergence, number: int) -> dict[int, list[str]]:
+    """Returns, for each rank, parameters whose values differ from those of a rank that steps.
+
+    Args:
+        case: the difference.
+        number: of the update before which the values are compared.
+    """
+    owners: dict[int, _OptimizerOwner] = {}  # by the optimizer's construction index
+    for update in case.parallel_run[:number]:
+        all_ranks_stepped = all(rank.stepped for rank in update)
+        for rank_number, rank in enumerate(update):
+            if rank.construction_index >= 0 and not all_ranks_stepped:
+                owner = _OptimizerOwner(rank_number, rank.optimizer_parameters)
+                owners.setdefault(rank.construction_index, owner)
+    update = case.parallel_run[number]
+    names_by_rank: dict[int, list[str]] = {}
+    for rank_number, rank in enumerate(update):
+        for (construction_index, place), sums in rank.unstepped_sums.items():
+            if construction_index not in owners:
+                continue
+            owner = owners[construction_index]
+            name = ""
+            if place < len(owner.parameter_names):
+                name = owner.parameter_names[place]
+            owner_sums = update[owner.rank].parameter_sums.get(name)
+            if owner_sums is not None and not np.array_equal(owner_sums, sums):
+                names_by_rank.setdefault(rank_number, []).append(name)
+    return names_by_rank
+
+
+def changed_between_passes(case: Divergence) -> Cause | None:
+    """Names the cause of parameters that the ranks change differently within one step.
+
+    LS302, LS301: gradients of an earlier backward pass were not averaged, because the forward pass
+    went past the DDP wrapper, or for another reason. LS304: they were averaged.
+
+    Needs: `changed_between_passes` and `local_passes`.
+    Applies: if the ranks changed parameters between two backward passes to different values.
+    Same signs: none known.
+    Says: which ranks, and whether an earlier pass left each rank's own gradients.
+    """
+    ranks_by_name = case.actual.ranks_that_differ("changed_between_passes", case.tolerance)
+    if not ranks_by_name:
+        return None
+    ranks = format_ranks_that_differ(ranks_by_name)
+    sentence = (
+        f"between the backward passes of this step {ranks} changed parameters to others than rank 0"
+    )
+    an_earlier_pass_was_local = any(any(rank.local_passes[:-1]) for rank in case.actual)
+    if not an_earlier_pass_was_local:
+        return Cause("LS304", (sentence, *describe_writes(case, tuple(ranks_by_name))))
+    why = "what a backward pass before it left was each rank's own, and no average"
+    line = case.actual.first("past_wrapper_line")
+    if line:
+        return Cause("LS302", (sentence, why, f"around the wrapper: {line}"))
+    return Cause("LS301", (sentence, why))
+
+
+def factors_of_ranks(case: Divergence) -> Cause | None:
+    """LS404: ranks multiplied their gradients by different numbers after the backward passes.
+
+    Needs: `gradient_factor`.
+    Applies: if it is known of all ranks and differs.
+    Same signs: scaling that is not clipping, but is done by each rank for its shards.
+    Says: the number of each rank, and the line that clips.
+    """
+    factors = [rank.gradient_factor for rank in case.actual]
+    if any(math.isnan(factor) for factor in factors):
+        return None
+    if all(near(factors[0], factor) for factor in factors):
+        return None
+    by_rank = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(factors))
+    return Cause(
+        "LS404",
+        (
+            "after the last backward pass gradients were multiplied by numbers of each rank: "
+            f"{by_rank}",
+            "as by the norm of its own shards, where it is to be that of all",
+            *first_clip_line(case),
+        ),
+    )

@@ -1,0 +1,317 @@
+"""Rules for batches of a DataLoader that have other samples than on one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from lockstep.verify.cause import Cause, format_items
+from lockstep.verify.compare import Divergence, contents_that_differ, same_samples
+from lockstep.verify.training_record import Sample, Update
+
+# Returns the samples of an update, or None if they are not known.
+SamplesOf = Callable[[Update], list[Sample] | None]
+
+
+def _samples_of(case: Divergence) -> SamplesOf:
+    """Returns the method that tells samples apart: by content if it is known, else by index.
+
+    Ranks may have different datasets, in which the same index means different samples.
+    """
+    _, same_contents = same_samples(case.expected, case.actual)
+    if same_contents is not None:
+        return Update.contents
+    return Update.indices
+
+
+def _count_samples(case: Divergence) -> tuple[Counter[Sample], Counter[Sample]]:
+    """Returns how often each sample is in this update, on one process and on several."""
+    samples_of = _samples_of(case)
+    return Counter(samples_of(case.expected)), Counter(samples_of(case.actual))
+
+
+def _numbers(case: Divergence) -> str:
+    expected, actual = _count_samples(case)
+    return (
+        f"one process trained {expected.total()} samples in this step, "
+        f"{case.num_ranks} trained {actual.total()}"
+    )
+
+
+def skipped_steps(case: Divergence) -> Cause | None:
+    """LS405: some processes skip the optimizer step after some of their backward passes.
+
+    Needs: `losses`, one for each backward pass.
+    Applies: if the processes made different numbers of backward passes since the step before, and
+        a process does not always make the same number.
+    Same signs: a loop that accumulates gradients over a varying number of batches.
+    Says: the numbers of backward passes.
+    """
+    ranks = [*case.expected, *(rank for rank in case.actual if rank.contributes)]
+    num_passes = [len(rank.losses) for rank in ranks]
+    if len(set(num_passes)) == 1 or 0 in num_passes:
+        return None
+    if not _num_passes_varies(case.reference_run) and not _num_passes_varies(case.parallel_run):
+        return None
+    on_ranks = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(num_passes[1:]))
+    return Cause(
+        "LS405",
+        (
+            _numbers(case),
+            f"backward passes since the step before: {num_passes[0]} on one process, {on_ranks}",
+        ),
+    )
+
+
+def _num_passes_varies(run: Sequence[Update]) -> bool:
+    """Returns whether a rank made different numbers of backward passes in different updates."""
+    for rank in range(len(run[0])):
+        if len({len(update[rank].losses) for update in run}) > 1:
+            return True
+    return False
+
+
+def repeated_samples(case: Divergence) -> Cause | None:
+    """LS101, or LS108 for an IterableDataset: samples are trained more often than on one process.
+
+    Needs: `batches` with indices or contents.
+    Applies: if all samples that are too many in this step were trained by several ranks, or were
+        trained in an earlier step already.
+    Same signs: a sampler that pads the dataset to a multiple of the number of ranks; that is LS101
+        too.
+    Says: which samples are repeated, or that every rank trained the same ones.
+    """
+    samples_of = _samples_of(case)
+    expected, actual = _count_samples(case)
+    samples_before = _count_all(case.parallel_run[: case.update_index], samples_of)
+    trained_before = samples_before.keys() - expected.keys()
+    repeated = []
+    for sample, count in actual.items():
+        if count > max(1, expected[sample]) or sample in trained_before:
+            repeated.append(sample)
+    too_many = set(actual - expected)
+    if not repeated or not too_many <= set(repeated):
+        return None
+    counts_of_ranks = []
+    for rank in case.actual:
+        if rank.contributes:
+            counts_of_ranks.append(Counter(samples_of(Update([rank]))))
+    if all(counts == counts_of_ranks[0] for counts in counts_of_ranks):
+        which = "every rank trained the same ones"
+    else:
+        which = _format_samples(repeated, case)
+    is_stream = all(batch.iterable for batch in case.actual.batches)
+    return Cause(
+        "LS108" if is_stream else "LS101",
+        (
+            _numbers(case),
+            f"{len(repeated)} of them were trained before, or by several ranks: {which}",
+        ),
+    )
+
+
+def larger_global_batch(case: Divergence) -> Cause | None:
+    """LS110: the global batch is a multiple of that of one process.
+
+    Needs: `batches` with indices or contents.
+    Applies: if the number of samples is two or more times that of one process.
+    Same signs: a script that enlarges its batch on purpose.
+    Says: how many times as large it is.
+    """
+    expected, actual = _count_samples(case)
+    num_expected = expected.total()
+    num_actual = actual.total()
+    if not num_expected or num_actual <= num_expected or num_actual % num_expected != 0:
+        return None
+    text = f"the global batch is {num_actual // num_expected} times as large, in as few steps"
+    return Cause("LS110", (_numbers(case), text))
+
+
+def left_out_samples(case: Divergence) -> Cause | None:
+    """LS102: samples of one process are left out, and none are added.
+
+    Needs: `batches` with indices or contents.
+    Applies: if the ranks together have fewer samples, all of which one process has too.
+    Same signs: none known.
+    Says: which samples are left out.
+    """
+    expected, actual = _count_samples(case)
+    if actual.total() >= expected.total() or actual - expected:
+        return None
+    return Cause("LS102", (_numbers(case), f"left out: {_format_samples(expected - actual, case)}"))
+
+
+def samples_of_several_ranks(case: Divergence) -> Cause | None:
+    """LS105: over the steps compared, several ranks trained the same samples.
+
+    Needs: `batches` with indices or contents, in the steps before too.
+    Applies: if one process trains these samples once.
+    Same signs: none known.
+    Says: how many samples were trained by several ranks.
+    """
+    samples_of = _samples_of(case)
+
+    def samples_of_ranks(update: Update) -> list[list[Sample]]:
+        return [samples_of(Update([rank])) or [] for rank in update]
+
+    sentences = trained_by_several_ranks(case, samples_of_ranks)
+    if not sentences:
+        return None
+    return Cause("LS105", (_numbers(case), *sentences))
+
+
+def other_order(case: Divergence) -> Cause:
+    """LS109: the samples come in another order than on one process.
+
+    Needs: `batches` with indices or contents.
+    Applies: always.
+    Same signs: samples that none of the rules before explains, such as another dataset.
+    Says: whether all steps together have the same samples.
+    """
+    samples_of = _samples_of(case)
+    if _count_all(case.reference_run, samples_of) == _count_all(case.parallel_run, samples_of):
+        text = "over all steps compared they are the same samples"
+    else:
+        expected, actual = _count_samples(case)
+        num_other = (actual - expected).total()
+        text = f"{num_other} of them are in another step of one process, or in none"
+    return Cause("LS109", (_numbers(case), text))
+
+
+def _count_all(updates: Sequence[Update], samples_of: SamplesOf) -> Counter[Sample]:
+    """Returns how often each sample is in several updates."""
+    counts: Counter[Sample] = Counter()
+    for update in updates:
+        counts.update(samples_of(update) or ())
+    return counts
+
+
+def _format_samples(samples: Iterable[Sample], case: Divergence) -> str:
+    """Names samples by their indices on one process, if these are known."""
+    index_of_content: dict[Sample, Sample] = {}
+    for update in case.reference_run:
+        contents = update.contents() or ()
+        indices = update.indices() or ()
+        index_of_content.update(zip(contents, indices, strict=False))
+    return format_items([index_of_content.get(sample, sample) for sample in samples])
+
+
+def trained_by_several_ranks(
+    case: Divergence, samples_of_ranks: Callable[[Update], Sequence[Any]]
+) -> list[str]:
+    """Says how many samples several ranks trained, though one process trains each once.
+
+    Only the steps before one process begins with the samples anew are looked at.
+
+    Args:
+        case: the difference.
+        samples_of_ranks: returns the samples of each rank in an update.
+    """
+    known: Counter[Any] = Counter()
+    trained_by_rank: list[set[Any]] = [set() for _ in range(case.num_ranks)]
+    for expected, actual in zip(case.reference_run, case.parallel_run, strict=False):
+        for samples in samples_of_ranks(expected):
+            known.update(samples)
+        if max(known.values(), default=0) > 1:
+            break
+        for rank, samples in enumerate(samples_of_ranks(actual)):
+            trained_by_rank[rank] |= set(samples)
+    num_ranks_of_sample: Counter[Any] = Counter()
+    for trained in trained_by_rank:
+        num_ranks_of_sample.update(trained)
+    num_repeated = sum(count > 1 for count in num_ranks_of_sample.values())
+    if not num_repeated:
+        return []
+    return [
+        f"in the steps compared {num_repeated} samples were trained by several ranks, "
+        "and none twice by one process"
+    ]
+
+
+# Samples with the same index but other contents
+
+
+def _contents_differ(case: Divergence) -> str:
+    indices = contents_that_differ(case.expected, case.actual)
+    return (
+        f"{len(indices)} samples have other content under the same index: {format_items(indices)}"
+    )
+
+
+def shuffled_datasets(case: Divergence) -> Cause | None:
+    """LS105: ranks have the same samples under other indices.
+
+    Needs: `batches` with indices and contents.
+    Applies: if at least half of the contents that differ have another index on one process.
+    Same signs: none known.
+    Says: how many have another index.
+    """
+    indices = contents_that_differ(case.expected, case.actual)
+    known_digests: set[str] = set()
+    for update in case.reference_run:
+        for rank in update:
+            for batch in rank.batches:
+                known_digests.update(batch.contents)
+    digests = []
+    for rank in case.actual:
+        for batch in rank.batches:
+            for index, digest in zip(batch.ids or (), batch.contents, strict=False):
+                if index in indices:
+                    digests.append(digest)
+    num_known = sum(digest in known_digests for digest in digests)
+    if 2 * num_known < len(digests):
+        return None
+    text = f"{num_known} of them stand under another index on one process"
+    return Cause("LS105", (_contents_differ(case), text))
+
+
+def _draws_of_ranks(case: Divergence) -> list[dict[str, str]]:
+    """Returns what each rank drew from while its first batch was read."""
+    return [dict(rank.batches[0].random_draws) for rank in case.actual if rank.batches]
+
+
+def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
+    """LS104: rank 0 has the dataset of one process, and other ranks have another one.
+
+    Needs: `batches` with contents, and `random_draws` while they were read.
+    Applies: if nothing was drawn at random, and rank 0 reads the contents of one process.
+    Same signs: a private generator that is seeded by the rank, if rank 0 reads what one process
+        reads first.
+    Says: that rank 0 alone is right.
+    """
+    if any(_draws_of_ranks(case)) or case.num_ranks <= 1:
+        return None
+    if contents_that_differ(case.expected, case.actual[:1]):
+        return None
+    text = "rank 0 has the content of one process, other ranks have not"
+    return Cause("LS104", (_contents_differ(case), text))
+
+
+def random_contents(case: Divergence) -> Cause:
+    """LS107: random numbers were drawn to read the samples. LS106: all ranks drew the same ones.
+
+    Needs: `random_draws` of the batches. Worker processes do not record theirs.
+    Applies: always.
+    Same signs: without recorded draws it may be a private generator, the clock, or the rank.
+    Says: which random streams were used.
+    """
+    sentence = _contents_differ(case)
+    if any(batch.workers for rank in case.actual for batch in rank.batches):
+        text = "worker processes read them, whose draws are not seen"
+        return Cause("LS107", (sentence, text))
+    draws_of_ranks = _draws_of_ranks(case)
+    draws_of_first = next((draws for draws in draws_of_ranks if draws), None)
+    if draws_of_first is None:
+        text = (
+            "no draw from torch or a global stream was seen; what is left is a generator of "
+            "numpy's or Python's that is the dataset's own, the clock, or the rank"
+        )
+        return Cause("LS107", (sentence, text))
+    streams = "; ".join(draws_of_first)
+    digests_of_ranks = [list(draws.values()) for draws in draws_of_ranks]
+    all_the_same = all(digests == digests_of_ranks[0] for digests in digests_of_ranks)
+    if len(draws_of_ranks) > 1 and all_the_same:
+        text = f"all ranks drew the same random numbers to read theirs: {streams}"
+        return Cause("LS106", (sentence, text))
+    return Cause("LS107", (sentence, f"random numbers were drawn to read them: {streams}"))
