@@ -43,9 +43,9 @@ def plan_run(spec: LaunchSpec) -> LaunchPlan:
         SettingError: as `run_script`.
     """
     request = _read_request(spec, os.environ)
-    made, _ = _plan_on_this_machine(request.spec, os.environ)
-    cold = _why_cold(request, os.environ) or _why_not_copied(request.spec.script)
-    return _with_source_hints(made, request.hints, cold)
+    plan, _ = _plan_on_this_machine(request.spec, os.environ)
+    cold_reason = _why_cold(request, os.environ) or _why_not_copied(request.spec.script)
+    return _with_source_hints(plan, request.hints, cold_reason)
 
 
 def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
@@ -67,37 +67,37 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
     with without_garbage_collection():
         request = _read_request(spec, environ)
     script = request.spec.script
-    cold = _why_cold(request, environ)
+    cold_reason = _why_cold(request, environ)
     nproc = _nproc_known_early(request.spec)
     early_variables = {}
     if nproc and "OMP_NUM_THREADS" not in environ:
         # Libraries read it when they are imported, so it cannot wait for the plan.
         early_variables["OMP_NUM_THREADS"] = str(threads_per_process(cores_allowed(), nproc))
     with _environment_with(early_variables):
-        if cold is None:
+        if cold_reason is None:
             import_for_ranks(request.hints.imports)
-            cold = _why_not_copied(script)
+            cold_reason = _why_not_copied(script)
         # Forked here: nothing above starts a thread, much below does.
-        zygote = Zygote(lambda: worker.run_and_exit(script), 0 if cold else nproc)
+        zygote = Zygote(lambda: worker.run_and_exit(script), 0 if cold_reason else nproc)
         try:
             with without_garbage_collection():
                 from lockstep.run.start.agent import launch_agent
                 from lockstep.run.watch.failure_report import render_failure
 
-                made, flags = _plan_on_this_machine(request.spec, environ)
-            made = _with_source_hints(made, request.hints, cold)
-            if cold:
-                made = replace(made, command=_fresh_command(script, flags))
-            if made.command.numa is not None:
+                plan, flags = _plan_on_this_machine(request.spec, environ)
+            plan = _with_source_hints(plan, request.hints, cold_reason)
+            if cold_reason:
+                plan = replace(plan, command=_fresh_command(script, flags))
+            if plan.command.numa is not None:
                 # A binding that is not possible is reported before any rank starts.
-                for local_rank in range(made.nproc):
-                    made.command.for_rank(local_rank)
+                for local_rank in range(plan.nproc):
+                    plan.command.for_rank(local_rank)
             folder = make_folder(flags.log_dir, Path(script.path).name.removesuffix(".py"))
-            headline = f"{made.nproc} x {script.path}"
-            if made.notes:
-                headline += ": " + "; ".join(made.notes)
+            headline = f"{plan.nproc} x {script.path}"
+            if plan.notes:
+                headline += ": " + "; ".join(plan.notes)
             announce(headline)
-            agent = launch_agent(made, flags, zygote, folder)
+            agent = launch_agent(plan, flags, zygote, folder)
         finally:
             zygote.close()
     if agent.failure is not None:
@@ -268,23 +268,23 @@ def _plan_on_this_machine(
     return make_plan(spec, machine, environ, nproc, one_node=most_nodes == 1), flags
 
 
-def _with_source_hints(made: LaunchPlan, hints: SourceHints, cold: str | None) -> LaunchPlan:
+def _with_source_hints(plan: LaunchPlan, hints: SourceHints, cold_reason: str | None) -> LaunchPlan:
     """Adds to a plan what the script's source has decided.
 
     Args:
-        made: the plan.
+        plan: the plan to change.
         hints: from the script's source.
-        cold: why the ranks are fresh interpreters; None: they are not.
+        cold_reason: why the ranks are fresh interpreters; None: they are not.
     """
-    notes = list(made.notes)
-    if cold is not None:
-        notes.append(f"fresh interpreters ({cold})")
-    script_spawns_ranks = hints.spawns_ranks and made.nproc == 1 and made.one_node
+    notes = list(plan.notes)
+    if cold_reason is not None:
+        notes.append(f"fresh interpreters ({cold_reason})")
+    script_spawns_ranks = hints.spawns_ranks and plan.nproc == 1 and plan.one_node
     if script_spawns_ranks:
         notes.append("the script starts its own processes")
-    elif made.script.local_rank_flag is not None:
-        notes.append(f"the script is given {made.script.local_rank_flag}")
-    return replace(made, notes=tuple(notes), script_spawns_ranks=script_spawns_ranks)
+    elif plan.script.local_rank_flag is not None:
+        notes.append(f"the script is given {plan.script.local_rank_flag}")
+    return replace(plan, notes=tuple(notes), script_spawns_ranks=script_spawns_ranks)
 
 
 def _why_cold(request: _Request, environ: Mapping[str, str]) -> str | None:

@@ -123,12 +123,12 @@ def launch(
     script = worker.Script(path=short_name if short_name.isidentifier() else "launch")
     spec = LaunchSpec(script=script, torchrun=_ONE_START_FLAGS)
     users_variables = env or {}
-    made = make_plan(spec, machine, {**os.environ, **users_variables}, size, one_node=True)
-    environment = {**made.environment, **users_variables}
+    plan = make_plan(spec, machine, {**os.environ, **users_variables}, size, one_node=True)
+    environment = {**plan.environment, **users_variables}
     if pickled_call is None:
         environment["OMP_NUM_THREADS"] = "1"
-    made = replace(
-        made,
+    plan = replace(
+        plan,
         environment=environment,
         timeout=timeout,
         keyboard=False,
@@ -137,18 +137,18 @@ def launch(
     if pickled_call is None:
         zygote = _fork_zygote(call)
     else:
-        zygote = _start_fresh_zygote(fn, pickled_call, made)
+        zygote = _start_fresh_zygote(fn, pickled_call, plan)
     with contextlib.closing(zygote):
         # Imported only now: it takes long, and the zygote works meanwhile.
         from lockstep.run.start.agent import launch_agent
         from lockstep.run.start.torchrun_flags import parse_flags
 
-        flags = parse_flags(made.arguments)
+        flags = parse_flags(plan.arguments)
         flags.shutdown_timeout = _SHUTDOWN_TIMEOUT_S
         keep_folder = flags.log_dir is not None
         folder = make_folder(flags.log_dir, script.path)
         try:
-            agent = launch_agent(made, flags, zygote, folder)
+            agent = launch_agent(plan, flags, zygote, folder)
             _raise_if_interrupted(agent)
             return _returned_values(agent, was_set, timeout)
         except RankFailedError:
@@ -227,13 +227,13 @@ def _fork_zygote(call: FunctionCall) -> Zygote:
         return Zygote(lambda: run_copy(call))
 
 
-def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, made: LaunchPlan) -> Zygote:
+def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, plan: LaunchPlan) -> Zygote:
     """Starts a zygote in a new interpreter.
 
     Args:
         fn: the function; large modules that its source file mentions are imported in the zygote.
         pickled_call: its pickled call, which the ranks read from a file without a name.
-        made: the plan of the run.
+        plan: of the run.
     """
     try:
         source = inspect.getsourcefile(inspect.unwrap(fn)) or os.devnull
@@ -255,7 +255,7 @@ def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, made: Launc
         options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         arguments = [json.dumps(path), json.dumps(sorted(modules)), str(file.fileno())]
         command = [python, *options, "-c", _FRESH_ZYGOTE_PROGRAM, *arguments]
-        return FreshZygote(command, {**os.environ, **made.environment}, [file.fileno()])
+        return FreshZygote(command, {**os.environ, **plan.environment}, [file.fileno()])
 
 
 # How the run ended
