@@ -57,7 +57,6 @@ PRIVATE_NAMES_ELSEWHERE = {
     "run.start.source_hints": "a module of torch's that a script's source may import",
     "run.watch.activity": "functions of torch's that are looked for in stacks",
     "run.watch.stacks": "functions of torch's that are looked for in stacks",
-    "training.optimizer": "an attribute that torch's GradScaler asks an optimizer for",
 }
 
 

@@ -421,6 +421,23 @@ def test_what_moves_a_module_can_be_replaced():
     assert layer.weight.dtype == torch.float32
 
 
+def test_an_optimizer_answers_torchs_grad_scaler():
+    class Asked(torch.optim.SGD):
+        pass
+
+    asked = []
+    torch_compat.answer_grad_scaler(Asked, lambda optimizer: bool(asked.append(optimizer)))
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = Asked([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    assert asked == [optimizer]
+    assert weight.item() == 0.0
+    assert torch_compat.unscales_gradients(torch.optim.Adam([weight], fused=True))
+    assert not torch_compat.unscales_gradients(torch.optim.Adam([weight]))
+
+
 def test_a_module_says_that_it_was_compiled():
     layer = nn.Linear(1, 1)
     assert not torch_compat.is_compiled_in_place(layer)

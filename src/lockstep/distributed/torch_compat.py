@@ -1,8 +1,8 @@
 """Every private name of torch's that Lockstep uses, and nothing else.
 
-Sections: classes without a public name, the compiler, DDP, FSDP, modules and autograd, workers of a
-DataLoader, stores, process groups and their Flight Recorder, launching ranks. Each name was
-read in torch 2.11, 2.13 and 2.14, where nothing else is said;
+Sections: classes without a public name, the compiler, DDP, FSDP, modules and autograd, optimizers,
+state dicts, workers of a DataLoader, stores, process groups and their Flight Recorder, launching
+ranks. Each name was read in torch 2.11, 2.13 and 2.14, where nothing else is said;
 `tests/distributed/test_torch_compat.py` tells when one of them changes.
 
 The launcher uses this module too, so torch is imported where it is needed, not at the top.
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.modules import batchnorm, dropout
     from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
     from torch.utils import _pytree
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -378,6 +379,26 @@ def on_shadowed_iteration(called: Callable[[], object]) -> None:
         return left
 
     Join._get_num_nonjoined_procs = counted  # type: ignore[method-assign]
+
+
+# Optimizers
+
+
+def unscales_gradients(optimizer: Optimizer) -> bool:
+    """Returns True if an optimizer divides its gradients by the loss scale, as fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def answer_grad_scaler(optimizer_class: type[Optimizer], answer: Callable[[Any], bool]) -> None:
+    """Sets what torch's GradScaler is told about the optimizers of a class.
+
+    Just before it steps, the scaler asks whether the optimizer divides its gradients by the scale.
+
+    Args:
+        optimizer_class: the class.
+        answer: called with the optimizer that is asked; raises to refuse the step.
+    """
+    optimizer_class._step_supports_amp_scaling = property(answer)  # type: ignore[attr-defined]
 
 
 # State dicts and DTensors

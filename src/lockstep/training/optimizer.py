@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.checkpoint.optimizer_state import load_saved_state
 from lockstep.distributed.collectives import Collectives, check_same_metric
-from lockstep.distributed.torch_compat import is_sharded
+from lockstep.distributed.torch_compat import answer_grad_scaler, is_sharded, unscales_gradients
 from lockstep.errors import UsageError, warn
 from lockstep.optim.precision import Precision
 from lockstep.session.extension import Extension
@@ -341,9 +341,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
                 "call optimizer.zero_grad() of the prepared optimizer, not model.zero_grad()",
             )
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Asked by torch's GradScaler when it is about to step (torch 2.11 and 2.13).
+    def _answer_grad_scaler(self) -> bool:
+        """Tells torch's GradScaler, which is about to step, if the inner optimizer unscales.
 
         Raises:
             UsageError: in the middle of a global batch. The scaler has divided the gradients by its
@@ -357,7 +356,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
                 "use lockstep.init(precision='fp16') instead, or leave micro_batch_size out",
                 code="LS406",
             )
-        return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
+        return unscales_gradients(self.inner)
 
     def _check_backward(self) -> None:
         """Raises UsageError if `loss.backward()` was called where the loss needs weighting."""
@@ -426,6 +425,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
                 "give it to world.prepare too: it then steps once per global batch",
                 code="LS401",
             )
+
+
+answer_grad_scaler(PreparedOptimizer, PreparedOptimizer._answer_grad_scaler)
 
 
 class _OptimizerEvents(Extension):
