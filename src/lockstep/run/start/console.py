@@ -111,7 +111,8 @@ def choose_streams(
         streams = set()
         if rank in shown_ranks:
             for name, flag in (("stdout", Std.OUT), ("stderr", Std.ERR)):
-                if flag & teed[rank] or not flag & redirected[rank]:
+                is_redirected = flag & redirected[rank] and not flag & teed[rank]
+                if not is_redirected:
                     streams.add(name)
         shown[rank] = frozenset(streams)
     return shown
@@ -422,11 +423,11 @@ class Console:
         """Returns what the lowest rank has not finished yet, as one row of the terminal."""
         if not sink.terminal:
             return b""
-        unfinished = [
-            stream
-            for stream in self._streams
-            if stream.sink is sink and stream.prefix and stream.state.strip()
-        ]
+        unfinished = []
+        for stream in self._streams:
+            is_passed_on_unchanged = not stream.prefix
+            if stream.sink is sink and not is_passed_on_unchanged and stream.state.strip():
+                unfinished.append(stream)
         if not unfinished:
             return b""
         lowest = min(unfinished, key=lambda stream: stream.rank)

@@ -290,12 +290,15 @@ class Server:
         # Ctrl-C goes to the launcher, which decides; and the zygote must outlive the ranks.
         for number in (*INHERITED_IF_IGNORED, signal.SIGTSTP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
+        # When a child ends, the kernel sends SIGCHLD. With a handler, even one that does nothing,
+        # Python then writes a byte into the pipe.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_writer, warn_on_full_buffer=False)
-        os.setpgid(0, 0)
+        os.setpgid(0, 0)  # out of the terminal's foreground group
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         watched: list[Any] = [self.control, self.wake_reader]
         while True:
+            # While spares are to be forked, one is forked whenever there is nothing else to do.
             timeout = 0 if self.spares_to_fork else None
             readable, _, _ = select.select(watched, [], [], timeout)
             if self.spares_to_fork and not readable:
