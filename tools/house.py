@@ -123,6 +123,7 @@ def circles(modules: Mapping[str, Module]) -> list[list[str]]:
     components: list[list[str]] = []
 
     def visit(name: str) -> None:
+        """Visits a module and, depth first, all that it imports; adds complete components."""
         index[name] = len(index)
         lowest_reachable[name] = index[name]
         stack.append(name)

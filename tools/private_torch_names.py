@@ -143,33 +143,49 @@ def find_places(modules: Mapping[str, Module]) -> dict[str, list[Place]]:
 
 def _find_uses(tree: ast.Module) -> Iterator[Place]:
     """Yields the places of one file, except those that need to know base classes."""
-    imports = _imports(tree)
     own_names = _own_names(tree) - _names_used_everywhere()
     foreign_names = names_in_torch() - own_names
+    imports = _imports(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             for path in _imported_paths(node).values():
                 if _is_private_path(path):
                     yield Place(node.lineno, path)
-        elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            root = _root_of(node)
-            if root in imports:
-                is_found = imports[root].partition(".")[0] == "torch"
-            elif isinstance(node.value, ast.Name) and root in ("self", "cls"):
-                is_found = False  # see `_find_overrides`
-            else:
-                is_found = node.attr in foreign_names
-            if is_found:
+        elif isinstance(node, ast.Attribute):
+            if _is_torch_attribute(node, imports, foreign_names):
                 yield Place(node.lineno, ast.unparse(node))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             if node.value in foreign_names or _is_private_path(node.value):
                 yield Place(node.lineno, repr(node.value))
-        elif isinstance(node, ast.keyword) and node.arg in foreign_names:
-            yield Place(node.value.lineno, f"{node.arg}=")
+        elif isinstance(node, ast.keyword):
+            if node.arg in foreign_names:
+                yield Place(node.value.lineno, f"{node.arg}=")
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ATTRIBUTE_FUNCTIONS:
             name = node.args[1]
             if isinstance(name, ast.Constant) and name.value in names_in_torch():
                 yield Place(name.lineno, repr(name.value))
+
+
+def _is_torch_attribute(
+    node: ast.Attribute, imports: Mapping[str, str], foreign_names: frozenset[str]
+) -> bool:
+    """Returns True for an attribute with a private name of torch, such as `module._buffers`.
+
+    Args:
+        node: the attribute.
+        imports: what the imported names of the file stand for.
+        foreign_names: the private names in torch that the file does not define itself.
+    """
+    if not is_private(node.attr):
+        return False
+    root = _root_of(node)
+    if root in imports:
+        package, _, _ = imports[root].partition(".")
+        return package == "torch"
+    is_on_self = isinstance(node.value, ast.Name) and root in ("self", "cls")
+    if is_on_self:
+        return False  # `_find_overrides` finds those that belong to a base class
+    return node.attr in foreign_names
 
 
 def _is_private_path(path: str) -> bool:

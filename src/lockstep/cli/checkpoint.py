@@ -130,11 +130,13 @@ def diff_command(
         contents_b = open_contents(b, everything=True, **reading)
         tensors_a = _all_tensors(contents_a)
         tensors_b = _all_tensors(contents_b)
-        renamed_b, changes = renamed(tensors_a, tensors_b)
+        tensors_b_renamed, changes = renamed(tensors_a, tensors_b)
         if changes:
             pairing = "paired after this" if match else "with --match they would pair after this"
             _print(f"names in {b}: {pairing}: {changes}")
-        pairs = list(compare(tensors_a, renamed_b if match else tensors_b, atol=atol, rtol=rtol))
+        if match:
+            tensors_b = tensors_b_renamed
+        pairs = list(compare(tensors_a, tensors_b, atol=atol, rtol=rtol))
         differing_extra = _differing_extra(contents_a.extra, contents_b.extra)
     except LockstepError as error:
         error.exit_code = 2  # 1 would say that they differ

@@ -8,7 +8,7 @@ seconds the rank spent in each *phase* of them (`PHASES`); waiting for other ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -330,18 +330,16 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
     if len(work) < 2:
         return
     # The slowest rank is left out, so that of two ranks the faster one is usual.
-    usual = float(np.median(sorted(work.values())[:-1]))
+    usual_work = float(np.median(sorted(work.values())[:-1]))
     slow_ranks = []
     for rank, seconds in work.items():
         step_seconds = seconds + phases[rank]["communication"]
-        if seconds - usual >= STRAGGLER_MIN_EXCESS * step_seconds:
+        if seconds - usual_work >= STRAGGLER_MIN_EXCESS * step_seconds:
             slow_ranks.append(rank)
-    other_phases = [seconds for rank, seconds in phases.items() if rank not in slow_ranks]
-    if not other_phases:
-        # All ranks count as slow if all their times are 0.
-        other_phases = [*phases.values()]
+    # All ranks count as slow if all their times are 0.
+    usual_ranks = [rank for rank in phases if rank not in slow_ranks] or [*phases]
     usual_phases = {
-        phase: float(np.median([seconds[phase] for seconds in other_phases]))
+        phase: float(np.median([phases[rank][phase] for rank in usual_ranks]))
         for phase in PHASES_WITHOUT_WAITING
     }
     slowest_first = sorted(slow_ranks, key=lambda rank: -work[rank])
@@ -349,20 +347,21 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
         host = start.records[rank].header.get("host", "an unknown host")
         excess = {phase: phases[rank][phase] - usual_phases[phase] for phase in WORK_PHASES}
         longest_excess = max(WORK_PHASES, key=lambda phase: excess[phase])
-        evidence = []
-        for phase in WORK_PHASES:
-            own_ms = phases[rank][phase] * 1e3
-            usual_ms = usual_phases[phase] * 1e3
-            evidence.append(f"{phase}: {own_ms:.3g} ms, the others {usual_ms:.3g} ms")
         yield Finding(
             "warning",
             f"rank {rank} on {host} is a straggler: it works {work[rank] * 1e3:.3g} ms a step, the "
-            f"others {usual * 1e3:.3g} ms, and they wait for it; most of the difference is in "
+            f"others {usual_work * 1e3:.3g} ms, and they wait for it; most of the difference is in "
             f"{longest_excess}",
-            tuple(evidence),
+            tuple(_compare_phases(phases[rank], usual_phases)),
         )
     if len(slow_ranks) > MAX_STRAGGLERS:
         yield Finding("warning", f"{format_ranks(sorted(slow_ranks))} are slower than the others")
+
+
+def _compare_phases(slow: Mapping[str, float], usual: Mapping[str, float]) -> Iterator[str]:
+    """Yields a line for each phase of work: the seconds of a slow rank, and those of the others."""
+    for phase in WORK_PHASES:
+        yield f"{phase}: {slow[phase] * 1e3:.3g} ms, the others {usual[phase] * 1e3:.3g} ms"
 
 
 def _phase_findings(start: Start) -> Iterator[Finding]:

@@ -138,6 +138,7 @@ def draw_curve(name: str, curve: Curve) -> str:
     """
 
     def draw(axes: Axes) -> None:
+        """Draws a line for each start of the run."""
         for line in curve.lines:
             weights = np.ones(len(line.steps))
             axes.plot(
@@ -169,6 +170,7 @@ def by_rank(start: Start) -> str:
     ranks = np.array([*phases])
 
     def draw(axes: Axes) -> None:
+        """Stacks the phases: a bar for each rank, or areas if there are many ranks."""
         bottom = np.zeros(len(ranks))
         for phase in STACKED_PHASES:
             height = np.array([seconds[phase] for seconds in phases.values()]) * 1e3
@@ -206,6 +208,7 @@ def over_time(start: Start) -> str:
     step_numbers = averaged(records[0].column("step")[:num_rows], steps_of_row)
 
     def draw(axes: Axes) -> None:
+        """Stacks the phases as areas over the steps."""
         heights: dict[str, Floats] = {}
         for phase in STACKED_PHASES:
             by_record = [record.column(phase)[:num_rows] for record in records]
@@ -258,6 +261,7 @@ def slow_ranks(start: Start) -> str:
     right = max(step_numbers[-1], step_numbers[0] + 1)
 
     def draw(axes: Axes) -> None:
+        """Draws a row for each rank, with a colour for each column of steps."""
         image = axes.imshow(
             percent,
             aspect="auto",

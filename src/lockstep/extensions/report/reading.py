@@ -273,8 +273,9 @@ class Record:
     def _read_file(self, path: Path) -> int:
         """Adds the new lines of one file; returns how many were understood."""
         lines = self._files.setdefault(path.name, _GrowingFile(path)).read_new_lines()
+        # A rank's file: 01764318000000000000-1f2e3d4c.rank3.record. Others are launchers' files.
         start_name, _, rank = path.name.removesuffix(RECORD_SUFFIX).rpartition(RANK_INFIX)
-        nanoseconds = start_name.partition("-")[0]
+        nanoseconds, _, _ = start_name.partition("-")
         if not (rank.isdecimal() and nanoseconds.isdecimal()):
             return self._add_launcher_lines(path.name, lines)
         # An empty file counts too: it tells that there is such a rank.

@@ -134,6 +134,10 @@ def _parse_row(values: list[Any]) -> list[float] | None:
 
 
 def _is_known_object(value: dict[str, Any]) -> bool:
+    """Returns True if an object has all fields of its kind.
+
+    The first line of a file of a later version is known too, so that the reader can refuse it.
+    """
     for key, fields in _FIELDS_BY_KEY.items():
         if key not in value:
             continue
