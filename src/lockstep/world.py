@@ -36,8 +36,8 @@ from lockstep.extensions.report.progress import (
     progress,
 )
 from lockstep.settings import Choice, resolve_settings
-from lockstep.strategies import find_strategy
 from lockstep.strategies.base import Strategy, StrategyPlan, note_empty_part
+from lockstep.strategies.find import find_strategy
 from lockstep.training.prepare import Preparer
 
 if TYPE_CHECKING:

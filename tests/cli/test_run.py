@@ -9,12 +9,13 @@ from click.testing import CliRunner, Result
 from lockstep import strategies
 from lockstep.cli import run as run_command
 from lockstep.cli.main import main
-from lockstep.cli.run import STRATEGIES, torchrun_options
+from lockstep.cli.run import torchrun_options
 from lockstep.errors import SettingError
 from lockstep.run.machines.hosts import HostsSpec
 from lockstep.run.start import script
 from lockstep.run.start.plan import LaunchSpec
 from lockstep.run.start.worker import Script
+from lockstep.strategies.find import find_strategy
 
 
 def run(*arguments: str) -> Result:
@@ -61,7 +62,10 @@ def test_module(asked: list[LaunchSpec]) -> None:
 
 
 def test_every_strategy_can_be_asked_for() -> None:
-    assert list(STRATEGIES) == [name.lower() for name in strategies._CLASSES]
+    for name, class_name in strategies.CLASS_OF_NAME.items():
+        strategy, _ = find_strategy(name, 1)
+        assert type(strategy) is getattr(strategies, class_name)
+        assert strategy.name == name
 
 
 @pytest.mark.parametrize(
@@ -80,7 +84,7 @@ def test_every_strategy_can_be_asked_for() -> None:
     ids=str,
 )  # fmt: skip
 def test_options_may_follow_the_name_of_a_strategy(text: str, options: object) -> None:
-    assert strategies.find_strategy(text, 2) == (options, "as set")
+    assert find_strategy(text, 2) == (options, "as set")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,7 @@ def test_options_may_follow_the_name_of_a_strategy(text: str, options: object) -
 )
 def test_options_that_a_strategy_does_not_have(text: str, found: str) -> None:
     with pytest.raises(SettingError, match=f"(?s){found}"):
-        strategies.find_strategy(text, 2)
+        find_strategy(text, 2)
 
 
 @pytest.mark.parametrize(

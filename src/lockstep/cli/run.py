@@ -32,14 +32,12 @@ from lockstep.run.start.rank_imports import without_garbage_collection
 from lockstep.run.start.torchrun_flags import check_flags_elsewhere, has_node_flags, parse_flags
 from lockstep.run.start.worker import Script
 from lockstep.settings import DECLARATIONS, Declaration
+from lockstep.strategies import CLASS_OF_NAME
 from lockstep.units import parse_seconds
 
 # Keys of click's context.
 TORCHRUN_FLAGS = "lockstep.torchrun_flags"  # the flags of torchrun that were given, as a list
 TORCHRUN_OPTIONS = "lockstep.torchrun_options"  # torchrun's flags as click's options
-
-STRATEGIES = ("single", "dp", "ddp", "fsdp", "hsdp", "pipeline", "diloco")
-"""As in `lockstep.strategies`, which imports torch and is therefore not asked here."""
 
 OPTIONS_OF_HOSTS = ("hosts", "copy", "on_lost", "forward_env", "ssh")
 OPTIONS_OF_SLURM = ("slurm", "nodes", "gpus_per_node", "time", "sbatch")
@@ -163,8 +161,8 @@ def known_strategy(ctx: click.Context, param: click.Parameter, value: str | None
     """
     if value:
         name = value.partition(":")[0]
-        if name not in STRATEGIES:
-            raise unknown_choice_error(f"--strategy {value}", name, "strategies", STRATEGIES)
+        if name not in CLASS_OF_NAME:
+            raise unknown_choice_error(f"--strategy {value}", name, "strategies", CLASS_OF_NAME)
     return value
 
 
