@@ -10,7 +10,7 @@ from torch import nn
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.modules import plain_state_dict
-from lockstep.checkpoint.save import Part, begin_checkpoint, write_checkpoint
+from lockstep.checkpoint.save import RankPart, begin_checkpoint, write_checkpoint
 
 
 def checkpoint(
@@ -40,7 +40,7 @@ def write(
     """Writes these files as the checkpoint of a run on one process."""
     temporary = layout.temporary_folder(folder, step)
     begin_checkpoint(temporary)
-    path = write_checkpoint(temporary, Part(files), {**manifest, "step": step}, keep=keep)
+    path = write_checkpoint(temporary, RankPart(files), {**manifest, "step": step}, keep=keep)
     assert path is not None
     return path
 

@@ -382,7 +382,7 @@ class World:
             asynchronous: False: `.save()` returns when all is on disk.
             **state: what belongs to the training: `model=`, `optimizer=`, `loader=`, ...
         """
-        from lockstep.checkpoint.preemption import Policy  # not all scripts save
+        from lockstep.checkpoint.schedule import Policy  # not all scripts save
         from lockstep.checkpoint.session import Checkpoint
 
         self._check_open("checkpoint")
@@ -405,8 +405,8 @@ class World:
             policy,
             state,
             world=self,
-            replicas=self._preparer.virtual_ranks,
-            rounds=first,
+            virtual_ranks=self._preparer.virtual_ranks,
+            rounds_in_memory=first,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from test_session import Counter, Training, caught, checkpoint_of, in_gloo_group
 
 import lockstep
 from lockstep.checkpoint import layout, storage
-from lockstep.checkpoint.preemption import Policy
-from lockstep.checkpoint.save import HostCopies
+from lockstep.checkpoint.host_copies import HostCopies
+from lockstep.checkpoint.schedule import Policy
 from lockstep.errors import CheckpointError, RanksDifferError, SettingError, UsageError
 
 LATER = Policy()
@@ -33,9 +33,11 @@ class Held:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._go = threading.Event()
+        self.reached = threading.Event()
         original = storage.write
 
         def write(*arguments: Any) -> None:
+            self.reached.set()
             self._go.wait(30)
             original(*arguments)
 
@@ -171,7 +173,7 @@ def test_memory_for_the_copies_is_used_again() -> None:
 
     def take() -> list[torch.Tensor]:
         copies.begin([own])
-        taken = [copies.take(tensor) for tensor in own]
+        taken = [copies.copy(tensor) for tensor in own]
         copies.finish()
         return taken
 
@@ -186,7 +188,7 @@ def test_memory_for_the_copies_is_used_again() -> None:
     own[1] = torch.randn(6).double()
     assert torch.equal(take()[1], own[1])
     copies.begin([own])
-    assert copies.take(fresh).data_ptr() == fresh.data_ptr(), "made for the checkpoint alone"
+    assert copies.copy(fresh).data_ptr() == fresh.data_ptr(), "made for the checkpoint alone"
 
 
 @pytest.mark.parametrize(
@@ -267,14 +269,16 @@ def together(folder: str) -> list[Any]:
 
     # Rank 0's clock decides, and a wish of any rank counts, in one step everywhere.
     timed = Training(Path(folder) / "c", collectives, Policy(every=timedelta(seconds=5), keep=99))
-    moment = timed.checkpoint._moment
-    moment._clock = lambda: timed.run.step.number * (1.0 if rank == 0 else 0.0)
-    moment._saved_at, moment._exchanged = 0.0, (0, 0.0)
+    schedule = timed.checkpoint._schedule
+    schedule._clock = lambda: timed.run.step.number * (1.0 if rank == 0 else 0.0)
+    schedule._saved_at_s = 0.0
+    schedule._last_exchange_step = 0
+    schedule._last_exchange_at_s = 0.0
     steps = []
     for number in range(1, 30):
         timed.train(1)
         if number == 12 and rank == 1:
-            moment._requests._save = True
+            schedule._requests._save_requested = True
         if timed.checkpoint.step():
             steps.append(number)
     seen.append(steps)

@@ -9,15 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.checkpoint import contents
-from lockstep.checkpoint.contents import Values, compare, compare_values, open_contents, renamed
-from lockstep.checkpoint.sharding import HeldTensor
+from lockstep.checkpoint import comparison
+from lockstep.checkpoint.comparison import (
+    ValueDifferences,
+    compare,
+    compare_values,
+    rename_to_match,
+)
+from lockstep.checkpoint.contents import open_contents
+from lockstep.checkpoint.lazy_tensor import TensorInMemory
 
 NAN, INF = math.nan, math.inf
 
 
-def values(a: Tensor, b: Tensor, **tolerance: float) -> Values:
-    return compare_values(HeldTensor(a), HeldTensor(b), **tolerance)
+def values(a: Tensor, b: Tensor, **tolerance: float) -> ValueDifferences:
+    return compare_values(TensorInMemory(a), TensorInMemory(b), **tolerance)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +67,8 @@ def test_every_dtype(dtype: str) -> None:
     kind = getattr(torch, dtype)
     a = torch.tensor([0, 1, 1, 0]).to(kind)
     b = torch.tensor([0, 1, 0, 0]).to(kind)
-    assert values(a, a) == Values()
-    assert values(a, b) == Values(1, 1.0, 1.0)
+    assert values(a, a) == ValueDifferences()
+    assert values(a, b) == ValueDifferences(1, 1.0, 1.0)
 
 
 def test_integers_that_float64_has_not() -> None:
@@ -82,7 +88,7 @@ def test_parts_make_no_difference(pairs: list[tuple[float, float]], size: int) -
     b = torch.tensor([b for _, b in pairs])
     whole = values(a, b)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contents, "_ELEMENTS", size)
+        patch.setattr(comparison, "CHUNK_ELEMENTS", size)
         assert values(a, b) == whole
     # As one would write it without regard to memory.
     same = (a == b) | (a.isnan() & b.isnan())
@@ -102,14 +108,16 @@ def test_what_is_on_one_side(tmp_path: Path) -> None:
     assert all(pair.differs for pair in pairs.values())
     assert pairs["a"].b is None
     assert pairs["b"].values is None
-    assert pairs["c"].values == Values()
+    assert pairs["c"].values == ValueDifferences()
     assert pairs["d"].a is None
 
 
 def test_names_that_wrappers_changed() -> None:
-    a = {name: HeldTensor(torch.ones(2)) for name in ("x.w", "y.w")}
-    b = {f"module.{name}": value for name, value in a.items()} | {"more": HeldTensor(torch.ones(1))}
-    paired, changes = renamed(a, b)
+    a = {name: TensorInMemory(torch.ones(2)) for name in ("x.w", "y.w")}
+    b = {f"module.{name}": value for name, value in a.items()} | {
+        "more": TensorInMemory(torch.ones(1))
+    }
+    paired, changes = rename_to_match(a, b)
     assert paired.keys() == {"x.w", "y.w", "more"}
     assert changes == "removed the prefix 'module.'"
-    assert renamed(a, a) == (a, "")
+    assert rename_to_match(a, a) == (a, "")

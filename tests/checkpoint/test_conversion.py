@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from saved import checkpoint
 from torch import Tensor, nn
 
-from lockstep.checkpoint.contents import convert, open_contents
+from lockstep.checkpoint.contents import open_contents
+from lockstep.checkpoint.conversion import convert
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import CheckpointError, SettingError
 
@@ -57,7 +58,7 @@ def test_every_form_into_every_form(tmp_path: Path) -> None:
     for kind, source in sources.items():
         for shards in (10**9, 50):
             out = tmp_path / f"{kind}-{shards}.safetensors"
-            done = convert(open_contents(source), out, shard_size=shards)
+            done = convert(open_contents(source), out, shard_bytes=shards)
             assert (len(done.files) > 1) == (shards == 50)
             held = {}
             for file in done.files[len(done.files) > 1 :]:
@@ -105,7 +106,7 @@ def test_dtypes(tmp_path: Path) -> None:
     for out in (tmp_path / "o.safetensors", tmp_path / "o.pt"):
         done = convert(contents, out, dtype=torch.bfloat16)
         held = load_file(out) if out.suffix == ".safetensors" else torch.load(out)
-        assert done.cast == 3
+        assert done.num_cast == 3
         for name, value in state.items():
             wanted = value.bfloat16() if name in ("fp32", "fp64", "fp16") else value
             assert held[name].dtype is wanted.dtype
@@ -134,19 +135,19 @@ def test_prefixes(tmp_path: Path) -> None:
         ]
 
     assert written() == names
-    assert written(add="net.") == [f"net.{n}" for n in names]
-    assert written(remove=["module."]) == ["a._orig_mod.w", "b_orig_mod.w", "module.c"]
-    assert written(remove=["module.", "_orig_mod."], add="x.") == [
+    assert written(add_prefix="net.") == [f"net.{n}" for n in names]
+    assert written(remove_prefixes=["module."]) == ["a._orig_mod.w", "b_orig_mod.w", "module.c"]
+    assert written(remove_prefixes=["module.", "_orig_mod."], add_prefix="x.") == [
         "x.a.w",
         "x.b_orig_mod.w",
         "x.module.c",
     ]
     with pytest.raises(SettingError, match="no name begins with it"):
-        written(remove=["model."])
+        written(remove_prefixes=["model."])
     save_file({"module.w": torch.ones(1), "w": torch.ones(1)}, tmp_path / "i.safetensors")
     contents = open_contents(tmp_path / "i.safetensors")
     with pytest.raises(SettingError, match="two names would become one"):
-        written(remove=["module."])
+        written(remove_prefixes=["module."])
 
 
 def test_one_of_several_models(tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_not_more_memory_than_one_file_takes(tmp_path: Path) -> None:
         convert(
             open_contents(tmp_path / "i.safetensors"),
             tmp_path / "o.safetensors",
-            shard_size=8_000_000,
+            shard_bytes=8_000_000,
         )
         assert 4_000_000 < tracemalloc.get_traced_memory()[1] < 14_000_000
     finally:

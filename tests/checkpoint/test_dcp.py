@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lockstep.checkpoint.contents import open_contents
-from lockstep.checkpoint.formats.pytorch import DTYPES, NAMES, read_dcp, tensors_in
+from lockstep.checkpoint.formats.dcp import read_dcp, tensors_in
+from lockstep.checkpoint.formats.dcp_metadata import ALLOWED_NAMES, DTYPE_OF_PICKLED_NAME
 from lockstep.checkpoint.modules import plain_state_dict
-from lockstep.checkpoint.sharding import ShardedEntry
+from lockstep.checkpoint.shards import TensorInShards
 from lockstep.checkpoint.weights import load_weights
 from lockstep.cli.checkpoint import command
 from lockstep.errors import CheckpointError
@@ -71,7 +72,7 @@ def test_the_forms_that_people_save(tmp_path: Path) -> None:
 
 
 def test_only_names_that_are_known(tmp_path: Path) -> None:
-    """Tells when torch writes its metadata in another way: then `dcp.NAMES` has to follow."""
+    """Tells when torch writes its metadata in another way: `ALLOWED_NAMES` has to follow then."""
     saved, optimizer = trained()
     folder = write({"model": saved.state_dict(), "optim": optimizer.state_dict()}, tmp_path)
     texts: list[str] = []
@@ -81,14 +82,14 @@ def test_only_names_that_are_known(tmp_path: Path) -> None:
             used.add(texts[-1])
         elif isinstance(value, str):
             texts.append(value)
-    last = {name.rpartition(".")[2] for name in NAMES}
+    last = {name.rpartition(".")[2] for name in ALLOWED_NAMES}
     assert {"Metadata", "_StorageInfo", "MetadataIndex", "Size"} <= used <= last
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_every_dtype_and_layout(tmp_path: Path) -> None:
     state: dict[str, torch.Tensor] = {}
-    for name, dtype in DTYPES.items():
+    for name, dtype in DTYPE_OF_PICKLED_NAME.items():
         bits = torch.arange(24, dtype=torch.uint8) % 2
         state[name] = bits.repeat(dtype.itemsize).view(dtype).reshape(4, 6)
     state["turned"] = torch.arange(12.0).reshape(3, 4).t()
@@ -102,11 +103,13 @@ def test_every_dtype_and_layout(tmp_path: Path) -> None:
     assert found.keys() == state.keys()
     for name, value in state.items():
         stored = found[name]
-        assert isinstance(stored, ShardedEntry)
+        assert isinstance(stored, TensorInShards)
         assert (stored.dtype, stored.shape) == (value.dtype, tuple(value.shape))
-        whole = stored.full()
+        whole = stored.read()
         assert torch.equal(as_bytes(whole), as_bytes(value)), name
-        parts = [stored.part(at, min(at + 5, value.numel())) for at in range(0, value.numel(), 5)]
+        parts = [
+            stored.read_range(at, min(at + 5, value.numel())) for at in range(0, value.numel(), 5)
+        ]
         assert not parts or torch.equal(as_bytes(torch.cat(parts)), as_bytes(value)), name
 
 
@@ -144,10 +147,10 @@ def test_shards_of_three_ranks(tmp_path: Path) -> None:
         for name in SHAPES:
             entry = found[f"model.{name}"]
             expected = values(name)
-            assert torch.equal(entry.full(), expected), name
+            assert torch.equal(entry.read(), expected), name
             for begin in range(0, expected.numel(), 4):
                 end = min(begin + 7, expected.numel())
-                assert torch.equal(entry.part(begin, end), expected.reshape(-1)[begin:end])
+                assert torch.equal(entry.read_range(begin, end), expected.reshape(-1)[begin:end])
 
 
 class WithExtra(nn.Linear):
@@ -181,7 +184,7 @@ def test_the_commands_read_it(tmp_path: Path) -> None:
     assert run(command, ["convert", str(folder), str(out)], catch_exceptions=False).exit_code == 0
     assert run(command, ["diff", str(folder), str(out)], catch_exceptions=False).exit_code == 0
     optim = open_contents(folder, training=True).training
-    assert optim["optim.state.0.exp_avg"].full().shape == (7, 5)
+    assert optim["optim.state.0.exp_avg"].read().shape == (7, 5)
 
 
 def test_a_piece_that_is_not_sound_changes_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
-from lockstep.checkpoint.encoding import STORABLE, decode, encode
+from lockstep.checkpoint.encoding import STORABLE_DTYPES, decode, encode
 from lockstep.errors import CheckpointError
 
 
@@ -102,7 +102,7 @@ def test_a_counter_comes_back() -> None:
     assert same(through(Counter({3: 2, 7: 1})), Counter({3: 2, 7: 1}))
 
 
-@pytest.mark.parametrize("dtype", sorted(STORABLE, key=str), ids=str)
+@pytest.mark.parametrize("dtype", sorted(STORABLE_DTYPES, key=str), ids=str)
 def test_every_dtype_that_is_claimed(dtype: torch.dtype) -> None:
     count = 3 * dtype.itemsize
     values = torch.arange(1, count + 1, dtype=torch.uint8)

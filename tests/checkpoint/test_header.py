@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save, save_file
 from torch import Tensor, nn
 
-from lockstep.checkpoint.formats.safetensors import DTYPES, read_header
+from lockstep.checkpoint.encoding import DTYPE_OF_CODE
+from lockstep.checkpoint.formats.safetensors import read_header
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import CheckpointError
 
@@ -30,7 +31,7 @@ def file_of(path: Path, header: Any, data: int = 24, length: int | None = None) 
 
 def test_every_dtype_in_parts(tmp_path: Path) -> None:
     tensors: dict[str, Tensor] = {}
-    for code, dtype in DTYPES.items():
+    for code, dtype in DTYPE_OF_CODE.items():
         bits = torch.arange(24, dtype=torch.uint8) % 2
         tensors[code] = bits.repeat(dtype.itemsize).view(dtype).reshape(4, 6)
     tensors |= {"empty": torch.zeros(3, 0), "scalar": torch.tensor(2.5)}
@@ -52,7 +53,10 @@ def test_every_dtype_in_parts(tmp_path: Path) -> None:
             tuple(tensor.shape),
             tensor.nbytes,
         )
-        parts = [entry.part(b, min(b + 5, entry.count)) for b in range(0, entry.count, 5)]
+        parts = [
+            entry.read_range(b, min(b + 5, entry.num_elements))
+            for b in range(0, entry.num_elements, 5)
+        ]
         whole = torch.cat([p.view(torch.uint8) for p in parts]) if parts else torch.empty(0)
         assert torch.equal(whole, tensor.reshape(-1).view(torch.uint8) if parts else whole)
 
@@ -153,4 +157,4 @@ def test_a_file_that_becomes_shorter_meanwhile(tmp_path: Path) -> None:
     entry = read_header(path)["w"]
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match="became shorter"):
-        entry.part(0, 8)
+        entry.read_range(0, 8)

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint import storage
+from lockstep.checkpoint import checksums
 from lockstep.checkpoint.weights import load_weights
 from lockstep.cli.checkpoint import command
 from lockstep.errors import CheckpointError, LockstepError
@@ -96,7 +96,7 @@ def edited(folder: Path, change: Callable[[dict[str, Any], Path], Any]) -> Path:
 
 
 def write_manifest(step: Path, manifest: dict[str, Any]) -> None:
-    (step / "manifest.json").write_bytes(storage.sealed(manifest))
+    (step / "manifest.json").write_bytes(checksums.seal_manifest(manifest))
 
 
 def replaced(name: str) -> Callable[[Path], Path]:
@@ -107,7 +107,7 @@ def replaced(name: str) -> Callable[[Path], Path]:
             (step / name).write_bytes(pickle.dumps(Evil(folder)))
             manifest["files"][name] = (step / name).stat().st_size
             for key in list(manifest.get("checksums", ())):
-                manifest["checksums"][key] = storage.of_file(step / key)
+                manifest["checksums"][key] = checksums.file_checksum(step / key)
 
         return edited(folder, change)
 

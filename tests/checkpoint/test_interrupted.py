@@ -18,9 +18,9 @@ from ranks import HANG_S, context, in_clean_process, in_gloo_group, run_ranks
 from test_async_save import Held
 from test_session import Training, caught, joined
 
-from lockstep.checkpoint import layout, save, storage, termination
+from lockstep.checkpoint import layout, storage, termination, writer
 from lockstep.checkpoint.health import examine
-from lockstep.checkpoint.preemption import Policy
+from lockstep.checkpoint.schedule import Policy
 from lockstep.checkpoint.weights import save_weights
 
 
@@ -45,7 +45,7 @@ def test_ctrl_c_before_the_thread_writes(tmp_path: Path, monkeypatch: pytest.Mon
 
     run = with_one_checkpoint(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(save.Writer, "start", interrupted)
+        patch.setattr(writer.Writer, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run.checkpoint.save()
     only_the_first_is_there(tmp_path)
@@ -61,11 +61,12 @@ def test_the_wait_at_the_end_is_interrupted(
     def interrupted(timeout: float | None = None) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(save, "_STOPPING_S", 0.0)  # the disk does not answer
+    monkeypatch.setattr(writer, "MAX_WAIT_FOR_THREAD_S", 0.0)  # the disk does not answer
     run = with_one_checkpoint(tmp_path)
     with monkeypatch.context() as patch:
         held = Held(patch)
         run.checkpoint.save()
+        assert held.reached.wait(30), "the thread writes to a folder that is still there"
         patch.setattr(run.checkpoint._writer, "finish", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run.end(failed=True)
@@ -189,7 +190,7 @@ def test_the_end_of_a_child_is_not_that_of_its_parent() -> None:
     def cleanup() -> None:
         called.append(os.getpid())
 
-    with termination.undone_unless_finished(cleanup):
+    with termination.cleaned_up_on_failure(cleanup):
         reads, writes = os.pipe()
         child = os.fork()
         if child == 0:
@@ -207,10 +208,10 @@ def test_the_end_of_a_child_is_not_that_of_its_parent() -> None:
 # Each rank that writes stops in the middle of its first file, as if the disk did not answer.
 STUCK = """
 import glob, os, sys, threading, time, torch, lockstep
-from lockstep.checkpoint import save, storage
+from lockstep.checkpoint import storage, writer
 
 strategy, asynchronous, then = sys.argv[1:4]
-save._STOPPING_S = 0.1
+writer.MAX_WAIT_FOR_THREAD_S = 0.1
 # Through Gloo a rank waits for the others in C++, where no handler of Python's runs.
 world = lockstep.init(strategy, device="cpu", backend="gloo", seed=0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))

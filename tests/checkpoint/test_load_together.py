@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.checkpoint import weights
-from lockstep.checkpoint.formats.reading import read
+from lockstep.checkpoint.formats.reading import read_source
 from lockstep.checkpoint.modules import load_plain, plain_state_dict
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.errors import CheckpointError, LockstepError
@@ -180,7 +180,7 @@ def read_large(folder: Path) -> dict[str, int]:
     grown = {}
     for form in ("w.safetensors", "w.pt", "pytorch_model.bin.index.json"):
         before = anonymous()
-        (found,) = read(folder / form, trust=False).states
+        (found,) = read_source(folder / form, trust=False).states
         assert float(sum(value.sum() for value in found.state.values())) == SIZE // 4
         grown[form] = anonymous() - before
         del found
@@ -219,7 +219,7 @@ def test_a_folder_of_dcp_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.Mo
         load_plain(module, state, strict=strict)
 
     monkeypatch.setattr(weights, "load_plain", load)
-    monkeypatch.setattr(weights, "_BATCH", 1200)
+    monkeypatch.setattr(weights, "MAX_BYTES_IN_MEMORY", 1200)
     fresh = Holder({f"p{i}": torch.zeros(100) for i in range(10)})
     load_weights(fresh, tmp_path / "saved")
     assert sizes == [1200, 1200, 1200, 400]

@@ -21,15 +21,15 @@ from test_session import Counter, Training
 from lockstep.checkpoint import layout
 from lockstep.checkpoint import lock as locks
 from lockstep.checkpoint.health import examine
-from lockstep.checkpoint.lock import Lock, holder
-from lockstep.checkpoint.preemption import Policy
+from lockstep.checkpoint.lock import Lock, find_other_writer
+from lockstep.checkpoint.schedule import Policy
 from lockstep.errors import CheckpointError
 
 
 def hold(folder: str, pipe: Any) -> None:
     """Another run: holds the folder until it is told to go on, or killed."""
     lock = Lock(Path(folder))
-    lock.hold()
+    lock.acquire()
     pipe.send(os.getpid())
     pipe.recv()
     lock.release()
@@ -52,7 +52,7 @@ def test_the_second_run_is_told_of_the_first(tmp_path: Path, other: tuple[Any, A
     run = Training(tmp_path)
     with pytest.raises(CheckpointError, match=f"process {process.pid} on {socket.gethostname()}"):
         run.checkpoint.save()
-    assert f"process {process.pid} on" in (holder(tmp_path) or "")
+    assert f"process {process.pid} on" in (find_other_writer(tmp_path) or "")
     pipe.send("go on")
     assert pipe.recv() == "released"
     assert os.listdir(tmp_path) == []
@@ -67,10 +67,10 @@ def test_who_resumes_is_told_too_and_may(tmp_path: Path) -> None:
     first = Training(tmp_path)
     first.end()
     # Those two are of this process, which has let go of the folder only with the last of them.
-    for lock in list(locks._own):
-        locks._own.pop(lock)
+    for lock in list(locks._acquired):
+        locks._acquired.pop(lock)
     ours, theirs = context.Pipe()
-    (tmp_path / locks.NAME).unlink()
+    (tmp_path / locks.LOCK_FILE).unlink()
     process = context.Process(target=hold, args=(str(tmp_path), theirs))
     process.start()
     ours.recv()
@@ -86,23 +86,23 @@ def test_a_run_that_was_killed_holds_nothing(tmp_path: Path, other: tuple[Any, A
     process, _ = other
     process.kill()
     process.join()
-    assert (tmp_path / locks.NAME).exists()
-    assert holder(tmp_path) is None
+    assert (tmp_path / locks.LOCK_FILE).exists()
+    assert find_other_writer(tmp_path) is None
     run = Training(tmp_path)
     run.checkpoint.save()
     run.end()
-    assert not (tmp_path / locks.NAME).exists()
+    assert not (tmp_path / locks.LOCK_FILE).exists()
 
 
 def test_several_checkpoints_of_one_run_share_the_folder(tmp_path: Path) -> None:
     one, two = Lock(tmp_path), Lock(tmp_path)
-    one.hold()
-    two.hold()
+    one.acquire()
+    two.acquire()
     one.release()
-    two.hold()
-    assert (tmp_path / locks.NAME).exists()
+    two.acquire()
+    assert (tmp_path / locks.LOCK_FILE).exists()
     two.release()
-    assert not (tmp_path / locks.NAME).exists()
+    assert not (tmp_path / locks.LOCK_FILE).exists()
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(errno.ENOLCK, "no locks available")
 
     monkeypatch.setattr(fcntl, "lockf", none)
-    own = locks._identity()
+    own = locks._describe_this_process()
     ended = subprocess.Popen(["true"])
     ended.wait()
     long_ago = time.time() - 10_000
@@ -123,24 +123,24 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({**own, "host": "elsewhere"}, long_ago, False),
         ({}, None, False),
     ]
-    file = tmp_path / locks.NAME
+    file = tmp_path / locks.LOCK_FILE
     for text, changed, alive in cases:
         file.write_text(json.dumps(text))
         if changed:
             os.utime(file, (changed, changed))
-        assert (holder(tmp_path) is not None) == alive, text
+        assert (find_other_writer(tmp_path) is not None) == alive, text
         lock = Lock(tmp_path)
         if alive:
             with pytest.raises(CheckpointError, match=r"process .* on elsewhere"):
-                lock.hold()
+                lock.acquire()
         else:
-            lock.hold()
+            lock.acquire()
             lock.release()
     lock = Lock(tmp_path)
-    lock.hold()
+    lock.acquire()
     file.write_text(json.dumps({**own, "host": "elsewhere", "run": "abc"}))
     with pytest.raises(CheckpointError, match=r"run abc\) has begun to write there"):
-        lock.hold()
+        lock.acquire()
     lock.release()
     assert file.exists(), "it is the other's"
 

@@ -13,8 +13,9 @@ from saved import checkpoint
 from torch import nn
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.health import RECENT, Repair, carry_out, examine, plan_repairs
-from lockstep.checkpoint.storage import sealed
+from lockstep.checkpoint.checksums import seal_manifest
+from lockstep.checkpoint.health import examine
+from lockstep.checkpoint.repair import MIN_AGE_S, Repair, carry_out, plan_repairs
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import CheckpointError
 
@@ -25,11 +26,11 @@ def save(folder: Path, step: int) -> Path:
 
 def later() -> float:
     """After everything that the tests do."""
-    return time.time() + 2 * RECENT
+    return time.time() + 2 * MIN_AGE_S
 
 
 def plan(folder: Path) -> list[Repair]:
-    return plan_repairs(folder, now=later())
+    return plan_repairs(folder, now_s=later())
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -48,7 +49,7 @@ def flip(path: Path, byte: int = 20) -> None:
 
 def edit(path: Path, **changes: Any) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_bytes(sealed({**manifest, **changes}))
+    (path / "manifest.json").write_bytes(seal_manifest({**manifest, **changes}))
 
 
 def replace(path: Path, old: str, new: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 import lockstep
 from lockstep.batch.plan import plan_epoch
 from lockstep.checkpoint import rounds, storage
-from lockstep.checkpoint.rounds import Rounds, choose
+from lockstep.checkpoint.rounds import Rounds, choose_round
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
 from lockstep.run.start.round_memory import RoundMemory
@@ -47,24 +47,24 @@ def report(machine: int, *kept: tuple[int, Sequence[int]], size: int = 3) -> dic
         {"step": step, "replicas": list(own), "file": f"{machine}-{step}", **of_all}
         for step, own in kept
     ]
-    return {"machine": machine, "kept": found}
+    return {"machine": machine, "rounds": found}
 
 
 def test_the_latest_round_that_all_have_is_taken() -> None:
     reports = [report(0, (4, [0]), (8, [0])), report(1, (4, [1]), (8, [1])), report(2, (4, [2]))]
-    chosen = choose(reports, 3)
+    chosen = choose_round(reports, 3)
     assert chosen is not None
     assert (chosen.step, chosen.lost) == (4, [])
-    assert chosen.shared == {0: "0-4", 1: "1-4", 2: "2-4"}
-    assert chosen.random == ["of 0", "of 1", "of 2"]
+    assert chosen.shared_files == {0: "0-4", 1: "1-4", 2: "2-4"}
+    assert chosen.rng_states == ["of 0", "of 1", "of 2"]
 
 
 def test_without_a_machine_it_is_the_latest_of_the_others() -> None:
-    chosen = choose([report(0, (4, [0]), (8, [0])), report(2, (4, [2]), (8, [2]))], 3)
+    chosen = choose_round([report(0, (4, [0]), (8, [0])), report(2, (4, [2]), (8, [2]))], 3)
     assert chosen is not None
-    assert (chosen.step, chosen.lost, chosen.instead[1]) == (8, [1], 2)
-    assert chosen.random is None
-    assert choose([report(0), report(1)], 3) is None
+    assert (chosen.step, chosen.lost, chosen.substitutes[1]) == (8, [1], 2)
+    assert chosen.rng_states is None
+    assert choose_round([report(0), report(1)], 3) is None
 
 
 def alone(memory: Memory, folder: str) -> Rounds:
@@ -74,11 +74,11 @@ def alone(memory: Memory, folder: str) -> Rounds:
 
 def keep(kept: Rounds, step: int) -> None:
     value = torch.full((3,), float(step))
-    kept.keep({"step": step, "random": ""}, {"value": value}, {0: {"its": value}})
+    kept.store({"step": step, "random": ""}, {"value": value}, {0: {"its": value}})
 
 
 def steps(kept: Rounds) -> list[int]:
-    return sorted(each["step"] for each in kept.report()["kept"])
+    return sorted(each["step"] for each in kept.report()["rounds"])
 
 
 def test_a_rank_that_is_killed_while_it_writes_leaves_the_round_before(
@@ -105,7 +105,7 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_the_round_before(
             break
     assert last > 1
     assert steps(kept) == [8, 12]
-    chosen = choose([kept.report()], 1)
+    chosen = choose_round([kept.report()], 1)
     assert chosen is not None
     shared, replicas = kept.read(chosen, [0], [[0]])
     assert torch.equal(shared["value"], torch.full((3,), 12.0))

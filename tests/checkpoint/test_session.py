@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.health import examine
-from lockstep.checkpoint.preemption import Policy
+from lockstep.checkpoint.schedule import Policy
 from lockstep.checkpoint.session import Checkpoint
 from lockstep.checkpoint.weights import load_weights
 from lockstep.distributed.collectives import Collectives

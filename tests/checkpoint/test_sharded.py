@@ -188,18 +188,18 @@ def test_a_rank_that_is_gone_is_not_waited_for_without_end(monkeypatch: Any) -> 
     class Joined:
         store = Store()
 
-    monkeypatch.setattr(save, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(save, "MAX_WAIT_AFTER_FAILURE_S", 0.1)
     joined: Any = Joined()
     with pytest.raises(CheckpointError, match="not all ranks have written their shards"):
-        save.Others(joined, ".step", [1]).reports(lambda: True)
+        save.RankReports(joined, ".step", [1]).wait(lambda: True)
 
 
 def test_what_ranks_have_told_does_not_stay_in_the_store() -> None:
     joined: Any = SimpleNamespace(store=dist.HashStore())
-    told = save.Others(joined, ".step", [1, 2])
-    told.tell(2, None)
-    told.tell(1, {"files": {}})
-    assert told.reports(lambda: False) == {1: {"files": {}}, 2: None}
+    told = save.RankReports(joined, ".step", [1, 2])
+    told.send(2, None)
+    told.send(1, {"files": {}})
+    assert told.wait(lambda: False) == {1: {"files": {}}, 2: None}
     assert not joined.store.check(["lockstep/checkpoint/.step/1"])
     assert not joined.store.check(["lockstep/checkpoint/.step/2"])
 
@@ -223,9 +223,9 @@ def test_a_folder_that_rank_0_does_not_see(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not to be seen from rank 0"):
         save.write_checkpoint(
             temporary,
-            save.Part({}),
+            save.RankPart({}),
             {"step": 3, "modules": {}, "training": {}},
             keep=1,
-            others=lambda: {1: json.loads(json.dumps(report))},
+            wait_for_others=lambda: {1: json.loads(json.dumps(report))},
         )
     assert os.listdir(tmp_path) == []

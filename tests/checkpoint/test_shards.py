@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lockstep.checkpoint.formats.safetensors import shard_bytes, write_weights
+from lockstep.checkpoint.formats.safetensors_files import parse_shard_size, write_weights
+from lockstep.checkpoint.lazy_tensor import TensorInMemory
 from lockstep.checkpoint.modules import plain_state_dict
-from lockstep.checkpoint.sharding import HeldTensor
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.errors import CheckpointError, SettingError
 
@@ -154,8 +154,8 @@ def test_one_files_tensors_at_a_time(tmp_path: Path) -> None:
         seen.append(len(list(tmp_path.glob("w-*"))))
         return torch.ones(4)
 
-    class Counted(HeldTensor):
-        def part(self, begin: int, end: int) -> torch.Tensor:
+    class Counted(TensorInMemory):
+        def read_range(self, begin: int, end: int) -> torch.Tensor:
             return get()
 
     pieces = {f"t{i}": Counted(torch.ones(4)) for i in range(6)}
@@ -173,10 +173,10 @@ def test_sizes() -> None:
         "500B": 500,
         "2kb": 2000,
     }.items():
-        assert shard_bytes(text) == size
+        assert parse_shard_size(text) == size
     for wrong in ("", "much", "0", "-5GB", "5 XB", "0.1"):
         with pytest.raises(SettingError, match="a shard size of"):
-            shard_bytes(wrong)
+            parse_shard_size(wrong)
 
 
 def test_another_dtype(tmp_path: Path) -> None:

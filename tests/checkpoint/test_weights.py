@@ -22,9 +22,11 @@ from safetensors.torch import load_file, save_file
 from test_session import checkpoint_of as session_of
 from torch import nn
 
-from lockstep.checkpoint.contents import convert, open_contents
+from lockstep.checkpoint.contents import open_contents
+from lockstep.checkpoint.conversion import convert
 from lockstep.checkpoint.encoding import encode
-from lockstep.checkpoint.modules import match_names, plain_state_dict, unwrap
+from lockstep.checkpoint.modules import plain_state_dict, unwrap
+from lockstep.checkpoint.name_matching import match_names
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.errors import CheckpointError
 

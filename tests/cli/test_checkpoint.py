@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from saved import checkpoint
 from torch import nn
 
-from lockstep.checkpoint.storage import sealed
+from lockstep.checkpoint.checksums import seal_manifest
 from lockstep.checkpoint.weights import save_weights
 from lockstep.cli.main import main
 
@@ -75,7 +75,7 @@ def test_inspect_shows_the_metric_and_the_best(tmp_path: Path) -> None:
         path = checkpoint(tmp_path, step, model=net())
         manifest = json.loads((path / "manifest.json").read_text())
         manifest |= {"metric": metric, "best": "min"}
-        (path / "manifest.json").write_bytes(sealed(manifest))
+        (path / "manifest.json").write_bytes(seal_manifest(manifest))
     text = lockstep("inspect", tmp_path).output
     assert "step-000000005: complete, metric 0.25, the best\n" in text
     assert "step-000000006: complete, metric 0.5\n" in text

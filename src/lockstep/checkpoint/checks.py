@@ -1,26 +1,27 @@
-"""Whether a run has something to save, and what was saved is what a run has."""
+"""Checks that a run has something to save, and that what was saved fits what the run has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.checkpoint.modules import differences, plain_state_dict
+from lockstep.checkpoint.differences import find_differences
+from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.errors import CheckpointError, UsageError
 
-RESERVED = frozenset({"training", "manifest", "world", "random", "replicas"})
-"""Names that a checkpoint has for what is its own."""
-BUILD = "build {} as it was in the run that saved it"
-_LENGTHS = ("total_steps", "T_max", "total_iters")
-"""Under these names torch's schedulers keep how long they are."""
+RESERVED_NAMES = frozenset({"training", "manifest", "world", "random", "replicas"})
+"""Names that a checkpoint uses itself."""
+BUILD_AS_SAVED = "build {} as it was in the run that saved it"
+LENGTH_ATTRIBUTES = ("total_steps", "T_max", "total_iters")
+"""Where torch's schedulers keep how many steps they take."""
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Raises UsageError where nothing is to be saved, or something that has no state."""
+    """Raises UsageError if there is nothing to save, or something that has no state."""
     if not state:
         raise UsageError(
             "world.checkpoint without anything to save",
@@ -28,13 +29,15 @@ def check_state(state: Mapping[str, Any]) -> None:
             "name what to save: world.checkpoint(folder, model=model, optimizer=optimizer)",
         )
     for name, value in state.items():
-        if not all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict")):
+        can_save = callable(getattr(value, "state_dict", None))
+        can_load = callable(getattr(value, "load_state_dict", None))
+        if not can_save or not can_load:
             raise UsageError(
                 f"world.checkpoint(..., {name}=...)",
                 f"a {type(value).__name__} has no state_dict() and load_state_dict()",
                 "pass modules, optimizers, schedulers, loaders, or own objects that have both",
             )
-        if name in RESERVED or not name.isidentifier():
+        if name in RESERVED_NAMES or not name.isidentifier():
             raise UsageError(
                 f"world.checkpoint(..., {name}=...)",
                 "the name is taken by the checkpoint itself, or is no plain word",
@@ -48,64 +51,101 @@ def check_state(state: Mapping[str, Any]) -> None:
         )
 
 
-def check_fits(path: Path | str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Whether what was saved is the state of a run, and of one that has what this one has."""
-    doing, manifest = f"resuming from {path}", saved["manifest"]
-    numbers = all(type(manifest.get(key)) is int for key in ("epoch", "step", "world_size"))
-    if not (numbers and "strategy" in manifest and {"world", "random"} <= saved.keys()):
+def check_fits(path: Path | str, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Checks that what was saved fits the objects of this run, before anything is loaded.
+
+    Args:
+        path: of the checkpoint, or a description of where it was.
+        state: the objects of this run by name.
+        saved: the saved states by name, with the `manifest`.
+
+    Raises:
+        CheckpointError: something else was saved than this run has.
+    """
+    action = f"resuming from {path}"
+    manifest = saved["manifest"]
+    has_numbers = all(type(manifest.get(key)) is int for key in ("epoch", "step", "world_size"))
+    has_run_state = "world" in saved and "random" in saved
+    if not has_numbers or not has_run_state or "strategy" not in manifest:
         raise CheckpointError(
-            doing,
+            action,
             "its manifest lacks the step, or the state of the run",
             "use an earlier checkpoint of the same folder",
         )
-    there = saved.keys() - RESERVED
-    if own.keys() != there:
+    saved_names = saved.keys() - RESERVED_NAMES
+    if state.keys() != saved_names:
+        not_saved = ", ".join(sorted(state.keys() - saved_names)) or "nothing"
+        only_saved = ", ".join(sorted(saved_names - state.keys())) or "nothing"
         raise CheckpointError(
-            f"{doing} with {', '.join(sorted(own))}",
-            f"not in the checkpoint: {', '.join(sorted(own.keys() - there)) or 'nothing'}; "
-            f"in the checkpoint alone: {', '.join(sorted(there - own.keys())) or 'nothing'}",
+            f"{action} with {', '.join(sorted(state))}",
+            f"not in the checkpoint: {not_saved}; in the checkpoint alone: {only_saved}",
             "pass to world.checkpoint the names that the run was saved with, or load single "
             "models with lockstep.load_weights",
         )
-    for name, value in own.items():
-        found, was_module = "", name in manifest["modules"]
-        if isinstance(value, nn.Module) != was_module:
-            was = "was a module" if was_module else "was not a module"
-            found = f"{name} {was} when it was saved, and is a {type(value).__name__} now"
-        elif was_module and (differ := differences(saved[name], plain_state_dict(value))):
-            found = f"{name} does not fit: {differ}"
-        if found:
-            raise CheckpointError(doing, found, BUILD.format(name))
+    for name, value in state.items():
+        misfit = _describe_misfit(name, value, saved[name], name in manifest["modules"])
+        if misfit is not None:
+            raise CheckpointError(action, misfit, BUILD_AS_SAVED.format(name))
         if isinstance(value, LRScheduler):
-            _check_length(path, name, value, saved[name])
+            _check_end_of_schedule(path, name, value, saved[name])
 
 
-def _check_length(path: Path | str, name: str, own: LRScheduler, saved: Any) -> None:
-    """Whether a schedule that ends, and raises behind its end, ends where it did."""
-    for place, before, now in other_lengths(own, saved):
-        if place.endswith("total_steps"):
-            kind = type(getattr(own, "inner", own)).__name__
+def _describe_misfit(name: str, value: Any, saved: Any, was_module: bool) -> str | None:
+    """Returns why a saved state does not fit an object, or None if nothing speaks against it."""
+    if isinstance(value, nn.Module) != was_module:
+        was = "was a module" if was_module else "was not a module"
+        return f"{name} {was} when it was saved, and is a {type(value).__name__} now"
+    if was_module:
+        differences = find_differences(saved, plain_state_dict(value))
+        if differences:
+            return f"{name} does not fit: {differences}"
+    return None
+
+
+def _check_end_of_schedule(path: Path | str, name: str, scheduler: LRScheduler, saved: Any) -> None:
+    """Checks that a schedule which raises an error after its last step ends where it did.
+
+    Raises:
+        CheckpointError: it would end earlier or later than it was built.
+    """
+    for length in changed_lengths(scheduler, saved):
+        if length.place.endswith("total_steps"):
+            kind = type(getattr(scheduler, "inner", scheduler)).__name__
             raise CheckpointError(
                 f"resuming {name} from {path}",
-                f"{kind} was saved with {place}={before} and is built with {place}={now}: "
-                f"it would go on as saved, and end after {before} steps",
+                f"{kind} was saved with {length.place}={length.saved} and is built with "
+                f"{length.place}={length.built}: it would go on as saved, and end after "
+                f"{length.saved} steps",
                 "resume with as many epochs as before; to train longer, load the model alone with "
                 "lockstep.load_weights and begin a new schedule, or use a schedule without an end",
             )
 
 
-def other_lengths(own: LRScheduler, saved: Any) -> list[tuple[str, int, int]]:
-    """Where a scheduler is built of another length than it was saved with; both lengths."""
-    before, now = dict(_lengths(saved)), dict(_lengths(own.state_dict()))
-    return [(p, before[p], n) for p, n in now.items() if before.get(p, n) != n]
+class ChangedLength(NamedTuple):
+    """A number of steps of a scheduler that is not what was saved."""
+
+    place: str
+    """Where it is in the scheduler's state, such as "total_steps" or "_schedulers.1.T_max"."""
+    saved: int
+    built: int
 
 
-def _lengths(state: Any, place: str = "") -> Iterator[tuple[str, int]]:
-    """How long a scheduler, and those inside it, are, by where that stands in its state."""
+def changed_lengths(scheduler: LRScheduler, saved: Any) -> list[ChangedLength]:
+    """Returns the lengths of a scheduler, and of those inside of it, that differ from the saved."""
+    saved_lengths = dict(_find_lengths(saved))
+    changed = []
+    for place, built in _find_lengths(scheduler.state_dict()):
+        if place in saved_lengths and saved_lengths[place] != built:
+            changed.append(ChangedLength(place, saved_lengths[place], built))
+    return changed
+
+
+def _find_lengths(state: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Yields the lengths in a scheduler's state, each with its place."""
     if isinstance(state, list | tuple):
         state = dict(enumerate(state))
     for key, value in state.items():
         if isinstance(value, dict | list | tuple):
-            yield from _lengths(value, f"{place}{key}.")
-        elif key in _LENGTHS and type(value) is int:
-            yield f"{place}{key}", value
+            yield from _find_lengths(value, f"{prefix}{key}.")
+        elif key in LENGTH_ATTRIBUTES and type(value) is int:
+            yield f"{prefix}{key}", value

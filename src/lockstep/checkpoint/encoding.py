@@ -1,12 +1,12 @@
-"""State as a JSON tree beside named tensors, and back; no pickle.
+"""Turns a state into a JSON tree and named tensors, and back. Nothing is pickled.
 
-JSON's own values stand for themselves; what JSON cannot say is an object with one key that begins
-with `$`: `{"$tensor": name}`, `{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}` and so on.
-A dictionary whose keys are all text (and none begins with `$`) is a plain JSON object. A tensor
+Values that JSON has stand for themselves. All others are a JSON object whose first key, its tag,
+begins with `$`: `{"$tensor": name}`, `{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}` and so
+on. A dictionary is a plain JSON object if all its keys are text and none begins with `$`. A tensor
 that is stored in shards is `{"$sharded": name, "dtype": ..., "shape": ...}`.
 
-Two tensors that are the same view of the same storage (tied weights) are stored once, under the
-name of the first, and are one tensor again after `decode`.
+Tensors that are the same view of the same storage (tied weights) are stored once, under the name of
+the first, and are one tensor again after `decode`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,16 @@ import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.sharding import (
-    LazyTensor,
-    Shape,
-    ShardedEntry,
-    as_shape,
-    dtype_name,
-    replica,
-    view_of,
-)
+from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, as_shape, dtype_name
+from lockstep.checkpoint.sharding import is_replicated_copy, view_key
+from lockstep.checkpoint.shards import Box, TensorInShards
 from lockstep.distributed.collectives import from_bytes, to_bytes
 from lockstep.distributed.torch_compat import (
     is_sharded,
@@ -44,12 +37,24 @@ from lockstep.errors import CheckpointError
 
 Tree = Any
 """What `json` reads and writes: None, bool, int, float, str, lists and dictionaries of these."""
+KeyPath = tuple[object, ...]
+"""Where a value is in the state: the keys and positions that lead to it."""
+FindShards = Callable[[str, torch.dtype, Shape], TensorInShards]
+"""Returns the tensor that is stored in shards under this name, with this dtype and shape."""
 
-DTYPES: dict[str, torch.dtype] = {
+DTYPE_OF_CODE: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
-    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
-    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
-    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
@@ -58,24 +63,36 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "C64": torch.complex64,
 }
-"""The dtypes that a safetensors file can hold, by what its header calls them."""
-_NEWER = ("U16", "U32", "U64", "C64", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-_NOT_IN_SAFETENSORS = {torch.complex128, torch.complex32, torch.float4_e2m1fn_x2}
-"""The format has no name for them; `float4_e2m1fn_x2` it would call F4, with another shape."""
-STORABLE = frozenset(DTYPES.values()) | _NOT_IN_SAFETENSORS
+"""The dtypes that a safetensors file can hold, by their codes in its header."""
+CODES_OF_NEWER_SAFETENSORS = ("U16", "U32", "U64", "C64", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+"""Not every release of safetensors can read these."""
+DTYPES_NOT_IN_SAFETENSORS = {torch.complex128, torch.complex32, torch.float4_e2m1fn_x2}
+"""The format has no code for these. (Its F4 has another shape than `float4_e2m1fn_x2`.)"""
+STORABLE_DTYPES = frozenset(DTYPE_OF_CODE.values()) | DTYPES_NOT_IN_SAFETENSORS
 """The dtypes that a checkpoint can hold."""
-_AS_BYTES = {DTYPES[code] for code in _NEWER} | _NOT_IN_SAFETENSORS
-"""Those that not every release of safetensors reads: a checkpoint stores them as bytes."""
-BY_NAME = {dtype_name(dtype): dtype for dtype in STORABLE}
-"""What a tree calls them."""
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-"""All dtypes of torch, as values of their own."""
+DTYPES_STORED_AS_BYTES = DTYPES_NOT_IN_SAFETENSORS.union(
+    DTYPE_OF_CODE[code] for code in CODES_OF_NEWER_SAFETENSORS
+)
+"""Tensors of these dtypes are stored as bytes, so that every release of safetensors can read them.
+Their dtype and shape are in the tree."""
+STORABLE_DTYPE_OF_NAME = {dtype_name(dtype): dtype for dtype in STORABLE_DTYPES}
+DTYPE_OF_NAME = {
+    name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
+"""All dtypes of torch: a state may hold a dtype as a value."""
 
-Box = tuple[Shape, Shape]
-"""A shard's offsets in its tensor, and its extents."""
-FindShards = Callable[[str, torch.dtype, Shape], ShardedEntry]
+NAME_RESERVED_BY_SAFETENSORS = "__metadata__"
 
-_RESERVED = "__metadata__"  # not a tensor's name in a safetensors file
+
+class EncodedState(NamedTuple):
+    """A state as `encode` returns it."""
+
+    tree: Tree
+    tensors: dict[str, Tensor]
+    """By the names that the tree uses. Contiguous CPU tensors that share no memory, with dtypes
+    that every release of safetensors can store."""
+    boxes: dict[str, Box]
+    """The places of those tensors that are shards."""
 
 
 def encode(
@@ -84,45 +101,45 @@ def encode(
     inside: str = "",
     to_host: Callable[[Tensor], Tensor] | None = None,
     main: bool = True,
-) -> tuple[Tree, dict[str, Tensor], dict[str, Box]]:
-    """Takes a state apart, or what one rank has of a state that is sharded over the ranks.
+) -> EncodedState:
+    """Splits a state into a tree and tensors. Of DTensors it takes this rank's shards.
+
+    A tensor that is already contiguous, on the CPU and alone in its memory is not copied.
 
     Args:
         state: any pytree of dict, OrderedDict, Counter, list, tuple, str, int, float, bool, None,
-            tensors, numpy arrays and numbers, `torch.dtype`, `torch.device`, `torch.Size`. Of
-            DTensors this rank's shards are taken.
-        inside: what `state` is called, for messages only.
-        to_host: gives a tensor's values in contiguous CPU memory; None: `on_cpu`.
-        main: this is rank 0, whose tree names all DTensors, and whose file holds all plain
-            tensors. On another rank plain tensors are those that rank 0 lacks: shards that are all.
-
-    Returns:
-        A tree for `json.dumps`; CPU tensors under the names that the tree uses: contiguous,
-        no two sharing memory, of dtypes that every release of safetensors can store; and the boxes
-        of those of them that are shards. A tensor that is all that already is not copied.
+            tensors, numpy arrays and numbers, `torch.dtype`, `torch.device`, `torch.Size`.
+        inside: what `state` is called in error messages.
+        to_host: returns the values of a tensor in contiguous CPU memory. None: `on_cpu`.
+        main: True on rank 0, which stores all plain tensors. The plain tensors of another rank are
+            those that rank 0 lacks; they are stored as shards that cover the whole tensor.
 
     Raises:
-        CheckpointError: something else is in there; names where.
+        CheckpointError: the state holds something else; the message says where.
     """
     encoder = _Encoder(inside, to_host or on_cpu, main)
-    return encoder.tree(state, ()), encoder.tensors, encoder.boxes
+    tree = encoder.encode(state, ())
+    return EncodedState(tree, encoder.tensors, encoder.boxes)
 
 
 def decode(
-    tree: Tree, tensors: Mapping[str, Tensor | LazyTensor], shards: FindShards | None = None
+    tree: Tree,
+    tensors: Mapping[str, Tensor | LazyTensor],
+    find_shards: FindShards | None = None,
 ) -> Any:
-    """Puts together again what `encode` took apart; the tensors are not copied.
+    """Returns the state that `encode` was given. The tensors are not copied.
 
     Args:
-        tree: what `encode` gave.
-        tensors: those that the tree names; of lazy ones nothing is read, but for numpy arrays.
-        shards: gives a tensor that is stored in shards, of this name, dtype and shape.
+        tree: the tree that `encode` returned.
+        tensors: by the names that the tree uses. Lazy tensors stay lazy, except those that were
+            numpy arrays, whose values are read.
+        find_shards: returns a tensor that is stored in shards. None: no tensor is.
 
     Raises:
-        CheckpointError: the tree names a tensor that is not there, or holds a form unknown here.
+        CheckpointError: the tree names a tensor that is not there, or has an unknown tag.
     """
     try:
-        return _Decoder(tensors, shards).value(tree)
+        return _Decoder(tensors, find_shards).decode(tree)
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -133,21 +150,22 @@ def decode(
         ) from error
 
 
-def leaves(tree: Tree) -> Iterator[Mapping[str, Any]]:
-    """The places of tensors in a tree, with repetitions."""
-    rest = [tree]
-    while rest:
-        value = rest.pop()
+def tensor_places(tree: Tree) -> Iterator[Mapping[str, Any]]:
+    """Yields the objects of a tree that stand for tensors, in order; tied tensors repeatedly."""
+    to_visit = [tree]
+    while to_visit:
+        value = to_visit.pop()
         if isinstance(value, list):
-            rest += reversed(value)
-        elif isinstance(value, dict) and ("$tensor" in value or "$sharded" in value):
-            yield value
+            to_visit += reversed(value)
         elif isinstance(value, dict):
-            rest += reversed(value.values())
+            if "$tensor" in value or "$sharded" in value:
+                yield value
+            else:
+                to_visit += reversed(value.values())
 
 
-def unstorable(value: Tensor) -> str | None:
-    """What keeps a tensor from being stored, or None."""
+def why_unstorable(value: Tensor) -> str | None:
+    """Returns why a tensor cannot be stored, as a text that follows on its name, or None."""
     if torch.nn.parameter.is_lazy(value):
         return "is a parameter without a shape yet: run one batch through the model first"
     if type(value) not in {Tensor, torch.nn.Parameter}:
@@ -156,31 +174,34 @@ def unstorable(value: Tensor) -> str | None:
         return "is a tensor on the meta device, which has no values"
     if value.layout is not torch.strided or value.is_nested:
         return f"is a tensor of layout {'nested' if value.is_nested else value.layout}"
-    if value.dtype not in STORABLE:
+    if value.dtype not in STORABLE_DTYPES:
         return f"is a tensor of dtype {value.dtype}, which cannot be stored"
     return None
 
 
 def on_cpu(value: Tensor) -> Tensor:
-    """The values of a tensor in contiguous CPU memory; the tensor itself where it is that."""
+    """Returns the values of a tensor in contiguous CPU memory, copied only if they are not yet."""
     return value.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
-def separate(tensor: Tensor, memory: set[int]) -> Tensor:
-    """A copy, if the tensor is a part of something larger or its memory is in use already.
+def with_own_storage(tensor: Tensor, storages_in_use: set[int]) -> Tensor:
+    """Returns a tensor that is alone in its storage: a clone if the given tensor is not.
 
-    `memory` holds the addresses in use, and gets this tensor's.
+    Args:
+        tensor: contiguous.
+        storages_in_use: the addresses of storages that are taken already. The address of the
+            result is added.
     """
     storage = tensor.untyped_storage()
-    if storage.nbytes() != tensor.nbytes or storage.data_ptr() in memory:
+    if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages_in_use:
         tensor = tensor.clone()
     if tensor.numel():
-        memory.add(tensor.untyped_storage().data_ptr())
+        storages_in_use.add(tensor.untyped_storage().data_ptr())
     return tensor
 
 
 class _Encoder:
-    """The tensors met so far in one call of `encode`."""
+    """The tensors found so far in one call of `encode`."""
 
     def __init__(self, inside: str, to_host: Callable[[Tensor], Tensor], main: bool) -> None:
         self.inside = inside
@@ -188,117 +209,145 @@ class _Encoder:
         self._main = main
         self.tensors: dict[str, Tensor] = {}
         self.boxes: dict[str, Box] = {}
-        self._trees: dict[object, Tree] = {}  # of each view of a storage
-        self._memory: set[int] = set()
-        self._open: set[int] = set()  # the containers around the present value
+        self._tree_of_view: dict[object, Tree] = {}
+        self._storages_in_use: set[int] = set()
+        self._open_containers: set[int] = set()
+        """The ids of the containers around the value that is being encoded."""
 
-    def tree(self, value: Any, path: tuple[object, ...]) -> Tree:
+    def encode(self, value: Any, path: KeyPath) -> Tree:
+        """Returns the tree of a value."""
         kind = type(value)
         if value is None or kind in {bool, int, str}:
             return value
         if kind is float:
-            return value if math.isfinite(value) else {"$float": repr(value)}
+            if math.isfinite(value):
+                return value
+            return {"$float": repr(value)}
         if isinstance(value, Tensor):
-            return self._tensor(value, path)
-        if kind is np.ndarray or isinstance(value, np.generic):
-            array = self._array(value, path)
-            return {"$array": array} if kind is np.ndarray else {"$scalar": array}
+            return self._encode_tensor(value, path)
+        if kind is np.ndarray:
+            return {"$array": self._encode_numpy(value, path)}
+        if isinstance(value, np.generic):
+            return {"$scalar": self._encode_numpy(value, path)}
         if kind is torch.dtype:
             return {"$dtype": dtype_name(value)}
         if kind is torch.device:
             return {"$device": str(value)}
         if kind in {dict, OrderedDict, Counter, list, tuple, torch.Size}:
-            return self._container(value, path)
-        raise self._refused(path, f"is a {kind.__name__}")
+            return self._encode_container(value, path)
+        raise self._error(path, f"is a {kind.__name__}")
 
-    def _container(self, value: Any, path: tuple[object, ...]) -> Tree:
-        if id(value) in self._open:
-            raise self._refused(path, "contains itself")
-        self._open.add(id(value))
+    def _encode_container(self, value: Any, path: KeyPath) -> Tree:
+        if id(value) in self._open_containers:
+            raise self._error(path, "contains itself")
+        self._open_containers.add(id(value))
         try:
             if isinstance(value, dict):
-                return self._dict(value, path)
-            items = [self.tree(item, (*path, place)) for place, item in enumerate(value)]
+                return self._encode_dict(value, path)
+            items = [self.encode(item, (*path, position)) for position, item in enumerate(value)]
             if isinstance(value, torch.Size):
                 return {"$size": items}
-            return {"$tuple": items} if isinstance(value, tuple) else items
+            if isinstance(value, tuple):
+                return {"$tuple": items}
+            return items
         finally:
-            self._open.discard(id(value))
+            self._open_containers.discard(id(value))
 
-    def _dict(self, value: dict[Any, Any], path: tuple[object, ...]) -> Tree:
-        items = []
+    def _encode_dict(self, value: dict[Any, Any], path: KeyPath) -> Tree:
+        pairs = []
         for key, item in value.items():
             if not _can_be_key(key):
-                raise self._refused(path, f"has a key that is a {type(key).__name__}")
-            items.append([self.tree(key, path), self.tree(item, (*path, key))])
+                raise self._error(path, f"has a key that is a {type(key).__name__}")
+            pairs.append([self.encode(key, path), self.encode(item, (*path, key))])
         if isinstance(value, Counter):
-            return {"$counter": items}
+            return {"$counter": pairs}
         if isinstance(value, OrderedDict):
+            tree = {"$ordered": pairs}
             # nn.Module.state_dict() keeps the versions of the modules in an attribute.
             metadata = state_dict_metadata(value)
-            extra = {} if metadata is None else {"metadata": self.tree(metadata, path)}
-            return {"$ordered": items, **extra}
+            if metadata is not None:
+                tree["metadata"] = self.encode(metadata, path)
+            return tree
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return dict(items)
-        return {"$dict": items}
+            return dict(pairs)
+        return {"$dict": pairs}
 
-    def _tensor(self, value: Any, path: tuple[object, ...]) -> Tree:
-        """Takes a tensor, or this rank's shard, the only one of a tensor that is plain."""
+    def _encode_tensor(self, value: Any, path: KeyPath) -> Tree:
+        """Stores a tensor, or this rank's shard of it, unless the same view is stored already."""
         sharded = is_sharded(value)
         local = value.detach().to_local() if sharded else value
-        if problem := unstorable(local):
-            raise self._refused(path, problem)
-        box = local_box(value) if sharded else ((0,) * value.dim(), tuple(value.shape))
-        view = view_of(value)
-        if view in self._trees:
-            return self._trees[view]
-        if self._main and box[1] == value.shape and not replica(value):
-            tree = self._add(self._to_host(local), path)
+        problem = why_unstorable(local)
+        if problem is not None:
+            raise self._error(path, problem)
+        if sharded:
+            box = Box(*local_box(value))
+        else:
+            box = Box((0,) * value.dim(), tuple(value.shape))
+        view = view_key(value)
+        if view in self._tree_of_view:
+            return self._tree_of_view[view]
+        is_copy = is_replicated_copy(value)
+        if self._main and box.sizes == value.shape and not is_copy:
+            tree = self._add_tensor(self._to_host(local), path)
         else:
             name = self._free_name(path)
-            if local.numel() and not replica(value):
+            if local.numel() and not is_copy:
                 self._store(name, self._to_host(local))
                 self.boxes[name] = box
-            shape = list(value.shape)
-            tree = {"$sharded": name, "dtype": dtype_name(value.dtype), "shape": shape}
+            tree = {
+                "$sharded": name,
+                "dtype": dtype_name(value.dtype),
+                "shape": list(value.shape),
+            }
         if view is not None:
-            self._trees[view] = tree
+            self._tree_of_view[view] = tree
         return tree
 
-    def _array(self, value: Any, path: tuple[object, ...]) -> Tree:
+    def _encode_numpy(self, value: Any, path: KeyPath) -> Tree:
         try:
             tensor = torch.from_numpy(np.array(value))
         except (TypeError, ValueError):
             tensor = None
-        if tensor is None or tensor.dtype not in STORABLE:
-            raise self._refused(path, f"is a numpy value of dtype {value.dtype}")
-        return self._add(tensor.contiguous(), path)
+        if tensor is None or tensor.dtype not in STORABLE_DTYPES:
+            raise self._error(path, f"is a numpy value of dtype {value.dtype}")
+        return self._add_tensor(tensor.contiguous(), path)
 
-    def _add(self, tensor: Tensor, path: tuple[object, ...]) -> Tree:
+    def _add_tensor(self, tensor: Tensor, path: KeyPath) -> Tree:
+        """Stores a whole CPU tensor; returns its tree."""
         name = self._free_name(path)
         self._store(name, tensor)
-        if tensor.dtype not in _AS_BYTES:
-            return {"$tensor": name}
-        return {"$tensor": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+        if tensor.dtype in DTYPES_STORED_AS_BYTES:
+            return {
+                "$tensor": name,
+                "dtype": dtype_name(tensor.dtype),
+                "shape": list(tensor.shape),
+            }
+        return {"$tensor": name}
 
-    def _free_name(self, path: tuple[object, ...]) -> str:
-        name = plain = ".".join(map(str, path)) or "value"
+    def _free_name(self, path: KeyPath) -> str:
+        """Returns the path joined by dots, with a number if another tensor has that name."""
+        joined_path = ".".join(str(part) for part in path) or "value"
+        name = joined_path
         number = 1
-        while name in self.tensors or name == _RESERVED:
+        while name in self.tensors or name == NAME_RESERVED_BY_SAFETENSORS:
             number += 1
-            name = f"{plain}#{number}"
+            name = f"{joined_path}#{number}"
         return name
 
     def _store(self, name: str, tensor: Tensor) -> None:
-        """Keeps a tensor under a name, some dtypes as bytes."""
-        own = separate(tensor, self._memory)
-        self.tensors[name] = to_bytes(own) if own.dtype in _AS_BYTES else own
+        separate = with_own_storage(tensor, self._storages_in_use)
+        if separate.dtype in DTYPES_STORED_AS_BYTES:
+            separate = to_bytes(separate)
+        self.tensors[name] = separate
 
-    def _refused(self, path: tuple[object, ...], problem: str) -> CheckpointError:
+    def _error(self, path: KeyPath, problem: str) -> CheckpointError:
+        """Returns the error of a value that cannot be stored, with its place as in Python code."""
         place = self.inside
         for part in path:
-            plain = type(part) is str and all(word.isidentifier() for word in part.split("."))
-            place += (f".{part}" if place else str(part)) if plain else f"[{part!r}]"
+            if type(part) is str and _is_dotted_name(part):
+                place += f".{part}" if place else part
+            else:
+                place += f"[{part!r}]"
         return CheckpointError(
             "saving the state of the training",
             f"{place or 'the state'} {problem}",
@@ -306,107 +355,128 @@ class _Encoder:
         )
 
 
+def _is_dotted_name(text: str) -> bool:
+    return all(word.isidentifier() for word in text.split("."))
+
+
 def _can_be_key(key: object) -> bool:
     if type(key) is tuple:
-        return all(map(_can_be_key, key))
+        return all(_can_be_key(item) for item in key)
     return key is None or type(key) in {str, int, float, bool}
 
 
-@dataclass
 class _Decoder:
     """The tensors of one call of `decode`."""
 
-    tensors: Mapping[str, Tensor | LazyTensor]
-    shards: FindShards | None
-    made: dict[str, Any] = field(default_factory=dict)
-    """Of tensors in shards, and of those that are stored as bytes: one of each name."""
+    def __init__(
+        self, tensors: Mapping[str, Tensor | LazyTensor], find_shards: FindShards | None
+    ) -> None:
+        self._tensors = tensors
+        self._find_shards = find_shards
+        self._sharded_tensors: dict[str, TensorInShards] = {}
+        self._tensors_from_bytes: dict[str, Tensor | LazyTensor] = {}
 
-    def value(self, tree: Tree) -> Any:
+    def decode(self, tree: Tree) -> Any:
+        """Returns the value that a tree stands for."""
         if isinstance(tree, list):
-            return [self.value(item) for item in tree]
+            return [self.decode(item) for item in tree]
         if not isinstance(tree, dict):
             return tree
-        tag = next((key for key in tree if key.startswith("$")), None)
-        if tag is None:
-            return {key: self.value(item) for key, item in tree.items()}
-        if tag not in _DECODERS:
-            raise CheckpointError(
-                "reading a saved state",
-                f"a value of the kind {tag[1:80]!r}, which this version does not know",
-                "read it with the version of Lockstep that saved it, or a newer one",
-            )
-        return _DECODERS[tag](self, tree)
+        tags = [key for key in tree if key.startswith("$")]
+        if not tags:
+            return {key: self.decode(item) for key, item in tree.items()}
+        return self._decode_tagged(tags[0], tree)
 
-    def array(self, tree: Any) -> Any:
-        found = self.value(tree)
-        if isinstance(found, LazyTensor):
-            return found.full().numpy()
-        return found.numpy().copy()  # not of a mapped file, which may go
+    def _decode_tagged(self, tag: str, tree: Any) -> Any:
+        content = tree[tag]
+        match tag:
+            case "$float":
+                return float(content)
+            case "$tensor":
+                return self._decode_tensor(tree)
+            case "$sharded":
+                return self._decode_sharded(tree)
+            case "$array":
+                return self._decode_numpy(content)
+            case "$scalar":
+                return self._decode_numpy(content)[()]
+            case "$dtype":
+                return DTYPE_OF_NAME[content]
+            case "$device":
+                return torch.device(content)
+            case "$size":
+                return torch.Size(as_shape(content))
+            case "$tuple":
+                return tuple(self.decode(content))
+            case "$dict":
+                return dict(self._decode_pairs(content))
+            case "$counter":
+                return Counter(dict(self._decode_pairs(content)))
+            case "$ordered":
+                return self._decode_ordered_dict(tree)
+        raise CheckpointError(
+            "reading a saved state",
+            f"a value of the kind {tag[1:80]!r}, which this version does not know",
+            "read it with the version of Lockstep that saved it, or a newer one",
+        )
 
-    def sharded(self, tree: Any) -> Any:
-        name = tree["$sharded"]
-        if self.shards is None:
-            raise ValueError("a tensor in shards where none is expected")
-        if name not in self.made:
-            dtype, shape = BY_NAME[tree["dtype"]], as_shape(tree["shape"])
-            self.made[name] = self.shards(name, dtype, shape)
-        return self.made[name]
-
-    def stored(self, tree: Any) -> Any:
+    def _decode_tensor(self, tree: Any) -> Tensor | LazyTensor:
         name = tree["$tensor"]
-        if name not in self.tensors:
+        if name not in self._tensors:
             raise CheckpointError(
                 "reading a saved state",
                 f"its list names the tensor {str(name)[:80]!r}, which is in none of its files",
                 "the files do not belong together: use another checkpoint",
             )
-        found = self.tensors[name]
+        stored = self._tensors[name]
         if "dtype" not in tree:
-            return found
-        dtype, shape = BY_NAME[tree["dtype"]], as_shape(tree["shape"])
-        if name not in self.made:
-            if isinstance(found, LazyTensor):
-                self.made[name] = found.viewed(dtype, shape)
-            else:  # copied, since bytes in a mapped file may begin at any address
-                self.made[name] = from_bytes(found.clone(), dtype, shape)
-        return self.made[name]
+            return stored
+        dtype = STORABLE_DTYPE_OF_NAME[tree["dtype"]]
+        shape = as_shape(tree["shape"])
+        if name not in self._tensors_from_bytes:
+            if isinstance(stored, LazyTensor):
+                self._tensors_from_bytes[name] = stored.view_as(dtype, shape)
+            else:
+                # Cloned, since bytes in a mapped file may begin at any address.
+                self._tensors_from_bytes[name] = from_bytes(stored.clone(), dtype, shape)
+        return self._tensors_from_bytes[name]
 
-    def pairs(self, items: Iterable[Any]) -> list[tuple[Any, Any]]:
-        return [(self.value(key), self.value(value)) for key, value in items]
+    def _decode_sharded(self, tree: Any) -> TensorInShards:
+        name = tree["$sharded"]
+        if self._find_shards is None:
+            raise ValueError("a tensor in shards where none is expected")
+        if name not in self._sharded_tensors:
+            dtype = STORABLE_DTYPE_OF_NAME[tree["dtype"]]
+            shape = as_shape(tree["shape"])
+            self._sharded_tensors[name] = self._find_shards(name, dtype, shape)
+        return self._sharded_tensors[name]
 
-    def ordered(self, tree: Any) -> OrderedDict[Any, Any]:
-        state = OrderedDict(self.pairs(tree["$ordered"]))
+    def _decode_numpy(self, tree: Any) -> Any:
+        tensor = self.decode(tree)
+        if isinstance(tensor, LazyTensor):
+            return tensor.read().numpy()
+        return tensor.numpy().copy()  # a mapped file may be removed later
+
+    def _decode_pairs(self, pairs: Iterable[Any]) -> list[tuple[Any, Any]]:
+        return [(self.decode(key), self.decode(value)) for key, value in pairs]
+
+    def _decode_ordered_dict(self, tree: Any) -> OrderedDict[Any, Any]:
+        state = OrderedDict(self._decode_pairs(tree["$ordered"]))
         if "metadata" in tree:
-            set_state_dict_metadata(state, self.value(tree["metadata"]))
+            set_state_dict_metadata(state, self.decode(tree["metadata"]))
         return state
 
 
-_DECODERS: dict[str, Callable[[_Decoder, Any], Any]] = {
-    "$float": lambda _, tree: float(tree["$float"]),
-    "$tensor": lambda decoder, tree: decoder.stored(tree),
-    "$sharded": lambda decoder, tree: decoder.sharded(tree),
-    "$array": lambda decoder, tree: decoder.array(tree["$array"]),
-    "$scalar": lambda decoder, tree: decoder.array(tree["$scalar"])[()],
-    "$dtype": lambda _, tree: _DTYPES[tree["$dtype"]],
-    "$device": lambda _, tree: torch.device(tree["$device"]),
-    "$size": lambda _, tree: torch.Size(as_shape(tree["$size"])),
-    "$tuple": lambda decoder, tree: tuple(decoder.value(tree["$tuple"])),
-    "$dict": lambda decoder, tree: dict(decoder.pairs(tree["$dict"])),
-    "$counter": lambda decoder, tree: Counter(dict(decoder.pairs(tree["$counter"]))),
-    "$ordered": lambda decoder, tree: decoder.ordered(tree),
-}
-
-
 def rng_state_to_text(state: dict[str, Any]) -> str:
-    """A captured state (about 13 KB) for the way from one rank to another."""
-    tree, tensors, _ = encode(state)
-    data = base64.b64encode(safetensors.torch.save(tensors)).decode()
-    return json.dumps({"tree": tree, "data": data})
+    """Returns a random state (about 13 KB) as a text that can be sent to another rank."""
+    encoded = encode(state)
+    data = base64.b64encode(safetensors.torch.save(encoded.tensors)).decode()
+    return json.dumps({"tree": encoded.tree, "data": data})
 
 
 def rng_state_from_text(text: str) -> dict[str, Any]:
-    """The state that `rng_state_to_text` was given."""
-    parts = json.loads(text)
-    tensors = safetensors.torch.load(base64.b64decode(parts["data"]))
-    state: dict[str, Any] = decode(parts["tree"], tensors)
+    """Returns the random state that `rng_state_to_text` was given."""
+    content = json.loads(text)
+    tensors = safetensors.torch.load(base64.b64decode(content["data"]))
+    state: dict[str, Any] = decode(content["tree"], tensors)
     return state

@@ -1,10 +1,11 @@
-"""Notices that two runs write into one folder.
+"""Prevents two runs from writing into one folder.
 
-The folder holds a file `.lock` while a run writes there. The system's lock on it (POSIX, as `fcntl`
-gives it: also over NFS, not inherited by child processes, gone with its process) says whether a run
-lives; what is in the file says which. Some network file systems have no such locks. There the text
-alone decides: a process of this machine can be looked up, one of another counts as alive while its
-last save is young.
+While a run writes into a folder, the folder holds a file `.lock`. The text in it says which run it
+is, and a system lock on it says whether that run is alive. (It is a POSIX lock from `fcntl`: it
+works over NFS too, is not inherited by child processes, and ends with its process.)
+
+Some network file systems have no such locks. There the text alone decides: a process of this
+machine can be looked up; one of another machine counts as alive while its last save is young.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import secrets
 import socket
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,25 +26,29 @@ import psutil
 from lockstep.checkpoint import layout, storage
 from lockstep.errors import CheckpointError
 
-NAME = ".lock"
-_YOUNG_S = 900.0
-"""Seconds since its last save for which a run on another machine counts as alive."""
-_LONGEST = 10_000
-"""Bytes of its text."""
-_LOOKS, _PAUSE_S = 5, 0.02
-
-_own: dict[Path, _Held] = {}
-"""What this process holds. The system would give it the same lock again, and take it away as soon
-as the first of two owners closes the file."""
+LOCK_FILE = ".lock"
+MAX_SAVE_AGE_S = 900.0
+"""A run on another machine counts as alive for so long after its last save."""
+MAX_TEXT_BYTES = 10_000
+MAX_ATTEMPTS = 6
+ATTEMPT_INTERVAL_S = 0.02
+MAX_CLOCK_CHANGE_S = 3.0
+"""The start time of a process differs by less than this if the clock was adjusted meanwhile."""
 
 
 @dataclass
-class _Held:
-    """A lock that this process holds."""
+class _AcquiredLock:
+    """A system lock that this process has."""
 
     descriptor: int
     text: bytes
     owners: int = 0
+    """Number of `Lock` objects that share it."""
+
+
+_acquired: dict[Path, _AcquiredLock] = {}
+"""The locks of this process by their files. They are shared, because the system would give the
+process the same lock again, and take it away as soon as the first of two owners closes the file."""
 
 
 class Lock:
@@ -51,108 +56,132 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         self._folder = Path(os.path.abspath(folder))
-        self._held: _Held | None = None
+        self._path = self._folder / LOCK_FILE
+        self._acquired: _AcquiredLock | None = None
 
-    def hold(self) -> None:
-        """Takes the lock, or looks whether it is still there.
+    def acquire(self) -> None:
+        """Takes the lock. If it is taken already, checks that the lock file is still there.
 
         Raises:
-            CheckpointError: another run writes here; or, of a lock that is held, the folder is
-                not the one in which it was taken.
+            CheckpointError: another run writes into the folder; or this is no longer the folder in
+                which the lock was taken.
             OSError: the folder is not there or not writable.
         """
-        path = self._folder / NAME
-        if self._held is None:
-            held = _own.get(path) or _take(path)
-            held.owners += 1
-            _own[path] = self._held = held
-        elif (now := _read(path)) != self._held.text:
-            found = f"{_in_words(now)} has begun to write there" if now else "its lock file is gone"
+        if self._acquired is None:
+            lock = _acquired.get(self._path)
+            if lock is None:
+                lock = _acquire(self._path)
+            lock.owners += 1
+            _acquired[self._path] = lock
+            self._acquired = lock
+            return
+        text = _read_text(self._path)
+        if text != self._acquired.text:
+            found = "its lock file is gone"
+            if text:
+                found = f"{_describe_run(text)} has begun to write there"
             raise CheckpointError(
                 f"saving a checkpoint in {self._folder}",
                 f"it is not the folder that this run has written to: {found}",
                 "check whether its file system is still mounted and nobody has removed or "
                 "replaced the folder; give each run a folder of its own",
             )
-        else:
-            with suppress(OSError):  # says to other machines that we are alive
-                os.utime(path)
+        with suppress(OSError):
+            os.utime(self._path)  # tells other machines that this run is alive
 
     def release(self) -> None:
-        """Gives it back; the file goes."""
-        held, self._held = self._held, None
-        if held is None:
+        """Releases the lock. The last owner removes the file."""
+        lock = self._acquired
+        self._acquired = None
+        if lock is None:
             return
-        held.owners -= 1
-        path = self._folder / NAME
-        if not held.owners:
-            del _own[path]
+        lock.owners -= 1
+        if lock.owners == 0:
+            del _acquired[self._path]
             with suppress(OSError):
-                if _read(path) == held.text:
-                    storage.unlink(path)
-            os.close(held.descriptor)
+                if _read_text(self._path) == lock.text:
+                    storage.unlink(self._path)
+            os.close(lock.descriptor)
 
 
-def holder(folder: Path) -> str | None:
-    """The run that writes into a folder, in words, if there is one other than this process."""
-    path = Path(os.path.abspath(folder)) / NAME
-    if path not in _own:
-        with suppress(OSError), path.open("rb+") as file:
-            return _other(file.fileno(), path)
+def find_other_writer(folder: Path) -> str | None:
+    """Returns a description of another run that writes into a folder, or None."""
+    path = Path(os.path.abspath(folder)) / LOCK_FILE
+    if path in _acquired:
+        return None
+    with suppress(OSError), path.open("rb+") as file:
+        return _try_lock(file.fileno(), path)
     return None
 
 
-def _take(path: Path) -> _Held:
-    looks = 0
+def _acquire(path: Path) -> _AcquiredLock:
+    """Makes and locks a lock file.
+
+    Raises:
+        CheckpointError: another run has it.
+    """
+    attempts = 0
     while True:
-        with ExitStack() as stack:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            stack.callback(os.close, descriptor)
-            other = _other(descriptor, path)
-            if other is None and _same_file(descriptor, path):
-                text = json.dumps(_identity()).encode()
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        is_acquired = False
+        try:
+            other_run = _try_lock(descriptor, path)
+            # The former owner may just have removed the file that was opened.
+            if other_run is None and _is_same_file(descriptor, path):
+                text = json.dumps(_describe_this_process()).encode()
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, text, 0)
-                stack.pop_all()
-                return _Held(descriptor, text)
-        if other is None:  # and the former owner has just removed the file
+                is_acquired = True
+                return _AcquiredLock(descriptor, text)
+        finally:
+            if not is_acquired:
+                os.close(descriptor)
+        if other_run is None:
             continue
-        if looks == _LOOKS:
+        # The lock may belong to a process that only looks for an instant: `find_other_writer`.
+        attempts += 1
+        if attempts == MAX_ATTEMPTS:
             raise CheckpointError(
                 f"saving a checkpoint in {path.parent}",
-                f"{other} writes into this folder",
+                f"{other_run} writes into this folder",
                 f"give each run its own folder, or end that one (if it has ended, remove {path})",
             )
-        looks += 1  # it may be somebody who only looks, see `holder`
-        time.sleep(_PAUSE_S)
+        time.sleep(ATTEMPT_INTERVAL_S)
 
 
-def _other(descriptor: int, path: Path) -> str | None:
-    """Who else holds the lock; where nobody does, it is ours while the file is open."""
+def _try_lock(descriptor: int, path: Path) -> str | None:
+    """Takes the system lock on an open file; it is held until the file is closed.
+
+    Returns:
+        A description of another run that has the lock, or None if the lock was taken.
+    """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        return _in_words(_read(path))
-    except OSError:  # there are no locks here
-        text = _read(path)
-        return _in_words(text) if _seems_alive(text, path) else None
+        return _describe_run(_read_text(path))
+    except OSError:  # this file system has no locks
+        text = _read_text(path)
+        if _seems_alive(text, path):
+            return _describe_run(text)
     return None
 
 
 def _seems_alive(text: bytes, path: Path) -> bool:
+    """Returns True if the run that wrote this text into the lock file seems to be alive."""
     try:
-        who = layout.parsed(text)
-        if who.get("host") != socket.gethostname():
-            return bool(who) and time.time() - path.stat().st_mtime < _YOUNG_S
-        process = psutil.Process(int(who["pid"]))
-        # Within what a clock that was set in between changes.
-        same = abs(process.create_time() - float(who["started"])) < 3.0
-        return bool(same) and process.pid != os.getpid()
+        run = layout.parse_object(text)
+        if run.get("host") != socket.gethostname():
+            return bool(run) and time.time() - path.stat().st_mtime < MAX_SAVE_AGE_S
+        process = psutil.Process(int(run["pid"]))
+        # Another process may have the same number now, but then it has another start time.
+        is_same = abs(process.create_time() - float(run["started"])) < MAX_CLOCK_CHANGE_S
+        return bool(is_same) and process.pid != os.getpid()
     except (psutil.Error, KeyError, ValueError, TypeError):
         return False
 
 
-def _identity() -> dict[str, Any]:
+def _describe_this_process() -> dict[str, Any]:
+    """Returns what is written into the lock file, as JSON."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -162,26 +191,34 @@ def _identity() -> dict[str, Any]:
     }
 
 
-def _in_words(text: bytes) -> str:
-    run = "another run (process {pid} on {host}, since {since}, run {run})"
+def _describe_run(text: bytes) -> str:
+    """Returns a description of the run that wrote this text into the lock file."""
     with suppress(ValueError, KeyError):
-        return run.format_map(layout.parsed(text))
+        run = layout.parse_object(text)
+        return (
+            f"another run (process {run['pid']} on {run['host']}, since {run['since']}, "
+            f"run {run['run']})"
+        )
     return "another run"
 
 
-def _read(path: Path) -> bytes:
-    """What is in the file, read apart from any lock of ours: closing it would give that up."""
-    held = _own.get(path)
+def _read_text(path: Path) -> bytes:
+    """Returns the text of a lock file, or b"" if there is none.
+
+    If this process has the lock, the text is read through the descriptor that is open already:
+    closing another descriptor of the file would release the lock.
+    """
+    lock = _acquired.get(path)
     with suppress(OSError):
-        if held is None:
+        if lock is None:
             with path.open("rb") as file:
-                return file.read(_LONGEST)
-        if _same_file(held.descriptor, path):
-            return os.pread(held.descriptor, _LONGEST, 0)
+                return file.read(MAX_TEXT_BYTES)
+        if _is_same_file(lock.descriptor, path):
+            return os.pread(lock.descriptor, MAX_TEXT_BYTES, 0)
     return b""
 
 
-def _same_file(descriptor: int, path: Path) -> bool:
+def _is_same_file(descriptor: int, path: Path) -> bool:
     with suppress(OSError):
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     return False

@@ -1,16 +1,15 @@
-"""The saved state of an optimizer, taken up again as it was saved.
+"""Loads the saved state of an optimizer so that its tensors keep their dtypes.
 
-Torch's `Optimizer.load_state_dict` converts every tensor of the state but `step` to the dtype of
+Torch's `Optimizer.load_state_dict` converts every tensor of the state except `step` to the dtype of
 its parameter. That is right for a state that is kept in the dtype of the parameter, and wrong for
-every other: momentum and master weights in float32 beside parameters in bfloat16 would be rounded,
-states in 8 bits and counters would become fractions. Text and arrays would be taken for lists. So
-what torch has changed is put back.
+every other: momentum and master weights in float32 of parameters in bfloat16 would be rounded, and
+states in 8 bits and counters would become fractions. It also takes text and arrays for lists. So
+torch loads the state first, and then what it has changed is replaced by what was saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 from lockstep.checkpoint.modules import plain_names
 from lockstep.checkpoint.sharding import map_leaves
 
-_TAKEN_FOR_LISTS = (str, bytes, np.ndarray)
+TAKEN_FOR_LISTS_BY_TORCH = (str, bytes, np.ndarray)
 
 
 def load_saved_state(
@@ -31,84 +30,112 @@ def load_saved_state(
 ) -> None:
     """Loads a state into an optimizer; its tensors have the dtypes that they were saved in.
 
-    One that was saved in the dtype of its parameter follows the parameter, if that has another
-    dtype now.
+    A tensor that was saved in the dtype of its parameter gets the parameter's present dtype.
 
     Args:
         optimizer: of torch, or with torch's `param_groups`, `state` and `load_state_dict`.
-        saved: what its `state_dict` gave, in memory.
+        saved: what its `state_dict` returned, in memory.
         saved_dtypes: the dtypes that parameters had then, as far as they are known.
     """
-    devices = _devices_of_options(optimizer)
+    options_of_groups = _tensor_options(optimizer)
     entries = saved["state"]
-    given = {number: map_leaves(_hidden_from_torch, entry) for number, entry in entries.items()}
-    optimizer.load_state_dict({**saved, "state": given})
-    numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for number, parameter in zip(numbers, parameters, strict=True):
-        if number in entries and parameter in optimizer.state:
-            before = saved_dtypes.get(parameter, parameter.dtype)
-            follows = before if before != parameter.dtype else None
-            loaded = optimizer.state[parameter]
-            optimizer.state[parameter] = _as_saved(loaded, entries[number], follows)
-    for group, of_group in zip(optimizer.param_groups, devices, strict=True):
-        for option, device in of_group.items():
-            if isinstance(group.get(option), Tensor):
-                group[option] = group[option].to(device)
+    safe_entries = {
+        number: map_leaves(_none_if_taken_for_list, entry) for number, entry in entries.items()
+    }
+    optimizer.load_state_dict({**saved, "state": safe_entries})
+
+    for number, parameter in _numbered_parameters(optimizer, saved):
+        if number not in entries or parameter not in optimizer.state:
+            continue
+        saved_dtype = saved_dtypes.get(parameter, parameter.dtype)
+        # If the parameter has another dtype now, torch was right to convert these tensors.
+        converted_dtype = saved_dtype if saved_dtype != parameter.dtype else None
+        optimizer.state[parameter] = _restore_saved(
+            optimizer.state[parameter], entries[number], converted_dtype
+        )
+
+    # A checkpoint does not say on which device an option was: it stays where it was built.
+    for group, options in zip(optimizer.param_groups, options_of_groups, strict=True):
+        for name, built in options.items():
+            if isinstance(group.get(name), Tensor):
+                group[name] = group[name].to(built.device)
 
 
 def saved_parameter_dtypes(
     modules: Mapping[str, nn.Module], saved: Mapping[str, Any]
 ) -> dict[Tensor, torch.dtype]:
-    """The dtypes that the parameters of modules had when their states were saved.
+    """Returns the dtypes that the parameters of modules had when their states were saved.
 
     Args:
         modules: by name.
         saved: their states, by the same names.
     """
     dtypes: dict[Tensor, torch.dtype] = {}
-    for name, module in modules.items():
-        plain = plain_names(module)
-        for own_name, parameter in module.named_parameters():
-            value = saved[name].get(plain(own_name))
+    for module_name, module in modules.items():
+        to_plain_name = plain_names(module)
+        for name, parameter in module.named_parameters():
+            value = saved[module_name].get(to_plain_name(name))
             if hasattr(value, "dtype"):
                 dtypes[parameter] = value.dtype
     return dtypes
 
 
-def _devices_of_options(optimizer: Optimizer) -> list[dict[str, torch.device]]:
-    """Where the options of each group that are tensors are; a checkpoint does not say."""
-    return [
-        {option: value.device for option, value in group.items() if isinstance(value, Tensor)}
-        for group in optimizer.param_groups
-    ]
+def _numbered_parameters(
+    optimizer: Optimizer, saved: Mapping[str, Any]
+) -> list[tuple[Any, Tensor]]:
+    """Returns the parameters of an optimizer, each with its number in the saved state.
+
+    Raises:
+        ValueError: there are other numbers of parameters.
+    """
+    numbers = []
+    for saved_group in saved["param_groups"]:
+        numbers += saved_group["params"]
+    parameters = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return list(zip(numbers, parameters, strict=True))
 
 
-def _hidden_from_torch(leaf: Any) -> Any:
-    return None if isinstance(leaf, _TAKEN_FOR_LISTS) else leaf
+def _tensor_options(optimizer: Optimizer) -> list[dict[str, Tensor]]:
+    """Returns, for each parameter group, the options that are tensors."""
+    options_of_groups = []
+    for group in optimizer.param_groups:
+        options_of_groups.append(
+            {name: value for name, value in group.items() if isinstance(value, Tensor)}
+        )
+    return options_of_groups
 
 
-def _as_saved(loaded: Any, saved: Any, follows: torch.dtype | None) -> Any:
-    """What an optimizer has loaded, with the saved value wherever torch has changed it.
+def _none_if_taken_for_list(leaf: Any) -> Any:
+    if isinstance(leaf, TAKEN_FOR_LISTS_BY_TORCH):
+        return None
+    return leaf
+
+
+def _restore_saved(loaded: Any, saved: Any, converted_dtype: torch.dtype | None) -> Any:
+    """Returns what an optimizer has loaded, with saved values wherever torch has changed them.
 
     Args:
-        loaded: as torch has put it into the optimizer; on the right device.
+        loaded: what torch has put into the optimizer's state; on the right device.
         saved: what it was made from.
-        follows: tensors that were saved in this dtype are left in the one that torch chose.
+        converted_dtype: tensors that were saved in this dtype stay in the one that torch chose.
     """
-    if isinstance(saved, _TAKEN_FOR_LISTS):
+    if isinstance(saved, TAKEN_FOR_LISTS_BY_TORCH):
         return saved
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
-        if saved.dtype in (loaded.dtype, follows):
+        if saved.dtype in (loaded.dtype, converted_dtype):
             return loaded
         return saved.to(loaded.device)
     if isinstance(saved, dict) and isinstance(loaded, dict):
         for key, value in saved.items():
             if key in loaded:
-                loaded[key] = _as_saved(loaded[key], value, follows)
+                loaded[key] = _restore_saved(loaded[key], value, converted_dtype)
         return loaded
-    both = type(saved) in (list, tuple) and type(loaded) is type(saved)
-    if both and len(saved) == len(loaded):
-        pairs = zip(loaded, saved, strict=True)
-        return type(saved)(_as_saved(item, value, follows) for item, value in pairs)
+    is_sequence = type(saved) in (list, tuple) and type(loaded) is type(saved)
+    if is_sequence and len(saved) == len(loaded):
+        items = []
+        for loaded_item, saved_item in zip(loaded, saved, strict=True):
+            items.append(_restore_saved(loaded_item, saved_item, converted_dtype))
+        return type(saved)(items)
     return loaded

@@ -1,15 +1,17 @@
-"""The last round of replicas that train apart, in memory that outlives the ranks.
+"""The last round of virtual ranks, kept in memory that outlives the processes of a run.
 
-`lockstep run` holds two files in memory for each rank (memfd_create(2)), which are there for the
-ranks that it starts after these have ended, and gone with it. At the end of a round a rank writes
-into the older of its two: what it has of each of its replicas, and on the first rank of a machine
-what all ranks have alike. So a rank that is killed while it writes leaves the round before whole.
+A *round* is what DiLoCo's virtual ranks do between two exchanges. `lockstep run` holds two files in
+memory for each rank (memfd_create(2)). They belong to the launcher, so the ranks that it starts
+after a failure can read them. At the end of a round a rank writes into the older of its two files:
+the state of each of its virtual ranks, and on the first rank of a machine the *shared* state, which
+is equal on all ranks. If a rank is killed while it writes, the round before is still whole.
 
-After a restart the ranks tell each other what lies on their machines, and `choose` says with which
-round they go on. A rank reads what is on its own machine; the rest is broadcast from another.
+After a restart the ranks tell each other which rounds lie on their machines, and `choose_round`
+says with which one they go on. A rank reads what is on its own machine; the rest is broadcast from
+another one.
 
-A file is one of safetensors, with the tree of `encode` as the tensor `TREE`. It is whole when its
-header is: the header's length is written first as 0, and last as what it is.
+A file has the format of safetensors, with the tree of `encode` as one more tensor. It is whole when
+its header is: the header's length is written as 0 first, and as what it is at the end.
 """
 
 from __future__ import annotations
@@ -28,83 +30,111 @@ from torch import Tensor
 
 from lockstep.checkpoint import storage
 from lockstep.checkpoint.encoding import decode, encode
-from lockstep.checkpoint.formats.safetensors import content_of, read_header
-from lockstep.checkpoint.sharding import LazyTensor, in_memory
+from lockstep.checkpoint.formats.safetensors import file_content, read_header
+from lockstep.checkpoint.lazy_tensor import LazyTensor
+from lockstep.checkpoint.sharding import copy_to_memory
 from lockstep.distributed.collectives import Collectives, run_on_all_ranks
 from lockstep.errors import CheckpointError
 
-TREE = "$tree"
-_LENGTH = 8
-"""Bytes, at the beginning, which say how long the header is."""
+TREE_NAME = "$tree"
+"""The name of the tensor that holds the tree as JSON."""
+HEADER_LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header in so many bytes."""
 
 Report = dict[str, Any]
-"""What one rank says of itself and its files; JSON."""
+"""What one rank says about itself and its files, as JSON."""
+Facts = Mapping[str, Any]
+"""What a file says about its round, as JSON: `step`, `world_size`, `rank`, `shared`, ..."""
+SHARED_STATE = None
+"""Stands for the shared state where parts of a round are identified by their virtual rank."""
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The round with which the ranks go on."""
+class StoredRound:
+    """A round that lies in the memory of the machines."""
 
     step: int
-    facts: Mapping[str, Any]
-    """What a file says of it, such as its `epoch` and `world_size`."""
-    shared: Mapping[int, str]
-    """Where what all ranks have alike lies: the files, by machine."""
-    replicas: Mapping[int, Mapping[int, str]]
-    """Likewise, of the replicas that are there."""
-    instead: Mapping[int, int]
-    """Whose optimizer state a replica goes on with: its own, or that of the next that is there."""
-    random: Sequence[str] | None
-    """The random states of the ranks; None: not all are there, or the ranks are not as many."""
+    facts: Facts
+    """The facts of one of its files."""
+    shared_files: Mapping[int, str]
+    """The file with the shared state on each machine that has one."""
+    files: Mapping[int, Mapping[int, str]]
+    """For each virtual rank that is there, the file on each machine that has one."""
+    substitutes: Mapping[int, int]
+    """For each virtual rank, whose optimizer state it goes on with: its own, or if that is lost,
+    that of the next virtual rank that is there."""
+    rng_states: Sequence[str] | None
+    """The random states of the ranks as text. None if one is missing, or if the run has another
+    number of ranks now."""
 
     @property
     def lost(self) -> list[int]:
-        """The replicas of which nothing is there."""
-        return [replica for replica in self.instead if replica not in self.replicas]
+        """The virtual ranks of which nothing is there."""
+        return [number for number in self.substitutes if number not in self.files]
 
 
-def choose(reports: Sequence[Report], count: int) -> Chosen | None:
-    """The round of which the most replicas are there; of several the latest. None: there is none.
+def choose_round(reports: Sequence[Report], num_virtual_ranks: int) -> StoredRound | None:
+    """Returns the round to go on with: the one with the most virtual ranks, the latest of several.
 
     Args:
-        reports: of every rank, as `Rounds.report` gives them.
-        count: of the replicas.
+        reports: what `Rounds.report` returned on each rank.
+        num_virtual_ranks: number of virtual ranks of the run.
+
+    Returns:
+        None if no round has the shared state.
     """
-    rounds: dict[int, list[tuple[int, Mapping[str, Any]]]] = {}
+    best: StoredRound | None = None
+    steps = {facts["step"] for report in reports for facts in report["rounds"]}
+    for step in sorted(steps):
+        stored = collect_round(step, reports, num_virtual_ranks)
+        if not stored.shared_files:
+            continue
+        # Later steps come later, so of equally complete rounds the latest is taken.
+        if best is None or len(stored.files) >= len(best.files):
+            best = stored
+    return best
+
+
+def collect_round(step: int, reports: Sequence[Report], num_virtual_ranks: int) -> StoredRound:
+    """Returns the files that all machines have of the round that ended at this step."""
+    all_facts: list[Facts] = []
+    shared_files: dict[int, str] = {}
+    files: dict[int, dict[int, str]] = {}
+    rng_state_of_rank: dict[int, str] = {}
     for report in reports:
-        for kept in report["kept"]:
-            rounds.setdefault(kept["step"], []).append((report["machine"], kept))
-    found = [_as_chosen(step, kept, len(reports), count) for step, kept in rounds.items()]
-    complete = [each for each in found if each.shared]
-    return max(complete, key=lambda each: (len(each.replicas), each.step), default=None)
+        machine = report["machine"]
+        for facts in report["rounds"]:
+            if facts["step"] != step:
+                continue
+            all_facts.append(facts)
+            if facts["shared"]:
+                shared_files.setdefault(machine, facts["file"])
+            for number in facts["replicas"]:
+                files.setdefault(number, {}).setdefault(machine, facts["file"])
+            rng_state_of_rank[facts["rank"]] = facts["random"]
+
+    substitutes = {}
+    if files:
+        for number in range(num_virtual_ranks):
+            substitutes[number] = next_stored(number, files, num_virtual_ranks)
+
+    world_size = all_facts[0]["world_size"]
+    rng_states = None
+    if world_size == len(reports) and len(rng_state_of_rank) == world_size:
+        rng_states = [rng_state_of_rank[rank] for rank in range(world_size)]
+    return StoredRound(step, all_facts[0], shared_files, files, substitutes, rng_states)
 
 
-def _as_chosen(
-    step: int, kept: Sequence[tuple[int, Mapping[str, Any]]], ranks: int, count: int
-) -> Chosen:
-    shared: dict[int, str] = {}
-    replicas: dict[int, dict[int, str]] = {}
-    for machine, each in kept:
-        if each["shared"]:
-            shared.setdefault(machine, each["file"])
-        for replica in each["replicas"]:
-            replicas.setdefault(replica, {}).setdefault(machine, each["file"])
-    instead = {
-        replica: min(replicas, key=lambda other: (other - replica) % count)
-        for replica in range(count if replicas else 0)
-    }
-    facts = kept[0][1]
-    states = {each["rank"]: each["random"] for _, each in kept}
-    every = facts["world_size"] == ranks == len(states)
-    random = [states[rank] for rank in range(ranks)] if every else None
-    return Chosen(step, facts, shared, replicas, instead, random)
+def next_stored(number: int, stored: Iterable[int], num_virtual_ranks: int) -> int:
+    """Returns the first virtual rank from `number` on, cyclically, of which something is stored."""
+    return min(stored, key=lambda other: (other - number) % num_virtual_ranks)
 
 
 class Rounds:
-    """One rank's files, and those of the other ranks of its machine.
+    """The files in memory of one rank.
 
     Args:
-        folder: of the checkpoints that the rounds belong to; what other ones have kept is not seen.
+        folder: of the checkpoints that the rounds belong to. Rounds of other folders are ignored.
         collectives: of the run.
     """
 
@@ -113,141 +143,194 @@ class Rounds:
         self._collectives = collectives
         self._files = [Path(name) for name in collectives.topology.memory]
 
-    def keep(self, facts: Mapping[str, Any], shared: Any, replicas: Mapping[int, Any]) -> None:
+    def store(self, facts: Facts, shared: Any, virtual_ranks: Mapping[int, Any]) -> None:
         """Writes a round into the older file.
 
         Args:
-            facts: JSON: `step`, `epoch`, `random` (this rank's state as text).
-            shared: what all ranks have alike; None where another rank of the machine writes it.
-            replicas: what each of this rank's has; without those that another such rank writes.
+            facts: JSON: `step`, and as `random` this rank's random state as text.
+            shared: the shared state, or None if another rank of the machine stores it.
+            virtual_ranks: the states of those virtual ranks that this rank stores.
         """
         topology = self._collectives.topology
-        facts = {
+        all_facts = {
             **facts,
             "folder": self._folder,
             "rank": topology.rank,
             "world_size": topology.size,
             "shared": shared is not None,
-            "replicas": list(replicas),
+            "replicas": list(virtual_ranks),
         }
-        steps = [-1 if kept is None else kept["step"] for kept in map(self._kept, self._files)]
-        tensors = _encoded({"facts": facts, "shared": shared, "replicas": dict(replicas)})
-        _overwrite(self._files[steps.index(min(steps))], tensors)
+        tensors = _as_tensors(
+            {"facts": all_facts, "shared": shared, "replicas": dict(virtual_ranks)}
+        )
+        oldest_file = min(self._files, key=self._step_in)
+        _overwrite(oldest_file, tensors)
 
     def report(self) -> Report:
-        """What this rank has, for `choose`."""
-        kept = [
-            {**facts, "file": str(path)}
-            for path in self._files
-            if (facts := self._kept(path)) is not None
-        ]
-        return {"machine": self._collectives.topology.node_rank, "kept": kept}
+        """Returns what this rank has, for `choose_round`."""
+        rounds = []
+        for path in self._files:
+            facts = self._read_facts(path)
+            if facts is not None:
+                rounds.append({**facts, "file": str(path)})
+        return {"machine": self._collectives.topology.node_rank, "rounds": rounds}
 
     def forget_after(self, step: int) -> None:
-        """Drops rounds of a later step: the training has gone back behind them."""
+        """Removes rounds of later steps, because the training goes on from this step."""
         for path in self._files:
-            facts = self._kept(path)
-            if facts is not None and facts["step"] > step:
+            if self._step_in(path) > step:
                 os.truncate(path, 0)
 
-    def _kept(self, path: Path) -> dict[str, Any] | None:
-        """What a file says of its round; None: it holds none that is whole."""
+    def _step_in(self, path: Path) -> int:
+        """Returns the step of the round in a file; -1 if it has none."""
+        facts = self._read_facts(path)
+        if facts is None:
+            return -1
+        return int(facts["step"])
+
+    def _read_facts(self, path: Path) -> Facts | None:
+        """Returns the facts of the round in a file; None if it holds none that is whole."""
         with suppress(CheckpointError):
-            facts: dict[str, Any] = _tree(read_header(path))["facts"]
-            return facts if facts["folder"] == self._folder else None
+            facts: Facts = _read_tree(read_header(path))["facts"]
+            if facts["folder"] == self._folder:
+                return facts
         return None
 
     def read(
-        self, chosen: Chosen, machines: Sequence[int], wanted: Sequence[Iterable[int]]
+        self,
+        chosen: StoredRound,
+        machine_of_rank: Sequence[int],
+        wanted_by_rank: Sequence[Sequence[int]],
     ) -> tuple[Any, dict[int, Any]]:
-        """What this rank needs of a round: what all have alike, and what its replicas have.
+        """Returns the shared state of a round, and the states of this rank's virtual ranks.
 
         Communication: one broadcast of each part that a rank needs and its machine lacks.
 
         Args:
             chosen: the round.
-            machines: of every rank.
-            wanted: the replicas that every rank computes.
+            machine_of_rank: the number of each rank's machine.
+            wanted_by_rank: the virtual ranks that each rank computes.
 
         Returns:
-            A replica of which nothing is there has the optimizer state of another.
+            A virtual rank of which nothing is there has the optimizer state of its substitute, and
+            begins with the shared weights.
 
         Raises:
-            CheckpointError: on all ranks, where one cannot read its part.
+            CheckpointError: on all ranks, if one cannot read its part.
         """
-        sources = [[chosen.instead[r] for r in own] for own in wanted]
-        parts: list[tuple[int | None, Mapping[int, str]]] = [(None, chosen.shared)]
-        parts += [(r, chosen.replicas[r]) for r in sorted(chosen.replicas)]
-        needed: dict[int | None, list[int]] = {}
-        senders: dict[int | None, int] = {}
-        for part, files in parts:
-            needed[part] = [q for q, own in enumerate(sources) if part is None or part in own]
-            if any(machines[rank] not in files for rank in needed[part]):
-                senders[part] = next(q for q, machine in enumerate(machines) if machine in files)
-        own, here = self._collectives.topology.rank, self._collectives.topology.node_rank
+        rank = self._collectives.topology.rank
+        machine = self._collectives.topology.node_rank
 
-        def read_here() -> dict[int | None, Any]:
-            return {
-                part: _read(Path(files[here]), part)
-                for part, files in parts
-                if here in files and (own in needed[part] or senders.get(part) == own)
-            }
+        # The parts of the round, by virtual rank: on which machines, and which ranks need them.
+        files_of_part: dict[int | None, Mapping[int, str]] = {SHARED_STATE: chosen.shared_files}
+        for number in sorted(chosen.files):
+            files_of_part[number] = chosen.files[number]
+        ranks_in_need = _ranks_in_need(chosen, wanted_by_rank)
 
-        doing = f"resuming from step {chosen.step} in memory"
-        found = run_on_all_ranks(self._collectives, doing, read_here)
-        for part, sender in senders.items():
-            mine = _encoded(found[part]) if own == sender else None
-            sent = self._collectives.broadcast(mine, sender)
-            if own in needed[part] and part not in found:
-                found[part] = _decoded(sent)
-        replicas = {r: found[chosen.instead[r]] for r in wanted[own]}
-        for replica in set(chosen.lost).intersection(replicas):
-            replicas[replica] = _begun_anew(replicas[replica])
-        return found[None], replicas
+        sender_of_part: dict[int | None, int] = {}
+        for part, files in files_of_part.items():
+            if any(machine_of_rank[needy] not in files for needy in ranks_in_need[part]):
+                sender_of_part[part] = _first_rank_with(files, machine_of_rank)
+
+        def read_files_of_this_machine() -> dict[int | None, Any]:
+            states = {}
+            for part, files in files_of_part.items():
+                is_needed = rank in ranks_in_need[part] or sender_of_part.get(part) == rank
+                if machine in files and is_needed:
+                    states[part] = _read_part(Path(files[machine]), part)
+            return states
+
+        action = f"resuming from step {chosen.step} in memory"
+        states = run_on_all_ranks(self._collectives, action, read_files_of_this_machine)
+        for part, sender in sender_of_part.items():
+            tensors = _as_tensors(states[part]) if rank == sender else None
+            received = self._collectives.broadcast(tensors, sender)
+            if rank in ranks_in_need[part] and part not in states:
+                states[part] = _from_tensors(received)
+
+        virtual_ranks = {}
+        for number in wanted_by_rank[rank]:
+            state = states[chosen.substitutes[number]]
+            if number in chosen.lost:
+                state = _with_shared_weights(state)
+            virtual_ranks[number] = state
+        return states[SHARED_STATE], virtual_ranks
 
 
-def _begun_anew(other: Mapping[str, Any]) -> dict[str, Any]:
-    """A replica that begins with the shared weights and another one's optimizer state."""
+def _ranks_in_need(
+    chosen: StoredRound, wanted_by_rank: Sequence[Sequence[int]]
+) -> dict[int | None, list[int]]:
+    """Returns which ranks need each part of a round. All ranks need the shared state."""
+    ranks: dict[int | None, list[int]] = {SHARED_STATE: list(range(len(wanted_by_rank)))}
+    for part in chosen.files:
+        ranks[part] = []
+    for rank, wanted in enumerate(wanted_by_rank):
+        for part in {chosen.substitutes[number] for number in wanted}:
+            ranks[part].append(rank)
+    return ranks
+
+
+def _first_rank_with(files: Mapping[int, str], machine_of_rank: Sequence[int]) -> int:
+    """Returns the first rank whose machine has one of these files."""
+    for rank, machine in enumerate(machine_of_rank):
+        if machine in files:
+            return rank
+    raise ValueError("the round lies on none of the machines")
+
+
+def _with_shared_weights(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a virtual rank's state with its optimizer states, and the shared weights as its own.
+
+    Loading `None` as weights, and no buffers, leaves the shared ones in place.
+    """
     fresh: dict[str, Any] = {"weights": None, "buffers": (), "lost": {}}
-    return {**other, "modules": [fresh for _ in other["modules"]]}
+    return {**state, "modules": [fresh for _ in state["modules"]]}
 
 
-def _encoded(state: Any) -> dict[str, Tensor]:
-    """A state as tensors alone."""
-    tree, tensors, _ = encode(state)
-    text = np.frombuffer(json.dumps(tree).encode(), np.uint8).copy()
-    return {**tensors, TREE: torch.from_numpy(text)}
+def _as_tensors(state: Any) -> dict[str, Tensor]:
+    """Returns a state as tensors by name; the tree is one of them, as the bytes of its JSON."""
+    encoded = encode(state)
+    tree_bytes = np.frombuffer(json.dumps(encoded.tree).encode(), np.uint8).copy()
+    return {**encoded.tensors, TREE_NAME: torch.from_numpy(tree_bytes)}
 
 
-def _decoded(tensors: Mapping[str, Any]) -> Any:
-    """What `_encoded` was given, in memory of its own."""
-    text = in_memory(tensors[TREE])
-    return in_memory(decode(json.loads(text.cpu().numpy().tobytes()), tensors))
+def _from_tensors(tensors: Mapping[str, Any]) -> Any:
+    """Returns the state that `_as_tensors` was given, with memory of its own."""
+    tree_bytes = copy_to_memory(tensors[TREE_NAME]).cpu().numpy().tobytes()
+    return copy_to_memory(decode(json.loads(tree_bytes), tensors))
 
 
 def _overwrite(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """In place: memory that is in use already need not be asked for again."""
-    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    """Writes a file in place, so that the memory which it has already is used again.
+
+    The header's length is 0 while it is written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        os.pwrite(file, bytes(_LENGTH), 0)
-        header, *values = content_of(path, tensors)
-        os.lseek(file, _LENGTH, os.SEEK_SET)
-        for data in (header[_LENGTH:], *values):
-            storage.write(file, data)
-        os.ftruncate(file, os.lseek(file, 0, os.SEEK_CUR))
-        os.pwrite(file, header[:_LENGTH], 0)
+        os.pwrite(descriptor, bytes(HEADER_LENGTH_BYTES), 0)
+        header, *values = file_content(path, tensors)
+        os.lseek(descriptor, HEADER_LENGTH_BYTES, os.SEEK_SET)
+        storage.write(descriptor, header[HEADER_LENGTH_BYTES:])
+        for data in values:
+            storage.write(descriptor, data)
+        end = os.lseek(descriptor, 0, os.SEEK_CUR)
+        os.ftruncate(descriptor, end)
+        os.pwrite(descriptor, header[:HEADER_LENGTH_BYTES], 0)
     finally:
-        os.close(file)
+        os.close(descriptor)
 
 
-def _read(path: Path, part: int | None) -> Any:
-    """What all ranks have alike, or a replica's part."""
+def _read_part(path: Path, part: int | None) -> Any:
+    """Reads the shared state, or the state of one virtual rank, from a file."""
     entries = read_header(path)
-    tree = _tree(entries)
-    # `encode` writes a dictionary with such keys as pairs.
-    own = tree["shared"] if part is None else dict(tree["replicas"]["$dict"])[part]
-    return in_memory(decode(own, entries))
+    tree = _read_tree(entries)
+    if part is SHARED_STATE:
+        part_tree = tree["shared"]
+    else:
+        # `encode` writes a dictionary with numbers as keys as a list of pairs.
+        part_tree = dict(tree["replicas"]["$dict"])[part]
+    return copy_to_memory(decode(part_tree, entries))
 
 
-def _tree(entries: Mapping[str, LazyTensor]) -> Any:
-    return json.loads(entries[TREE].full().numpy().tobytes())
+def _read_tree(entries: Mapping[str, LazyTensor]) -> Any:
+    return json.loads(entries[TREE_NAME].read().numpy().tobytes())

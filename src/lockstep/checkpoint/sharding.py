@@ -1,32 +1,32 @@
-"""Tensors in shards, and states that are sharded over the ranks: storing and resharding.
+"""States that are sharded over the ranks: which rank stores which part, and resharding.
 
-A shard is a box: where in its tensor it begins, and its extents. Together the shards of a sound
-tensor are the tensor, once, and any region of it can be read.
+A state is what `state_dict()` returns: nested dictionaries and lists with tensors at the ends. Some
+of its tensors may be DTensors, of which each rank stores its own shard. Rank 0 stores whatever is
+equal on all ranks.
 
-A rank stores its own shards of DTensors; rank 0 stores what all ranks have alike. What one rank has
-and another has not, as under a pipeline, stands on the other on the meta device (in the state of a
-module) or is left out (in that of an optimizer); the first rank that has it stores it. Whatever
-strategy wrote a state, any strategy on any number of ranks reads it: each rank reads the regions
-that its own shards are of.
+A rank may also lack a part of a state, as under a pipeline, where each rank has some layers only.
+The tensors that it lacks are on the meta device in the state of a module, and are left out of the
+state of an optimizer. The first rank that has such a part stores it.
 
-Communication: none.
+Any strategy on any number of ranks can load what any other has stored: each rank reads the regions
+that make up its own shards. No function here communicates.
 """
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, strided
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.batch.pytree import tensors
+from lockstep.checkpoint.lazy_tensor import LazyTensor
+from lockstep.checkpoint.shards import TensorInShards
 from lockstep.distributed.torch_compat import (
     is_sharded,
     local_box,
@@ -35,341 +35,195 @@ from lockstep.distributed.torch_compat import (
     state_dict_metadata,
 )
 
-Shape = tuple[int, ...]
-
-_MAX_COMPARED = 5_000_000  # pairs of shards
-
-
-def as_shape(value: Any) -> Shape:
-    """Numbers that stand in a file as the extents or the offsets of a tensor.
-
-    Raises:
-        ValueError: no tensor has such.
-    """
-    sound = isinstance(value, list | tuple) and len(value) <= 64
-    # Larger extents than these only take time to multiply.
-    if not sound or not all(type(item) is int and 0 <= item < 2**62 for item in value):
-        raise ValueError(f"a shape or a place of {str(value)[:80]}")
-    return tuple(value)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Such as `float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
-class LazyTensor:
-    """A tensor of which dtype and shape are known, and values are read only where asked for."""
-
-    dtype: torch.dtype
-    shape: Shape
-    file: Path
-    """Of one that is in a file."""
-    part: Callable[[int, int], Tensor]
-    """The elements from one index to before another, flat and on the CPU. CheckpointError: they
-    cannot be read."""
-
-    def check(self) -> None:
-        """Raises CheckpointError where it is not what it should be; reads no values."""
-
-    @property
-    def count(self) -> int:
-        """How many elements it has."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its values."""
-        return self.count * self.dtype.itemsize
-
-    def viewed(self, dtype: torch.dtype, shape: Shape) -> LazyTensor:
-        """The same bytes as another tensor.
-
-        Raises:
-            ValueError: they have another number.
-        """
-        found: Any = replace(cast(Any, self), dtype=dtype, shape=shape)
-        if found.nbytes != self.nbytes:
-            raise ValueError(f"{self.nbytes} bytes for a tensor of {dtype} and shape {list(shape)}")
-        return cast(LazyTensor, found)
-
-    def full(self) -> Tensor:
-        """All of it."""
-        return self.part(0, self.count).reshape(self.shape)
-
-
-class HeldTensor(LazyTensor):
-    """One that is in memory, on any device, or is mapped."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
-        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
-
-    def part(self, begin: int, end: int) -> Tensor:
-        """The elements from `begin` to before `end`, flat and on the CPU."""
-        return self._tensor.resolve_conj().resolve_neg().cpu().reshape(-1)[begin:end]
-
-
-class Shard(NamedTuple):
-    """A part of a tensor."""
-
-    offsets: Shape
-    values: LazyTensor
-
-    @property
-    def sizes(self) -> Shape:
-        """Its extents."""
-        return self.values.shape
-
-
-@dataclass(frozen=True)
-class ShardedEntry(LazyTensor):
-    """A tensor in shards."""
-
-    name: str
-    dtype: torch.dtype
-    shape: Shape
-    shards: tuple[Shard, ...]
-    """Those with elements, in the order of their offsets."""
-
-    def region(self, offsets: Shape, sizes: Shape) -> Tensor:
-        """The values of a box; at most one shard is in memory beside the result.
-
-        Raises:
-            CheckpointError: a shard cannot be read.
-        """
-        for shard in self.shards:
-            if (shard.offsets, shard.sizes) == (offsets, sizes):
-                return shard.values.full()
-        result = torch.empty(sizes, dtype=self.dtype)
-        for shard in self.shards:
-            common = [
-                (max(begin, at), min(begin + size, at + extent))
-                for begin, size, at, extent in zip(
-                    offsets, sizes, shard.offsets, shard.sizes, strict=True
-                )
-            ]
-            if any(begin >= end for begin, end in common):
-                continue
-            row = math.prod(shard.sizes[1:])
-            first, last = (row_number - shard.offsets[0] for row_number in common[0])
-            values = shard.values.part(first * row, last * row)
-            values = values.reshape(last - first, *shard.sizes[1:])
-            inside = (slice(None), *_slices(common[1:], shard.offsets[1:]))
-            result[tuple(_slices(common, offsets))].copy_(values[inside])
-        return result
-
-    def part(self, begin: int, end: int) -> Tensor:
-        """The elements from `begin` to before `end`, flat and on the CPU.
-
-        Raises:
-            CheckpointError: a shard cannot be read.
-        """
-        if begin >= end:
-            return torch.empty(0, dtype=self.dtype)
-        if len(self.shards) == 1:
-            return self.shards[0].values.part(begin, end)
-        row = math.prod(self.shape[1:])
-        low, high = begin // row, -(-end // row)
-        inner = self.shape[1:]
-        rows = self.region((low, *(0 for _ in inner)), (high - low, *inner)).reshape(-1)
-        return rows[begin - low * row : end - low * row]
-
-    def check(self) -> None:
-        """Looks at every shard, without its values.
-
-        Raises:
-            CheckpointError: one is not what it should be.
-        """
-        for shard in self.shards:
-            shard.values.check()
-
-
-def _slices(box: list[tuple[int, int]], offsets: Shape) -> Iterator[slice]:
-    """A box, seen from another box's offsets."""
-    for (begin, end), at in zip(box, offsets, strict=True):
-        yield slice(begin - at, end - at)
-
-
-def sharded_entry(
-    name: str, dtype: torch.dtype, shape: Shape, shards: Iterable[Shard]
-) -> ShardedEntry:
-    """A tensor of these shards.
-
-    Raises:
-        ValueError: a shard is outside of it, or they overlap or leave gaps.
-    """
-    found = sorted((s for s in shards if 0 not in s.sizes), key=lambda s: s.offsets)
-    for shard in found:
-        if not len(shard.offsets) == len(shard.sizes) == len(shape) or any(
-            begin + size > extent
-            for begin, size, extent in zip(shard.offsets, shard.sizes, shape, strict=True)
-        ):
-            raise ValueError(f"{name}: a shard is outside of its shape {list(shape)}")
-    if sum(shard.values.count for shard in found) != math.prod(shape) or _overlap(found):
-        raise ValueError(f"{name}: its shards overlap, or leave gaps")
-    return ShardedEntry(name, dtype, shape, tuple(found))
-
-
-def _overlap(shards: list[Shard]) -> bool:
-    """Whether any two share elements; they are in the order of their offsets."""
-    compared = 0
-    for i, one in enumerate(shards):
-        for other in shards[i + 1 :]:
-            if one.offsets and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
-                break
-            compared += 1
-            if compared > _MAX_COMPARED:
-                raise ValueError(f"a tensor in {len(shards)} shards that cross each other")
-            if all(
-                a < b + size_b and b < a + size_a
-                for a, size_a, b, size_b in zip(
-                    one.offsets, one.sizes, other.offsets, other.sizes, strict=True
-                )
-            ):
-                return True
-    return False
-
 
 def is_meta(value: object) -> bool:
-    """Whether it is a tensor whose values are on another rank."""
+    """Returns True for a tensor on the meta device: another rank has its values."""
     return isinstance(value, Tensor) and value.is_meta
 
 
-def replica(tensor: Any) -> bool:
-    """Whether another rank stores the same values of a DTensor; one that is plain has none."""
-    return is_sharded(tensor) and any(
-        placement.is_replicate() and coordinate
-        for placement, coordinate in zip(
-            tensor.placements, tensor.device_mesh.get_coordinate(), strict=True
-        )
-    )
+def is_replicated_copy(tensor: Any) -> bool:
+    """Returns True if this rank's shard of a DTensor is a copy of one that another rank stores.
+
+    Over a mesh dimension with the placement `Replicate`, the rank with coordinate 0 stores it.
+    """
+    if not is_sharded(tensor):
+        return False
+    coordinates = tensor.device_mesh.get_coordinate()
+    for placement, coordinate in zip(tensor.placements, coordinates, strict=True):
+        if placement.is_replicate() and coordinate > 0:
+            return True
+    return False
 
 
-def shards_only(state: Any) -> Any:
-    """The same pytree with None for all that is no DTensor."""
+def keep_dtensors_only(state: Any) -> Any:
+    """Returns a state with None in place of everything but DTensors."""
     return map_leaves(lambda leaf: leaf if is_sharded(leaf) else None, state)
 
 
-def stored_entries(
-    state: Mapping[str, Any], held: Sequence[Collection[int | str] | None], rank: int
+def entries_to_store(
+    state: Mapping[str, Any], keys_of_ranks: Sequence[Collection[int | str] | None], rank: int
 ) -> dict[str, Any]:
-    """Of a state of which each rank has a part: what this rank stores, the first that has it.
+    """Returns what one rank stores of a state of which each rank has a part.
+
+    Each entry is stored by the first rank that has it.
 
     Args:
-        state: of a module, with what another rank has on the meta device; or of an optimizer, with
-            an entry for each parameter that this rank has under `state`.
-        held: of every rank, the keys of the entries that it has (None: all).
-        rank: this one.
+        state: of a module, with the tensors that this rank lacks on the meta device; or of an
+            optimizer, whose `state` has an entry for each parameter that this rank has.
+        keys_of_ranks: for each rank, the keys of the entries that it has. None: it has all.
+        rank: this rank.
 
     Returns:
-        The state with None for what another rank stores of a module, and without what another
-        stores of an optimizer.
+        The state. Entries that other ranks store are None in the state of a module, and left out of
+        the state of an optimizer.
     """
-    sets = [None if mine is None else frozenset(mine) for mine in held]
+    key_sets = [None if keys is None else frozenset(keys) for keys in keys_of_ranks]
 
-    def is_here(key: int | str) -> bool:
-        first = (other for other, mine in enumerate(sets) if mine is None or key in mine)
-        return next(first, 0) == rank
+    def is_stored_here(key: int | str) -> bool:
+        for other_rank, keys in enumerate(key_sets):
+            if keys is None or key in keys:
+                return other_rank == rank
+        return rank == 0  # no rank has it
 
     if isinstance(state.get("state"), dict):
-        own = {key: value for key, value in state["state"].items() if is_here(key)}
-        return {**state, "state": own}
-    found = OrderedDict((key, value if is_here(key) else None) for key, value in state.items())
-    set_state_dict_metadata(found, state_dict_metadata(state))
-    return found
+        stored = {key: entry for key, entry in state["state"].items() if is_stored_here(key)}
+        return {**state, "state": stored}
+    module_state = OrderedDict(
+        (key, tensor if is_stored_here(key) else None) for key, tensor in state.items()
+    )
+    set_state_dict_metadata(module_state, state_dict_metadata(state))
+    return module_state
 
 
 def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
-    """An optimizer's state, sharded as its parameters are.
+    """Returns the saved state of an optimizer, sharded like the optimizer's present parameters.
 
-    What has another shape than its parameter, such as a count of steps, is not sharded.
+    Tensors with another shape than their parameter, such as a step counter, are not sharded.
+
+    Args:
+        state: as `optimizer.state_dict()` returned it. Its tensors may be in shards.
+        optimizer: will load the state.
     """
-    parameters = {
-        index: parameter
-        for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=False)
-        for index, parameter in zip(saved["params"], group["params"], strict=False)
-    }
+    parameter_of_number: dict[int, Tensor] = {}
+    for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=False):
+        for number, parameter in zip(saved_group["params"], group["params"], strict=False):
+            parameter_of_number[number] = parameter
 
-    def of_parameter(index: Any, entry: Any) -> Any:
-        return map_leaves(lambda leaf: _in_memory(resharded(leaf, parameters.get(index))), entry)
-
-    return {
-        **state,
-        "state": {index: of_parameter(index, entry) for index, entry in state["state"].items()},
-    }
+    entries = {}
+    for number, entry in state["state"].items():
+        parameter = parameter_of_number.get(number)
+        resharded_entry = map_leaves(partial(reshard, like=parameter), entry)
+        entries[number] = map_leaves(_copy_leaf, resharded_entry)
+    return {**state, "state": entries}
 
 
-def in_memory(state: Any) -> Any:
-    """A copy of a state that was read: without shards, and of no file that will go."""
-    copies: dict[int, Any] = {}  # what is one tensor remains one
+def copy_to_memory(state: Any) -> Any:
+    """Returns a copy of a state that was read from a file which may be removed later.
 
-    def copied(leaf: Any) -> Any:
-        if id(leaf) not in copies:
-            copies[id(leaf)] = _in_memory(leaf)
-        return copies[id(leaf)]
+    Tensors in shards are joined. Equal objects stay equal: tied tensors are copied once.
+    """
+    copy_of_leaf: dict[int, Any] = {}
 
-    return map_leaves(copied, state)
+    def copy(leaf: Any) -> Any:
+        if id(leaf) not in copy_of_leaf:
+            copy_of_leaf[id(leaf)] = _copy_leaf(leaf)
+        return copy_of_leaf[id(leaf)]
 
-
-def _in_memory(value: Any) -> Any:
-    if isinstance(value, LazyTensor):
-        return value.full()
-    plain = isinstance(value, Tensor) and not is_sharded(value) and not value.is_meta
-    return value.clone() if plain else value
+    return map_leaves(copy, state)
 
 
-def resharded(value: Any, own: Any) -> Any:
-    """What was read, sharded as this run's own tensor is; None: that is not known."""
-    if is_meta(own):
-        return own
-    known = isinstance(value, Tensor | ShardedEntry)
-    if not (known and is_sharded(own) and tuple(value.shape) == tuple(own.shape)):
-        return value.full() if isinstance(value, ShardedEntry) else value
-    from torch.distributed.tensor import DTensor  # loaded already by who made `own`
+def _copy_leaf(leaf: Any) -> Any:
+    """Returns a plain tensor with memory of its own; other values are returned as they are."""
+    if isinstance(leaf, LazyTensor):
+        return leaf.read()
+    if isinstance(leaf, Tensor) and not is_sharded(leaf) and not leaf.is_meta:
+        return leaf.clone()
+    return leaf
 
-    offsets, sizes = local_box(own)
-    if isinstance(value, ShardedEntry):
-        local = value.region(offsets, sizes)
+
+def reshard(value: Any, like: Any) -> Any:
+    """Returns a tensor that was read, sharded like a tensor of this run.
+
+    Args:
+        value: a tensor, a `TensorInShards`, or anything else, which is returned as it is.
+        like: the tensor that `value` is for, or None if it is not known.
+
+    Returns:
+        A DTensor if `like` is one of the same shape; only this rank's shard is read. `like` itself
+        if it is on the meta device. Otherwise the whole tensor.
+    """
+    if is_meta(like):
+        return like
+    is_tensor = isinstance(value, Tensor | TensorInShards)
+    if not is_tensor or not is_sharded(like) or tuple(value.shape) != tuple(like.shape):
+        if isinstance(value, TensorInShards):
+            return value.read()
+        return value
+    # Whoever made `like` has imported this already, so it takes no time here.
+    from torch.distributed.tensor import DTensor
+
+    offsets, sizes = local_box(like)
+    if isinstance(value, TensorInShards):
+        local = value.read_box(offsets, sizes)
     else:
-        box = [slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)]
-        local = value[tuple(box)].clone()  # not of a mapped file, which may go
+        slices = [slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
+        # Copied, because `value` may be mapped from a file that is removed later.
+        local = value[tuple(slices)].clone()
     return DTensor.from_local(
-        local.to(own.device),
-        own.device_mesh,
-        own.placements,
+        local.to(like.device),
+        like.device_mesh,
+        like.placements,
         run_check=False,
-        shape=own.shape,
-        stride=own.stride(),
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 
-def memory_of(tree: Any) -> set[int]:
-    """Where the storages of the tensors in a pytree, or of this rank's shards, begin in memory."""
-    plain = (t for t in tensors(tree) if t.layout is strided and not is_lazy(t))
-    return {own_part(tensor).untyped_storage().data_ptr() for tensor in plain}
+def storage_addresses(tree: Any) -> set[int]:
+    """Returns where the storages of the tensors in a pytree begin in memory.
+
+    For a DTensor it is the storage of this rank's shard.
+    """
+    addresses = set()
+    for tensor in tensors(tree):
+        if tensor.layout is torch.strided and not is_lazy(tensor):
+            addresses.add(own_part(tensor).untyped_storage().data_ptr())
+    return addresses
 
 
-def view_of(tensor: Any) -> tuple[object, ...] | None:
-    """What two tensors have alike if they are one view of one memory; None: it has none.
+def view_key(tensor: Any) -> tuple[object, ...] | None:
+    """Returns a key that is equal for two tensors if they are the same view of the same memory.
 
-    The padded memory of a sharded parameter is never empty, so tied ones are seen on every rank.
+    That is how tied weights are found. It also works for tied DTensors on ranks whose shards are
+    empty: the memory of a sharded parameter is padded, so it is never empty.
+
+    Returns:
+        None for a tensor without memory.
     """
     local = own_part(tensor)
-    begin = local.untyped_storage().data_ptr()
-    place = begin, local.storage_offset(), local.is_conj(), local.is_neg()
-    form = tensor.device, tensor.shape, tensor.stride(), tensor.dtype
-    return (*place, *form) if begin else None
+    address = local.untyped_storage().data_ptr()
+    if not address:
+        return None
+    return (
+        address,
+        local.storage_offset(),
+        local.is_conj(),
+        local.is_neg(),
+        tensor.device,
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+    )
 
 
 def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
-    """The same dictionaries, lists and tuples, with each value in them changed."""
+    """Returns the same dictionaries, lists and tuples with `change` applied to all other values."""
     if isinstance(tree, dict):
-        result: Any = tree.copy()  # of its own kind
-        set_state_dict_metadata(result, state_dict_metadata(tree))
+        mapped_dict: Any = tree.copy()  # keeps the class, such as OrderedDict
+        set_state_dict_metadata(mapped_dict, state_dict_metadata(tree))
         for key, value in tree.items():
-            result[key] = map_leaves(change, value)
-        return result
+            mapped_dict[key] = map_leaves(change, value)
+        return mapped_dict
     if type(tree) in (list, tuple):
         return type(tree)(map_leaves(change, value) for value in tree)
     return change(tree)

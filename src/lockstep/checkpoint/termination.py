@@ -1,12 +1,12 @@
 """Runs clean-ups before a signal such as SIGTERM ends this process.
 
-By default SIGTERM ends a process where it is, and a checkpoint that it was writing stays half
-written. A handler in Python is not enough: Python runs it in the main thread, once that has come
-back from C++. A rank that waits there for another one, which has failed, does not come back, and
-that is when launchers send SIGTERM. But Python writes the signal's number to a pipe at once
-(signal.set_wakeup_fd), and a thread of ours reads it there.
+By default SIGTERM ends a process at once, and a checkpoint that it was writing stays half written.
+A handler in Python is not enough: Python runs it in the main thread, once that has returned from
+C++. A rank that waits in C++ for another rank, which has failed, does not return, and that is when
+launchers send SIGTERM. But Python also writes the number of each signal to a pipe at once
+(signal.set_wakeup_fd), and a thread of this module reads it there.
 
-Where the program handles these signals itself, nothing is changed.
+If the program handles these signals itself, nothing is changed.
 """
 
 from __future__ import annotations
@@ -20,48 +20,52 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-"""Launchers and schedulers end a run by the first, a terminal that is closed by the second."""
+"""Launchers and schedulers send SIGTERM to end a run; a terminal that is closed sends SIGHUP."""
 
 
 class _Watcher:
-    """A thread that hears of signals at once, whatever the main thread does."""
+    """A thread that learns of signals at once, whatever the main thread does."""
 
     def __init__(self) -> None:
-        self._reads, self._writes = os.pipe()
-        os.set_blocking(self._writes, False)
-        signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
-        # A daemon: a program that never closes its run must be able to end.
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        # A daemon thread, so that a program which never closes its run can end.
         self._thread = threading.Thread(target=self._watch, name="lockstep-signals", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
         while True:
-            number = os.read(self._reads, 1)[0]
-            if number == 0:
+            number = os.read(self._read_end, 1)[0]
+            if number == 0:  # written by `close`
                 return
             if signal.getsignal(number) is _handle:
                 end_by(number)
 
     def close(self) -> None:
         """Ends the thread."""
-        present = signal.set_wakeup_fd(-1)
-        if present != self._writes:
-            signal.set_wakeup_fd(present)  # of somebody who has come after us
-        os.write(self._writes, b"\0")
+        current_fd = signal.set_wakeup_fd(-1)
+        if current_fd != self._write_end:
+            signal.set_wakeup_fd(current_fd)  # the program has set its own meanwhile
+        os.write(self._write_end, b"\0")
         self._thread.join()
-        os.close(self._reads)
-        os.close(self._writes)
+        os.close(self._read_end)
+        os.close(self._write_end)
 
 
 _cleanups: list[Callable[[], object]] = []
-_handled: list[int] = []
-"""The signals for which our handler stands in the place of their default action."""
+_handled_signals: list[int] = []
+"""The signals that have our handler in place of their default action."""
 _watcher: _Watcher | None = None
 _ending = threading.RLock()
+"""Held by the thread that ends the process; clean-ups run once."""
 
 
 def protect(cleanup: Callable[[], object]) -> None:
-    """Has `cleanup` called before a signal ends this process; only the main thread can do that."""
+    """Calls `cleanup` before a signal ends this process.
+
+    Only the main thread can install handlers; in any other thread this does nothing.
+    """
     global _watcher
     if threading.current_thread() is not threading.main_thread():
         return
@@ -70,17 +74,17 @@ def protect(cleanup: Callable[[], object]) -> None:
     for number in SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _handle)
-            _handled.append(number)
-    if _handled and _watcher is None and not _program_hears_signals():
+            _handled_signals.append(number)
+    if _handled_signals and _watcher is None and not _program_uses_wakeup_fd():
         _watcher = _Watcher()
 
 
 def unprotect(cleanup: Callable[[], object]) -> None:
-    """Undoes `protect`."""
+    """Does not call `cleanup` any more. After the last one, signals do what they did before."""
     global _watcher
     if threading.current_thread() is not threading.main_thread():
         return
-    with suppress(ValueError):  # it was not protected
+    if cleanup in _cleanups:
         _cleanups.remove(cleanup)
     if _cleanups:
         return
@@ -91,7 +95,7 @@ def unprotect(cleanup: Callable[[], object]) -> None:
 
 
 @contextmanager
-def undone_unless_finished(cleanup: Callable[[], object]) -> Iterator[None]:
+def cleaned_up_on_failure(cleanup: Callable[[], object]) -> Iterator[None]:
     """Calls `cleanup` if the block raises, or if a signal ends this process in it."""
     protect(cleanup)
     try:
@@ -104,17 +108,17 @@ def undone_unless_finished(cleanup: Callable[[], object]) -> Iterator[None]:
 
 
 def is_default(number: int) -> bool:
-    """Whether a signal ends this process, with or without clean-ups."""
+    """Returns True if a signal ends this process, with or without clean-ups."""
     return signal.getsignal(number) in (signal.SIG_DFL, _handle)
 
 
 def end_by(number: int) -> None:
-    """Runs the clean-ups, then ends this process as the signal's default action does."""
+    """Runs the clean-ups, then ends this process by the signal's default action."""
     with _ending:
         for cleanup in list(_cleanups):
             with suppress(Exception):
                 cleanup()
-        # Not signal.signal, which works in the main thread alone.
+        # signal.signal would raise an error outside of the main thread.
         default_action = ctypes.c_void_p(0)
         ctypes.CDLL(None).signal(number, default_action)
         os.kill(os.getpid(), number)
@@ -124,16 +128,16 @@ def _handle(number: int, frame: FrameType | None) -> None:
     end_by(number)
 
 
-def _program_hears_signals() -> bool:
-    """Whether the program uses the only such pipe that a process has, as asyncio does."""
-    present = signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(present)
-    return present != -1
+def _program_uses_wakeup_fd() -> bool:
+    """Returns True if the program, as asyncio does, uses the only such pipe of a process."""
+    current_fd = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(current_fd)
+    return current_fd != -1
 
 
 def _restore_default_actions() -> None:
-    while _handled:
-        number = _handled.pop()
+    while _handled_signals:
+        number = _handled_signals.pop()
         if signal.getsignal(number) is _handle:
             signal.signal(number, signal.SIG_DFL)
 
@@ -141,7 +145,7 @@ def _restore_default_actions() -> None:
 def _forget_in_child() -> None:
     """In a forked process, such as a worker of a DataLoader, signals do what they did before.
 
-    Its numbers would otherwise be written to the pipe of this process, which would end.
+    Otherwise the child would write its signals to the pipe of its parent, and end the parent.
     """
     global _watcher, _ending
     _ending = threading.RLock()

@@ -1,4 +1,9 @@
-"""The weights of a model alone: out as safetensors, in from every form that is about."""
+"""Saves the weights of a model as safetensors, and loads them from every common form.
+
+*Plain names* are those of the bare model, without the prefixes of wrappers such as DDP. Names are
+*tied* if the model has one tensor under all of them. A model is *spread* over the ranks if each
+rank has shards, or some of its layers only.
+"""
 
 from __future__ import annotations
 
@@ -8,59 +13,55 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.encoding import unstorable
-from lockstep.checkpoint.formats.reading import read, read_value
-from lockstep.checkpoint.formats.safetensors import (
-    CODES,
-    in_groups,
-    no_such_dtype,
-    shard_bytes,
+from lockstep.checkpoint.differences import (
+    Differences,
+    describe_conflict,
+    find_differences,
+    shape_of,
+    table_of_differences,
+)
+from lockstep.checkpoint.encoding import why_unstorable
+from lockstep.checkpoint.formats.reading import FoundState, read_source, read_values
+from lockstep.checkpoint.formats.safetensors import CODE_OF_DTYPE, dtype_error
+from lockstep.checkpoint.formats.safetensors_files import (
+    group_by_size,
+    parse_shard_size,
     write_weights,
 )
-from lockstep.checkpoint.modules import (
-    Differences,
-    conflict,
-    differences,
-    key_mismatch,
-    load_plain,
-    match_names,
-    plain_state_dict,
-    shape_of,
-    unwrap,
-)
-from lockstep.checkpoint.sharding import (
-    HeldTensor,
-    LazyTensor,
-    ShardedEntry,
-    is_meta,
-    view_of,
-)
+from lockstep.checkpoint.lazy_tensor import LazyTensor, TensorInMemory
+from lockstep.checkpoint.modules import load_plain, plain_state_dict, unwrap
+from lockstep.checkpoint.name_matching import Match, match_names
+from lockstep.checkpoint.sharding import is_meta, view_key
+from lockstep.checkpoint.shards import TensorInShards
 from lockstep.distributed.collectives import Collectives, run_on_all_ranks
 from lockstep.distributed.process_group import run_of
 from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.wording import group_by_key
 
-_BATCH = 2**26
-"""Bytes of values that are in memory at a time, beside the model and the mapped file."""
+MAX_BYTES_IN_MEMORY = 2**26
+"""How much `load_weights` reads at a time, besides the model and the mapped file."""
 
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """What `load_weights` did, under the bare model's names (`unexpected`: the file's)."""
+    """What `load_weights` did, under plain names (`unexpected`: under those of the file)."""
 
     matched: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[str, ...]
-    """Of another shape, left as they were: the name and both shapes."""
+    """Tensors of another shape, which were not changed: the name and both shapes."""
     changes: tuple[str, ...]
-    """What was done to names and types to make them fit, in words."""
+    """What was done to names and dtypes to make them fit, as texts."""
+
+
+# Saving
 
 
 def save_weights(
@@ -101,61 +102,101 @@ def save_weights(
             "it holds no fractions",
             "give torch.float32, torch.bfloat16 or torch.float16",
         )
-    size = None if shard_size is None else shard_bytes(shard_size)
-    run, state = run_of(model), plain_state_dict(model)
-    spread = run is not None and any(is_sharded(v) or is_meta(v) for v in state.values())
-    if run is not None and spread:
+    max_file_bytes = None if shard_size is None else parse_shard_size(shard_size)
+    run = run_of(model)
+    state = plain_state_dict(model)
+    if run is None:
+        write_weights(path, _storable_tensors(state, path), max_file_bytes, dtype)
+        return
+
+    is_spread = any(is_sharded(value) or is_meta(value) for value in state.values())
+    if is_spread:
         gather_on_main(state, run.collectives)
 
     def write() -> None:
-        if run is None or run.topology.is_main:
-            write_weights(path, _storable(state, path), size, dtype)
+        if run.topology.is_main:
+            write_weights(path, _storable_tensors(state, path), max_file_bytes, dtype)
 
-    if run is None or not spread:
-        write()
-    else:
+    if is_spread:
         run_on_all_ranks(run.collectives, f"saving weights to {path}", write)
+    else:
+        write()
 
 
 def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
-    """Makes the state of a model that is spread over the ranks whole on rank 0; of the others none.
+    """Gathers the state of a model that is spread over the ranks: all of it on rank 0.
 
     A tensor comes from its shards, or from the first rank that does not have it on the meta device.
     Tied shards are gathered once, and remain one tensor.
+
+    Args:
+        state: is changed. On rank 0 its values become whole CPU tensors, on the others None.
+        collectives: of the run. All ranks call this.
     """
-    mine = [name for name, value in state.items() if not is_meta(value)]
-    held = [set(names) for names in collectives.exchange(mine)]
-    gathered: dict[object, Any] = {}
+    own_names = [name for name, value in state.items() if not is_meta(value)]
+    names_of_ranks = [set(names) for names in collectives.exchange(own_names)]
+    gathered_views: dict[object, Any] = {}
     for name, value in state.items():
-        tie = view_of(value) if is_sharded(value) else None
-        if tie is not None and tie in gathered:
-            state[name] = gathered[tie]
+        view = view_key(value) if is_sharded(value) else None
+        if view is not None and view in gathered_views:
+            state[name] = gathered_views[view]
             continue
-        if is_sharded(value):  # also one that is kept on the CPU beside GPUs
+        if is_sharded(value):
+            # A model may be kept on the CPU in a run on GPUs, whose collectives need GPU tensors.
             value = value.to(collectives.device).full_tensor()
-        source = next((rank for rank, names in enumerate(held) if name in names), 0)
-        if source:
+        source = _first_rank_with(name, names_of_ranks)
+        if source > 0:
             value = collectives.broadcast(value, source)
         if not collectives.topology.is_main:
             value = None
-        state[name] = value.cpu() if isinstance(value, Tensor) else value
-        if tie is not None:
-            gathered[tie] = state[name]
+        if isinstance(value, Tensor):
+            value = value.cpu()
+        state[name] = value
+        if view is not None:
+            gathered_views[view] = value
 
 
-def _storable(state: Mapping[str, Any], path: Path) -> dict[str, LazyTensor]:
-    """Its tensors; raises CheckpointError where it holds what the file cannot."""
+def _first_rank_with(name: str, names_of_ranks: list[set[str]]) -> int:
+    """Returns the first rank that has the values of a tensor; 0 if none has."""
+    for rank, names in enumerate(names_of_ranks):
+        if name in names:
+            return rank
+    return 0
+
+
+def _storable_tensors(state: Mapping[str, Any], path: Path) -> dict[str, LazyTensor]:
+    """Returns the tensors of a state, with the interface of lazy tensors.
+
+    Raises:
+        CheckpointError: a safetensors file cannot hold one of the values.
+    """
+    action = f"saving weights to {path}"
+    tensors: dict[str, LazyTensor] = {}
     for name, value in state.items():
-        held = unstorable(value) if isinstance(value, Tensor) else f"is a {type(value).__name__}"
-        if held is None and value.dtype not in CODES:
-            raise no_such_dtype(f"saving weights to {path}", name, value.dtype)
-        if held:
+        problem: str | None = f"is a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            problem = why_unstorable(value)
+        if problem is not None:
             raise CheckpointError(
-                f"saving weights to {path}",
-                f"{name} {held}, and the file can hold plain tensors alone",
+                action,
+                f"{name} {problem}, and the file can hold plain tensors alone",
                 "save the whole state with world.checkpoint",
             )
-    return {name: HeldTensor(value) for name, value in state.items()}
+        if value.dtype not in CODE_OF_DTYPE:
+            raise dtype_error(action, name, value.dtype)
+        tensors[name] = TensorInMemory(value)
+    return tensors
+
+
+# Loading
+
+
+class _LoadPlan(NamedTuple):
+    """What `load_weights` is going to copy."""
+
+    batches: list[dict[str, Any]]
+    """Values by plain names, in groups that are in memory at a time."""
+    report: WeightsReport
 
 
 def load_weights(
@@ -168,7 +209,7 @@ def load_weights(
     whole model if trusted), a folder of `torch.distributed.checkpoint`, a checkpoint of Lockstep
     and the folder that holds checkpoints. Prefixes that wrappers leave (`module.`, `_orig_mod.`,
     `model.`, `net.`) are removed or added as the model's own names ask for. Nothing is copied
-    unless all checks have passed, on all ranks where the model is a prepared one.
+    unless all checks have passed, on all ranks if the model is a prepared one.
 
     Files are mapped, so what many ranks of a machine read is in its memory once; folders of
     `torch.distributed.checkpoint` are read some tensors at a time. The format of `torch.save`
@@ -190,117 +231,177 @@ def load_weights(
     """
     path = Path(path)
     run = run_of(model)
-
-    work = partial(_plan, model, path, strict=strict, trust=trust, alone=run is None)
-    # Nothing is copied on any rank unless all can.
-    batches, report = (
-        work() if run is None else run_on_all_ranks(run.collectives, f"loading {path}", work)
-    )
-    for batch in batches:
-        # Of what is in shards, a sharded model reads the regions that it needs.
-        load_plain(
-            model,
-            {n: v if isinstance(v, ShardedEntry) else read_value(v) for n, v in batch.items()},
-            strict=False,
+    if run is None:
+        _check_not_on_meta(model, path)
+        plan = _plan_loading(model, path, strict=strict, trust=trust)
+    else:
+        # Nothing is copied on any rank unless all ranks can.
+        plan = run_on_all_ranks(
+            run.collectives,
+            f"loading {path}",
+            partial(_plan_loading, model, path, strict=strict, trust=trust),
         )
-    return report
+    for batch in plan.batches:
+        values = {}
+        for name, value in batch.items():
+            # A sharded model reads only the regions that it needs of a tensor in shards.
+            is_in_shards = isinstance(value, TensorInShards)
+            values[name] = value if is_in_shards else read_values(value)
+        load_plain(model, values, strict=False)
+    return plan.report
 
 
-def _plan(
-    model: nn.Module, path: Path, *, strict: bool, trust: bool, alone: bool
-) -> tuple[list[dict[str, Any]], WeightsReport]:
-    """Makes all checks; what is to be copied, in parts, under the names of the model."""
-    own = plain_state_dict(model)
-    meta = {name for name, value in own.items() if is_meta(value)}
-    if meta and alone:  # else it is on another rank
+def _check_not_on_meta(model: nn.Module, path: Path) -> None:
+    """Raises CheckpointError if a model that is not prepared has tensors without memory.
+
+    In a prepared model, such tensors are on other ranks.
+    """
+    on_meta = [name for name, value in plain_state_dict(model).items() if is_meta(value)]
+    if on_meta:
         raise CheckpointError(
             f"loading {path}",
-            f"{len(meta)} tensors of the model are on the meta device ({min(meta)}, ...)",
+            f"{len(on_meta)} tensors of the model are on the meta device ({min(on_meta)}, ...)",
             'give them memory first: model.to_empty(device="cpu")',
         )
-    shapes = {name: shape_of(value) for name, value in own.items()}
-    matches = [
-        (match_names({n: shape_of(v) for n, v in found.state.items()}, shapes), found)
-        for found in read(path, trust=trust).states
-    ]
-    match, found = max(matches, key=lambda pair: (pair[0].fitting, len(pair[0].names)))
-    state = {name: found.state[old] for old, name in match.names.items()}
-    groups = _tied(own)
-    _check_tied(groups, state, path)
-    taken = _with_ties(state, groups)
-    differ = Differences(
+
+
+def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) -> _LoadPlan:
+    """Makes all checks, and returns what is to be copied."""
+    own = plain_state_dict(model)
+    found, match = _best_match(path, own, trust)
+    # Under the names of the model from here on.
+    state = {name: found.state[old_name] for old_name, name in match.names.items()}
+    tied_groups = _tied_groups(own)
+    _check_tied_are_equal(tied_groups, state, path)
+
+    names_with_values = _with_tied(state, tied_groups)
+    missing = []
+    for name in own:
         # BatchNorm counts batches since torch 0.4.1 only; torch starts the count by itself.
-        missing=tuple(n for n in own if n not in taken and not n.endswith("num_batches_tracked")),
-        unexpected=tuple(old for old in found.state if old not in match.names),
-        mismatched=differences(state, own).mismatched,
+        if name not in names_with_values and not name.endswith("num_batches_tracked"):
+            missing.append(name)
+    differences = Differences(
+        missing=tuple(missing),
+        unexpected=tuple(name for name in found.state if name not in match.names),
+        mismatched=find_differences(state, own).mismatched,
     )
-    fitting = {name: v for name, v in state.items() if not conflict(v, own[name])}
-    covered = len(_with_ties(fitting, groups))
-    enough = covered * 2 >= len(own)
-    if (strict and differ) or not enough:
-        counts = ", ".join(count for count, _ in differ.counted())
+
+    fitting = {
+        name: value for name, value in state.items() if not describe_conflict(value, own[name])
+    }
+    num_covered = len(_with_tied(fitting, tied_groups))
+    is_enough = num_covered * 2 >= len(own)
+    if (strict and differences) or not is_enough:
+        counts = ", ".join(count for count, _ in differences.counted())
+        table = table_of_differences(differences, found.state, own)
+        advice = "build the model as it was when the file was saved"
+        if is_enough:
+            advice += ", or pass strict=False to load what fits"
         raise CheckpointError(
             f"loading {path} into {type(unwrap(model)).__name__} with strict={strict}",
-            f"of the model's {len(own)} names {covered} fit; {counts}\n"
-            + key_mismatch(differ, found.state, own),
-            "build the model as it was when the file was saved"
-            + (", or pass strict=False to load what fits" if enough else ""),
+            f"of the model's {len(own)} names {num_covered} fit; {counts}\n{table}",
+            advice,
         )
-    place = (f"read {found.place}",) if found.place else ()
+
+    changes = [f"read {found.place}"] if found.place else []
+    changes += match.changes
+    changes += _describe_casts(fitting, own)
     report = WeightsReport(
         matched=tuple(name for name in own if name in fitting),
-        **vars(differ),
-        changes=(*place, *match.changes, *_casts(fitting, own)),
+        missing=differences.missing,
+        unexpected=differences.unexpected,
+        mismatched=differences.mismatched,
+        changes=tuple(changes),
     )
-    values = {name: value for name, value in fitting.items() if name not in meta}
-    stored = {name: v for name, v in values.items() if isinstance(v, ShardedEntry)}
-    for entry in stored.values():
-        entry.check()
-    copied = {name for name in values if name in stored or is_sharded(own[name])}
-    return _batches(values, copied), report
+
+    values = {name: value for name, value in fitting.items() if not is_meta(own[name])}
+    needs_memory = set()
+    for name, value in values.items():
+        if isinstance(value, TensorInShards):
+            value.check()
+            needs_memory.add(name)
+        elif is_sharded(own[name]):
+            needs_memory.add(name)
+    return _LoadPlan(_batches(values, needs_memory), report)
 
 
-def _batches(values: Mapping[str, Any], copied: Set[str]) -> list[dict[str, Any]]:
-    """The values in parts that are to be in memory at a time; those of a module together.
+def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundState, Match]:
+    """Returns the state in a file that fits a model best, with the renaming that makes it fit."""
+    own_shapes = {name: shape_of(value) for name, value in own.items()}
+    matches = []
+    for found in read_source(path, trust=trust).states:
+        shapes = {name: shape_of(value) for name, value in found.state.items()}
+        matches.append((found, match_names(shapes, own_shapes)))
+    return max(matches, key=lambda pair: (pair[1].num_fitting, len(pair[1].names)))
 
-    Only `copied` ones take memory: not what goes from a mapped file into a plain tensor.
+
+def _batches(values: Mapping[str, Any], needs_memory: Set[str]) -> list[dict[str, Any]]:
+    """Groups values so that each group takes little memory. Those of a module stay together.
+
+    Args:
+        values: by plain names.
+        needs_memory: the names of values that are copied before they are loaded. The others go
+            from a mapped file into a plain tensor directly.
     """
-    modules = list(group_by_key((name.rpartition(".")[0], name) for name in values).values())
-    sizes = [sum(values[name].nbytes for name in names if name in copied) for names in modules]
-    batches = in_groups(zip(modules, sizes, strict=True), _BATCH)
-    return [{name: values[name] for names in batch for name in names} for batch in batches]
+    names_of_module = group_by_key((name.rpartition(".")[0], name) for name in values)
+    sized_groups = []
+    for names in names_of_module.values():
+        num_bytes = sum(values[name].nbytes for name in names if name in needs_memory)
+        sized_groups.append((names, num_bytes))
+    batches = []
+    for groups in group_by_size(sized_groups, MAX_BYTES_IN_MEMORY):
+        batch = {}
+        for names in groups:
+            for name in names:
+                batch[name] = values[name]
+        batches.append(batch)
+    return batches
 
 
-def _tied(own: Mapping[str, Any]) -> list[list[str]]:
-    """Groups of names that are one tensor."""
-    views = ((view_of(value), name) for name, value in own.items() if shape_of(value) is not None)
-    groups = group_by_key((view, name) for view, name in views if view)
-    return [names for names in groups.values() if len(names) > 1]
+def _tied_groups(own: Mapping[str, Any]) -> list[list[str]]:
+    """Returns the groups of names that are one tensor in the model."""
+    names_of_view: dict[object, list[str]] = {}
+    for name, value in own.items():
+        view = None if shape_of(value) is None else view_key(value)
+        if view is not None:
+            names_of_view.setdefault(view, []).append(name)
+    return [names for names in names_of_view.values() if len(names) > 1]
 
 
-def _with_ties(names: Iterable[str], groups: list[list[str]]) -> set[str]:
-    """The names, and those that are one tensor with any of them."""
-    known = set(names)
-    return known.union(*(group for group in groups if known & set(group)))
+def _with_tied(names: Iterable[str], tied_groups: list[list[str]]) -> set[str]:
+    """Returns the names, and those that are one tensor with any of them."""
+    given = set(names)
+    result = set(given)
+    for group in tied_groups:
+        if not given.isdisjoint(group):
+            result.update(group)
+    return result
 
 
-def _check_tied(groups: list[list[str]], state: Mapping[str, Any], path: Path) -> None:
-    for group in groups:
-        first, *rest = [name for name in group if name in state] or [""]
-        for name in rest:
-            one, other = read_value(state[first]), read_value(state[name])
-            if not torch.equal(one, other.to(one.dtype)):
+def _check_tied_are_equal(
+    tied_groups: list[list[str]], state: Mapping[str, Any], path: Path
+) -> None:
+    """Raises CheckpointError if names that are one tensor in the model differ in the file."""
+    for group in tied_groups:
+        names = [name for name in group if name in state]
+        for name in names[1:]:
+            first_value = read_values(state[names[0]])
+            value = read_values(state[name])
+            if not torch.equal(first_value, value.to(first_value.dtype)):
                 raise CheckpointError(
                     f"loading {path}",
-                    f"{first} and {name} are one tensor in the model, and differ in the file",
+                    f"{names[0]} and {name} are one tensor in the model, and differ in the file",
                     "untie them in the model before loading",
                 )
 
 
-def _casts(values: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    counts = Counter(
-        (str(value.dtype), str(own[name].dtype))
-        for name, value in values.items()
-        if isinstance(value, Tensor | ShardedEntry) and value.dtype != own[name].dtype
-    )
-    return [f"converted {n} tensors from {old} to {new}" for (old, new), n in counts.items()]
+def _describe_casts(values: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Returns a text for each pair of dtypes that values are converted from and to."""
+    counts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+    for name, value in values.items():
+        if isinstance(value, Tensor | TensorInShards) and value.dtype != own[name].dtype:
+            counts[value.dtype, own[name].dtype] += 1
+    texts = []
+    for (own_dtype, new_dtype), count in counts.items():
+        texts.append(f"converted {count} tensors from {own_dtype} to {new_dtype}")
+    return texts

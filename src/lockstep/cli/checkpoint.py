@@ -18,9 +18,10 @@ from lockstep.errors import LockstepError, SettingError
 from lockstep.wording import replace_unprintable
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.contents import Contents, Pair
+    from lockstep.checkpoint.comparison import Pair
+    from lockstep.checkpoint.contents import Contents
     from lockstep.checkpoint.health import Inspection
-    from lockstep.checkpoint.sharding import LazyTensor
+    from lockstep.checkpoint.lazy_tensor import LazyTensor
 
 
 PATH_TYPE = click.Path(path_type=Path)
@@ -123,14 +124,15 @@ def diff_command(
 
     Ends with 0 if they are equal, 1 if they differ, 2 if they cannot be compared.
     """
-    from lockstep.checkpoint.contents import compare, open_contents, renamed
+    from lockstep.checkpoint.comparison import compare, rename_to_match
+    from lockstep.checkpoint.contents import open_contents
 
     try:
         contents_a = open_contents(a, everything=True, **reading)
         contents_b = open_contents(b, everything=True, **reading)
         tensors_a = _all_tensors(contents_a)
         tensors_b = _all_tensors(contents_b)
-        tensors_b_renamed, changes = renamed(tensors_a, tensors_b)
+        tensors_b_renamed, changes = rename_to_match(tensors_a, tensors_b)
         if changes:
             pairing = "paired after this" if match else "with --match they would pair after this"
             _print(f"names in {b}: {pairing}: {changes}")
@@ -182,10 +184,11 @@ def convert_command(
 
     OUT ends in .safetensors, or in .pt, .pth, .bin or .ckpt for what torch.load reads.
     """
-    from lockstep.checkpoint.contents import DTYPES, convert, open_contents
-    from lockstep.checkpoint.formats.safetensors import index_of, shard_bytes
+    from lockstep.checkpoint.contents import open_contents
+    from lockstep.checkpoint.conversion import DTYPE_OF_OPTION, convert
+    from lockstep.checkpoint.formats.safetensors_files import index_of, parse_shard_size
 
-    max_shard_bytes = shard_bytes(shard_size)
+    max_shard_bytes = parse_shard_size(shard_size)
     for path in (out, index_of(out)):
         if path.exists() and not overwrite:
             raise SettingError(f"the output {out}", f"{path} is there already", "add --overwrite")
@@ -193,20 +196,20 @@ def convert_command(
     converted = convert(
         contents,
         out,
-        dtype=None if dtype is None else DTYPES[dtype],
-        remove=remove_prefix,
-        add=prefix or "",
-        shard_size=max_shard_bytes,
+        dtype=None if dtype is None else DTYPE_OF_OPTION[dtype],
+        remove_prefixes=remove_prefix,
+        add_prefix=prefix or "",
+        shard_bytes=max_shard_bytes,
     )
     source_text = f"read    {contents.source.path}: {contents.source.kind}"
     if contents.facts.get("read"):
         source_text += f", {contents.facts['read']}"
     _print(source_text)
-    tensors_text = f"tensors {converted.tensors}"
-    if converted.renamed:
-        tensors_text += f"; {converted.renamed} renamed"
-    if converted.cast:
-        tensors_text += f"; {converted.cast} converted to {dtype}"
+    tensors_text = f"tensors {converted.num_tensors}"
+    if converted.num_renamed:
+        tensors_text += f"; {converted.num_renamed} renamed"
+    if converted.num_cast:
+        tensors_text += f"; {converted.num_cast} converted to {dtype}"
     _print(tensors_text)
     for file in converted.files:
         _print(f"wrote   {file} ({_format_size(file.stat().st_size)})")
@@ -221,7 +224,7 @@ def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
 
     Ends with 0 if nothing is wrong any more. Complete checkpoints are not touched.
     """
-    from lockstep.checkpoint.health import carry_out, plan_repairs
+    from lockstep.checkpoint.repair import carry_out, plan_repairs
 
     plan = plan_repairs(folder)
     if not plan:
@@ -277,7 +280,7 @@ def _describe_tensors(tensors: Mapping[str, LazyTensor]) -> list[dict[str, Any]]
     A tensor that is stored under several names is *tied* to the first of them.
     """
     from lockstep.checkpoint.contents import tied_to
-    from lockstep.checkpoint.sharding import dtype_name
+    from lockstep.checkpoint.lazy_tensor import dtype_name
 
     first_names = tied_to(tensors)
     return [
@@ -394,12 +397,12 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
     cells = (pair.name, what, _dtype_and_shape(a), _dtype_and_shape(b))
     if not values.count and not values.absolute:
         return (*cells, "0", "", "")
-    num_values = f"{values.count}/{a.count}"
+    num_values = f"{values.count}/{a.num_elements}"
     return (*cells, num_values, f"{values.absolute:.3g}", f"{values.relative:.3g}")
 
 
 def _dtype_and_shape(tensor: LazyTensor | None) -> str:
-    from lockstep.checkpoint.sharding import dtype_name
+    from lockstep.checkpoint.lazy_tensor import dtype_name
 
     return "" if tensor is None else f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
 
@@ -429,7 +432,7 @@ def _print_table(
 
 def _differing_extra(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Returns the names of values that are no tensors and are not the same on both sides."""
-    from lockstep.checkpoint.contents import same_extra
+    from lockstep.checkpoint.comparison import same_extra
 
     differing = []
     for name in {**a, **b}:

@@ -27,7 +27,7 @@ from lockstep.batch.micro_batches import AutotuneRequest, MicroBatchPlan
 from lockstep.batch.shares import first_shares, parse_micro_batch
 from lockstep.batch.source import Source, make_source
 from lockstep.batch.stream import make_loader
-from lockstep.checkpoint.sharding import map_leaves, resharded
+from lockstep.checkpoint.sharding import map_leaves, reshard
 from lockstep.communication.compression import CompressedMeans
 from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
 from lockstep.distributed.process_group import Run
@@ -497,7 +497,7 @@ class Preparer:
             )
         del optimizer.state[old]
         if new is not None:
-            optimizer.state[new] = map_leaves(partial(resharded, own=new), state)
+            optimizer.state[new] = map_leaves(partial(reshard, like=new), state)
 
     def _prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         for optimizer in self.optimizers:

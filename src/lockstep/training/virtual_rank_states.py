@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.checkpoint.sharding import in_memory
+from lockstep.checkpoint.sharding import copy_to_memory
 from lockstep.errors import CheckpointError
 from lockstep.strategies.base import VirtualRankState, Wrapped
 from lockstep.training.optimizer import PreparedOptimizer
@@ -98,12 +98,12 @@ class VirtualRankStates:
         if state is None:
             return
         saved = state["state"]
-        own_states = {number: in_memory(saved[number]) for number in self.own}
+        own_states = {number: copy_to_memory(saved[number]) for number in self.own}
         for index, module in enumerate(self._modules()):
             states_of_module = {
                 number: own_state["modules"][index] for number, own_state in own_states.items()
             }
-            module.load(in_memory(state["shared"][index]), states_of_module)
+            module.load(copy_to_memory(state["shared"][index]), states_of_module)
         for index, optimizer in enumerate(self.optimizers):
             for number, own_state in own_states.items():
                 optimizer.load_virtual_rank_state(number, own_state["optimizers"][index])

@@ -1,10 +1,14 @@
-"""Reads weights from every form that a PyTorch user may have; gives the states found in them."""
+"""Finds out what is in a weights file or folder, in every form that a PyTorch user may have.
+
+`read_source` returns the states of models that it found: dictionaries with tensors by name. Most
+tensors are not read yet: they are views of a mapped file, or `LazyTensor`s.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,37 +16,63 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import layout, sharding
-from lockstep.checkpoint.encoding import FindShards, decode, leaves
-from lockstep.checkpoint.formats import pytorch
-from lockstep.checkpoint.formats.safetensors import (
-    INDEX,
-    Entry,
+from lockstep.checkpoint import layout
+from lockstep.checkpoint.encoding import FindShards, decode, tensor_places
+from lockstep.checkpoint.file_errors import opened, plain_errors, unreadable
+from lockstep.checkpoint.formats.dcp import METADATA, StoredObject, read_dcp, tensors_in
+from lockstep.checkpoint.formats.safetensors import TensorInFile, read_header
+from lockstep.checkpoint.formats.safetensors_files import (
+    INDEX_ENDING,
     index_of,
-    of_torch,
-    read_header,
+    names_torch_files,
     read_index,
-    short,
-    weight_map,
+    read_weight_map,
 )
+from lockstep.checkpoint.formats.text import short
+from lockstep.checkpoint.formats.torch_save import read_torch, read_torch_index
+from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, as_shape
 from lockstep.checkpoint.modules import plain_state_dict
-from lockstep.errors import SettingError
+from lockstep.checkpoint.shards import Shard, TensorInShards, join_shards
+from lockstep.errors import CheckpointError, SettingError
 
 Kind = Literal["checkpoint", "dcp", "index", "safetensors", "torch"]
 
-_NESTED_UNDER = ("state_dict", "model_state_dict", "model", "net", "weights", "module")
-_DEPTH = 4
-_FACTS = ("step", "epoch", "world_size", "strategy", "metric", "lockstep", "torch", "time")
+USUAL_KEYS_OF_STATES = (
+    "state_dict",
+    "model_state_dict",
+    "model",
+    "net",
+    "weights",
+    "module",
+)
+"""Under these keys people save the state of a model with other things in one dictionary."""
+MAX_DEPTH_OF_STATES = 4
+"""A state is looked for in so many dictionaries inside of each other."""
+FACTS_IN_MANIFEST = (
+    "step",
+    "epoch",
+    "world_size",
+    "strategy",
+    "metric",
+    "lockstep",
+    "torch",
+    "time",
+)
+MAX_FACT_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundState:
     """One state of a model that a file holds."""
 
     state: Mapping[str, Any]
-    """By name. Tensors are views of the mapped file; entries and `Objects` are not read yet."""
+    """Values by name. Tensors are views of the mapped file, or lazy."""
     place: str
-    """Where in the file, in words; empty for the top."""
+    """Where it is in the file, such as "['model']"; empty for the top."""
+
+
+def _no_tensors() -> Iterable[tuple[str, LazyTensor]]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -51,29 +81,29 @@ class Source:
 
     path: Path
     kind: str
-    """In words."""
-    states: list[Found]
+    """A description such as "a safetensors file"."""
+    states: list[FoundState]
     """At least one."""
     files: Iterable[Path]
-    """All that it is in."""
+    """All files that belong to it."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Step, epoch, versions and the like, as far as the form has them."""
+    """Step, epoch, versions and so on, as far as the form has them."""
     modules: tuple[str, ...] = ()
-    """Of a checkpoint."""
-    training: Callable[[], Iterable[tuple[str, sharding.LazyTensor]]] = tuple
-    """Finds the tensors of what is no module, with their names."""
+    """The names of the modules of a checkpoint."""
+    find_training_tensors: Callable[[], Iterable[tuple[str, LazyTensor]]] = _no_tensors
+    """Returns the tensors of what is no model, with their names."""
 
 
-def read_value(value: Any) -> Any:
-    """The same with what is in files read from them."""
+def read_values(value: Any) -> Any:
+    """Returns a value with everything that is not read yet read from its file."""
     if isinstance(value, dict):
-        return {key: read_value(inner) for key, inner in value.items()}
-    if isinstance(value, sharding.ShardedEntry):
-        return value.full()
-    return value.read() if isinstance(value, pytorch.Objects) else value
+        return {key: read_values(item) for key, item in value.items()}
+    if isinstance(value, TensorInShards | StoredObject):
+        return value.read()
+    return value
 
 
-def read(
+def read_source(
     path: Path,
     *,
     trust: bool,
@@ -89,9 +119,9 @@ def read(
             checkpoint.
         trust: a torch file may run code of its author's while it is read.
         name: one model of several; the key above it in a torch file.
-        everything: where a checkpoint has several models and none is named, all of them in one
+        everything: if a checkpoint has several models and none is named, take all of them in one
             state, with their names in front.
-        lazy: all tensors of safetensors are `LazyTensor`; else views of the mapped files.
+        lazy: tensors of safetensors files are `LazyTensor`s; else views of the mapped files.
 
     Raises:
         CheckpointError: nothing is there, it cannot be read, it holds no weights, or it holds
@@ -102,156 +132,102 @@ def read(
     if kind == "checkpoint":
         return _read_checkpoint(path, name, everything=everything, lazy=lazy)
     if kind == "torch":
-        content = pytorch.read_torch(path, trust)
-        states = _states_in(path, content, name)
-        return Source(path, "a torch file", states, [path], _plain_values(content))
+        content = read_torch(path, trust)
+        states = _find_states(path, content, name)
+        return Source(path, "a torch file", states, [path], _short_values(content))
     if kind == "dcp":
-        tree = pytorch.read_dcp(path)
-        states = _states_in(path, tree, name)
-        shards = [shard for _, entry in pytorch.tensors_in(tree) for shard in entry.shards]
-        return Source(
-            path,
-            "a folder of torch.distributed.checkpoint",
-            states,
-            sorted({path / pytorch.METADATA, *(shard.values.file for shard in shards)}),
-            training=lambda: pytorch.tensors_in(tree),
-        )
+        return _read_dcp_folder(path, name)
     if name is not None:
-        raise _no_such(path, name, ["one model without a name of its own"])
-    if kind == "index" and of_torch(places := weight_map(path)):
-        files = sorted({path.parent / file for file in places.values()})
-        state: Mapping[str, Any] = pytorch.read_torch_index(path, places, trust)
-        return Source(path, f"torch files ({len(files)} of them)", [Found(state, "")], files)
-    entries = read_index(path) if kind == "index" else read_header(path)
-    files = list(dict.fromkeys(entry.file for entry in entries.values())) or [path]
-    words = f"safetensors in {len(files)} files" if kind == "index" else "a safetensors file"
-    return Source(path, words, [Found(entries if lazy else _mapped(entries), "")], files)
+        raise _no_such_name_error(path, name, ["one model without a name of its own"])
+    if kind == "index":
+        return _read_index(path, trust=trust, lazy=lazy)
+    tensors = read_header(path)
+    state: Mapping[str, Any] = tensors if lazy else _map_tensors(tensors)
+    return Source(path, "a safetensors file", [FoundState(state, "")], [path])
+
+
+def _read_dcp_folder(path: Path, name: str | None) -> Source:
+    tree = read_dcp(path)
+    states = _find_states(path, tree, name)
+    files = {path / METADATA}
+    for _, tensor in tensors_in(tree):
+        files.update(shard.values.file for shard in tensor.shards)
+    return Source(
+        path,
+        "a folder of torch.distributed.checkpoint",
+        states,
+        sorted(files),
+        find_training_tensors=lambda: tensors_in(tree),
+    )
+
+
+def _read_index(path: Path, *, trust: bool, lazy: bool) -> Source:
+    """Reads an index of several safetensors files, or of several files of `torch.save`."""
+    weight_map = read_weight_map(path)
+    if names_torch_files(weight_map):
+        files = sorted({path.parent / file_name for file_name in weight_map.values()})
+        state: Mapping[str, Any] = read_torch_index(path, weight_map, trust)
+        kind = f"torch files ({len(files)} of them)"
+        return Source(path, kind, [FoundState(state, "")], files)
+    tensors = read_index(path)
+    files = _files_of(tensors)
+    state = tensors if lazy else _map_tensors(tensors)
+    return Source(path, f"safetensors in {len(files)} files", [FoundState(state, "")], files)
+
+
+# Where to read
 
 
 def locate(path: Path) -> tuple[Path, Kind]:
-    """What is to be read where a user names a file or folder, and what it is.
+    """Returns what is to be read if a user names a file or folder, and what kind of thing it is.
 
     Raises:
-        CheckpointError: nothing is there, what is no file, or a folder without weights.
+        CheckpointError: nothing is there, or no plain file, or a folder without weights.
     """
     if path.is_dir():
-        return _in_folder(path)
+        return _locate_in_folder(path)
     if path.suffix == ".safetensors" and not path.exists() and index_of(path).exists():
         path = index_of(path)
-    with layout.opened(path):
-        pass  # it can be read
+    with opened(path):
+        pass  # raises an error if it cannot be read
     if path.suffix == ".json":
         return path, "index"
-    if layout.holds_shards(path):
-        raise layout.unreadable(
+    if layout.is_one_of_several_files(path):
+        raise unreadable(
             path,
             "it holds the shards of one rank",
             f"give the checkpoint that it is in: {path.parent}",
         )
-    return path, "safetensors" if path.suffix == ".safetensors" else "torch"
+    if path.suffix == ".safetensors":
+        return path, "safetensors"
+    return path, "torch"
 
 
-def _states_in(path: Path, content: Any, name: str | None) -> list[Found]:
-    """The states in what `read_torch` gave, or those below a name; at least one.
-
-    Raises:
-        CheckpointError: there is none.
-        SettingError: there is none below that name.
-    """
-    found = list(_states(content, "", _DEPTH))
-    if not found:
-        held = type(content).__name__
-        if isinstance(content, Mapping):
-            keys = [short(repr(key)) for key in content if isinstance(key, str)]
-            held += f" with {', '.join(keys[:8]) or 'nothing by name in it'}"
-        raise layout.unreadable(
-            path,
-            f"no weights: it holds a {held}",
-            f"save the model's state_dict(), at the top or under one of {', '.join(_NESTED_UNDER)}",
-        )
-    named = [state for state in found if name is None or f"[{name!r}]" in state.place]
-    if not named:
-        raise _no_such(path, str(name), [state.place or "the top" for state in found])
-    return named
-
-
-def read_stored(
-    path: Path, manifest: Mapping[str, Any], name: str, tree: Any = None, *, lazy: bool = False
-) -> Any:
-    """What a checkpoint holds of a module or of the training.
-
-    Args:
-        path: of the checkpoint.
-        manifest: of it.
-        name: of the module, or `layout.TRAINING`.
-        tree: a part of what stands there in the manifest; None: all of it.
-        lazy: all tensors are `LazyTensor`; else only those in shards, and the others are views of
-            the mapped file.
-
-    Raises:
-        CheckpointError: the manifest does not list a file, or it cannot be read.
-    """
-    if tree is None:
-        tree = layout.states_of(manifest)[name]
-    entries = _entries(path, manifest, name, 0)
-    return decode(tree, entries if lazy else _mapped(entries), _shard_finder(path, manifest, name))
-
-
-def _shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindShards:
-    """Finds the tensors of a module or of the training that are stored in shards.
-
-    Raises:
-        CheckpointError: a file of the shards cannot be read.
-        ValueError, KeyError, TypeError: the manifest is damaged.
-    """
-    headers = cache(partial(_entries, path, manifest, name))
-    listed = manifest.get("shards", {}).get(name, {})
-
-    def find(tensor: str, dtype: torch.dtype, shape: sharding.Shape) -> sharding.ShardedEntry:
-        shards = []
-        for rank, offsets, sizes in listed.get(tensor, ()):
-            # Others than those that safetensors knows are stored as bytes.
-            values = headers(rank)[tensor].viewed(dtype, sharding.as_shape(sizes))
-            shards.append(sharding.Shard(sharding.as_shape(offsets), values))
-        return sharding.sharded_entry(tensor, dtype, shape, shards)
-
-    return find
-
-
-def _entries(path: Path, manifest: Mapping[str, Any], name: str, rank: int) -> dict[str, Entry]:
-    file = layout.tensor_file(name, rank)
-    if file not in manifest["files"]:  # those are plain names: nothing outside of the folder
-        raise layout.unreadable(path, f"its manifest has {short(name)!r}, but not {short(file)}")
-    return read_header(path / file)
-
-
-def _mapped(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
-    """The tensors of files whose headers have been checked, as views of the mapped files."""
-    state: dict[str, Tensor] = {}
-    for file in dict.fromkeys(entry.file for entry in entries.values()):
-        with layout.plain_errors("reading weights from", file):
-            state.update(safetensors.torch.load_file(file))
-    return {name: state[name] for name in entries}
-
-
-def _in_folder(folder: Path) -> tuple[Path, Kind]:
+def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
+    """Returns what is to be read in a folder: a checkpoint, DCP's files, an index, or one file."""
     if (folder / layout.MANIFEST).exists():
         return folder, "checkpoint"
-    if (path := layout.latest(folder)) is not None:
-        return path, "checkpoint"
-    if (folder / pytorch.METADATA).is_file():
+    latest = layout.latest(folder)
+    if latest is not None:
+        return latest, "checkpoint"
+    if (folder / METADATA).is_file():
         return folder, "dcp"
-    with layout.plain_errors("reading weights from", folder):
-        indexes = sorted(folder.glob(f"*{INDEX}"))
+    with plain_errors("reading weights from", folder):
+        indexes = sorted(folder.glob(f"*{INDEX_ENDING}"))
         files = sorted(folder.glob("*.safetensors"))
-        files += [] if indexes or files else sorted(folder.glob("pytorch_model.bin"))
-    # Others publish the same weights in both forms side by side.
-    indexes = [path for path in indexes if ".safetensors" in path.suffixes] or indexes
+        if not indexes and not files:
+            files = sorted(folder.glob("pytorch_model.bin"))
+    # Many publish the same weights in both forms side by side.
+    safetensors_indexes = [index for index in indexes if ".safetensors" in index.suffixes]
+    if safetensors_indexes:
+        indexes = safetensors_indexes
     if len(indexes) == 1:
         return indexes[0], "index"
-    if len(files) == 1 and not indexes and not folder.name.startswith(("step-", ".step-")):
+    # A file of a damaged checkpoint is not the whole state.
+    is_part_of_checkpoint = folder.name.startswith(("step-", ".step-"))
+    if len(files) == 1 and not indexes and not is_part_of_checkpoint:
         return files[0], "safetensors" if files[0].suffix == ".safetensors" else "torch"
-    raise layout.unreadable(
+    raise unreadable(
         folder,
         "it is a folder without a complete checkpoint of Lockstep in it, without one safetensors "
         "file or index, and not one of torch's distributed checkpoint",
@@ -259,73 +235,221 @@ def _in_folder(folder: Path) -> tuple[Path, Kind]:
     )
 
 
-def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bool) -> Source:
-    manifest = layout.read_manifest(path)
-    modules = tuple(manifest["modules"])
-    if name is not None and name not in modules:
-        raise _no_such(path, name, modules)
-    if name is None and everything and len(modules) > 1:
-        states = ((n, read_stored(path, manifest, n, lazy=lazy)) for n in modules)
-        found = Found({f"{n}.{key}": value for n, s in states for key, value in s.items()}, "")
-    else:
-        if name is None and len(modules) != 1 and "model" not in modules:
-            raise layout.unreadable(
-                path,
-                f"it holds {len(modules)} modules: {short(', '.join(modules), 300) or 'none'}",
-                f"give the file of one of them, such as {path / layout.tensor_file('NAME')}",
-            )
-        name = name or ("model" if "model" in modules else modules[0])
-        found = Found(read_stored(path, manifest, name, lazy=lazy), f"{name} of {path.name}")
+# States in nested dictionaries
 
-    def training() -> Iterable[tuple[str, sharding.LazyTensor]]:
-        places = list(leaves(manifest["training"]))
-        entries = read_stored(path, manifest, layout.TRAINING, places, lazy=True)
-        names = [place.get("$tensor", place.get("$sharded")) for place in places]
-        return zip(names, entries, strict=True)
 
-    return Source(
+def _find_states(path: Path, content: Any, name: str | None) -> list[FoundState]:
+    """Returns the states of models in nested dictionaries, or those below a name; at least one.
+
+    Args:
+        path: named in errors.
+        content: what a torch file or a folder of DCP holds.
+        name: a key above the state; None: any.
+
+    Raises:
+        CheckpointError: there is none.
+        SettingError: there is none below that name.
+    """
+    states = list(_walk_states(content, "", MAX_DEPTH_OF_STATES))
+    if not states:
+        raise _no_weights_error(path, content)
+    if name is None:
+        return states
+    named = [state for state in states if f"[{name!r}]" in state.place]
+    if not named:
+        raise _no_such_name_error(path, name, [state.place or "the top" for state in states])
+    return named
+
+
+def _walk_states(content: Any, place: str, max_depth: int) -> Iterator[FoundState]:
+    """Yields the states in nested dictionaries, and that of a pickled module."""
+    if isinstance(content, nn.Module):
+        yield FoundState(plain_state_dict(content), place or "the pickled module")
+        return
+    if not isinstance(content, Mapping) or max_depth == 0:
+        return
+    state = {}
+    has_tensors = False
+    for name, value in content.items():
+        if not isinstance(name, str):
+            continue
+        is_tensor = isinstance(value, Tensor | TensorInShards)
+        if is_tensor or name.endswith("_extra_state"):
+            state[name] = value
+        has_tensors = has_tensors or is_tensor
+    if has_tensors:
+        yield FoundState(state, place)
+    for key in USUAL_KEYS_OF_STATES:
+        if key in content:
+            yield from _walk_states(content[key], f"{place}[{key!r}]", max_depth - 1)
+
+
+def _no_weights_error(path: Path, content: Any) -> CheckpointError:
+    held = type(content).__name__
+    if isinstance(content, Mapping):
+        keys = [short(repr(key)) for key in content if isinstance(key, str)]
+        held += f" with {', '.join(keys[:8]) or 'nothing by name in it'}"
+    return unreadable(
         path,
-        "a checkpoint of Lockstep",
-        [found],
-        [path / name for name in (*manifest["files"], layout.MANIFEST)],
-        {key: manifest[key] for key in _FACTS if manifest.get(key) is not None},
-        modules,
-        training,
+        f"no weights: it holds a {held}",
+        "save the model's state_dict(), at the top or under one of "
+        f"{', '.join(USUAL_KEYS_OF_STATES)}",
     )
 
 
-def _no_such(path: Path, name: str, there: Sequence[str]) -> SettingError:
+def _no_such_name_error(path: Path, name: str, names: Sequence[str]) -> SettingError:
     return SettingError(
         f"the name {name!r} in {path}",
-        f"there is {', '.join(there)}",
+        f"there is {', '.join(names)}",
         "give one of these, or leave the name out",
     )
 
 
-def _plain_values(content: Any) -> dict[str, Any]:
-    """What a torch file says beside the weights, as far as it is short."""
-    return {
-        key: value
-        for key, value in (content.items() if isinstance(content, Mapping) else ())
-        if type(key) is str
-        and (type(value) in {int, float, bool} or (type(value) is str and len(value) < 200))
-    }
+def _short_values(content: Any) -> dict[str, Any]:
+    """Returns the numbers and short texts of a torch file, such as the epoch."""
+    if not isinstance(content, Mapping):
+        return {}
+    values = {}
+    for key, value in content.items():
+        if type(key) is not str:
+            continue
+        is_short_text = type(value) is str and len(value) < MAX_FACT_CHARACTERS
+        if is_short_text or type(value) in {int, float, bool}:
+            values[key] = value
+    return values
 
 
-def _states(content: Any, place: str, depth: int) -> Iterator[Found]:
-    if isinstance(content, nn.Module):
-        yield Found(plain_state_dict(content), place or "the pickled module")
-        return
-    if not isinstance(content, Mapping) or depth == 0:
-        return
-    state = {
-        name: value
-        for name, value in content.items()
-        if isinstance(name, str)
-        and (isinstance(value, Tensor | sharding.ShardedEntry) or name.endswith("_extra_state"))
-    }
-    if any(isinstance(value, Tensor | sharding.ShardedEntry) for value in state.values()):
-        yield Found(state, place)
-    for name in _NESTED_UNDER:
-        if name in content:
-            yield from _states(content[name], f"{place}[{name!r}]", depth - 1)
+# Checkpoints
+
+
+def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bool) -> Source:
+    """Reads one module of a checkpoint, or all if `everything` is True and no name is given."""
+    manifest = layout.read_manifest(path)
+    modules = tuple(manifest["modules"])
+    if name is not None and name not in modules:
+        raise _no_such_name_error(path, name, modules)
+    if name is None and everything and len(modules) > 1:
+        state = {}
+        for module in modules:
+            for key, value in read_stored(path, manifest, module, lazy=lazy).items():
+                state[f"{module}.{key}"] = value
+        found = FoundState(state, "")
+    else:
+        module = _only_module(path, modules) if name is None else name
+        state = read_stored(path, manifest, module, lazy=lazy)
+        found = FoundState(state, f"{module} of {path.name}")
+
+    def find_training_tensors() -> Iterable[tuple[str, LazyTensor]]:
+        places = list(tensor_places(manifest["training"]))
+        tensors = read_stored(path, manifest, layout.TRAINING, places, lazy=True)
+        names = [place.get("$tensor", place.get("$sharded")) for place in places]
+        return zip(names, tensors, strict=True)
+
+    facts = {}
+    for key in FACTS_IN_MANIFEST:
+        if manifest.get(key) is not None:
+            facts[key] = manifest[key]
+    return Source(
+        path,
+        "a checkpoint of Lockstep",
+        [found],
+        [path / file_name for file_name in (*manifest["files"], layout.MANIFEST)],
+        facts,
+        modules,
+        find_training_tensors,
+    )
+
+
+def _only_module(path: Path, modules: Sequence[str]) -> str:
+    """Returns the module to read if none is named: "model", or the only one.
+
+    Raises:
+        CheckpointError: there are several, and none is called "model".
+    """
+    if "model" in modules:
+        return "model"
+    if len(modules) == 1:
+        return modules[0]
+    raise unreadable(
+        path,
+        f"it holds {len(modules)} modules: {short(', '.join(modules), 300) or 'none'}",
+        f"give the file of one of them, such as {path / layout.tensor_file('NAME')}",
+    )
+
+
+def read_stored(
+    path: Path, manifest: Mapping[str, Any], name: str, tree: Any = None, *, lazy: bool = False
+) -> Any:
+    """Returns what a checkpoint holds of a module or of the training.
+
+    Args:
+        path: of the checkpoint.
+        manifest: of the checkpoint.
+        name: of the module, or `layout.TRAINING`.
+        tree: a part of the tree in the manifest; None: all of it.
+        lazy: all tensors are `LazyTensor`s; else only those in shards, and the others are views of
+            the mapped file.
+
+    Raises:
+        CheckpointError: the manifest does not list a file, or it cannot be read.
+    """
+    if tree is None:
+        tree = layout.trees_of_files(manifest)[name]
+    tensors = _read_header_of(path, manifest, name, 0)
+    find_shards = _shard_finder(path, manifest, name)
+    return decode(tree, tensors if lazy else _map_tensors(tensors), find_shards)
+
+
+def _shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindShards:
+    """Returns a function that finds the tensors of a module which are stored in shards.
+
+    Args:
+        path: of the checkpoint.
+        manifest: of the checkpoint.
+        name: of the module, or `layout.TRAINING`.
+
+    Raises:
+        CheckpointError: a file with shards cannot be read. (The function raises these errors.)
+        ValueError, KeyError, TypeError: the manifest is damaged.
+    """
+    places_of_tensor = manifest.get("shards", {}).get(name, {})
+
+    @cache
+    def header_of_rank(rank: int) -> dict[str, TensorInFile]:
+        return _read_header_of(path, manifest, name, rank)
+
+    def find_shards(tensor_name: str, dtype: torch.dtype, shape: Shape) -> TensorInShards:
+        shards = []
+        for rank, offsets, sizes in places_of_tensor.get(tensor_name, ()):
+            stored = header_of_rank(rank)[tensor_name]
+            # Some dtypes are stored as bytes, so the file has another dtype and shape.
+            values = stored.view_as(dtype, as_shape(sizes))
+            shards.append(Shard(as_shape(offsets), values))
+        return join_shards(tensor_name, dtype, shape, shards)
+
+    return find_shards
+
+
+def _read_header_of(
+    path: Path, manifest: Mapping[str, Any], name: str, rank: int
+) -> dict[str, TensorInFile]:
+    """Returns the tensors in the file that one rank has written of a module."""
+    file_name = layout.tensor_file(name, rank)
+    # The manifest lists plain names only, so nothing outside of the folder is read.
+    if file_name not in manifest["files"]:
+        raise unreadable(path, f"its manifest has {short(name)!r}, but not {short(file_name)}")
+    return read_header(path / file_name)
+
+
+def _map_tensors(tensors: Mapping[str, TensorInFile]) -> dict[str, Tensor]:
+    """Maps the files of tensors whose headers have been checked; returns views of them by name."""
+    views: dict[str, Tensor] = {}
+    for file in _files_of(tensors):
+        with plain_errors("reading weights from", file):
+            views.update(safetensors.torch.load_file(file))
+    return {name: views[name] for name in tensors}
+
+
+def _files_of(tensors: Mapping[str, TensorInFile]) -> list[Path]:
+    """Returns the files that the tensors are in, each once."""
+    return list(dict.fromkeys(tensor.file for tensor in tensors.values()))

@@ -1,0 +1,199 @@
+"""Compares the tensors of two files or checkpoints, as `lockstep checkpoint diff` does.
+
+Tensors are read and compared a chunk at a time. Values are compared in float64, complex ones in
+complex128; integers of the same dtype exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.encoding import encode
+from lockstep.checkpoint.lazy_tensor import LazyTensor
+from lockstep.checkpoint.name_matching import match_names
+from lockstep.errors import CheckpointError
+
+CHUNK_ELEMENTS = 2**22
+"""Elements that are compared at a time; each takes at most 16 bytes."""
+SIGNED_DTYPE = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+"""Torch compares no tensors of these unsigned dtypes, but those of the signed ones."""
+
+
+@dataclass
+class ValueDifferences:
+    """How much the values of two tensors `a` and `b` of one shape differ."""
+
+    count: int = 0
+    """Elements that differ by more than is allowed. NaN differs from everything but NaN."""
+    absolute: float = 0.0
+    """The largest |a - b|."""
+    relative: float = 0.0
+    """The largest |a - b| / max(|a|, |b|)."""
+    nans: list[int] = field(default_factory=lambda: [0, 0])
+    """The numbers of NaNs in `a` and in `b`."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tensor's name, and the tensor of that name on either side."""
+
+    name: str
+    a: LazyTensor | None
+    b: LazyTensor | None
+    values: ValueDifferences | None
+    """None if one side lacks the tensor, or if the shapes differ."""
+
+    @property
+    def differs(self) -> bool:
+        """True if one side lacks the tensor, or if shape, dtype or values differ."""
+        if self.a is None or self.b is None or self.values is None:
+            return True
+        return self.a.dtype is not self.b.dtype or self.values.count > 0
+
+
+def compare(
+    a: Mapping[str, LazyTensor],
+    b: Mapping[str, LazyTensor],
+    *,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+) -> Iterator[Pair]:
+    """Yields a pair for each name: those of `a`, then those of `b` alone. Reads as it goes.
+
+    Args:
+        a: tensors by name.
+        b: the others.
+        atol: elements are equal if |a - b| <= atol + rtol * |b|.
+        rtol: see `atol`.
+    """
+    for name in {**a, **b}:
+        a_tensor = a.get(name)
+        b_tensor = b.get(name)
+        values = None
+        if a_tensor is not None and b_tensor is not None and a_tensor.shape == b_tensor.shape:
+            values = compare_values(a_tensor, b_tensor, atol, rtol)
+        yield Pair(name, a_tensor, b_tensor, values)
+
+
+def compare_values(
+    a: LazyTensor, b: LazyTensor, atol: float = 0.0, rtol: float = 0.0
+) -> ValueDifferences:
+    """Compares the values of two tensors of one shape."""
+    differences = ValueDifferences()
+    for begin in range(0, a.num_elements, CHUNK_ELEMENTS):
+        end = min(begin + CHUNK_ELEMENTS, a.num_elements)
+        _compare_chunk(differences, a.read_range(begin, end), b.read_range(begin, end), atol, rtol)
+    return differences
+
+
+def _compare_chunk(
+    differences: ValueDifferences, a: Tensor, b: Tensor, atol: float, rtol: float
+) -> None:
+    """Compares two flat tensors of one length, and adds what differs to `differences`."""
+    if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        # The usual case, and many times faster than the rest.
+        num_nans = _count_nans(a)
+        differences.nans[0] += num_nans
+        differences.nans[1] += num_nans
+        return
+
+    wide_dtype = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    wide_a = a.to(wide_dtype)
+    wide_b = b.to(wide_dtype)
+    a_is_nan = wide_a.isnan()
+    b_is_nan = wide_b.isnan()
+    differences.nans[0] += int(a_is_nan.sum())
+    differences.nans[1] += int(b_is_nan.sum())
+
+    if a.dtype == b.dtype and not _has_fractions(a):
+        # float64 does not have all integers beyond 2**53.
+        is_different = _comparable_integers(a) != _comparable_integers(b)
+    else:
+        is_different = (wide_a != wide_b) & ~(a_is_nan & b_is_nan)
+    if not is_different.any():
+        return
+
+    wide_a = wide_a[is_different]
+    wide_b = wide_b[is_different]
+    difference = (wide_a - wide_b).abs()
+    if atol or rtol:
+        is_allowed = difference <= atol + rtol * wide_b.abs()
+        # An infinite difference is never allowed. NaN, on one side, compares as not allowed.
+        differences.count += int((~is_allowed | difference.isinf()).sum())
+    else:
+        differences.count += difference.numel()
+
+    is_number = ~difference.isnan()
+    if is_number.any():
+        largest = float(difference[is_number].max())
+        differences.absolute = max(differences.absolute, largest)
+        relative = (difference / torch.maximum(wide_a.abs(), wide_b.abs()))[is_number]
+        # inf / inf is NaN, which stands for an infinite difference here.
+        largest = float(relative.nan_to_num(nan=math.inf, posinf=math.inf).max())
+        differences.relative = max(differences.relative, largest)
+
+
+def _count_nans(tensor: Tensor) -> int:
+    if not _has_fractions(tensor):
+        return 0
+    if tensor.dtype.itemsize == 1:  # torch has no isnan for floats of 8 bits
+        tensor = tensor.float()
+    return int(tensor.isnan().sum())
+
+
+def _comparable_integers(tensor: Tensor) -> Tensor:
+    """Returns the same bits in a dtype that torch can compare."""
+    return tensor.view(SIGNED_DTYPE.get(tensor.dtype, tensor.dtype))
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def same_extra(a: Any, b: Any) -> bool:
+    """Returns True if two values that are not tensors, but may hold some, are equal."""
+    try:
+        a_encoded = encode(a)
+        b_encoded = encode(b)
+    except CheckpointError:  # objects of a trusted pickle
+        return bool(repr(a) == repr(b))
+    if a_encoded.tree != b_encoded.tree:
+        return False
+    for name, a_tensor in a_encoded.tensors.items():
+        if not torch.equal(a_tensor, b_encoded.tensors[name]):
+            return False
+    return True
+
+
+def rename_to_match(
+    a: Mapping[str, LazyTensor], b: Mapping[str, LazyTensor]
+) -> tuple[dict[str, LazyTensor], str]:
+    """Gives the tensors of `b` the names that they have in `a`, if only wrappers changed them.
+
+    A name that has no counterpart stays as it is.
+
+    Returns:
+        The tensors by their new names, and a text that says what was done, "" if nothing.
+    """
+    match = match_names(
+        {name: tensor.shape for name, tensor in b.items()},
+        {name: tensor.shape for name, tensor in a.items()},
+    )
+    if not match.changes:
+        return dict(b), ""
+    renamed = {new_name: b[name] for name, new_name in match.names.items()}
+    new_names = set(renamed)
+    for name, tensor in b.items():
+        if name not in match.names and name not in new_names:
+            renamed[name] = tensor
+    return renamed, "; ".join(match.changes)

@@ -1,0 +1,178 @@
+"""Writes stored weights in another form, as `lockstep checkpoint convert` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint.contents import Contents
+from lockstep.checkpoint.encoding import with_own_storage
+from lockstep.checkpoint.file_errors import make_parent_folders, plain_errors
+from lockstep.checkpoint.formats.reading import Source
+from lockstep.checkpoint.formats.safetensors_files import (
+    DEFAULT_SHARD_BYTES,
+    TORCH_ENDINGS,
+    cast,
+    index_of,
+    result_dtype,
+    write_weights,
+)
+from lockstep.checkpoint.lazy_tensor import LazyTensor
+from lockstep.checkpoint.name_matching import remove_parts
+from lockstep.errors import CheckpointError, SettingError
+
+DTYPE_OF_OPTION = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The values of `--dtype`."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What `convert` has written."""
+
+    files: tuple[Path, ...]
+    """The index comes first, if there is one."""
+    num_tensors: int
+    num_cast: int
+    """How many of the tensors have another dtype now."""
+    num_renamed: int
+    """How many have another name."""
+
+
+def convert(
+    contents: Contents,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    remove_prefixes: Sequence[str] = (),
+    add_prefix: str = "",
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> Converted:
+    """Writes stored weights to a file whose ending says its form; in full or not at all.
+
+    Tied tensors are written under each of their names in safetensors, so that any reader finds
+    them; in a torch file they are one tensor again if they are one in the source.
+
+    Args:
+        contents: of one model, from `open_contents`.
+        out: ends in `.safetensors`, or in one of `TORCH_ENDINGS`.
+        dtype: of all tensors with fractions and at least 16 bits; None: as they are.
+        remove_prefixes: are removed in this order; `_orig_mod.` also inside of a name.
+        add_prefix: is put before every name.
+        shard_bytes: larger safetensors are written to several files with an index.
+
+    Raises:
+        CheckpointError: the file cannot be written, a value does not fit into `dtype`, or the form
+            cannot hold what is there.
+        SettingError: a prefix that no name has, or names that would become one; an ending that
+            is not known; the output is among what is read.
+    """
+    new_names = _new_names([*contents.tensors, *contents.extra], remove_prefixes, add_prefix)
+    _check_output(contents.source, out)
+    tensors = {new_names[name]: tensor for name, tensor in contents.tensors.items()}
+    extra = {new_names[name]: value for name, value in contents.extra.items()}
+    if out.suffix != ".safetensors":
+        _write_torch(out, tensors, extra, dtype)
+        files = [out]
+    elif not extra:
+        files = write_weights(out, tensors, shard_bytes, dtype)
+    else:
+        first_name = next(iter(extra))
+        raise CheckpointError(
+            f"writing {out}",
+            f"{first_name} is no tensor, and the file can hold plain tensors alone",
+            f"convert to a torch file ({', '.join(TORCH_ENDINGS)})",
+        )
+    cast_names = [
+        name
+        for name, tensor in tensors.items()
+        if result_dtype(tensor.dtype, dtype) is not tensor.dtype
+    ]
+    renamed = [name for name, new_name in new_names.items() if name != new_name]
+    return Converted(tuple(files), len(tensors), len(cast_names), len(renamed))
+
+
+def _write_torch(
+    out: Path,
+    tensors: Mapping[str, LazyTensor],
+    extra: Mapping[str, Any],
+    dtype: torch.dtype | None,
+) -> None:
+    """Writes a state with `torch.save`. Tied tensors stay tied."""
+    state: dict[str, Any] = {}
+    written: dict[int, Tensor] = {}
+    storages_in_use: set[int] = set()
+    for name, lazy_tensor in tensors.items():
+        if id(lazy_tensor) not in written:
+            values = cast(lazy_tensor.read(), dtype, name).contiguous()
+            # torch.save would write the whole storage of a view.
+            written[id(lazy_tensor)] = with_own_storage(values, storages_in_use)
+        state[name] = written[id(lazy_tensor)]
+    state.update(extra)
+    with plain_errors("saving weights to", out):
+        make_parent_folders(out)
+        with storage.in_place(out) as temporary:
+            with temporary.open("wb") as file:
+                torch.save(state, file)
+            storage.sync_folder(temporary)
+
+
+def _new_names(
+    names: Sequence[str], remove_prefixes: Sequence[str], add_prefix: str
+) -> dict[str, str]:
+    """Returns the new name of each name.
+
+    Raises:
+        SettingError: no name has a prefix, or two names would become one.
+    """
+    new_names = {name: name for name in names}
+    for prefix in remove_prefixes:
+        changed = {name: _without_prefix(new, prefix) for name, new in new_names.items()}
+        if changed == new_names:
+            raise SettingError(
+                f"the prefix {prefix!r} to be removed",
+                f"no name begins with it; the first is {names[0] if names else 'not there'}",
+                "see the names with lockstep checkpoint inspect",
+            )
+        new_names = changed
+    new_names = {name: add_prefix + new for name, new in new_names.items()}
+    distinct = set(new_names.values())
+    if len(distinct) < len(new_names) or "" in distinct:
+        raise SettingError(
+            f"the prefixes {', '.join(repr(prefix) for prefix in remove_prefixes)} to be removed",
+            "two names would become one, or a name empty",
+            "remove fewer of them",
+        )
+    return new_names
+
+
+def _without_prefix(name: str, prefix: str) -> str:
+    if prefix == "_orig_mod.":  # torch.compile puts it around parts of a model too
+        return remove_parts(name, ["_orig_mod"])
+    return name.removeprefix(prefix)
+
+
+def _check_output(source: Source, out: Path) -> None:
+    """Raises SettingError if the output cannot be written, or would overwrite what is read."""
+    files_read = {path.resolve() for path in (source.path, *source.files)}
+    if out.suffix not in (".safetensors", *TORCH_ENDINGS):
+        raise SettingError(
+            f"the output {out}",
+            "its ending says nothing of the form to write",
+            f"use .safetensors, or {', '.join(TORCH_ENDINGS)} for a torch file",
+        )
+    if out.resolve() in files_read or index_of(out).resolve() in files_read:
+        raise SettingError(
+            f"the output {out}", "it is among the files that are read", "choose another name"
+        )
+    if (out.parent / layout.MANIFEST).exists():
+        raise SettingError(
+            f"the output {out}",
+            "its folder is a checkpoint, whose files belong together",
+            "choose another folder",
+        )

@@ -1,0 +1,155 @@
+"""Compares the names and shapes of a saved state with those of a model, and lists what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lockstep.checkpoint.formats.text import short
+from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape
+from lockstep.wording import join_first
+
+OptionalShape = Shape | None
+"""None for what has no shape: extra state, and parameters that are lazy still."""
+
+MAX_ROWS_OF_A_KIND = 8
+MAX_NAMES_COMPARED = 2000
+"""The nearest name is looked for among so many."""
+MIN_SIMILARITY = 0.75
+"""How similar the nearest name must be, from 0 to 1."""
+
+
+def shape_of(value: object) -> OptionalShape:
+    """Returns a tensor's shape; None if it has none yet, or is not a tensor."""
+    if isinstance(value, LazyTensor):
+        return value.shape
+    if not isinstance(value, Tensor) or nn.parameter.is_lazy(value):
+        return None
+    return tuple(value.shape)
+
+
+def describe_conflict(saved: object, own: object) -> str | None:
+    """Returns both shapes as a text if they differ, or None.
+
+    Args:
+        saved: a tensor of a file.
+        own: the model's tensor of that name.
+    """
+    saved_shape = shape_of(saved)
+    own_shape = shape_of(own)
+    if saved_shape is None or own_shape is None or saved_shape == own_shape:
+        return None
+    return f"{list(saved_shape)} in the file, {list(own_shape)} in the model"
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The names and shapes of a saved state that do not fit a module. It is true if there are any.
+
+    `str` of it has the number of names of each kind, and the first of them.
+    """
+
+    missing: tuple[str, ...]
+    """Names of the module alone."""
+    unexpected: tuple[str, ...]
+    """Names of the saved state alone."""
+    mismatched: tuple[str, ...]
+    """Each a name with both shapes: "weight: [2, 8] in the file, [5, 8] in the model"."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        texts = [f"{count} ({join_first(names, 3)})" for count, names in self.counted()]
+        return "; ".join(texts)
+
+    def counted(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Returns the names of each kind, with a text such as "2 missing"."""
+        counted = []
+        for kind, names in (
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("of another shape", self.mismatched),
+        ):
+            if names:
+                counted.append((f"{len(names)} {kind}", names))
+        return counted
+
+
+def find_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Differences:
+    """Compares a saved state with a module's own, both under plain names."""
+    mismatched = []
+    for name in own:
+        if name in saved:
+            conflict = describe_conflict(saved[name], own[name])
+            if conflict is not None:
+                mismatched.append(f"{name}: {conflict}")
+    return Differences(
+        missing=tuple(name for name in own if name not in saved),
+        unexpected=tuple(name for name in saved if name not in own),
+        mismatched=tuple(mismatched),
+    )
+
+
+class _Row(NamedTuple):
+    """A line of the table of differences."""
+
+    kind: str
+    name: str
+    text: str
+
+
+def table_of_differences(
+    differences: Differences, saved: Mapping[str, Any], own: Mapping[str, Any]
+) -> str:
+    """Returns one line for each name that does not fit, with the nearest name of the other side.
+
+    Args:
+        differences: what does not fit.
+        saved: the values of the file by their names.
+        own: the values of the model by their names.
+    """
+    rows = []
+    for name in differences.missing[:MAX_ROWS_OF_A_KIND]:
+        text = _shape_and_nearest(own[name], name, differences.unexpected, "in the file")
+        rows.append(_Row("missing", short(name), text))
+    rows += _rows_for_rest("missing", differences.missing)
+
+    for name in differences.unexpected[:MAX_ROWS_OF_A_KIND]:
+        text = _shape_and_nearest(saved[name], name, differences.missing, "in the model")
+        rows.append(_Row("unexpected", short(name), text))
+    rows += _rows_for_rest("unexpected", differences.unexpected)
+
+    for description in differences.mismatched[:MAX_ROWS_OF_A_KIND]:
+        name, _, shapes = description.partition(": ")
+        rows.append(_Row("other shape", name, shapes))
+    rows += _rows_for_rest("other shape", differences.mismatched)
+
+    width = max((len(row.name) for row in rows), default=0)
+    lines = [f"    {row.kind:<13}{row.name:<{width}}  {row.text}".rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _shape_and_nearest(
+    value: object, name: str, names_of_other_side: Sequence[str], where: str
+) -> str:
+    """Returns the shape of a value and the most similar name of the other side, if there is one."""
+    shape = shape_of(value)
+    text = "" if shape is None else str(list(shape))
+    candidates = names_of_other_side[:MAX_NAMES_COMPARED]
+    similar = get_close_matches(name, candidates, n=1, cutoff=MIN_SIMILARITY)
+    if similar:
+        text += f"  nearest {where}: {short(similar[0])}"
+    return text
+
+
+def _rows_for_rest(kind: str, names: Sequence[str]) -> list[_Row]:
+    """Returns a row that says how many names of a kind have no row, unless all have one."""
+    num_left_out = len(names) - MAX_ROWS_OF_A_KIND
+    if num_left_out <= 0:
+        return []
+    return [_Row(kind, f"... and {num_left_out} more", "")]

@@ -1,0 +1,122 @@
+"""Turns errors of the file system into `CheckpointError`s that say what to do.
+
+Whatever reads or writes checkpoints and weights does it inside of `plain_errors`.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from stat import S_ISREG
+from typing import NamedTuple
+
+from safetensors import SafetensorError
+
+from lockstep.errors import CheckpointError
+
+
+class FileProblem(NamedTuple):
+    """What an error number of the system means here."""
+
+    error_numbers: frozenset[int]
+    found: str
+    advice: str
+
+
+FILE_PROBLEMS = (
+    FileProblem(
+        frozenset({errno.ENOSPC}),
+        "no space is left for it",
+        "free some space or choose another folder; the last complete checkpoint is untouched",
+    ),
+    FileProblem(
+        frozenset({errno.EDQUOT, errno.EFBIG}),
+        "your quota, or a limit on the size of a file, is used up",
+        "remove what you do not need, ask for more, or choose another folder; the last complete "
+        "checkpoint is untouched",
+    ),
+    FileProblem(
+        frozenset({errno.EROFS}),
+        "the file system is read-only",
+        "choose another folder; where it could be written before, look at the machine's log: a "
+        "disk that fails is made read-only",
+    ),
+    FileProblem(
+        frozenset({errno.EACCES, errno.EPERM}),
+        "permission is denied",
+        "choose a folder that you may read and write, or change its permissions",
+    ),
+    FileProblem(
+        frozenset({errno.ENOTDIR, errno.EEXIST}),
+        "a file is where a folder should be",
+        "choose another folder, or move the file away",
+    ),
+    FileProblem(
+        frozenset({errno.ENOENT}),
+        "it is not there, or went away meanwhile",
+        "check the path, and whether its file system is still mounted",
+    ),
+    FileProblem(
+        frozenset(
+            {errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO}
+        ),
+        "the disk or the network file system does not answer as it should",
+        "look at the mount and the machine's log; an earlier checkpoint there is untouched",
+    ),
+)
+
+
+@contextmanager
+def plain_errors(action: str, path: Path) -> Iterator[None]:
+    """Turns errors of the file system and of safetensors into a `CheckpointError`.
+
+    Args:
+        action: what is being done with the path, such as "saving the checkpoint".
+        path: is named in the error.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        found = str(error)
+        advice = "see the cause above"
+        for problem in FILE_PROBLEMS:
+            if getattr(error, "errno", None) in problem.error_numbers:
+                found = f"{problem.found} ({error})"
+                advice = problem.advice
+        raise CheckpointError(f"{action} {path}", found, advice) from error
+
+
+def unreadable(
+    path: Path, found: str, do: str = "copy or download the file again, or use another one"
+) -> CheckpointError:
+    """Returns the error of a file or folder whose weights cannot be read."""
+    return CheckpointError(f"reading weights from {path}", found, do)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BufferedReader]:
+    """Opens a file to read weights from.
+
+    Raises:
+        CheckpointError: it is not there, cannot be read, or is not a plain file. (Reading from a
+            pipe, for example, could wait without end.)
+    """
+    with plain_errors("reading weights from", path):
+        if not S_ISREG(path.stat().st_mode):
+            raise unreadable(path, "it is no file, but a folder, a pipe or a device")
+        with path.open("rb") as file:
+            yield file
+
+
+def make_parent_folders(path: Path) -> None:
+    """Makes the folders above a file that is to be written.
+
+    Raises:
+        OSError: they cannot be made, or a folder has the name of the file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder")

@@ -1,0 +1,129 @@
+"""Finds the checkpoint that a run resumes: the latest sound one in its folder.
+
+A checkpoint is complete when all its files have their sizes, and sound when their checksums agree
+too. Rank 0 reads all files to find the latest sound one. The other ranks only look whether they see
+a complete one, so that folders which the machines do not share are noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint import layout
+from lockstep.checkpoint.health import examine
+from lockstep.checkpoint.lock import find_other_writer
+from lockstep.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class FolderView:
+    """What one rank sees in the folder of the run."""
+
+    name: str | None
+    """The name of the checkpoint to resume; None if there is none."""
+    id: str | None = None
+    """What distinguishes the checkpoint from others of the same name, on other machines."""
+    passed_over: dict[str, str] = field(default_factory=dict)
+    """The names of newer checkpoints, each with what is wrong with it."""
+    other_writer: str | None = None
+    """A description of another run that writes into the folder."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the view as keyword arguments of this class."""
+        return asdict(self)
+
+    def describe_problems(self) -> str:
+        """Returns what the user should know besides, as the end of a sentence."""
+        text = ""
+        if self.passed_over:
+            passed = ", ".join(f"{name} ({why})" for name, why in self.passed_over.items())
+            text += f"; passed over: {passed}"
+        if self.other_writer:
+            text += f"; {self.other_writer} writes into this folder"
+        return text
+
+
+def find_latest_sound(folder: Path) -> FolderView:
+    """Returns the latest sound checkpoint of a folder; reads the checkpoints for that.
+
+    Raises:
+        CheckpointError: `folder` is a file or cannot be read.
+    """
+    passed_over: dict[str, str] = {}
+    for path in layout.candidates(folder):
+        if not layout.is_complete(path):
+            passed_over[path.name] = "incomplete"
+            continue
+        health = examine(path, values=True)
+        # One of another version of Lockstep is not passed over: reading it says what to do.
+        if health.problems and not health.other_version:
+            passed_over[path.name] = "; ".join(health.problems)
+            continue
+        checkpoint_id = layout.read_manifest(path).get("id")
+        return FolderView(path.name, checkpoint_id, passed_over, find_other_writer(folder))
+    return FolderView(None, None, passed_over)
+
+
+def find_latest_complete(folder: Path) -> FolderView:
+    """Returns the latest complete checkpoint of a folder; reads the manifests alone.
+
+    Raises:
+        CheckpointError: `folder` is a file or cannot be read.
+    """
+    path = layout.latest(folder)
+    return FolderView(None if path is None else path.name)
+
+
+def check_views(folder: Path, views: Sequence[FolderView]) -> None:
+    """Checks that the ranks see the same folder, and that it is empty or has a sound checkpoint.
+
+    Args:
+        folder: of the run.
+        views: of all ranks. What rank 0 sees decides what is resumed.
+
+    Raises:
+        CheckpointError: there are only damaged checkpoints, or another rank sees a checkpoint where
+            rank 0 sees none.
+    """
+    chosen = views[0]
+    if chosen.name is not None:
+        return
+    if chosen.passed_over:
+        raise CheckpointError(
+            f"resuming from {folder}",
+            f"none of its checkpoints is sound{chosen.describe_problems()}",
+            f"see `lockstep checkpoint repair {folder}`; to begin anew, choose another folder",
+        )
+    ranks = [str(rank) for rank, view in enumerate(views) if view.name]
+    if ranks:
+        raise CheckpointError(
+            f"resuming from {folder}",
+            f"rank {', '.join(ranks)} sees a complete checkpoint there, rank 0 sees none",
+            "use a shared folder, one that all machines see, or copy it to the machine of rank 0",
+        )
+
+
+def read_manifest_of(path: Path, checkpoint_id: str | None) -> dict[str, Any]:
+    """Reads the manifest of the checkpoint that rank 0 has found.
+
+    Args:
+        path: of the checkpoint.
+        checkpoint_id: the id that rank 0 read there.
+
+    Raises:
+        CheckpointError: this rank sees no checkpoint there, or another one.
+    """
+    found = "rank 0 has found it there, and this rank does not see it"
+    if path.exists():
+        manifest = layout.read_manifest(path)
+        if manifest.get("id") == checkpoint_id:
+            return manifest
+        found = "this rank sees another checkpoint under that name than rank 0 does"
+    raise CheckpointError(
+        f"resuming from {path}",
+        found,
+        "use a shared folder, one that all machines see, or copy the checkpoint to each",
+    )

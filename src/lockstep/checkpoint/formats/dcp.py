@@ -1,0 +1,329 @@
+"""Reads folders of torch's distributed checkpoint (DCP).
+
+    runs/digits/
+      .metadata               a pickle: names, shapes, dtypes, and where each shard of a tensor is
+      __0_0.distcp, ...       each rank's shards, one `torch.save` archive after the other
+
+See https://docs.pytorch.org/docs/stable/distributed.checkpoint.html. An *archive* is what one call
+of `torch.save` wrote, somewhere in a file. Tensors become `TensorInShards`, whose values are read
+later; anything else becomes a `StoredObject`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint import layout
+from lockstep.checkpoint.file_errors import opened, unreadable
+from lockstep.checkpoint.formats.dcp_metadata import (
+    dtype_of_properties,
+    shape_of_record,
+    state_of_record,
+    unpickle,
+)
+from lockstep.checkpoint.formats.text import short
+from lockstep.checkpoint.formats.torch_save import check_archive, load_error
+from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, as_shape
+from lockstep.checkpoint.shards import Shard, TensorInShards, join_shards
+
+METADATA = ".metadata"
+"""The name of the file with the metadata."""
+MAX_METADATA_BYTES = 200_000_000
+MAX_OBJECT_BYTES = 100_000_000
+MAX_OVERHEAD_BYTES = 2**16
+"""An archive may be so much larger than the values in it."""
+MAX_DEPTH = 64
+"""Of dictionaries in dictionaries."""
+
+PlaceOfArchive = tuple[str, Shape | None]
+"""The name of a tensor with the offsets of a shard; or the name of another object with None."""
+
+
+class FilePart(io.RawIOBase):
+    """A part of a file that can be read like a file of its own."""
+
+    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._position = 0
+
+    def seekable(self) -> bool:
+        """Returns True, as the method of a file does."""
+        return True
+
+    def readable(self) -> bool:
+        """Returns True, as the method of a file does."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Sets the position, which counts from the beginning of the part."""
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = max(0, origin + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Reads into a buffer, at most to the end of the part; returns the number of bytes."""
+        num_remaining = max(0, self._length - self._position)
+        self._file.seek(self._offset + self._position)
+        content = self._file.read(min(len(buffer), num_remaining))
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+
+@dataclass(frozen=True)
+class Archive:
+    """What one call of `torch.save` wrote, as a part of a file."""
+
+    file: Path
+    offset: int
+    length: int
+
+    def load(self, device: str = "cpu") -> tuple[Any, list[int]]:
+        """Loads tensors, numbers, text and containers of them.
+
+        Args:
+            device: "meta": the values are not read.
+
+        Returns:
+            The content, and the sizes of the values of its tensors in bytes.
+
+        Raises:
+            CheckpointError: it cannot be read, or holds anything else.
+        """
+        with opened(self.file) as file:
+            part: Any = FilePart(file, self.offset, self.length)
+            members = check_archive(self.file, part)
+            try:
+                content = torch.load(part, weights_only=True, map_location=device)
+            except Exception as error:
+                raise load_error(self.file, error) from error
+        value_sizes = [member.file_size for member in members if "/data/" in member.filename]
+        return content, value_sizes
+
+
+@dataclass(frozen=True)
+class ShardInArchive(LazyTensor):
+    """The values of a shard. They can only be read all at once, so the last ones are kept."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: Shape
+    archive: Archive
+    last_read: dict[Archive, Tensor] = field(compare=False)
+    """The values that were read last, flattened. All shards of a folder have the same dictionary,
+    which has one entry at most."""
+
+    def read_range(self, begin: int, end: int) -> Tensor:
+        """Returns the elements from `begin` to before `end`, flattened."""
+        if self.archive not in self.last_read:
+            self.check()
+            self.last_read.clear()
+            tensor, _ = self.archive.load()
+            self.last_read[self.archive] = tensor.reshape(-1)
+        return self.last_read[self.archive][begin:end]
+
+    def check(self) -> None:
+        """Raises CheckpointError if the archive does not have this one tensor."""
+        tensor, value_sizes = self.archive.load("meta")
+        is_tensor = type(tensor) is Tensor
+        if not is_tensor or tensor.dtype != self.dtype or tensor.shape != self.shape:
+            raise load_error(
+                self.file,
+                ValueError(
+                    f"it is not the one tensor of {self.dtype} and shape {list(self.shape)}"
+                ),
+            )
+        # If there are fewer values, torch.load would read what comes after them in the file.
+        needed_size = tensor.untyped_storage().nbytes()
+        if value_sizes != [needed_size]:
+            raise load_error(self.file, ValueError(f"its values are to have {needed_size} bytes"))
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """A value that is not a tensor. It is read only if it is asked for."""
+
+    name: str
+    archive: Archive
+
+    def read(self) -> Any:
+        """Reads the object.
+
+        Raises:
+            CheckpointError: it cannot be read, or is more than numbers, text and tensors.
+        """
+        if self.archive.length > MAX_OBJECT_BYTES:
+            raise unreadable(
+                self.archive.file, f"{short(self.name)} has {self.archive.length} bytes"
+            )
+        content, _ = self.archive.load()
+        return content
+
+
+def read_dcp(folder: Path) -> dict[str, Any]:
+    """Returns what a folder holds, in the pytree that was saved. Reads no values.
+
+    Returns:
+        Dictionaries of dictionaries, with `TensorInShards` and `StoredObject` at their ends. A list
+        is a dictionary with the positions as keys.
+
+    Raises:
+        CheckpointError: it cannot be read, names files outside of the folder, or is not sound:
+            shards overlap, leave gaps, or are not in the files.
+    """
+    with opened(folder / METADATA) as file:
+        content = file.read(MAX_METADATA_BYTES + 1)
+    try:
+        if len(content) > MAX_METADATA_BYTES:
+            raise ValueError(f"it has more than {MAX_METADATA_BYTES} bytes")
+        metadata = state_of_record(unpickle(content), "Metadata")
+        entries = _read_entries(folder, metadata)
+        return _nest(entries, metadata.get("planner_data"))
+    except Exception as error:  # a damaged pickle may lead to any
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise unreadable(
+            folder,
+            f"its {METADATA} is refused: {short(f'{kind}{error}', 300)}",
+            "use a folder that torch.distributed.checkpoint.save has written; nothing was run",
+        ) from error
+
+
+def tensors_in(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, TensorInShards]]:
+    """Yields the tensors in what `read_dcp` returned, each with its keys joined by dots."""
+    for key, value in tree.items():
+        if isinstance(value, TensorInShards):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, dict):
+            yield from tensors_in(value, f"{prefix}{key}.")
+
+
+def _read_entries(
+    folder: Path, metadata: Mapping[str, Any]
+) -> dict[str, TensorInShards | StoredObject]:
+    """Returns the entries of a folder by their names.
+
+    Raises:
+        ValueError, KeyError: the metadata is not sound.
+    """
+    archives = _find_archives(folder, metadata["storage_data"])
+    last_read: dict[Archive, Tensor] = {}
+    entries: dict[str, TensorInShards | StoredObject] = {}
+    for name, record in metadata["state_dict_metadata"].items():
+        if record.class_name == "BytesStorageMetadata":
+            entries[name] = StoredObject(name, archives[name, None])
+        else:
+            description = state_of_record(record, "TensorStorageMetadata")
+            entries[name] = _read_tensor(name, description, archives, last_read)
+    return entries
+
+
+def _find_archives(folder: Path, storage_data: Mapping[Any, Any]) -> dict[PlaceOfArchive, Archive]:
+    """Returns where the archives of all shards and objects are.
+
+    Args:
+        folder: has the files.
+        storage_data: the records of the metadata that say so.
+
+    Raises:
+        ValueError: a record is not sound, or names a file that is not beside the metadata.
+    """
+    file_sizes: dict[str, int] = {}
+    archives = {}
+    for key, value in storage_data.items():
+        index = state_of_record(key, "MetadataIndex")
+        place = state_of_record(value, "_StorageInfo")
+        file_name = place["relative_path"]
+        offset, length = as_shape((place["offset"], place["length"]))
+        if place.get("transform_descriptors"):
+            raise ValueError(f"{file_name} was transformed while it was written")
+        if file_name not in file_sizes:
+            if not layout.is_plain_name(file_name):
+                raise ValueError(
+                    f"it names the file {short(file_name)!r}, which is not one beside it"
+                )
+            file_sizes[file_name] = layout.size_of_file(folder / file_name)
+        if offset + length > file_sizes[file_name]:
+            raise ValueError(
+                f"{file_name} is to have {offset + length} bytes, and has {file_sizes[file_name]}"
+            )
+        shard_offsets = None
+        if index.get("offset") is not None:
+            shard_offsets = shape_of_record(index["offset"])
+        archives[index["fqn"], shard_offsets] = Archive(folder / file_name, offset, length)
+    return archives
+
+
+def _read_tensor(
+    name: str,
+    description: Mapping[str, Any],
+    archives: Mapping[PlaceOfArchive, Archive],
+    last_read: dict[Archive, Tensor],
+) -> TensorInShards:
+    """Returns a tensor with all its shards.
+
+    Args:
+        name: of the tensor.
+        description: its record in the metadata: properties, size and chunks (the shards).
+        archives: where the shards are.
+        last_read: shared by all shards of the folder, see `ShardInArchive`.
+
+    Raises:
+        ValueError: the description is not sound, or a shard is missing.
+    """
+    dtype = dtype_of_properties(name, description["properties"])
+    shards = []
+    for record in description["chunks"]:
+        chunk = state_of_record(record, "ChunkStorageMetadata")
+        offsets = shape_of_record(chunk["offsets"])
+        sizes = shape_of_record(chunk["sizes"])
+        if 0 in sizes:
+            continue
+        if (name, offsets) not in archives:
+            raise ValueError(f"{name}: the shard at {list(offsets)} is in none of its files")
+        archive = archives[name, offsets]
+        overhead = archive.length - math.prod(sizes) * dtype.itemsize
+        if not 0 <= overhead <= MAX_OVERHEAD_BYTES:
+            raise ValueError(f"{name}: {archive.length} bytes for a shard of shape {list(sizes)}")
+        values = ShardInArchive(archive.file, dtype, sizes, archive, last_read)
+        shards.append(Shard(offsets, values))
+    return join_shards(name, dtype, shape_of_record(description["size"]), shards)
+
+
+def _nest(entries: Mapping[str, Any], keys_of_entries: Any) -> dict[str, Any]:
+    """Puts entries into nested dictionaries, at the places that they were saved from.
+
+    Args:
+        entries: by their names.
+        keys_of_entries: for each name, the tuple of keys that leads to the entry. None: the entries
+            are one dictionary.
+
+    Raises:
+        ValueError: the keys are not sound.
+    """
+    tree: dict[Any, Any] = {}
+    for name, entry in entries.items():
+        keys = (name,) if keys_of_entries is None else keys_of_entries[name]
+        is_path = type(keys) is tuple and 0 < len(keys) <= MAX_DEPTH
+        if not is_path or not all(type(key) in (str, int) for key in keys):
+            raise ValueError(f"{name} has no place by names and numbers in what was saved")
+        *outer_keys, last_key = keys
+        inner = tree
+        for key in outer_keys:
+            inner = inner.setdefault(key, {})
+            if type(inner) is not dict:
+                raise ValueError(f"{name} is to be below another entry")
+        if last_key in inner:
+            raise ValueError(f"{name} is to be where another entry is")
+        inner[last_key] = entry
+    return tree

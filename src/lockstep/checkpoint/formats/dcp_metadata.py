@@ -1,0 +1,192 @@
+"""Unpickles the metadata of torch's distributed checkpoint (DCP) without running anything.
+
+DCP's own reader unpickles the file `.metadata` with Python's `pickle`, which runs what the file
+says. Here a restricted unpickler allows only the names in `ALLOWED_NAMES`, which are private to
+torch in part, and makes plain *records* of them, which do nothing. A test tells when torch writes
+other names. Written for torch 2.11 to 2.13, with the names of older folders.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import pickletools
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint.encoding import STORABLE_DTYPES
+from lockstep.checkpoint.lazy_tensor import Shape, as_shape
+
+MAX_OPERATIONS = 20_000_000
+"""Of the pickle. Each takes some 100 bytes of memory at most."""
+MAX_TUPLE_VALUES = 500
+"""Values in a tuple, including those of the tuples that it holds."""
+MAX_ELEMENTS = 2**62
+
+DCP = "torch.distributed.checkpoint."
+SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata."
+"""Older versions of torch wrote some classes of this module."""
+DTYPE_OF_PICKLED_NAME = {str(dtype): dtype for dtype in STORABLE_DTYPES}
+"""A pickle has a dtype as "torch.float32"."""
+ALLOWED_NAMES = frozenset(
+    {
+        *DTYPE_OF_PICKLED_NAME,
+        f"{DCP}metadata.Metadata",
+        f"{DCP}metadata.TensorStorageMetadata",
+        f"{DCP}metadata.BytesStorageMetadata",
+        f"{DCP}metadata.ChunkStorageMetadata",
+        f"{DCP}metadata.MetadataIndex",
+        f"{DCP}metadata.TensorProperties",
+        f"{DCP}filesystem._StorageInfo",
+        f"{SHARDED_TENSOR}TensorProperties",
+        "torch.Size",
+        # These are read and not used.
+        f"{DCP}metadata.StorageMeta",
+        f"{DCP}metadata._MEM_FORMAT_ENCODING",
+        f"{SHARDED_TENSOR}MEM_FORMAT_ENCODING",
+        "torch.serialization._get_layout",
+        "pathlib.PosixPath",
+        "pathlib.WindowsPath",
+        "pathlib.PurePosixPath",
+        "pathlib.PureWindowsPath",
+        "pathlib._local.PosixPath",
+        "pathlib._local.WindowsPath",
+        "pathlib._local.PurePosixPath",
+        "pathlib._local.PureWindowsPath",
+    }
+)
+"""All names that the metadata of such a folder may have."""
+
+
+class Record:
+    """Stands for an object of one of `ALLOWED_NAMES`: what it was to be made of."""
+
+    class_name: str
+    args: tuple[Any, ...]
+    state: Any = None
+
+    def __new__(cls, *args: Any) -> Record:
+        """Keeps what the class would have been called with."""
+        record = super().__new__(cls)
+        record.args = args
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    """Makes records of the objects of a pickle, and refuses all names but `ALLOWED_NAMES`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        full_name = f"{module}.{name}"
+        if full_name not in ALLOWED_NAMES:
+            raise ValueError(f"it names {full_name[:120]}, which is not expected there")
+        if full_name in DTYPE_OF_PICKLED_NAME:
+            return DTYPE_OF_PICKLED_NAME[full_name]
+        return type(name, (Record,), {"class_name": name})
+
+
+def unpickle(content: bytes) -> Any:
+    """Returns the content of a pickle, with a `Record` for each object.
+
+    Raises:
+        ValueError: it names something else, or would take more memory than any metadata does.
+        Exception: the pickle is damaged; it may be any exception.
+    """
+    _check_operations(content)
+    return _RestrictedUnpickler(io.BytesIO(content)).load()
+
+
+def _check_operations(content: bytes) -> None:
+    """Checks that unpickling takes no more time or memory than any metadata does.
+
+    A short pickle can do harm in two ways. `pickle` allocates its memo for the largest index that
+    the file has. And the keys of dictionaries are hashed with everything that they hold, which can
+    take for ever with tuples that hold each other. So this follows what each operation of the
+    pickle does to the stack, without making the values, and keeps for each value only its size:
+    the number of values that it holds if it is a tuple.
+
+    Raises:
+        ValueError: it takes more.
+    """
+    sizes: list[int] = []  # of the values on the stack
+    marks: list[int] = []  # the heights of the stack at which MARK was
+    memo: dict[int, int] = {}  # sizes by index
+    for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
+        index = int(argument or 0) if "GET" in operation.name or "PUT" in operation.name else 0
+        if number > MAX_OPERATIONS or (operation.name == "LONG_BINPUT" and index > number):
+            raise ValueError("it would take more memory than any metadata does")
+        taken = operation.stack_before
+        if pickletools.markobject in taken:
+            # It takes everything above the last mark, and some values below the mark.
+            begin = marks.pop()
+            num_below = taken.index(pickletools.markobject)
+        else:
+            begin = len(sizes) - len(taken)
+            num_below = 0
+        size = sum(sizes[begin:])
+        del sizes[begin - num_below :]
+
+        match operation.name:
+            case "MARK":
+                marks.append(len(sizes))
+            case "GET" | "BINGET" | "LONG_BINGET":
+                sizes.append(memo[index])
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                memo[index] = sizes[-1]
+            case "MEMOIZE":
+                memo[len(memo)] = size
+                sizes.append(size)
+            case "DUP":
+                sizes += [size, size]
+            case _:
+                is_tuple = operation.name.startswith("TUPLE")
+                new_size = size + 1 if is_tuple else 1
+                if new_size > MAX_TUPLE_VALUES:
+                    raise ValueError("it has a tuple that is larger than any of metadata")
+                sizes += [new_size] * len(operation.stack_after)
+
+
+def state_of_record(record: Any, class_name: str) -> dict[str, Any]:
+    """Returns the attributes of an object of this class.
+
+    Raises:
+        ValueError: `record` is something else.
+    """
+    is_expected = isinstance(record, Record) and record.class_name == class_name
+    if not is_expected or type(record.state) is not dict:
+        raise ValueError(f"something else where {class_name} is needed")
+    return record.state
+
+
+def shape_of_record(record: Any) -> Shape:
+    """Returns the numbers of a pickled `torch.Size`.
+
+    Raises:
+        ValueError: `record` is something else, or a size that no tensor has.
+    """
+    is_size = isinstance(record, Record) and record.class_name == "Size"
+    if not is_size or len(record.args) != 1:
+        raise ValueError("something else where a size is needed")
+    shape = as_shape(record.args[0])
+    if math.prod(max(extent, 1) for extent in shape) >= MAX_ELEMENTS:
+        raise ValueError("a size that no tensor has")
+    return shape
+
+
+def dtype_of_properties(name: str, properties: Any) -> torch.dtype:
+    """Returns the dtype in the pickled properties of a tensor.
+
+    Raises:
+        ValueError: they are something else, or the dtype is not known here.
+    """
+    if not isinstance(properties, Record) or properties.class_name != "TensorProperties":
+        raise ValueError(f"{name} has no properties")
+    state = properties.state  # a dictionary, or the tuple of the class's own __getstate__
+    dtype = state.get("dtype") if isinstance(state, dict) else state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} has a dtype that is not known here")
+    return dtype

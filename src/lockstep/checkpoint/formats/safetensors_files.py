@@ -1,0 +1,321 @@
+"""Weights in one safetensors file, or in several with an index, in the common form.
+
+    net.safetensors                     one file, or
+    net.safetensors.index.json          {"metadata": {"total_size": bytes},
+    net-00001-of-00002.safetensors       "weight_map": {name: file, ...}}
+    net-00002-of-00002.safetensors
+
+Several files are there in full or not at all too: they get names that are free, the index is
+renamed into place after all of them, and only then those of a former index are removed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint import layout, storage, termination
+from lockstep.checkpoint.encoding import with_own_storage
+from lockstep.checkpoint.file_errors import make_parent_folders, opened, plain_errors, unreadable
+from lockstep.checkpoint.formats.safetensors import TensorInFile, read_header, write_tensors
+from lockstep.checkpoint.formats.text import short
+from lockstep.checkpoint.lazy_tensor import LazyTensor, dtype_name
+from lockstep.errors import CheckpointError, SettingError
+from lockstep.units import parse_bytes
+
+INDEX_ENDING = ".index.json"
+TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
+"""The endings of files that `torch.save` wrote."""
+DEFAULT_SHARD_BYTES = 5_000_000_000
+"""Larger weights are written by `convert` to several files."""
+MAX_INDEX_BYTES = 100_000_000
+DTYPES_TO_CAST = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+"""Floats of 8 bits are never converted: their scales are in tensors of their own."""
+
+Item = TypeVar("Item")
+
+
+# Reading an index
+
+
+def index_of(path: Path) -> Path:
+    """Returns where the index is if weights that are called `path` are in several files."""
+    return path.with_name(path.name + INDEX_ENDING)
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Returns the name of the file of each tensor, from an index. All files are of one kind.
+
+    Raises:
+        CheckpointError: it cannot be read, is no index, or names files that are not beside it.
+    """
+    try:
+        with opened(path) as file:
+            text = file.read(MAX_INDEX_BYTES + 1)
+        if len(text) > MAX_INDEX_BYTES:
+            raise ValueError(f"it is longer than {MAX_INDEX_BYTES} bytes")
+        weight_map = layout.parse_object(text)["weight_map"]
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError("its weight_map is no object, or empty")
+    except (ValueError, KeyError) as error:
+        raise unreadable(
+            path,
+            f"it is no index of weights: {type(error).__name__}: {short(error, 300)}",
+            'give a file with {"weight_map": {name: file}}, as lockstep checkpoint convert writes',
+        ) from error
+    for file_name in weight_map.values():
+        is_plain = layout.is_plain_name(file_name)
+        if not is_plain or not file_name.endswith((".safetensors", *TORCH_ENDINGS)):
+            raise unreadable(
+                path,
+                f"it names the file {short(file_name)!r}, which is not one beside it",
+                "use no index from a source that you do not trust; its files are plain names",
+            )
+    num_torch_files = len([name for name in weight_map.values() if name.endswith(TORCH_ENDINGS)])
+    if 0 < num_torch_files < len(weight_map):
+        raise unreadable(
+            path,
+            "it names safetensors files and files of torch.save",
+            "make one form of them with lockstep checkpoint convert",
+        )
+    return weight_map
+
+
+def names_torch_files(weight_map: Mapping[str, str]) -> bool:
+    """Returns True for an index of files of `torch.save`, such as pytorch_model.bin.index.json."""
+    return all(file_name.endswith(TORCH_ENDINGS) for file_name in weight_map.values())
+
+
+def read_index(path: Path) -> dict[str, TensorInFile]:
+    """Returns the tensors of the safetensors files of an index. Reads the headers of all files.
+
+    Raises:
+        CheckpointError: the index or a file cannot be read, the index names files outside of its
+            folder, or a tensor is not in the file that it names.
+    """
+    weight_map = read_weight_map(path)
+    headers: dict[str, dict[str, TensorInFile]] = {}
+    for file_name in weight_map.values():
+        if file_name not in headers:
+            headers[file_name] = read_header(path.parent / file_name)
+    tensors = {}
+    for name, file_name in weight_map.items():
+        if name not in headers[file_name]:
+            raise misplaced_error(path, name, file_name)
+        tensors[name] = headers[file_name][name]
+    not_named = []
+    for header in headers.values():
+        not_named += [name for name in header if name not in weight_map]
+    if not_named:
+        examples = short(", ".join(not_named[:3]))
+        raise _mixed_files_error(
+            path, f"it does not name {len(not_named)} tensors of its files ({examples})"
+        )
+    return tensors
+
+
+def misplaced_error(path: Path, name: str, file_name: str) -> CheckpointError:
+    """Returns the error of an index that names a file for a tensor which is not in that file."""
+    return _mixed_files_error(
+        path, f"the tensor {short(name)!r} is to be in {file_name}, which does not hold it"
+    )
+
+
+def _mixed_files_error(path: Path, found: str) -> CheckpointError:
+    return unreadable(path, found, "the files do not belong together: copy all again")
+
+
+# Writing
+
+
+def parse_shard_size(size: int | str) -> int:
+    """Returns a size such as "5GB", "500MB" or "2GiB" in bytes.
+
+    Raises:
+        SettingError: it is no size, or zero.
+    """
+    num_bytes = parse_bytes(size)
+    if not num_bytes:
+        raise SettingError(
+            f"a shard size of {size!r}",
+            "it is no size of a file",
+            "give bytes, or a text such as '5GB' or '500MiB'",
+        )
+    return num_bytes
+
+
+def write_weights(
+    path: Path,
+    tensors: Mapping[str, LazyTensor],
+    shard_bytes: int | None,
+    dtype: torch.dtype | None = None,
+) -> list[Path]:
+    """Writes tensors to one file, or to several with an index if they exceed `shard_bytes`.
+
+    What was there under that name is removed once the new is complete. At most one file's tensors
+    are in memory at a time.
+
+    Args:
+        path: of the file.
+        tensors: by name.
+        shard_bytes: None: one file.
+        dtype: the tensors are converted to it, see `cast`; None: they are not.
+
+    Returns:
+        The files that were written; the index comes first, if there is one.
+
+    Raises:
+        CheckpointError: it cannot be written; nothing is left of it then.
+    """
+    sizes = {}
+    for name, tensor in tensors.items():
+        sizes[name] = tensor.num_elements * result_dtype(tensor.dtype, dtype).itemsize
+    names_of_files = group_by_size(sizes.items(), shard_bytes)
+    index = index_of(path)
+    with plain_errors("saving weights to", path):
+        make_parent_folders(path)
+        former_files = _files_of_former_index(index)
+        if len(names_of_files) == 1:
+            _write_file(path, tensors, names_of_files[0], dtype)
+            written = [path]
+        else:
+            files = _free_file_names(path, len(names_of_files))
+            _write_files_and_index(index, files, names_of_files, tensors, dtype, sizes)
+            written = [index, *files]
+        for old_file in {path, index, *former_files}.difference(written):
+            old_file.unlink(missing_ok=True)
+    return written
+
+
+def _write_files_and_index(
+    index: Path,
+    files: Sequence[Path],
+    names_of_files: Sequence[Sequence[str]],
+    tensors: Mapping[str, LazyTensor],
+    dtype: torch.dtype | None,
+    sizes: Mapping[str, int],
+) -> None:
+    """Writes several files, then their index. If that fails, the files are removed."""
+
+    def remove_new_files() -> None:
+        files_in_use = _files_of_former_index(index)  # the new ones, if the index is in place
+        for file in files:
+            if file not in files_in_use:
+                file.unlink(missing_ok=True)
+
+    with termination.cleaned_up_on_failure(remove_new_files):
+        weight_map = {}
+        for file, names in zip(files, names_of_files, strict=True):
+            _write_file(file, tensors, names, dtype)
+            for name in names:
+                weight_map[name] = file.name
+        content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        with storage.in_place(index) as temporary, storage.new_file(temporary) as descriptor:
+            storage.write(descriptor, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def _write_file(
+    file: Path,
+    tensors: Mapping[str, LazyTensor],
+    names: Sequence[str],
+    dtype: torch.dtype | None,
+) -> None:
+    """Writes the tensors of these names to one file, in full or not at all."""
+    with storage.in_place(file) as temporary:
+        storages_in_use: set[int] = set()
+        values = {}
+        for name in names:
+            value = cast(tensors[name].read(), dtype, name)
+            values[name] = with_own_storage(value, storages_in_use)
+        write_tensors(temporary, values)
+
+
+def group_by_size(sizes: Iterable[tuple[Item, int]], max_size: int | None) -> list[list[Item]]:
+    """Splits items, in their order, into groups whose sizes add up to at most `max_size`.
+
+    An item that exceeds `max_size` has a group of its own. There is at least one group, which may
+    be empty.
+
+    Args:
+        sizes: items with their sizes.
+        max_size: None: one group.
+    """
+    groups: list[list[Item]] = [[]]
+    group_size = 0
+    for item, size in sizes:
+        if groups[-1] and max_size is not None and group_size + size > max_size:
+            groups.append([])
+            group_size = 0
+        groups[-1].append(item)
+        group_size += size
+    return groups
+
+
+def result_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype of a tensor after `cast`."""
+    if dtype is None or own not in DTYPES_TO_CAST:
+        return own
+    return dtype
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
+    """Converts a tensor with fractions and at least 16 bits to a dtype; returns others as they are.
+
+    Raises:
+        CheckpointError: a finite value would become infinite.
+    """
+    new_dtype = result_dtype(tensor.dtype, dtype)
+    result = tensor.to(new_dtype)
+    if result is tensor:
+        return tensor
+    may_overflow = new_dtype.itemsize <= tensor.dtype.itemsize
+    if may_overflow and not torch.equal(result.isinf(), tensor.isinf()):
+        largest = float(tensor.abs().nan_to_num(0, 0).max())
+        raise CheckpointError(
+            f"converting {name} to {dtype_name(new_dtype)}",
+            f"its largest value {largest:.3g} is beyond what "
+            f"that dtype can hold ({torch.finfo(new_dtype).max:.3g})",
+            "use bf16, which has the range of fp32, or leave the dtype as it is",
+        )
+    return result
+
+
+def _free_file_names(path: Path, num_files: int) -> list[Path]:
+    """Returns names for several files, none of which exists yet.
+
+    For net.safetensors these are net-00001-of-00002.safetensors and so on; if one of them exists,
+    net-v2-00001-of-00002.safetensors, net-v3-..., until all are free.
+    """
+    name = path.name.removesuffix(".safetensors")
+    prefix = name
+    version = 1
+    while True:
+        files = []
+        for number in range(1, num_files + 1):
+            files.append(path.with_name(f"{prefix}-{number:05d}-of-{num_files:05d}.safetensors"))
+        if not any(file.exists() for file in files):
+            return files
+        version += 1
+        prefix = f"{name}-v{version}"
+
+
+def _files_of_former_index(index: Path) -> list[Path]:
+    """Returns the files of an index that is about to be replaced.
+
+    Files whose names are not those that `_free_file_names` gives are left out: they may belong to
+    somebody else.
+    """
+    name = re.escape(index.name.removesuffix(INDEX_ENDING).removesuffix(".safetensors"))
+    # "net-00001-of-00002.safetensors", "net-v2-00001-of-00002.safetensors"
+    own_name = re.compile(rf"{name}(-v\d+)?-\d{{5,}}-of-\d{{5,}}\.safetensors")
+    try:
+        file_names = set(read_weight_map(index).values())
+    except CheckpointError:  # there is none, or it cannot be read
+        return []
+    return [index.with_name(file) for file in sorted(file_names) if own_name.fullmatch(file)]

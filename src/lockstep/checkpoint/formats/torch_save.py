@@ -1,0 +1,192 @@
+"""Reads what `torch.save` wrote, without running code from the file unless it is trusted.
+
+See https://docs.pytorch.org/docs/stable/notes/serialization.html. An *archive* is the zip file that
+`torch.save` writes since torch 1.6; older files are a plain pickle. A file with more than tensors,
+numbers and text is unpickled only with `trust`. Even then DistributedDataParallel is replaced by a
+plain module, because it would join a process group when it is unpickled.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.file_errors import opened, unreadable
+from lockstep.checkpoint.formats.safetensors_files import misplaced_error
+from lockstep.checkpoint.formats.text import short
+from lockstep.errors import CheckpointError
+from lockstep.wording import group_by_key
+
+ARCHIVE_BEGINNING = b"PK\x03\x04"
+"""The first bytes of a zip file."""
+
+
+class UnpickledDDP(nn.Module):
+    """Takes the place of a DistributedDataParallel: a plain module around the model."""
+
+    wraps_module: ClassVar[bool] = True
+
+
+class _UnpicklerWithoutDDP(pickle.Unpickler):
+    """Python's unpickler, with `UnpickledDDP` in place of DistributedDataParallel."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch.nn.parallel.distributed" and name == "DistributedDataParallel":
+            return UnpickledDDP
+        return super().find_class(module, name)
+
+
+def _load_without_ddp(file: Any, **options: Any) -> Any:
+    return _UnpicklerWithoutDDP(file, **options).load()
+
+
+# What torch.load needs of its argument `pickle_module`.
+_PICKLE_MODULE = SimpleNamespace(
+    __name__="pickle", Unpickler=_UnpicklerWithoutDDP, load=_load_without_ddp
+)
+
+
+def read_torch(path: Path, trust: bool) -> Any:
+    """Returns what `torch.save` wrote. Tensors are mapped if the file's format allows it.
+
+    Args:
+        path: of the file.
+        trust: the file may run code of its author's.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds pickled objects and is not trusted.
+    """
+    with opened(path) as file:
+        is_archive = file.read(len(ARCHIVE_BEGINNING)) == ARCHIVE_BEGINNING
+        if is_archive:
+            check_archive(path, file)
+    try:
+        return _load_weights_only(path, mapped=is_archive)
+    except pickle.UnpicklingError as error:
+        if not trust:
+            raise _not_trusted_error(path, error) from error
+    except Exception as error:
+        raise load_error(path, error) from error
+    try:
+        return torch.load(
+            path,
+            map_location="cpu",
+            mmap=is_archive,
+            weights_only=False,
+            pickle_module=_PICKLE_MODULE,
+        )
+    except Exception as error:  # the code of the file may raise anything
+        raise load_error(path, error) from error
+
+
+def _load_weights_only(path: Path, *, mapped: bool) -> Any:
+    """Loads a file with `weights_only=True`; maps it even if it is larger than memory."""
+    try:
+        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except RuntimeError as error:
+        is_out_of_memory = os.strerror(errno.ENOMEM) in str(error)
+        if not mapped or not is_out_of_memory:
+            raise
+    # A private mapping, torch's default, may not be larger than memory. A shared one may, but it
+    # needs permission to write to the file. Nothing here writes to it.
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+
+
+def read_torch_index(path: Path, weight_map: Mapping[str, str], trust: bool) -> dict[str, Any]:
+    """Returns the tensors of an index of files of `torch.save`.
+
+    Args:
+        path: of the index.
+        weight_map: the name of the file of each tensor.
+        trust: the files may run code of their author's.
+
+    Raises:
+        CheckpointError: a file cannot be read, or does not hold what the index says.
+    """
+    names_of_file = group_by_key((file_name, name) for name, file_name in weight_map.items())
+    state: dict[str, Any] = {}
+    for file_name, names in names_of_file.items():
+        content = read_torch(path.parent / file_name, trust)
+        if not isinstance(content, Mapping):
+            content = {}
+        for name in names:
+            if not isinstance(content.get(name), Tensor):
+                raise misplaced_error(path, name, file_name)
+            state[name] = content[name]
+    return {name: state[name] for name in weight_map}  # in the order of the index
+
+
+def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
+    """Returns the members of an archive, after checking that none is compressed.
+
+    `torch.save` compresses nothing. Torch would decompress any amount into memory.
+
+    Args:
+        path: named in errors.
+        file: the open file, or a part of one. It is at its beginning afterwards.
+
+    Raises:
+        CheckpointError: it is no archive as `torch.save` writes it.
+    """
+    file_size = file.seek(0, os.SEEK_END)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
+        raise unreadable(
+            path,
+            f"torch.load cannot read it, it is no archive of torch.save: {short(error, 300)}",
+            "check that the file is whole, and that it was written by torch.save",
+        ) from error
+    compressed = [
+        member.filename for member in members if member.compress_type != zipfile.ZIP_STORED
+    ]
+    if compressed or sum(member.file_size for member in members) > file_size:
+        raise unreadable(
+            path,
+            f"it is an archive with packed contents ({short(', '.join(compressed[:3]))}), as "
+            "torch.save never writes it; a TorchScript file may be one",
+            "save the state_dict of the model with torch.save or lockstep.save_weights",
+        )
+    file.seek(0)
+    return members
+
+
+def _not_trusted_error(path: Path, error: Exception) -> CheckpointError:
+    """Returns the error of a file that needs `trust`, with the names of code that it asks for."""
+    try:
+        globals_asked_for = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # a file of the older format, or a broken one
+        globals_asked_for = []
+    if not globals_asked_for and "nsupported" not in str(error):  # "Unsupported" or "unsupported"
+        return load_error(path, error)
+    names = short(", ".join(globals_asked_for[:5]), 300) or "names of code"
+    return unreadable(
+        path,
+        f"it is a pickle with more than tensors in it ({names}); reading such a file runs whatever "
+        "code its author put there",
+        "pass trust=True if you trust where it comes from, and keep it by lockstep.save_weights",
+    )
+
+
+def load_error(path: Path, error: Exception) -> CheckpointError:
+    """Returns the error of a file that torch.load cannot read, with the first line of the cause."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    reason = lines[0] if lines else ""
+    return unreadable(
+        path,
+        f"torch.load cannot read it: {type(error).__name__}: {short(reason, 300)}",
+        "check that the file is whole, that it was written by torch.save, and that the classes of "
+        "a pickled model can be imported",
+    )

@@ -1,0 +1,197 @@
+"""Puts the folder of a run in order, as `lockstep checkpoint repair` does: plans, then acts.
+
+- A save that was stopped after its manifest and before its last rename is finished by that rename.
+- A manifest whose list of files is wrong is written anew, if every file is sound and holds all
+  tensors of the state. A lost manifest cannot be restored, because nothing else has the names and
+  the nesting of the state. The weights can still be read from their files.
+- What is broken is removed, if a sound checkpoint remains or nothing of it can be read.
+
+Sound checkpoints are not touched, and nothing is that was changed a short time ago.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint.checksums import file_checksum, seal_manifest
+from lockstep.checkpoint.file_errors import plain_errors
+from lockstep.checkpoint.formats.safetensors import read_header
+from lockstep.checkpoint.health import (
+    Health,
+    checkpoints_at,
+    examine,
+    tensor_names_of_files,
+    with_name,
+)
+from lockstep.errors import CheckpointError
+
+MIN_AGE_S = 600.0
+"""What was changed more recently may belong to a run that is saving, or to a copy in progress."""
+
+
+@dataclass(frozen=True)
+class Repair:
+    """One thing that is wrong, and what to do about it."""
+
+    what: Literal["remove", "finish", "rebuild", "leave"]
+    path: Path
+    why: str
+
+
+def plan_repairs(folder: Path, now_s: float | None = None) -> list[Repair]:
+    """Finds out what is wrong in a run's folder or with one checkpoint. Changes nothing.
+
+    Args:
+        folder: holds checkpoints, or is one.
+        now_s: the time, as `time.time()` returns it, which is the default.
+
+    Raises:
+        CheckpointError: there is no such folder, it cannot be read, or holds no checkpoints.
+    """
+    folder = with_name(folder)
+    checkpoints = checkpoints_at(folder)
+    is_checkpoint = checkpoints == [folder]
+    unfinished_saves: list[Path] = []
+    with plain_errors("looking at", folder):
+        if not is_checkpoint and folder.is_dir():
+            unfinished_saves = sorted(layout.leftovers(folder))
+    if not checkpoints and not unfinished_saves:
+        raise CheckpointError(
+            f"repairing {folder}",
+            "it is no checkpoint, and no folder that holds any",
+            "give the folder of world.checkpoint, or one checkpoint in it",
+        )
+    checkpoints_of_run = checkpoints_at(folder.parent) if is_checkpoint else checkpoints
+    health_of: dict[Path, Health] = {}
+    for path in {*checkpoints, *checkpoints_of_run, *unfinished_saves}:
+        health_of[path] = examine(path, values=True)
+
+    broken = [health_of[path] for path in checkpoints if health_of[path].problems]
+    sound_steps = set()
+    for path in checkpoints_of_run:
+        if not health_of[path].problems:
+            sound_steps.add(layout.step_of(path))
+    to_finish = []
+    for path in unfinished_saves:
+        is_needed = layout.step_of(path) not in sound_steps and not _final_path(path).exists()
+        if is_needed and not health_of[path].problems:
+            to_finish.append(path)
+    to_rebuild = [health for health in broken if health.only_file_list_wrong]
+    sound_one_remains = bool(sound_steps or to_finish or to_rebuild)
+
+    plan = [_repair_checkpoint(health, sound_one_remains) for health in broken]
+    for path in unfinished_saves:
+        if path in to_finish:
+            why = "a save that was stopped before its last rename; it is complete"
+            plan.append(Repair("finish", path, why))
+        else:
+            plan.append(_repair_unfinished_save(health_of[path], sound_one_remains))
+    if now_s is None:
+        now_s = time.time()
+    return [_leave_if_recent(repair, now_s) for repair in plan]
+
+
+def carry_out(plan: Sequence[Repair]) -> None:
+    """Does what a plan says.
+
+    Raises:
+        CheckpointError: something cannot be done; what was done before remains done.
+    """
+    for repair in plan:
+        path = repair.path
+        with plain_errors("repairing", path):
+            if repair.what == "finish":
+                storage.rename(path, _final_path(path))
+            elif repair.what == "rebuild":
+                _rebuild_file_list(path)
+            elif repair.what == "remove":
+                storage.remove_tree(layout.hide(path))
+            storage.sync_folder(path.parent)
+
+
+def _repair_checkpoint(health: Health, sound_one_remains: bool) -> Repair:
+    """Returns what to do about a broken checkpoint."""
+    why = "; ".join(health.problems)
+    if health.only_file_list_wrong:
+        why += "; the files are whole and hold the state"
+        return Repair("rebuild", health.path, why)
+    return _remove_or_leave(health, why, sound_one_remains)
+
+
+def _repair_unfinished_save(health: Health, sound_one_remains: bool) -> Repair:
+    """Returns what to do about the hidden folder of a save that cannot or need not be finished."""
+    problems = "; ".join(health.problems) or "there is a complete one of the same step"
+    return _remove_or_leave(health, f"a save that was stopped; {problems}", sound_one_remains)
+
+
+def _remove_or_leave(health: Health, why: str, sound_one_remains: bool) -> Repair:
+    """Removes a folder, unless it may still be of use: to another version, or for its weights."""
+    if health.other_version:
+        return Repair("leave", health.path, why)
+    readable = [] if sound_one_remains else _readable_weights(health.path)
+    if not readable:
+        return Repair("remove", health.path, why)
+    names = ", ".join(file.name for file in readable)
+    why += (
+        f". No complete checkpoint remains, and {names} can be read: "
+        f"lockstep.load_weights(model, '{readable[0]}')"
+    )
+    return Repair("leave", health.path, why)
+
+
+def _readable_weights(path: Path) -> list[Path]:
+    """Returns the files of a folder that hold all of a module, and need no manifest to be read."""
+    readable = []
+    for file in sorted(path.glob("*.safetensors")):
+        if layout.is_one_of_several_files(file) or file.stem == layout.TRAINING:
+            continue
+        with suppress(CheckpointError):
+            if read_header(file):
+                readable.append(file)
+    return readable
+
+
+def _leave_if_recent(repair: Repair, now_s: float) -> Repair:
+    """Returns the same repair; or to leave the folder alone if it was changed just now."""
+    changed_at_s = repair.path.lstat().st_mtime
+    for file in repair.path.iterdir():
+        changed_at_s = max(changed_at_s, file.lstat().st_mtime)
+    if repair.what == "leave" or now_s - changed_at_s > MIN_AGE_S:
+        return repair
+    why = (
+        f"{repair.why}. It was changed in the last {MIN_AGE_S / 60:.0f} minutes: a run may be "
+        "saving; try again later"
+    )
+    return Repair("leave", repair.path, why)
+
+
+def _rebuild_file_list(path: Path) -> None:
+    """Writes a manifest anew, with the sizes and checksums that the files have.
+
+    Raises:
+        OSError: the checkpoint is not what it was when the plan was made.
+    """
+    health = examine(path)
+    if health.manifest is None or not health.only_file_list_wrong:
+        raise FileNotFoundError(f"{path} has changed meanwhile")
+    sizes = {}
+    checksums = {}
+    for file_name in tensor_names_of_files(health.manifest):
+        file = path / file_name
+        sizes[file_name] = file.stat().st_size
+        checksums[file_name] = file_checksum(file)
+    manifest = {**health.manifest, "files": sizes, "checksums": checksums}
+    manifest_path = path / layout.MANIFEST
+    with storage.in_place(manifest_path) as temporary, storage.new_file(temporary) as descriptor:
+        storage.write(descriptor, seal_manifest(manifest))
+
+
+def _final_path(path: Path) -> Path:
+    """Returns the path of a checkpoint, given the hidden folder of its save."""
+    return layout.step_folder(path.parent, layout.step_of(path))

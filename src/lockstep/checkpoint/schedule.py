@@ -1,0 +1,161 @@
+"""When a training loop saves: every so many steps, every so many minutes, or when a signal asks.
+
+All ranks count steps alike, so nothing has to be exchanged for that. Clocks and signals differ
+between ranks: the ranks exchange a short text about every half second and all act in the step of
+that exchange. Rank 0 sets the number of steps between two exchanges (`steps_between_exchanges`) by
+how long a step takes. On one process nothing is exchanged, and a signal is met in the next step.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, NamedTuple
+
+from lockstep.checkpoint.preemption import SignalRequests
+from lockstep.distributed.collectives import Collectives
+from lockstep.errors import SettingError
+from lockstep.settings import is_whole_number
+
+EXCHANGE_INTERVAL_S = 0.5
+"""About how often the ranks exchange: a signal may be met that late."""
+MAX_STEPS_BETWEEN_EXCHANGES = 256
+"""A step that suddenly takes a second must not let a signal wait for an hour."""
+MIN_STEP_TIME_S = 1e-6
+
+EXPLANATION_AND_ADVICE = {
+    "keep": ("it is how many checkpoints remain on disk", "give an integer of at least 1"),
+    "every": (
+        "it is a number of optimizer steps, or a time",
+        "give an integer of at least 1, or datetime.timedelta(minutes=10)",
+    ),
+    "best": (
+        "it says which metric is the best",
+        'give "min" or "max", and save(metric=...); to save an object, give it another name',
+    ),
+    "busy": (
+        "it says what a save does while an earlier one is being written",
+        'give "wait" or "skip"',
+    ),
+}
+"""For each setting of a `Policy`, what it is and what to give, for error messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How `world.checkpoint` saves.
+
+    Raises:
+        SettingError: a value that cannot be honoured.
+    """
+
+    keep: int = 2
+    """How many of the newest checkpoints remain."""
+    every: int | timedelta | None = None
+    """Steps, or time, after which `step()` saves; None: only when a signal asks."""
+    best: Literal["min", "max"] | None = None
+    """The checkpoint with the smallest or largest metric remains too."""
+    busy: Literal["wait", "skip"] = "wait"
+    """What a save does while an earlier one is being written."""
+    asynchronous: bool = True
+    """True if the training goes on while a checkpoint is written."""
+
+    def __post_init__(self) -> None:
+        is_time = isinstance(self.every, timedelta) and self.every > timedelta()
+        is_valid = {
+            "keep": is_whole_number(self.keep),
+            "every": self.every is None or is_whole_number(self.every) or is_time,
+            "best": self.best in (None, "min", "max"),
+            "busy": self.busy in ("wait", "skip"),
+        }
+        for name, (explanation, advice) in EXPLANATION_AND_ADVICE.items():
+            if not is_valid[name]:
+                was_set = f"world.checkpoint(..., {name}={getattr(self, name)!r})"
+                raise SettingError(was_set, explanation, advice)
+
+
+class _RankAnswer(NamedTuple):
+    """What a rank tells the others in an exchange."""
+
+    save_requested: bool
+    stop_requested: bool
+    save_is_due: bool
+    """By this rank's clock. The clock of rank 0 counts."""
+    step_time_s: float
+    """The mean time of a step since the last exchange. That of rank 0 counts."""
+
+
+class SaveSchedule:
+    """Decides in each step, alike on all ranks, whether to save.
+
+    Args:
+        every: as in `Policy`.
+        collectives: of the run.
+        requests: what signals have asked this process for.
+    """
+
+    def __init__(
+        self, every: int | timedelta | None, collectives: Collectives, requests: SignalRequests
+    ) -> None:
+        self._every = every
+        self._collectives = collectives
+        self._requests = requests
+        self._clock = time.monotonic
+        self._saved_at_s = self._clock()
+        self.steps_between_exchanges = 1
+        self._next_exchange_step = 0
+        self._last_exchange_step = 0
+        self._last_exchange_at_s = self._saved_at_s
+
+    def saved(self) -> None:
+        """To be called after a save: the time to the next one begins now."""
+        self._saved_at_s = self._clock()
+
+    def decide(self, number: int) -> Literal["save", "stop"] | None:
+        """Returns what to do in this step. "stop": save, then end the run.
+
+        Args:
+            number: optimizer steps done; the same on all ranks.
+        """
+        self._requests.listen()
+        save = isinstance(self._every, int) and number % self._every == 0
+        if number >= self._next_exchange_step:
+            answers = self._ask_all_ranks(number)
+            if any(answer.stop_requested for answer in answers):
+                return "stop"
+            if answers[0].save_is_due or any(answer.save_requested for answer in answers):
+                save = True
+        return "save" if save else None
+
+    def _ask_all_ranks(self, number: int) -> list[_RankAnswer]:
+        """Returns the answers of all ranks, and sets the step of the next exchange."""
+        now_s = self._clock()
+        save_is_due = False
+        if isinstance(self._every, timedelta):
+            save_is_due = now_s - self._saved_at_s >= self._every.total_seconds()
+        num_steps = max(1, number - self._last_exchange_step)
+        answer = _RankAnswer(
+            save_requested=self._requests.take_save(),
+            stop_requested=self._requests.stop,
+            save_is_due=save_is_due,
+            step_time_s=(now_s - self._last_exchange_at_s) / num_steps,
+        )
+        if self._collectives.alone:
+            return [answer]
+        answers = [_RankAnswer(*values) for values in self._collectives.exchange(answer)]
+        self._set_steps_between_exchanges(answers[0].step_time_s)
+        self._next_exchange_step = number + self.steps_between_exchanges
+        self._last_exchange_step = number
+        self._last_exchange_at_s = self._clock()
+        return answers
+
+    def _set_steps_between_exchanges(self, step_time_s: float) -> None:
+        """Sets it to the steps in `EXCHANGE_INTERVAL_S`, but at most doubles it.
+
+        The first steps are slow, because kernels are loaded and compiled in them, so their time
+        says little.
+        """
+        wanted = int(EXCHANGE_INTERVAL_S / max(step_time_s, MIN_STEP_TIME_S))
+        allowed = min(2 * self.steps_between_exchanges, MAX_STEPS_BETWEEN_EXCHANGES)
+        self.steps_between_exchanges = max(1, min(wanted, allowed))
