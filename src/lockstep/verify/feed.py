@@ -197,6 +197,11 @@ def _join_sequences(parts: Sequence[Any]) -> Any:
 
 
 def _join_tensors(parts: Sequence[Tensor]) -> Tensor:
+    """Joins tensors along their first dimension.
+
+    Raises:
+        UsageError: the other dimensions differ.
+    """
     if not parts[0].dim():  # a number, such as the temperature of a schedule
         return parts[0]
     if len({part.shape[1:] for part in parts}) > 1:

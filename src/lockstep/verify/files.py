@@ -170,6 +170,7 @@ class FilesBefore:
         self._watch_rmtree()
 
     def _watch_open(self) -> None:
+        """Patches `open`, for the modes that may write."""
         plain_open = builtins.open
 
         @wraps(plain_open)
@@ -182,6 +183,7 @@ class FilesBefore:
         io.open = watched_open
 
     def _watch_os_open(self) -> None:
+        """Patches `os.open`, for the flags that may write."""
         plain_open = os.open
 
         @wraps(plain_open)

@@ -101,14 +101,10 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
         case: where the runs part.
         names: of the tensors. On each rank the first one that was written to counts.
     """
-    stack_of_rank = {}
-    for number, rank in enumerate(case.actual):
-        for name in names:
-            if name in rank.write_stacks:
-                stack_of_rank[number] = rank.write_stacks[name]
-                break
+    stack_of_rank = _stacks_of_writes(case, names)
     if not stack_of_rank:
         return []
+    # "ranks 0-1 last wrote to them by train.py:7: weight.zero_()", for each line
     ranks_by_location: dict[Location, list[int]] = {}
     for number, stack in stack_of_rank.items():
         ranks_by_location.setdefault(stack[0], []).append(number)
@@ -121,6 +117,7 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
         return texts
     texts.append(f"of {format_ranks(other_ranks)} no write was seen")
     descriptions = ["; ".join(texts)]
+    # Some ranks wrote and others did not: a test around the line may tell why.
     outcomes_of_ranks = [rank.branch_outcomes for rank in case.actual]
     first_stack = next(iter(stack_of_rank.values()))
     place = _splitting_test_around(first_stack, outcomes_of_ranks)
@@ -128,6 +125,17 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
         test = _describe_test(place, outcomes_of_ranks, only_ranks=True)
         descriptions.append(f"that is under {test}")
     return descriptions
+
+
+def _stacks_of_writes(case: Divergence, names: Sequence[str]) -> dict[int, tuple[Location, ...]]:
+    """Returns the frames of the script that wrote to the first of these tensors, by rank."""
+    stack_of_rank = {}
+    for number, rank in enumerate(case.actual):
+        for name in names:
+            if name in rank.write_stacks:
+                stack_of_rank[number] = rank.write_stacks[name]
+                break
+    return stack_of_rank
 
 
 def _splitting_test_around(

@@ -40,9 +40,8 @@ FIELDS_WITH_VALUES = ("buffers", "parameters", "initial")
 def aligned(reference: Sequence[Update], other: Sequence[Update]) -> list[Update]:
     """Returns the other run's updates with the reference's names for the same tensors.
 
-    A tensor with a name that the reference does not know gets one of the reference's that the other
-    run does not know: one with the same end and shape. If there are several, the one with the same
-    values, else the first.
+    A tensor whose name the reference does not know gets one of the reference's names that the other
+    run does not know.
     """
     roots = _roots_in_other_order(reference, other)
     if roots:
@@ -57,19 +56,10 @@ def aligned(reference: Sequence[Update], other: Sequence[Update]) -> list[Update
     for name, array in other_tensors.items():
         if name in reference_tensors:
             continue
-        candidates = []
-        for free_name, free_array in free_tensors.items():
-            if free_array.shape == array.shape and _end_alike(free_name, name):
-                candidates.append(free_name)
-        if not candidates:
-            continue
-        best = candidates[0]
-        for candidate in candidates:
-            if np.array_equal(free_tensors[candidate], array):
-                best = candidate
-                break
-        new_names[name] = best
-        del free_tensors[best]
+        new_name = _counterpart(name, array, free_tensors)
+        if new_name is not None:
+            new_names[name] = new_name
+            del free_tensors[new_name]
     if not new_names:
         return list(other)
     return _renamed_run(other, lambda name: new_names.get(name, name))
@@ -82,6 +72,27 @@ def _first_values(updates: Sequence[Update]) -> dict[str, Array]:
         for field_name in FIELDS_WITH_VALUES:
             tensors.update(update.merged(field_name))
     return tensors
+
+
+def _counterpart(name: str, array: Array, candidates: Mapping[str, Array]) -> str | None:
+    """Returns the name of the candidate that is the same tensor under another name.
+
+    It has the same shape, and its name has the same end. If there are several, it is the first with
+    the same values, or else the first.
+
+    Args:
+        name: of a tensor.
+        array: its values.
+        candidates: other tensors by their names.
+    """
+    fitting = []
+    for candidate, candidate_array in candidates.items():
+        if candidate_array.shape == array.shape and _end_alike(candidate, name):
+            fitting.append(candidate)
+    for candidate in fitting:
+        if np.array_equal(candidates[candidate], array):
+            return candidate
+    return fitting[0] if fitting else None
 
 
 def _end_alike(one: str, other: str) -> bool:
@@ -109,8 +120,8 @@ def renamed(rank: RankUpdate, change: Callable[[str], str]) -> RankUpdate:
     for field_name in FIELDS_BY_NAME:
         fields[field_name] = _with_new_keys(getattr(rank, field_name), change)
     for field_name in FIELDS_OF_NAMES:
-        names = dict.fromkeys(getattr(rank, field_name))
-        fields[field_name] = list(_with_new_keys(names, change))
+        new_names = [change(name) for name in getattr(rank, field_name)]
+        fields[field_name] = list(dict.fromkeys(new_names))  # each of them once
     local_gradients = [_with_new_keys(gradients, change) for gradients in rank.local_gradients]
     return replace(rank, **fields, local_gradients=local_gradients)
 

@@ -51,12 +51,14 @@ class Branches:
         plain_source_to_code = loader_class.source_to_code
 
         def get_code(self: SourceFileLoader, name: str) -> CodeType | None:
+            """Compiles a module that is imported."""
             path = self.get_filename(name)
             if not is_user_file(path):
                 return plain_get_code(self, name)  # type: ignore[no-any-return]
             return source_to_code(self, self.get_data(path), path)
 
         def source_to_code(self: Any, data: Any, path: Any, **options: Any) -> CodeType:
+            """Compiles the source of a file, with calls that note outcomes if it is the user's."""
             if isinstance(path, str) and isinstance(data, bytes | str) and is_user_file(path):
                 data = add_notes(ast.parse(data, path), path)
             return plain_source_to_code(self, data, path, **options)  # type: ignore[no-any-return]
@@ -134,6 +136,7 @@ def _only_report(statements: list[ast.stmt]) -> bool:
 
 
 def _only_reports(statement: ast.stmt) -> bool:
+    """True if all functions that a statement calls report something, and it does nothing else."""
     if isinstance(statement, ast.Pass):
         return True
     if isinstance(statement, ast.If | ast.For):

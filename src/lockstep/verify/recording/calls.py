@@ -1,4 +1,8 @@
-"""Records the script's calls that matter for gradients: collectives, clipping, schedules, seeds."""
+"""Records the script's calls that matter for gradients: collectives, clipping, schedules, seeds.
+
+`state.update` is the record of the current optimizer step; each call is added to its `calls`. The
+*marks* on a tensor tell what it was made from: see `marks`.
+"""
 
 from __future__ import annotations
 

@@ -67,12 +67,13 @@ class Determinism:
     # Dropout
 
     def skip_dropout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the input of a call of a dropout function."""
-        training = kwargs.get("training", args[2] if len(args) > 2 else True)
-        rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+        """Returns the input of a call of a dropout function, instead of calling it."""
+        arguments = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
+        rate = arguments.get("p", 0.5)
+        training = arguments.get("training", True)
         if training and rate:
             self.switched_off["dropout functions"] += 1
-        return kwargs["input"] if "input" in kwargs else args[0]
+        return arguments["input"]
 
     def without_attention_dropout(self, func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of a call without the dropout of attention weights."""

@@ -1,8 +1,10 @@
 """Records updates of a rank that no optimizer of this rank makes.
 
-A rank may have no optimizer because another one steps and sends the parameters, or because the
-script updates parameters by hand. A rank that has joined (`torch.distributed.algorithms.Join`) has
-one, but no samples are left for it. Its parameters change all the same.
+An *update* is one change of the parameters with all that led to it. `state.update` is the record of
+the current one. A rank may have no optimizer because another rank steps and sends the parameters,
+or because the script updates them by hand: then an update is complete when the parameters are no
+longer those of its first forward pass. A rank that has joined (`torch.distributed.algorithms.Join`)
+has an optimizer, but no samples are left for it.
 """
 
 from __future__ import annotations
@@ -39,25 +41,32 @@ class ForeignStepRecorder:
                 return
 
     def record_if_loss_parameters_changed(self, loss: Tensor) -> None:
-        """Does the same on a rank that calls no module, but functions with its parameters.
+        """Records an update if parameters have changed since the loss before this one.
 
-        The parameters are known by the autograd graph of the loss.
+        This is for a rank that calls no module, but functions such as `F.linear` with parameters.
+        These are found in the autograd graph of the loss, where leaves have a `variable`.
         """
         state = self.state
-        has_parameters = any(True for _ in state.models.parameters())
-        if state.has_optimizer or has_parameters:
+        calls_modules = bool(list(state.models.parameters()))
+        if state.has_optimizer or calls_modules:
             return
-        before = state.notes.parameters_of_loss
-        now = {}
+        summaries_before = state.notes.parameters_of_loss
+        summaries = {}
+        has_changed = False
         for node in nodes_behind(loss.grad_fn):
             parameter = getattr(node, "variable", None)
-            if isinstance(parameter, Tensor) and not is_sharded(parameter):
-                now[id(parameter)] = (parameter, summarize(parameter))
-        for parameter_id, (_, summary) in now.items():
-            if parameter_id in before and not np.array_equal(summary, before[parameter_id][1]):
-                self._record_update()
-                break
-        self.state.notes.parameters_of_loss = now
+            if not isinstance(parameter, Tensor) or is_sharded(parameter):
+                continue
+            summary = summarize(parameter)
+            # The parameter itself is kept too: another one must not get its id.
+            summaries[id(parameter)] = (parameter, summary)
+            if id(parameter) in summaries_before:
+                _, summary_before = summaries_before[id(parameter)]
+                if not np.array_equal(summary, summary_before):
+                    has_changed = True
+        if has_changed:
+            self._record_update()
+        state.notes.parameters_of_loss = summaries
 
     @guarded
     def record_gradient_of_write(self, storage: int) -> None:

@@ -1,7 +1,8 @@
 """Records forward passes: what models are called with, what they return, and how they are wrapped.
 
-Only calls of the outermost module count as calls of a model. A forward pass is kept with its
-outputs until the backward pass that uses it, so that the loss can be compared sample by sample.
+A call of the outermost module is a *forward pass of a model*; modules inside of it are called while
+it runs. `state.update` is the record of the current optimizer step. `state.notes` is what is
+remembered until it is complete, such as the forward passes that no backward pass has used yet.
 """
 
 from __future__ import annotations
@@ -91,12 +92,13 @@ class ForwardRecorder:
 
     @guarded
     def enter_module(self, module: nn.Module, inputs: Any) -> Any:
-        """A module's forward pass begins.
+        """A module's forward pass begins: torch calls this for every module.
 
         Returns:
             The inputs of the outermost module, converted; None leaves inputs as they are.
         """
         self._depth += 1
+        # While torch traces or transforms a function, tensors have no values.
         if is_traced() or in_function_transform():
             return None
         marks = marks_of(inputs)
@@ -105,17 +107,21 @@ class ForwardRecorder:
             self.state.notes.local_batch_norms_without_gradients = set()
         if isinstance(module, BatchNorm) and module.training:
             self._note_batch_norm(module)
-        if self._depth > 1:
+        is_model = self._depth == 1
+        if not is_model:
             return None
         trains = torch.is_grad_enabled() and has_parameters(module)
         if trains and self._is_first_of_backward_pass():
+            # Without an optimizer, a change of the parameters is what ends an update.
             self._foreign_steps.record_if_parameters_changed()
         self.state.notes.running_pass = None
         self._note_wrapper(module)
         self._add_model(module)
         if trains:
             self._begin_training_pass(module, inputs, marks)
-        return self.state.mode.determinism.convert(inputs) if has_tensors(module) else None
+        if not has_tensors(module):
+            return None
+        return self.state.mode.determinism.convert(inputs)
 
     def _is_first_of_backward_pass(self) -> bool:
         """True if no model was called since the last backward pass."""
@@ -138,8 +144,9 @@ class ForwardRecorder:
         if not (module.training and torch.is_grad_enabled()):
             return
         update = self.state.update
-        if id(module) in self.state.models.ddp_parameter_ids:
-            update.past_wrapper_line = update.past_wrapper_line or user_line() or "somewhere"
+        is_inside_ddp = id(module) in self.state.models.ddp_parameter_ids
+        if is_inside_ddp and not update.past_wrapper_line:
+            update.past_wrapper_line = user_line() or "somewhere"
         if isinstance(module, DistributedDataParallel):
             update.wrapped_passes += 1
 
@@ -153,41 +160,47 @@ class ForwardRecorder:
         """
         state = self.state
         update = state.update
-        if not state.models.is_wrapped(module):
-            update.unwrapped_line = update.unwrapped_line or user_line() or ""
-        update.module_tensors_before = (
-            update.module_tensors_before or state.models.plain_attributes()
-        )
+        if not state.models.is_wrapped(module) and not update.unwrapped_line:
+            update.unwrapped_line = user_line() or ""
+        if not update.module_tensors_before:
+            update.module_tensors_before = state.models.plain_attributes()
         if not update.began_with_forward:
             update.began_with_forward = True
-            update.rewritten_parameters = self._parameters_changed_since_last_step()
             state.has_joined = False
+            if state.is_first_update:
+                # The script's tests before its training are no part of a step.
+                state.branches.pop_outcomes()
+            update.rewritten_parameters = self._parameters_changed_since_last_step()
         is_first_of_backward_pass = self._is_first_of_backward_pass()
         if not update.losses:
             self._record_parameters_at_start()
         elif is_first_of_backward_pass and not update.changed_between_passes:
             self._record_parameters_changed_within_update()
         if is_first_of_backward_pass:
-            record = describe_batch(inputs, ids=())
             if not update.model_inputs:
                 state.notes.draws_before_forward = state.mode.draws.count
+            record = describe_batch(inputs, ids=())
             if record.shape:
                 update.model_inputs.append(record)
-        for part in module.modules():
-            if not part.training:
-                parameters = part.parameters(recurse=False)
-                state.notes.evaluating_parameters |= {id(parameter) for parameter in parameters}
+        self._note_evaluation_mode(module)
+        # What the inputs are made from is a part of the loss, as far as it was drawn for this step.
         state.record_marks(marks, state.step_draws.count_before)
         state.notes.running_pass = self._new_forward_pass(module, inputs)
 
+    def _note_evaluation_mode(self, module: nn.Module) -> None:
+        """Notes the parameters of those parts of a model that are in evaluation mode."""
+        evaluating_parameters = self.state.notes.evaluating_parameters
+        for part in module.modules():
+            if not part.training:
+                for parameter in part.parameters(recurse=False):
+                    evaluating_parameters.add(id(parameter))
+
     def _parameters_changed_since_last_step(self) -> dict[str, Array]:
         """Returns parameters that are no longer what the last optimizer step left."""
-        state = self.state
-        if state.is_first_update:
-            state.branches.pop_outcomes()  # outcomes of tests before training are no part of a step
-        after_step = state.models.after_last_step
+        models = self.state.models
+        after_step = models.after_last_step
         recorded_parameters = []
-        for name, parameter in state.models.parameters():
+        for name, parameter in models.parameters():
             if name in after_step and not is_sharded(parameter):
                 recorded_parameters.append((name, parameter))
         changed = {}
@@ -248,7 +261,7 @@ class ForwardRecorder:
 
     @guarded
     def leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """A module's forward pass is over."""
+        """A module's forward pass is over: torch calls this for every module."""
         self._depth -= 1
         if is_traced() or in_function_transform():
             return
@@ -264,6 +277,7 @@ class ForwardRecorder:
         if self._depth == 0:
             self._end_forward_pass(forward_pass, outputs)
         elif forward_pass.hidden is None:
+            # The module is a part of the model, and the first with an output for each sample.
             with_rows = tensors_with_rows(outputs, len(forward_pass.record.inputs))
             if with_rows:
                 forward_pass.hidden = with_rows[0]

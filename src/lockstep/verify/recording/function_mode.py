@@ -77,7 +77,14 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs one call of the script; torch hides the mode from what runs inside of the call."""
+        """Runs one call of the script; torch hides the mode from what runs inside of the call.
+
+        Args:
+            func: the function or method of torch that is called.
+            types: classes of the arguments, for subclasses of Tensor.
+            args: of the call.
+            kwargs: of the call.
+        """
         kwargs = kwargs or {}
         if is_traced():
             return func(*args, **kwargs)
@@ -129,9 +136,11 @@ class FunctionMode(TorchFunctionMode):
         self.writes.note_call(func, name, args, kwargs)
         marks = evidence.marks
         if name in NUMBER_METHODS and isinstance(result, int | float):
+            # What the script does with a number of Python's cannot be followed.
             if any(kind.startswith(STATISTIC) for kind in marks):
                 self.statistics[user_line() or ""] = float(result)
         if needs_gradient(result) and not result.dim():
+            # It is a loss, or a term of one.
             marks |= divisor_mark(name, args)
             note_loss(result, name, args, evidence.loss_terms)
         if takes_over_samples(name, args, kwargs):
@@ -140,7 +149,9 @@ class FunctionMode(TorchFunctionMode):
                 marks[f"{STATISTIC}{user_line() or ''}"] = number
         mark(result, **marks)
         if name == "__setitem__":
-            mark(args[0], **marks_of(args[2]))
+            # After `tensor[index] = values`, the tensor is also made from the values.
+            tensor, _, values = args
+            mark(tensor, **marks_of(values))
         if needs_gradient(result) and result.dtype is not self.lowest_dtype:
             self.note_dtype(result)
 

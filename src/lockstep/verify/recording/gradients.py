@@ -2,7 +2,8 @@
 
 A *local* gradient is what one backward pass adds on this rank, before DDP averages it. It is seen
 by a hook on the parameter. Gradients are also recorded before the script clips them, and after an
-optimizer reduces them itself.
+optimizer reduces them itself. `state.update` is the record of the current optimizer step, and
+`state.notes` is what is remembered until it is complete, such as a copy of each gradient.
 """
 
 from __future__ import annotations
@@ -172,30 +173,31 @@ class GradientRecorder:
             return
         update = self.state.update
         for name, parameter in self.state.models.parameters_with_gradient_at(storage_of(tensor)):
-            update.reduced_in_step = {
-                **update.reduced_in_step,
-                **copy_arrays([(name, parameter.grad)]),
-            }
+            reduced = copy_arrays([(name, parameter.grad)])
+            update.reduced_in_step = {**update.reduced_in_step, **reduced}
 
     # Gradients at the step
 
     def record_for_step(self, parameter_ids: set[int]) -> None:
-        """Records the gradients that an optimizer is about to step with.
+        """Records the gradients that an optimizer is about to step with, before and after clipping.
+
+        What is only rounding is then removed from them, so that it does not become a step.
 
         Args:
-            parameter_ids: of the optimizer's parameters.
+            parameter_ids: the ids of the optimizer's parameters.
         """
         update = self.state.update
-        trained = {}
+        parameters_with_gradient = {}
         for name, parameter in self.state.models.parameters():
             if id(parameter) in parameter_ids and parameter.grad is not None:
-                trained[name] = parameter
-        update.gradients = copy_arrays((name, p.grad) for name, p in trained.items())
+                parameters_with_gradient[name] = parameter
+        update.gradients = copy_arrays((n, p.grad) for n, p in parameters_with_gradient.items())
         before_clipping = self.state.notes.gradients_before_clipping
         update.unclipped = {}
         for name, gradient in update.gradients.items():
+            # A gradient that was not clipped is what it was before.
             update.unclipped[name] = before_clipping.get(name, gradient)
-        _zero_rounding(update.gradients, trained.values())
+        _zero_rounding(update.gradients, parameters_with_gradient.values())
         for gradient_tensor in self.all_gradients():
             self.state.mode.note_dtype(gradient_tensor)
 

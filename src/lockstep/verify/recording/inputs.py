@@ -1,8 +1,8 @@
 """Records the batches that loaders hand out to be trained on.
 
-Models are often called with the batches themselves, but a script may also compute something from
-them first, so batches (`RankUpdate.batches`) and inputs of models (`RankUpdate.model_inputs`, see
-`forwards`) are recorded separately.
+`state.update` is the record of the current optimizer step; its `batches` are what loaders handed
+out, as records of their content (`Batch`). Models may be called with something else that the script
+computes from a batch, so inputs of models are recorded separately, in `forwards`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Records losses when their backward passes begin: values, terms, divisors, and their origin.
 
-What a loss was made from is known by the marks of its tensor (`marks`), by the calls of torch's
-loss functions before it, and by the forward passes since the last backward pass.
+`state.update` is the record of the current optimizer step, and `state.notes` is what is remembered
+until it is complete. What a loss was made from is known by the marks on its tensor (`marks`), by
+the calls of torch's loss functions before it, and by the forward passes since the last backward
+pass (`state.notes.forward_passes`, which have a `record` each).
 """
 
 from __future__ import annotations
@@ -89,8 +91,8 @@ class LossRecorder:
     def _forget_trial_passes(self, loss: Tensor) -> None:
         """Forgets forward passes that the first loss is not made from.
 
-        The script has tried the model before training. If the first pass was a trial, the inputs of
-        the update are those of the first pass that was none.
+        A script may call the model before training, say to print the shape of its output. If the
+        first call was such a trial, its inputs are replaced by those of the first other call.
         """
         notes = self.state.notes
         inputs = self.state.update.model_inputs
@@ -110,6 +112,7 @@ class LossRecorder:
         state = self.state
         update = state.update
         update.loss_line = line_of_loss(loss) or user_line() or ""
+        # Of several backward passes, the first that has such a line counts.
         update.gather_line = update.gather_line or marks.get("gather", "")
         update.detached_gather_line = update.detached_gather_line or marks.get("detached", "")
         state.record_marks(marks, state.notes.draws_before_forward)
@@ -139,7 +142,8 @@ class LossRecorder:
     def _coupling_model(self, forward_passes: Sequence[ForwardPass]) -> str:
         """Returns a model whose output for one sample depends on other samples; empty if none does.
 
-        Models are looked at in the first steps, and again only if there is a new one.
+        A model in which samples were found to be coupled is remembered. The others are looked at
+        again in the first steps, except where that is slow.
         """
         for forward_pass in forward_passes:
             model = forward_pass.record.model
@@ -176,7 +180,7 @@ class LossRecorder:
         calls = state.mode.pop_loss_calls()
         divisors = {}
         if "divisor" in marks:
-            divisor, _ = marks["divisor"]
+            divisor, _line = marks["divisor"]
             if divisor:
                 divisors["divisor of the loss"] = divisor
         if calls:
@@ -205,16 +209,26 @@ class LossRecorder:
 
 
 def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> None:
-    """Records the targets of each sample, if all loss functions were given some for each."""
-    count = len(forward_pass.record.inputs)
-    if not count:
+    """Records the targets of each sample of a forward pass.
+
+    Args:
+        forward_pass: of the model whose outputs became the loss.
+        calls: the calls of loss functions with their targets. Nothing is recorded unless all
+            targets have one row, or an equal number of rows, for each sample.
+    """
+    num_samples = len(forward_pass.record.inputs)
+    if not num_samples:
         return
     targets = []
     for call in calls:
         if call.targets.numel() and not _are_positions(call.targets):
             targets.append(call.targets)
-    if targets and all(t.dim() and len(t) % count == 0 for t in targets):
-        forward_pass.record.targets = summarize_rows(targets, count)
+    if not targets:
+        return
+    for tensor in targets:
+        if not tensor.dim() or len(tensor) % num_samples != 0:
+            return
+    forward_pass.record.targets = summarize_rows(targets, num_samples)
 
 
 def _are_positions(targets: Tensor) -> bool:

@@ -1,7 +1,9 @@
 """Records steps of optimizers: what a step starts from, and what it leaves.
 
-An update is complete when the optimizer has stepped. Before the step, all that led to it is
-recorded with the gradients; after it, the parameters.
+An *update* is one optimizer step with all that led to it. `state.update` is the record of the
+current one (`RankUpdate`), and `state.notes` is what is remembered until it is complete. Before the
+step, the gradients and all that the step starts from are recorded; after it, the parameters. Then
+the update is written.
 """
 
 from __future__ import annotations
@@ -97,11 +99,11 @@ class OptimizerRecorder:
         state.running_optimizers.append(optimizer)
         if len(state.running_optimizers) > 1:
             return None
-        state.mode.writes.watched = frozenset()
+        state.mode.writes.watched = frozenset()  # the step itself writes to all parameters
         if optimizer not in state.steps_of:
             state.steps_of[optimizer] = 0
             state.models.stepped_optimizers.append(optimizer)
-        # Of several optimizers, the others make as many steps before the script ends.
+        # Of several optimizers, all make the same number of steps before the script ends.
         if state.steps_of[optimizer] == max(state.steps_of.values()):
             state.end_script_if_enough()
 
@@ -253,7 +255,10 @@ class OptimizerRecorder:
         state.step_draws.restart()
 
     def _record_identity(self, optimizer: Optimizer) -> None:
-        """Records which optimizer has stepped, which parameters it has, and which step it was."""
+        """Records which optimizer has stepped, which parameters it has, and which step it was.
+
+        Optimizers are numbered twice: in the order of their first steps, and as they were built.
+        """
         state = self.state
         update = state.update
         update.optimizer = list(state.steps_of).index(optimizer)

@@ -1,8 +1,11 @@
 """Everything that `lockstep verify` patches in torch and Lockstep, with the reason for each patch.
 
-`install` applies the patches in a process of the script, for the rest of its life. Where torch has
-a public hook (optimizer steps, forward passes, calls of functions), that is used. The other patches
-replace a function by one that calls it and reports to the `Recorder`. They are, in the order below:
+To *patch* a function is to replace it, for the rest of the process, by one that calls it and also
+tells the `Recorder` of the call. `recorder.calls`, `recorder.inputs` and so on record one subject
+each. `FunctionMode` sees all calls of torch's functions, and `Determinism` says what is changed in
+them. Where torch has public hooks (optimizer steps, forward passes), those are used.
+
+The patches, in the order below:
 
 - to compare what can be compared: the default dtype, autocast, `torch.compile`, activation
   checkpointing, Lockstep's checkpoints; saving and opening files in `saved_files` and `files`
@@ -140,6 +143,7 @@ def install(
     _disable_checkpoints(mode.determinism)
     SavedFiles(folder).patch(mode.determinism)
     FilesBefore(folder.parent).watch()
+    # The mode is never left: it sees all calls of torch's functions until the process ends.
     mode.__enter__()  # type: ignore[no-untyped-call]
 
 
@@ -183,6 +187,8 @@ def _see_recomputed_activations(mode: FunctionMode) -> None:
 
     @wraps(plain_checkpoint)
     def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Takes the place of `torch.utils.checkpoint.checkpoint`."""
+
         def compute(*inputs: Any, **options: Any) -> Any:
             if not mode.in_backward:
                 return function(*inputs, **options)
@@ -213,6 +219,7 @@ def _disable_checkpoints(determinism: Determinism) -> None:
     plain_init = checkpoint_class.__init__
 
     def init(checkpoint: Checkpoint, *args: Any, **kwargs: Any) -> None:
+        """Builds a `Checkpoint` that says why it does nothing."""
         determinism.switched_off["checkpoints (neither resumed nor saved)"] += 1
         plain_init(checkpoint, *args, **kwargs)
         checkpoint.last_resume_note = "nothing is resumed while the script is verified"
@@ -237,6 +244,7 @@ def _watch_backward_passes(recorder: Recorder) -> None:
     """
 
     def before(tensors: Any, *_: Any, **__: Any) -> None:
+        """Records the loss; with several tensors, or one of several numbers, there is none."""
         loss = tensors
         if isinstance(tensors, list | tuple) and len(tensors) == 1:
             loss = tensors[0]
@@ -261,27 +269,33 @@ def _watch_collectives(recorder: Recorder) -> None:
 
 
 def _watch_torch_collective(recorder: Recorder, name: str) -> None:
-    gathers = name in GATHERING_FUNCTIONS
-    # The input of a collective comes first, except for gathers: they begin with their output.
-    place_of_input = 1 if gathers else 0
+    """Patches a function of `torch.distributed`, to see its input, or what an all-reduce leaves."""
 
     def before(*args: Any, **kwargs: Any) -> None:
+        """Records a call with its input, unless Lockstep itself calls."""
         caller = sys._getframe(2)
         if _is_of_lockstep(caller.f_globals["__name__"]):
             return
-        tensor = kwargs.get("tensor", kwargs.get("input_tensor"))
-        if len(args) > place_of_input:
-            tensor = args[place_of_input]
-        output = None
-        if gathers:
+        if name in GATHERING_FUNCTIONS:
+            # all_gather(output, input); its results carry no gradient
             output = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
-        recorder.calls.record(name, tensor, output)
+            tensor = args[1] if len(args) > 1 else _input_by_name(kwargs)
+            recorder.calls.record(name, tensor, output)
+        else:
+            tensor = args[0] if args else _input_by_name(kwargs)
+            recorder.calls.record(name, tensor)
 
     def after(*args: Any, **kwargs: Any) -> None:
+        """Records the result of an all-reduce; an asynchronous one has none yet."""
         if name == "all_reduce" and not kwargs.get("async_op"):
             recorder.gradients.record_reduced(args[0] if args else kwargs.get("tensor"))
 
     _wrap(dist, name, before, after)
+
+
+def _input_by_name(kwargs: dict[str, Any]) -> Any:
+    """Returns the input of a collective that is passed by its name."""
+    return kwargs.get("tensor", kwargs.get("input_tensor"))
 
 
 def _watch_world_collective(recorder: Recorder, name: str) -> None:
@@ -290,6 +304,7 @@ def _watch_world_collective(recorder: Recorder, name: str) -> None:
 
     @wraps(plain)
     def collective(world: World, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Records a call for each tensor of the value, and that a gather loses gradients."""
         calls = [recorder.calls.record(f"world.{name}", tensor) for tensor in tensors(value)]
         result = plain(world, value, *args, **kwargs)
         if world.size > 1:
@@ -334,6 +349,7 @@ def _watch_optimizers(recorder: Recorder) -> None:
     """Patches optimizers and schedulers, to see when they are built and who sets a rate."""
 
     def after_group(optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        """An optimizer is being built, which adds each of its parameter groups."""
         recorder.state.step_draws.restart()
         optimizer.param_groups[-1] = ParameterGroup(optimizer.param_groups[-1])
         built = recorder.state.models.built_optimizers
@@ -373,18 +389,21 @@ def _watch_tensor_hooks(recorder: Recorder) -> None:
     plain_register: Any = Tensor.register_hook
 
     def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        """Registers the hook; one of the script's own on a parameter is watched."""
         caller = sys._getframe(1)
-        line = user_line() or ""
-        if caller.f_globals["__name__"].startswith("torch."):
-            line = ""
+        is_of_torch = caller.f_globals["__name__"].startswith("torch.")
+        line = user_line()
+        if is_of_torch or not line:
+            return plain_register(self, hook)
 
         def watched_hook(gradient: Tensor) -> Any:
-            changed = hook(gradient)
-            if line and self.is_leaf:
-                if isinstance(changed, Tensor) and isinstance(gradient, Tensor):
-                    if not changed.equal(gradient):
-                        recorder.calls.record_hook(line)
-            return changed
+            """Calls the hook, and records whether it returns another gradient."""
+            result = hook(gradient)
+            # Only the gradient of a leaf is what an optimizer steps with.
+            if self.is_leaf and isinstance(result, Tensor) and isinstance(gradient, Tensor):
+                if not result.equal(gradient):
+                    recorder.calls.record_hook(line)
+            return result
 
         return plain_register(self, watched_hook)
 
@@ -401,6 +420,7 @@ def _record_sample_indices(mode: FunctionMode) -> None:
     """
 
     def draw_indices(iterator: Any, draw: Callable[[], Any]) -> Any:
+        """Draws the indices of the next batch, and keeps them on the loader's iterator."""
         with mode.draws.paused():
             indices = draw()
         vars(iterator).setdefault(INDICES_ATTRIBUTE, deque()).append(indices)
@@ -428,6 +448,7 @@ def _number_loaders(kept_batches: BatchWriter | BatchReader) -> None:
     plain_len: Any = DataLoader.__len__
 
     def length(self: DataLoader[Any]) -> int:
+        """Takes the place of `len(loader)`."""
         kept_length = kept_batches.length(self)
         if kept_length is not None:
             return kept_length
@@ -446,12 +467,16 @@ def _watch_loaders(
 
     def kept(loader: DataLoader[Any], reader: BatchReader) -> Iterator[Any]:
         """Yields the batches that the ranks of the other run were handed, joined."""
-        for batch, ids in _until_enough(recorder, reader.batches(reader.begin_pass(loader))):
+        name_of_pass = reader.begin_pass(loader)
+        for batch, ids in _until_enough(recorder, reader.batches(name_of_pass)):
             recorder.inputs.record_batch(loader, batch, ids=ids, random_draws={})
             yield batch
 
     def recorded(loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yields the loader's own batches."""
+        """Yields the loader's own batches, converted, and records them if they are trained on.
+
+        In evaluation, gradients are off.
+        """
         indices: deque[Any] = vars(iterator).setdefault(INDICES_ATTRIBUTE, deque())
         batches = _until_enough(recorder, iterator)
         writer = None
@@ -460,6 +485,7 @@ def _watch_loaders(
             writer = kept_batches
             name_of_pass = writer.begin_pass(loader)
         for number in count():
+            # What is drawn while the batch is read belongs to the batch.
             mode.draws.restart()
             streams = stream_digests()
             try:
@@ -475,6 +501,7 @@ def _watch_loaders(
             yield batch
 
     def iterate(self: DataLoader[Any]) -> Iterator[Any]:
+        """Takes the place of `iter(loader)`; it is to train on if gradients are on."""
         if _is_lockstep_dataset(self.dataset):
             return plain_iter(self)
         if torch.is_grad_enabled():
@@ -520,6 +547,7 @@ def _enlarge_batches(recorder: Recorder, times: int) -> None:
     signature = inspect.signature(plain_init)
 
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        """Builds a DataLoader with larger batches, if it can have any."""
         arguments = signature.bind(self, *args, **kwargs).arguments
         if not _is_lockstep_dataset(arguments["dataset"]):
             try:
@@ -543,6 +571,7 @@ def _refuse_own_ranks(recorder: Recorder, nproc: int) -> None:
     plain_start = BaseProcess.start
 
     def start(process: BaseProcess) -> None:
+        """Starts a process; in one of the script's own, large process groups are refused."""
         caller = sys._getframe(1)
         if is_user_file(caller.f_code.co_filename):
             recorder.note_own_process(user_line() or "")

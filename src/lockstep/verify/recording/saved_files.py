@@ -64,6 +64,7 @@ class SavedFiles:
         plain_save_weights = lockstep.save_weights
 
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            """Takes the place of `torch.save`; an open file is written to as it is."""
             if isinstance(f, str | os.PathLike):
                 determinism.switched_off["saved files (written elsewhere)"] += 1
                 f = self.place_of(f)
@@ -87,6 +88,7 @@ class SavedFiles:
 
         @wraps(function)
         def with_saved_file(*args: Any, **kwargs: Any) -> Any:
+            """Calls the function with the place of a saved file, or as it was called."""
             if args and self._has(args[0]):
                 path, *other_args = args
                 if name in MOVING_FUNCTIONS and other_args:

@@ -59,14 +59,17 @@ def guarded(method: Method) -> Method:
 
     @wraps(method)
     def call(part: HasState, *args: Any, **kwargs: Any) -> Any:
+        """Calls the method on a part of the recorder, such as its `LossRecorder`."""
         try:
             return method(part, *args, **kwargs)
         except LockstepError:
             raise
         except Exception as error:
-            if re.search(LOST_PEER, str(error)):
+            has_lost_connection = re.search(LOST_PEER, str(error))
+            if has_lost_connection:
                 raise
-            part.state.internal_error = part.state.internal_error or traceback.format_exc()
+            if not part.state.internal_error:
+                part.state.internal_error = traceback.format_exc()
             raise RecordingFailed(RecordingFailedError.exit_code) from error
 
     return cast(Method, call)
@@ -227,6 +230,7 @@ class RecorderState:
             virtual_rank: whose model was updated; None unless each virtual rank has one.
         """
         self.writer.write(update, virtual_rank)
+        # The limit of time for the steps begins with the first one.
         self._first_step_time = min(self._first_step_time, time.monotonic())
         self.update = RankUpdate(contributes=self.update.contributes, batches=later_batches)
         self.notes = UpdateNotes()
