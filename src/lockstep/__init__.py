@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         checkpoint_activations as checkpoint_activations,
     )
     from lockstep.run.start.spawn import launch as launch
-    from lockstep.strategies.data_parallel.module import (
+    from lockstep.strategies.data_parallel.balanced import (
         BalancedDataParallel as BalancedDataParallel,
     )
     from lockstep.strategies.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 
 # Imported when first used: the command line needs none of them, and must not import torch.
 _WHERE = {
-    "BalancedDataParallel": "lockstep.strategies.data_parallel.module",
+    "BalancedDataParallel": "lockstep.strategies.data_parallel.balanced",
     "SyncBatchNorm": "lockstep.strategies.sync_batchnorm",
     "World": "lockstep.world",
     "checkpoint_activations": "lockstep.optim.activation_checkpointing",

@@ -156,7 +156,7 @@ def test_what_is_said(capsys):
     with lockstep.init("dp", device="cpu") as world:
         model = world.prepare(mlp())
         assert isinstance(model, DataParallel)
-        assert model.count == 1
+        assert model.num_replicas == 1
     text = capsys.readouterr().out
     assert re.search(r"replicas +1 +no GPU; strategy=lockstep\.strategies\.DP\(replicas=2\)", text)
     with lockstep.init(DP(replicas=3), shares="2:3:3") as world:

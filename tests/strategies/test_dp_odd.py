@@ -27,7 +27,7 @@ from lockstep.errors import DataError, LockstepWarning, SettingError, UsageError
 from lockstep.extensions.autotune import ProfilingRun
 from lockstep.optim.precision import Precision
 from lockstep.strategies import DP
-from lockstep.strategies.data_parallel import replicas
+from lockstep.strategies.data_parallel import replicate
 from lockstep.strategies.data_parallel.module import DataParallel
 
 FEATURES = 6
@@ -302,14 +302,14 @@ def test_what_the_second_replica_keeps_is_the_modules_where_the_first_has_no_sam
 def test_copies_are_gone_without_a_garbage_collection(monkeypatch):
     """Each holds copies of all parameters, where it is on another GPU."""
     alive: list[weakref.ref[nn.Module]] = []
-    shallow = replicas.shallow_copy
+    shallow = replicate.shallow_copy
 
     def watched(part: nn.Module) -> nn.Module:
         new = shallow(part)
         alive.append(weakref.ref(new))
         return new
 
-    monkeypatch.setattr(replicas, "shallow_copy", watched)
+    monkeypatch.setattr(replicate, "shallow_copy", watched)
     blocks = nn.Sequential(*[nn.Sequential(nn.Linear(FEATURES, FEATURES)) for _ in range(2)])
     lockstep.checkpoint_activations(blocks.double(), nn.Linear)
     fails = nn.Sequential(nn.BatchNorm1d(FEATURES).double(), made(lambda s, x: x + None))
@@ -354,7 +354,7 @@ def test_a_data_parallel_inside_of_another_is_refused():
     match = "0 is a DataParallel already"
     with lockstep.init(DP(replicas=2)) as world, pytest.raises(UsageError, match=match):
         world.prepare(nn.Sequential(inner))
-    assert DataParallel(nn.Sequential(inner), replicas=1).count == 1
+    assert DataParallel(nn.Sequential(inner), replicas=1).num_replicas == 1
 
 
 def test_a_partial_set_as_forward_is_refused():
@@ -410,7 +410,7 @@ def test_attributes_in_slots_are_copied():
 
 def test_a_traced_module_is_copied_to_another_device():
     traced = torch.fx.symbolic_trace(Scales())
-    new = replicas._copy(traced, {id(traced.scale): traced.scale.detach() + 1})
+    new = replicate.copy_module(traced, {id(traced.scale): traced.scale.detach() + 1})
     close(new(data(2)), data(2) * 2)
     close(traced(data(2)), data(2))
 
@@ -470,7 +470,7 @@ def test_a_method_set_as_forward_is_bound_to_each_replica_under_autocast():
     module = Scales()
     module.forward = types.MethodType(lambda own, x: x * own.scale, module)
     Precision("bf16", torch.device("cpu")).attach(module)
-    new = replicas._copy(module, {id(module.scale): module.scale.detach() + 1})
+    new = replicate.copy_module(module, {id(module.scale): module.scale.detach() + 1})
     close(new(data(2)), data(2) * 2)
     close(module(data(2)), data(2))
 
@@ -483,12 +483,12 @@ def test_a_second_derivative_through_copies_on_other_devices(monkeypatch):
         return [[t.detach().clone() for t in given] for _ in devices]
 
     assert comm.broadcast_coalesced
-    monkeypatch.setattr(replicas, "_broadcast", broadcast)
+    monkeypatch.setattr(replicate, "broadcast_coalesced", broadcast)
     found = []
     for several in (False, True):
         w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
         unused = torch.ones(2, requires_grad=True)
-        flat = replicas._Broadcast.apply([cpu, cpu], w, unused) if several else (w, unused) * 2
+        flat = replicate.Broadcast.apply([cpu, cpu], w, unused) if several else (w, unused) * 2
         loss = (flat[0] ** 3).sum() + (flat[2] ** 4).sum()
         first, none = torch.autograd.grad(loss, (w, unused), create_graph=True, allow_unused=True)
         assert none is None

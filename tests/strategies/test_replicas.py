@@ -19,7 +19,7 @@ import lockstep
 from lockstep import BalancedDataParallel
 from lockstep.checkpoint.modules import load_plain, plain_state_dict, unwrap
 from lockstep.errors import DataError, SettingError, UsageError
-from lockstep.strategies.data_parallel import replicas
+from lockstep.strategies.data_parallel import parallel_apply, replicate
 from lockstep.strategies.data_parallel.module import DataParallel
 
 FEATURES = 5
@@ -450,7 +450,7 @@ def test_an_error_in_a_replica_reaches_the_caller():
         assert caught.value.__notes__ == [note]
         assert caught.traceback[-1].statement.lines[0].strip().endswith("# the user's line")
         assert threading.active_count() == 1
-        assert replicas.present.get() is None
+        assert parallel_apply.current_replica.get() is None
 
 
 def test_an_interruption_ends_all_replicas():
@@ -595,12 +595,12 @@ def test_methods_set_on_the_object_are_those_of_the_copy():
 
 
 def test_gradients_that_come_from_other_devices(monkeypatch):
-    """The bookkeeping of `_Broadcast`, with a stand-in for torch's broadcast to GPUs."""
+    """The bookkeeping of `Broadcast`, with a stand-in for torch's broadcast to GPUs."""
 
     def broadcast(tensors: Any, devices: Any) -> Any:
         return [[t.clone() for t in tensors] for _ in devices]
 
-    monkeypatch.setattr(replicas, "_broadcast", broadcast)
+    monkeypatch.setattr(replicate, "broadcast_coalesced", broadcast)
     devices = [torch.device("cpu"), torch.device("cpu")]
     tensors = [
         torch.randn(3, dtype=torch.float64, requires_grad=True),
@@ -609,7 +609,7 @@ def test_gradients_that_come_from_other_devices(monkeypatch):
         torch.arange(3),
         torch.randn(2, dtype=torch.float64),
     ]
-    one, other = replicas._copies(devices, tensors)
+    one, other = replicate.copy_to_devices(tensors, devices)
     for new, tensor in zip(one + other, tensors * 2, strict=True):
         assert torch.equal(new, tensor)
         assert new.requires_grad is tensor.requires_grad
@@ -625,7 +625,7 @@ def test_copies_with_parameters_of_their_own_work_as_modules():
     """As on another GPU: plain tensors in the place of parameters, seen by `parameters()`."""
     module = nn.Sequential(net(norm=False), nn.LSTM(3, 4).double())
     held = {id(t): t.detach() * 1 for t in [*module.parameters(), *module.buffers()]}
-    new = replicas._copy(module, held)
+    new = replicate.copy_module(module, held)
     assert len(list(new.parameters())) == len(list(module.parameters()))
     assert next(new.parameters()).dtype is torch.float64
     x = data(4).view(2, 2, FEATURES)

@@ -112,7 +112,7 @@ def exactness() -> None:
     check_exact(shares, (2, 3, 2), memory_format=torch.channels_last_3d)
     check_exact(shares, (3, 5), dtype=torch.float32, tolerance=2e-6)
     check_mean_far_from_zero(shares)
-    sync_batchnorm._two_passes = sync_batchnorm._one_pass  # what CUDA tensors take
+    sync_batchnorm._two_pass_moments = sync_batchnorm._one_pass_moments  # what CUDA tensors take
     check_exact(shares, (3, 5))
     check_exact(shares, (3, 5), memory_format=torch.channels_last)
     check_exact(shares, (), dtype=torch.float32, tolerance=2e-6)
@@ -365,7 +365,7 @@ def test_conversion_keeps_everything_and_goes_back() -> None:
     tensors = [*net.parameters(), *net.buffers()]
     result = convert(net)
     assert result.converted == ["0", "1.0", "3", "4", "5"]
-    assert result.left == []
+    assert result.left_alone == []
     assert list(net.modules()) == layers
     assert all(a is b for a, b in zip(tensors, [*net.parameters(), *net.buffers()], strict=True))
     assert net[1][0] is net[2] is shared
@@ -396,7 +396,7 @@ def test_layers_with_behaviour_of_their_own_are_left_and_named() -> None:
     net.append(parametrizations.weight_norm(nn.BatchNorm2d(4), dim=None))
     result = convert(net)
     assert result.converted == ["2"]
-    assert result.left == ["0", "1", "3"]
+    assert result.left_alone == ["0", "1", "3"]
     assert type(net[0]) is Doubled
 
 

@@ -220,8 +220,8 @@ def _replicas(
     Each but the first holds a copy of the parameters, and of their gradients when they go back.
     """
     home = rows[0]
-    sizes: list[Any] = [None] * model.count if samples is None else model.sizes(samples)
-    if len(set(model.devices)) == model.count:
+    sizes: list[Any] = [None] * model.num_replicas if samples is None else model.sizes(samples)
+    if len(set(model.devices)) == model.num_replicas:
         of = {str(device): size for device, size in zip(model.devices, sizes, strict=True)}
         return [
             replace(

@@ -1,16 +1,20 @@
-"""BatchNorm over the global batch: the statistics of all ranks' samples, however they are shared.
+"""BatchNorm over the global batch: `SyncBatchNorm` takes statistics of the samples of all ranks.
+
+`x` is a layer's input, (N, C, ...), with C *channels*; N differs between ranks and may be 0.
+*Moments* are the mean and variance of a channel. A *placeholder* is a sample that a rank without
+samples computes (`strategies.placeholder`); it counts for nothing.
 
 Forward, in training on more than one rank: every rank takes the count, mean and sum of squared
-deviations (M2) of its own samples, one all-gather of `1 + 2C` float64 numbers brings them together,
+deviations (M2) of its own samples. One all-gather of `1 + 2C` float64 numbers brings them together,
 and every rank combines them in rank order by the parallel formula of Chan, Golub and LeVeque
 ("Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979). All ranks
 compute the same bits, so the running statistics stay equal without being broadcast.
 
 Backward: one all-reduce of `2C` float64 numbers (the sums of dy and of dy * normalised x), then
 the input gradient of Ioffe and Szegedy ("Batch Normalization", arXiv 1502.03167, section 3).
-It is linear in the ranks' losses: scale each rank's loss as you like, and the sum over ranks of
-the gradients is the gradient of the sum of the scaled losses. The weight's and bias's gradients
-are left as local sums, so they are averaged over ranks as every other parameter's.
+It is linear in the ranks' losses: whatever factor each rank's loss has, the sum over ranks of the
+gradients is the gradient of the sum of the scaled losses. The gradients of weight and bias are
+left as local sums, so they are averaged over ranks like those of every other parameter.
 
 Every rank must run the layer, forward and backward, equally often; a rank without samples takes
 part with an input of shape (0, C, ...).
@@ -38,7 +42,7 @@ _TORCH_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNo
 
 
 class _PlaceholderState(threading.local):
-    """Whether this thread computes a placeholder sample: see `strategies.placeholder`."""
+    """Says, per thread, whether a placeholder sample is computed: see `strategies.placeholder`."""
 
     computed = False
 
@@ -50,7 +54,7 @@ class SyncBatchNorm(BatchNorm):
     """Batch normalisation over the samples of all ranks, on CPU and CUDA.
 
     Takes inputs of shape (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W), where N may differ
-    between ranks and may be 0; returns the same shape, dtype and memory format. Parameters,
+    between ranks and may be 0. Returns the same shape, dtype and memory format. Parameters,
     buffers and `state_dict` keys are those of `torch.nn.BatchNorm2d`.
 
     Outside training, without a process group and on one rank it is torch's own BatchNorm, bit for
@@ -98,36 +102,40 @@ class SyncBatchNorm(BatchNorm):
         """Normalises `x` over the global batch in training, by the running statistics in eval."""
         if not (self.training and dist.is_available() and dist.is_initialized()):
             return super().forward(x)
-        size = dist.get_world_size(self.process_group)
-        if size == 1:
+        num_ranks = dist.get_world_size(self.process_group)
+        if num_ranks == 1:
             return super().forward(x)
-        if size < 1:
+        if num_ranks < 1:
             raise UsageError(
                 "SyncBatchNorm over a process group",
                 "this rank is not a member of the group",
                 "pass a group that holds this rank, or process_group=None for all ranks",
             )
-        if not torch.is_grad_enabled() and (reason := blocked()) is not None:
-            raise UsageError(
-                "a model in training mode in an evaluation loop",
-                f"its BatchNorm would wait for all ranks, but {reason}",
-                "call model.eval() first; for update_bn give the loader drop_last=True",
-            )
-        return self._forward_over_ranks(x, size)
+        if not torch.is_grad_enabled():
+            reason = blocked()
+            if reason is not None:
+                raise UsageError(
+                    "a model in training mode in an evaluation loop",
+                    f"its BatchNorm would wait for all ranks, but {reason}",
+                    "call model.eval() first; for update_bn give the loader drop_last=True",
+                )
+        return self._forward_over_ranks(x, num_ranks)
 
     @outside_compiled_code  # it communicates
-    def _forward_over_ranks(self, x: Tensor, size: int) -> Tensor:
+    def _forward_over_ranks(self, x: Tensor, num_ranks: int) -> Tensor:
+        """Normalises `x` by the moments of all ranks' samples."""
         self._check_input_dim(x)
         moments = _global_moments(x, self.process_group)
-        # Only where this rank holds at most one value can the total be that small: elsewhere the
-        # host never waits for the device.
-        if x.numel() <= x.shape[1]:
+        # Fewer than two values over all ranks are an error, or nothing to do. That needs `total` on
+        # the host, which waits for the device. A rank with two values or more knows without it.
+        channels = x.shape[1]
+        if x.numel() <= channels:
             total = int(moments.total)
-            if total == 0:  # as torch: an empty output, and statistics left as they are
+            if total == 0:  # as in torch: an empty output, and unchanged statistics
                 return super().forward(x)
             if total == 1:
-                raise one_value(
-                    f"batch normalisation in training over a global batch on {size} ranks",
+                raise one_value_error(
+                    f"batch normalisation in training over a global batch on {num_ranks} ranks",
                     f"got input size {x.shape} here and 1 value per channel over all ranks",
                 )
         if self.track_running_stats:
@@ -142,18 +150,27 @@ class SyncBatchNorm(BatchNorm):
 
 
 def check_input(layer: BatchNorm, x: Tensor, name: str | None = None) -> None:
-    """Raises DataError for an input of another shape than a layer (of this name) takes."""
+    """Raises DataError if `x` does not have the shape that a layer takes.
+
+    Args:
+        layer: a BatchNorm layer.
+        x: its input.
+        name: the layer's name in the model, if it is known.
+    """
     channels = layer.num_features
     if not 2 <= x.dim() <= 5 or x.shape[1] != channels:
+        description = f"{type(layer).__name__}({channels})"
+        if name is not None:
+            description += f" {name!r}"
         raise DataError(
-            f"{type(layer).__name__}({channels})" + ("" if name is None else f" {name!r}"),
+            description,
             f"an input of shape {tuple(x.shape)}",
             f"give it (N, {channels}) or (N, {channels}, ...) with up to 5 dimensions",
         )
 
 
-def one_value(was_set: str, found: str) -> DataError:
-    """The error of a batch that has no variance."""
+def one_value_error(was_set: str, found: str) -> DataError:
+    """Returns the error of a batch with one value per channel, which has no variance."""
     return DataError(
         was_set,
         f"Expected more than 1 value per channel when training, {found}",
@@ -163,41 +180,47 @@ def one_value(was_set: str, found: str) -> DataError:
 
 @torch.no_grad()
 def update_running_stats(layer: BatchNorm, mean: Tensor, variance: Tensor, total: Tensor) -> None:
-    """Lets a layer's running statistics follow those of a batch, as torch's BatchNorm does.
+    """Updates a layer's running statistics by those of a batch, as torch's BatchNorm does.
 
     Args:
-        layer: of torch's, too.
+        layer: one of torch's, or a SyncBatchNorm.
         mean: (C,).
         variance: (C,), biased.
         total: (), values per channel, float64.
     """
-    weight = layer.momentum or 0.0
+    weight_of_batch = layer.momentum or 0.0
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
-        if layer.momentum is None:
-            weight = 1.0 / float(layer.num_batches_tracked)
+        if layer.momentum is None:  # the running statistics are the mean over all batches
+            weight_of_batch = 1.0 / float(layer.num_batches_tracked)
     if layer.running_mean is not None:
-        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), weight)
+        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), weight_of_batch)
     if layer.running_var is not None:
         unbiased = variance * (total / (total - 1))
-        layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), weight)
+        layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), weight_of_batch)
 
 
-class _Centred(NamedTuple):
-    """What taking the moments in two passes leaves behind; the output is made of it in place."""
+class _CentredInput(NamedTuple):
+    """The input minus its mean, which `_two_pass_moments` computes; the output is made of it."""
 
     centre: Tensor
     """(C,), this rank's mean, rounded to the dtype of the statistics."""
     deviations: Tensor
-    """`x - centre`."""
+    """`x - centre`. The output is computed in its memory."""
 
 
-_LocalMoments = tuple[Tensor, Tensor, _Centred | None]
-"""Mean (C,) and sum of squared deviations (C,) of this rank's values."""
+class _LocalMoments(NamedTuple):
+    """Moments of this rank's values."""
+
+    mean: Tensor
+    """(C,)"""
+    sum_of_squares: Tensor
+    """(C,), of the deviations from the mean (M2)."""
+    centred: _CentredInput | None
 
 
-class _Moments(NamedTuple):
-    """Of the values of all ranks; float64, on the input's device."""
+class _GlobalMoments(NamedTuple):
+    """Moments of the values of all ranks; float64, on the input's device."""
 
     mean: Tensor
     """(C,)"""
@@ -205,58 +228,83 @@ class _Moments(NamedTuple):
     """(C,), biased."""
     total: Tensor
     """(), values per channel."""
-    centred: _Centred | None
+    centred: _CentredInput | None
+    """Of this rank's input."""
 
 
 @torch.no_grad()
-def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _Moments:
+def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoments:
+    """Computes the moments of the inputs of all ranks of a group: one all-gather."""
     channels = x.shape[1]
     centred = None
+    # A row that a rank sends: the number of its values per channel, C means, C sums of squares.
     if x.numel() and not placeholder.computed:
-        mean, squares, centred = _one_pass(x) if x.is_cuda else _two_passes(x)
+        local = _one_pass_moments(x) if x.is_cuda else _two_pass_moments(x)
+        centred = local.centred
         count = torch.full((1,), x.numel() // channels, dtype=torch.float64, device=x.device)
-        own = torch.cat([count, mean, squares])
+        row = torch.cat([count, local.mean, local.sum_of_squares])
     else:
-        own = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
-    own = own.to(carrier_device(x.device, group))
-    everyone = own.new_empty(dist.get_world_size(group), own.numel())
-    routing.all_gather(everyone, own, group)
-    everyone = everyone.to(x.device)
-    counts, means = everyone[:, :1], everyone[:, 1 : 1 + channels]
+        row = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
+    row = row.to(carrier_device(x.device, group))
+    rows = row.new_empty(dist.get_world_size(group), row.numel())
+    routing.all_gather(rows, row, group)
+    rows = rows.to(x.device)
+    counts = rows[:, :1]
+    means = rows[:, 1 : 1 + channels]
+    sums_of_squares = rows[:, 1 + channels :]
     total = counts.sum()
     mean = (counts * means).sum(0) / total
-    squares = everyone[:, 1 + channels :].sum(0) + (counts * (means - mean).square()).sum(0)
-    return _Moments(mean, squares / total, total, centred)
+    squares_within_ranks = sums_of_squares.sum(0)
+    squares_between_ranks = (counts * (means - mean).square()).sum(0)
+    variance = (squares_within_ranks + squares_between_ranks) / total
+    return _GlobalMoments(mean, variance, total, centred)
 
 
-def _one_pass(x: Tensor) -> _LocalMoments:
+def _one_pass_moments(x: Tensor) -> _LocalMoments:
+    """Computes the moments of `x` by torch's kernel, which reads it once."""
     variance, mean = torch.var_mean(x.to(statistics_dtype(x)), all_but_channels(x), correction=0)
-    return mean, variance * (x.numel() // x.shape[1]), None
+    count = x.numel() // x.shape[1]
+    return _LocalMoments(mean, variance * count, None)
 
 
-def _two_passes(x: Tensor) -> _LocalMoments:
-    """On the CPU several times as fast as torch's kernels that need one pass."""
-    dims, count = all_but_channels(x), x.numel() // x.shape[1]
-    centre = x.sum(dims, dtype=statistics_dtype(x)) / count
+def _two_pass_moments(x: Tensor) -> _LocalMoments:
+    """Computes the moments of `x` in two passes: the mean first, then the deviations from it.
+
+    On the CPU that is several times as fast as torch's kernel.
+    """
+    count = x.numel() // x.shape[1]
+    centre = x.sum(all_but_channels(x), dtype=statistics_dtype(x)) / count
     deviations = x - per_channel(centre, x)
-    rest, squares = _sums(deviations, deviations, torch.zeros_like(centre), torch.ones_like(centre))
-    # What the rounding of `centre` left over counts for the mean; in the squares it is of second
-    # order.
-    return centre + rest.double() / count, squares, _Centred(centre, deviations)
-
-
-def _sums(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Over all dimensions but the channels: the sums of `dy` and of `dy * (x - mean) * invstd`."""
-    # Asked for the gradients of bias and weight alone, this kernel takes both sums in one pass.
-    # It reads only the dtype of its third argument, the weight.
-    _, with_x, plain = torch.ops.aten.native_batch_norm_backward(
-        dy, x, invstd, None, None, mean, invstd, True, 0.0, [False, True, True]
+    sum_of_deviations, sum_of_squares = _sum_and_sum_of_products(
+        deviations, deviations, torch.zeros_like(centre), torch.ones_like(centre)
     )
-    return plain, with_x
+    # `centre` is rounded, so the deviations do not add up to 0. That corrects the mean. In the
+    # squares the correction would be of second order.
+    mean = centre + sum_of_deviations.double() / count
+    return _LocalMoments(mean, sum_of_squares, _CentredInput(centre, deviations))
+
+
+def _sum_and_sum_of_products(
+    dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns, per channel, the sum of `dy` and the sum of `dy * (x - mean) * invstd`.
+
+    torch's kernel for the backward pass takes both sums in one pass, if it is asked for nothing but
+    the gradients of bias and weight. Of the weight, its third argument, it reads only the dtype.
+    """
+    weight = invstd
+    _, sum_of_products, sum_of_dy = torch.ops.aten.native_batch_norm_backward(
+        dy, x, weight, None, None, mean, invstd, True, 0.0, [False, True, True]
+    )
+    return sum_of_dy, sum_of_products
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalisation by moments of the global batch, with the gradient through them."""
+    """Normalises by moments of the global batch, with the gradient through the moments.
+
+    The names in its formulas are `invstd`: 1 / sqrt(variance + eps), and `xhat`: the normalised
+    input, (x - mean) * invstd.
+    """
 
     @staticmethod
     def forward(
@@ -264,107 +312,146 @@ class _Normalize(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        moments: _Moments,
+        moments: _GlobalMoments,
         eps: float,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
-        mean, variance, total, centred = moments
+        """Returns `xhat * weight + bias`."""
         dtype = statistics_dtype(x)
-        invstd = (variance + eps).rsqrt()
-        rounded = mean.to(dtype), variance.to(dtype)
-        ctx.save_for_backward(x, weight, *rounded, invstd.to(dtype), total)
-        ctx.eps, ctx.group = eps, group
-        ctx.counts = not placeholder.computed
+        invstd = (moments.variance + eps).rsqrt()
+        mean = moments.mean.to(dtype)
+        variance = moments.variance.to(dtype)
+        ctx.save_for_backward(x, weight, mean, variance, invstd.to(dtype), moments.total)
+        ctx.eps = eps
+        ctx.group = group
+        ctx.is_placeholder = placeholder.computed
         if not x.numel():
             return torch.empty_like(x)
-        if centred is None:
+        if moments.centred is None:
             weight = None if weight is None else weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-            return F.batch_norm(x, *rounded, weight, bias, training=False, eps=eps)
+            return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps)
+        # The deviations are from this rank's mean, `centre`, not from the global one.
+        centre, deviations = moments.centred
         scale = invstd if weight is None else invstd * weight
-        shift = (centred.centre - mean) * scale
+        shift = (centre - moments.mean) * scale
         if bias is not None:
             shift += bias
-        output = centred.deviations.mul_(per_channel(scale.to(dtype), x))
+        output = deviations.mul_(per_channel(scale.to(dtype), x))
         return output.add_(per_channel(shift.to(dtype), x)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of `x`, weight and bias; the other arguments have none."""
         x, weight, mean, variance, invstd, total = ctx.saved_tensors
+        needs_dx, needs_d_weight, needs_d_bias = ctx.needs_input_grad[:3]
         dy = gradients[0]
-        if dy.stride() != x.stride():  # the kernels are fast when both lie alike in memory
+        if dy.stride() != x.stride():  # the kernels are fast if both have the same memory format
             dy = torch.empty_like(x).copy_(dy)
-        if x.numel() and ctx.counts:
-            sum_dy, sum_dy_xhat = _sums(dy, x, mean, invstd)
+        if x.numel() and not ctx.is_placeholder:
+            sum_dy, sum_dy_xhat = _sum_and_sum_of_products(dy, x, mean, invstd)
         else:
-            sum_dy = sum_dy_xhat = torch.zeros_like(mean)
+            sum_dy = torch.zeros_like(mean)
+            sum_dy_xhat = torch.zeros_like(mean)
+
         dx = None
-        if ctx.needs_input_grad[0]:
+        if needs_dx:
+            # dx = scale * (dy - mean(dy) - xhat * mean(dy * xhat)), with means over all ranks.
             sums = torch.stack([sum_dy, sum_dy_xhat]).double()
             sums = sums.to(carrier_device(x.device, ctx.group))
             routing.all_reduce(sums, group=ctx.group)
-            scale = invstd if weight is None else invstd * weight
-            means = sums.to(x.device).div_(-total).mul_(scale).to(invstd.dtype)
-            if ctx.counts:
-                dx = _input_gradient(dy, x, mean, variance, scale.to(invstd.dtype), means, ctx.eps)
-            else:  # the statistics do not depend on a placeholder
+            if ctx.is_placeholder:  # the global moments do not depend on it
                 dx = torch.zeros_like(x)
-        # As on every other parameter: of this rank's loss alone, and zeros from an empty share.
-        d_weight = sum_dy_xhat.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        d_bias = sum_dy if weight is None else sum_dy.to(weight.dtype)
-        return dx, d_weight, d_bias if ctx.needs_input_grad[2] else None, None, None, None
+            else:
+                scale = invstd if weight is None else invstd * weight
+                coefficients = sums.to(x.device).div_(-total).mul_(scale).to(invstd.dtype)
+                constant, factor_of_xhat = coefficients
+                dx = _scaled_sum(
+                    dy, scale.to(invstd.dtype), x, mean, variance, ctx.eps, factor_of_xhat, constant
+                )
+
+        # Like those of every other parameter: of this rank's loss alone, and zeros from a rank
+        # without samples.
+        d_weight = sum_dy_xhat.to(weight.dtype) if needs_d_weight else None
+        d_bias = None
+        if needs_d_bias:
+            d_bias = sum_dy if weight is None else sum_dy.to(weight.dtype)
+        return dx, d_weight, d_bias, None, None, None
 
 
-def _input_gradient(
-    dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, scale: Tensor, means: Tensor, eps: float
+def _scaled_sum(
+    dy: Tensor,
+    scale: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    eps: float,
+    factor_of_xhat: Tensor,
+    constant: Tensor,
 ) -> Tensor:
-    """`dy * scale + means[0] + xhat * means[1]`: two passes and no temporary."""
+    """Returns `dy * scale + xhat * factor_of_xhat + constant`, in two passes without a temporary.
+
+    `xhat` is `x`, normalised by `mean` and `variance`. All other vectors are (C,), too.
+    """
     if not x.numel():
         return torch.zeros_like(x)
-    dx = F.batch_norm(x, mean, variance, means[1], means[0], training=False, eps=eps)
-    return dx.addcmul_(dy, per_channel(scale, x))
+    # torch's forward kernel computes xhat * weight + bias.
+    result = F.batch_norm(
+        x, mean, variance, weight=factor_of_xhat, bias=constant, training=False, eps=eps
+    )
+    return result.addcmul_(dy, per_channel(scale, x))
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """In which statistics of `x` are taken, on its device."""
+    """Returns the dtype in which statistics of `x` are taken: at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def all_but_channels(x: Tensor) -> list[int]:
-    """The dimensions that statistics are taken over."""
-    return [d for d in range(x.dim()) if d != 1]
+    """Returns the dimensions over which statistics are taken: all but dimension 1."""
+    return [dim for dim in range(x.dim()) if dim != 1]
 
 
 def per_channel(vector: Tensor, x: Tensor) -> Tensor:
-    """`vector`, (C,), in a shape that goes with `x`, and on its device."""
-    return vector.to(x.device).view(1, -1, *[1] * (x.dim() - 2))
+    """Returns a vector of shape (C,) on the device of `x`, in a shape that broadcasts with it."""
+    ones = [1] * (x.dim() - 2)
+    return vector.to(x.device).view(1, -1, *ones)
 
 
-class Names(NamedTuple):
-    """Of the batch norms of a module, as in `named_modules()` (the root is "")."""
+class BatchNormNames(NamedTuple):
+    """Names of the BatchNorm layers of a module, as in `named_modules()` (the root is "")."""
 
     converted: list[str]
-    """Those that take their statistics over all samples now."""
-    left: list[str]
-    """Those left alone because they have behaviour of their own."""
+    """Layers that take their statistics over all samples now."""
+    left_alone: list[str]
+    """Layers that were not converted because they have a forward of their own."""
 
     def choices(self, *, each: str, of: str) -> list[Choice]:
-        """In words: `each` one has a part of the samples, and these are `of` all."""
-        rows = (
-            (len(self.converted), "synchronised", f"statistics of {of}"),
-            (len(self.left), f"per {each}", "they have a forward of their own"),
-        )
-        return [Choice("batchnorm", f"{n} {how}", why) for n, how, why in rows if n]
+        """Describes both kinds for the block of choices.
+
+        Args:
+            each: what computes a part of the samples: "rank" or "device".
+            of: describes all samples, after "statistics of".
+        """
+        choices: list[Choice] = []
+        if self.converted:
+            number = len(self.converted)
+            choices.append(Choice("batchnorm", f"{number} synchronised", f"statistics of {of}"))
+        if self.left_alone:
+            number = len(self.left_alone)
+            reason = "they have a forward of their own"
+            choices.append(Choice("batchnorm", f"{number} per {each}", reason))
+        return choices
 
 
-def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> Names:
+def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> BatchNormNames:
     """Turns every torch BatchNorm (and torch SyncBatchNorm) in `module` into a SyncBatchNorm.
 
     The layers change class in place: parameters, buffers, hooks, flags and sharing stay as they
-    are, and an optimizer that holds the parameters goes on holding them. A subclass is converted
-    when all it defines is a constructor; one with methods of its own is left alone and named in
-    the result.
+    are, and an optimizer that holds the parameters goes on holding them. A layer of a subclass is
+    converted if the subclass defines nothing but a constructor; one with methods of its own is left
+    alone and named in the result.
 
     Args:
         module: the model, or a single layer.
@@ -375,7 +462,7 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
         UsageError: a lazy BatchNorm has not seen its first input; nothing is changed then.
     """
     converted: dict[str, Any] = {}
-    left: list[str] = []
+    left_alone: list[str] = []
     for name, layer in module.named_modules():
         if not isinstance(layer, BatchNorm) or isinstance(layer, SyncBatchNorm):
             continue
@@ -388,15 +475,19 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
         if is_plain(layer):
             converted[name] = layer
         else:
-            left.append(name)
+            left_alone.append(name)
     for layer in converted.values():
         layer.process_group = process_group or vars(layer).get("process_group")
         layer.__class__ = SyncBatchNorm
-    return Names(list(converted), left)
+    return BatchNormNames(list(converted), left_alone)
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """True when another forward in the place of the layer's loses none of its behaviour."""
+    """Returns True if replacing the layer's forward loses nothing that the user has written.
+
+    That is so for torch's classes, and for subclasses that define nothing but special methods such
+    as `__init__`.
+    """
     if "forward" in vars(layer):
         return False
     for layer_class in type(layer).__mro__:

@@ -1,1 +1,1 @@
-"""`dp`: one process that computes on several devices."""
+"""The strategy `dp`: one process that computes on several devices."""

@@ -1,8 +1,8 @@
-"""One process that computes on several devices: `torch.nn.DataParallel`, exact.
+"""The strategy `dp`: one process that computes on several devices, by `module.DataParallel`.
 
-It needs no launcher, and it is the slower way: all replicas share one Python, the parameters are
-copied in every step, and the first device holds outputs, loss and optimizer. `module` says what is
-computed where, `replicas` how the replicas run.
+It needs no launcher, but it is the slower way: all replicas share one Python interpreter, the
+parameters are copied in every step, and the first device holds outputs, loss and optimizer. The
+data loader sees one rank; the module divides each micro-batch among the devices.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from lockstep.settings import Choice, is_auto
 from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped
 from lockstep.strategies.data_parallel.module import DataParallel
 
+GPU_STREAM_SEED_TAG = 0xD9
+"""Mixed into the seeds of the GPUs, so that no other random stream has the same seeds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DP(Strategy):
@@ -33,19 +36,19 @@ class DP(Strategy):
     name: ClassVar[str] = "dp"
 
     device_ids: Sequence[int] | None = None
-    """GPUs, the first of which is the run's device; None: all that are visible."""
+    """GPUs; the first one must be the run's device. None: all visible GPUs."""
     output_device: int | None = None
-    """GPU that the outputs are joined on; None: the first."""
+    """GPU on which the outputs are joined. None: the first one."""
     dim: int = 0
-    """Of the samples."""
+    """The dimension of the samples."""
     replicas: int | None = None
-    """So many on the run's device instead, sharing its parameters; for trying it out."""
+    """Number of replicas on the run's device, which share its parameters; for trying it out."""
 
     def plan(self, run: Run) -> StrategyPlan:
-        """The loader sees one part; the devices divide it.
+        """Plans one part of each global batch for the loader, which the devices divide.
 
         Raises:
-            SettingError: several processes, or devices or shares that do not fit.
+            SettingError: there are several processes, or devices or shares that do not fit.
         """
         if run.topology.size > 1:
             raise SettingError(
@@ -53,22 +56,23 @@ class DP(Strategy):
                 f"world size {run.topology.size}: dp is one process for all its devices",
                 "use strategy='ddp', or start one process",
             )
-        example = self._wrapped(nn.Identity(), run)  # where devices and shares are checked
-        home = example.device_ids
-        if home and home[0] != run.device.index:
+        example = self._make_data_parallel(nn.Identity(), run)  # checks the devices and shares
+        device_ids = example.device_ids
+        if device_ids and device_ids[0] != run.device.index:
             raise SettingError(
-                f"DP(device_ids={home})",
+                f"DP(device_ids={device_ids})",
                 f"the first of them holds the parameters, and batches arrive on {run.device}",
-                f"begin with {run.device.index}, or set device='cuda:{home[0]}'",
+                f"begin with {run.device.index}, or set device='cuda:{device_ids[0]}'",
             )
+        device_shares: tuple[int, ...] | None = tuple(example.shares)
+        if is_auto(run.settings.shares) and example.num_replicas > 1:
+            device_shares = None  # to be measured
         return StrategyPlan(
             rank=DataParallelRank(0, 1),
             shares=(1,),
-            devices=example.count,
-            own_devices=range(example.count),
-            device_shares=None
-            if is_auto(run.settings.shares) and example.count > 1
-            else tuple(example.shares),
+            devices=example.num_replicas,
+            own_devices=range(example.num_replicas),
+            device_shares=device_shares,
             num_micro_batches=max(
                 run.settings.min_micro_batches, run.settings.num_micro_batches or 1
             ),
@@ -76,7 +80,7 @@ class DP(Strategy):
         )
 
     def wrap(self, module: nn.Module, run: Run) -> Wrapped:
-        """The module in `DataParallel`.
+        """Returns the module in a `DataParallel`.
 
         Raises:
             UsageError: it is in a DataParallel already.
@@ -87,22 +91,24 @@ class DP(Strategy):
                 "the strategy wraps the module itself",
                 "prepare the bare module and set shares, or use strategy='single'",
             )
-        wrapped = self._wrapped(module.to(run.device), run)
-        _part_random_streams(wrapped, run)
+        data_parallel = self._make_data_parallel(module.to(run.device), run)
+        _seed_gpu_streams(data_parallel, run)
         return Wrapped(
-            module=wrapped,
-            choices=self._choices(wrapped, run),
-            extensions=[_WeightedMeans(wrapped)],
+            module=data_parallel,
+            choices=self._choices(data_parallel, run),
+            extensions=[WeightedMeanWarning(data_parallel)],
         )
 
-    def _wrapped(self, module: nn.Module, run: Run) -> DataParallel:
-        device_ids, replicas = self.device_ids, self.replicas
+    def _make_data_parallel(self, module: nn.Module, run: Run) -> DataParallel:
+        """Wraps a module with these options, on all visible GPUs if they name no devices."""
+        device_ids = self.device_ids
+        replicas = self.replicas
         if device_ids is None and replicas is None:
             if run.device.type == "cpu":
                 replicas = 1
             else:
-                others = set(range(torch.cuda.device_count())) - {run.device.index}
-                device_ids = [run.device.index, *sorted(others)]
+                other_gpus = set(range(torch.cuda.device_count())) - {run.device.index}
+                device_ids = [run.device.index, *sorted(other_gpus)]
         return DataParallel(
             module,
             device_ids,
@@ -113,50 +119,65 @@ class DP(Strategy):
             sync_batchnorm=run.settings.sync_batchnorm,
         )
 
-    def _choices(self, wrapped: DataParallel, run: Run) -> list[Choice]:
+    def _choices(self, data_parallel: DataParallel, run: Run) -> list[Choice]:
+        """Describes the replicas, the shares and BatchNorm, for the block of choices."""
         if self.replicas is not None:
             reason = f"on {run.device}, as set: they share the parameters"
-        elif wrapped.device_ids:
-            reason = f"on GPUs {', '.join(map(str, wrapped.device_ids))}; outputs and loss on one"
+        elif data_parallel.device_ids:
+            gpus = ", ".join(str(index) for index in data_parallel.device_ids)
+            reason = f"on GPUs {gpus}; outputs and loss on one"
         else:
             reason = "no GPU; strategy=lockstep.strategies.DP(replicas=2) computes on two replicas"
-        choices = [Choice("replicas", str(wrapped.count), reason)]
-        if len(set(wrapped.shares)) > 1:
-            shown = ":".join(map(str, wrapped.shares))
-            choices.append(Choice("shares", shown, "of every micro-batch, over the devices"))
-        has = any(isinstance(m, BatchNorm) for m in wrapped.module.modules())
-        if has and wrapped.count > 1 and not run.settings.sync_batchnorm:
+        choices = [Choice("replicas", str(data_parallel.num_replicas), reason)]
+        if len(set(data_parallel.shares)) > 1:
+            shares = ":".join(str(share) for share in data_parallel.shares)
+            choices.append(Choice("shares", shares, "of every micro-batch, over the devices"))
+        has_batchnorm = any(isinstance(m, BatchNorm) for m in data_parallel.module.modules())
+        has_replicas = data_parallel.num_replicas > 1
+        if has_batchnorm and has_replicas and not run.settings.sync_batchnorm:
             reason = "sync_batchnorm=False; the first device's statistics stay"
             choices.append(Choice("batchnorm", "per device", reason))
-        of = "the samples of all devices, as on one"
-        return choices + wrapped.batchnorms.choices(each="device", of=of)
+        choices += data_parallel.batchnorms.choices(
+            each="device", of="the samples of all devices, as on one"
+        )
+        return choices
 
 
-class _WeightedMeans(Extension):
-    """Warns of losses that the devices took means of, from a loader whose samples have weights."""
+class WeightedMeanWarning(Extension):
+    """Warns once of a mean that devices computed inside the model, if samples have weights (LS310).
+
+    Each device's mean then counts by its number of samples, not by their weights.
+    """
 
     def __init__(self, module: DataParallel) -> None:
         self._module = module
-        self._weighted = self._warned = False
+        self._samples_have_weights = False
+        self._has_warned = False
 
-    def delivered(self, event: DeliveredBatch) -> None:
-        self._weighted = event.loader.weight is not None
+    def delivered(self, batch: DeliveredBatch) -> None:
+        """Notes whether the loader's samples have weights."""
+        self._samples_have_weights = batch.loader.weight is not None
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        if self._weighted and not self._warned and self._module.averaged:
-            self._warned = True
-            warn(
-                f"a mean computed inside of a model on {self._module.count} devices, and a loader "
-                "with weight=",
-                "a device's mean counts by its samples; their weight is that of the whole batch",
-                "return the loss of each sample and what it weighs, and divide their sums "
-                "outside; nothing, where it is a mean over samples",
-                code="LS310",
-            )
+        """Warns if the model's last forward pass returned such a mean."""
+        if self._has_warned or not self._samples_have_weights or not self._module.returned_mean:
+            return
+        self._has_warned = True
+        warn(
+            f"a mean computed inside of a model on {self._module.num_replicas} devices, and a "
+            "loader with weight=",
+            "a device's mean counts by its samples; their weight is that of the whole batch",
+            "return the loss of each sample and what it weighs, and divide their sums "
+            "outside; nothing, where it is a mean over samples",
+            code="LS310",
+        )
 
 
-def _part_random_streams(wrapped: DataParallel, run: Run) -> None:
-    """Gives each GPU random numbers of its own; torch seeds all alike, so masks would repeat."""
-    for n, device in enumerate(wrapped.device_ids[1:], 1):
+def _seed_gpu_streams(data_parallel: DataParallel, run: Run) -> None:
+    """Gives each GPU random numbers of its own.
+
+    torch seeds all GPUs alike, so the dropout masks of all replicas would be the same.
+    """
+    for number, device in enumerate(data_parallel.device_ids[1:], 1):
         with torch.cuda.device(device):
-            torch.cuda.manual_seed(mix_seed(run.settings.seed, n, 0xD9))
+            torch.cuda.manual_seed(mix_seed(run.settings.seed, number, GPU_STREAM_SEED_TAG))

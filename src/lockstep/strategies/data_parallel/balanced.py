@@ -1,0 +1,109 @@
+"""`BalancedDataParallel`: a `DataParallel` module whose first device computes fewer samples.
+
+The first device also holds the outputs and the loss, so with equal parts it is the first to run out
+of memory. `gpu0_bsz` sets its number of samples; the other devices share the rest evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lockstep.batch.plan import parts
+from lockstep.errors import SettingError
+from lockstep.strategies.data_parallel.module import DataParallel
+
+
+class BalancedDataParallel(DataParallel):
+    """DataParallel in which the first device, which also holds outputs and loss, computes less.
+
+    A drop-in replacement for the class of that name in Link-Li's Balanced-DataParallel (on GitHub).
+    See `DataParallel` for everything that is not described here.
+
+    Args:
+        gpu0_bsz: samples that the first device computes in each forward pass; the other devices
+            share the rest evenly. With 0 it holds only the parameters and the outputs. With
+            gradient accumulation the number applies to each micro-batch. A last batch with no more
+            samples than this is computed on the first device alone.
+        module: see `DataParallel`.
+        device_ids: see `DataParallel`.
+        output_device: see `DataParallel`.
+        dim: see `DataParallel`.
+        replicas: see `DataParallel`.
+        sync_batchnorm: see `DataParallel`.
+
+    Raises:
+        SettingError: `gpu0_bsz` is not a whole number of at least 0, or it is 0 with one device;
+            or, at forward, the first two training batches have fewer samples than `gpu0_bsz`, and
+            both the same number.
+    """
+
+    def __init__(
+        self,
+        gpu0_bsz: int,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        *,
+        replicas: int | None = None,
+        sync_batchnorm: bool = True,
+    ) -> None:
+        # NumPy's integers have `__index__`, too.
+        is_whole_number = hasattr(gpu0_bsz, "__index__") and not isinstance(gpu0_bsz, bool)
+        if not is_whole_number or gpu0_bsz < 0:
+            shown = repr(gpu0_bsz)
+            if isinstance(gpu0_bsz, nn.Module):  # the arguments are in the wrong order
+                shown = type(gpu0_bsz).__name__
+            raise SettingError(
+                f"gpu0_bsz={shown}",
+                "the first device computes a whole number of samples, at least 0",
+                "give the samples of one forward pass on the first device",
+            )
+        super().__init__(
+            module, device_ids, output_device, dim, replicas=replicas, sync_batchnorm=sync_batchnorm
+        )
+        if gpu0_bsz == 0 and self.num_replicas == 1:
+            raise SettingError(
+                "gpu0_bsz=0 with one device",
+                "no device is left to compute anything",
+                "give more device_ids, or a gpu0_bsz above 0",
+            )
+        self.gpu0_bsz: int | None = int(gpu0_bsz)
+        self._looks_for_short_batches = True
+        self._short_batch_size: int | None = None
+
+    def set_shares(self, shares: str | Sequence[int] | None) -> None:
+        """Divides batches by shares instead of `gpu0_bsz` from the next forward pass on."""
+        super().set_shares(shares)
+        self.gpu0_bsz = None
+
+    def sizes(self, count: int) -> list[int]:
+        """Returns how many of `count` samples each replica computes."""
+        if self.gpu0_bsz is None or self.num_replicas == 1:
+            return super().sizes(count)
+        if self._looks_for_short_batches and self.training and torch.is_grad_enabled():
+            self._check_not_short(count, self.gpu0_bsz)
+        first = min(self.gpu0_bsz, count)
+        equal_shares = (1,) * (self.num_replicas - 1)
+        return [first, *parts(count - first, equal_shares)]
+
+    def _check_not_short(self, batch_size: int, gpu0_bsz: int) -> None:
+        """Raises SettingError for the second training batch that the first GPU computes alone.
+
+        A single short batch is accepted: it may be the last one of an epoch after a resume, or one
+        of those that `micro_batch_size="auto"` tries. After the first full batch nothing is checked
+        any more.
+        """
+        if batch_size == self._short_batch_size:
+            raise SettingError(
+                f"gpu0_bsz={gpu0_bsz}",
+                f"the batches that are trained on have {batch_size} samples",
+                "give fewer than a batch has; with accumulation, than a micro-batch has",
+            )
+        if batch_size < gpu0_bsz:
+            self._short_batch_size = batch_size
+        else:
+            self._looks_for_short_batches = False

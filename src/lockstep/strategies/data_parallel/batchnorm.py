@@ -1,0 +1,135 @@
+"""BatchNorm over the samples of all replicas of a `DataParallel` module.
+
+The replicas meet at every BatchNorm layer (`parallel_apply.ReplicaBarrier`). One of them computes
+the mean and the variance of all replicas' samples, in two passes over the inputs where they lie, so
+that only C numbers per replica travel between devices (C: channels). All of it is plain
+differentiable torch, so autograd gives the gradient through the statistics (Ioffe and Szegedy,
+"Batch Normalization", arXiv 1502.03167, section 3), for parts of different sizes as well.
+
+`strategies.sync_batchnorm` does the same over processes, by collectives. Replicas could not meet in
+its backward pass: on the CPU that runs in one thread, whatever the forward pass ran in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.distributed.torch_compat import BatchNorm, in_backward_pass
+from lockstep.errors import UsageError
+from lockstep.strategies import sync_batchnorm
+from lockstep.strategies.data_parallel.parallel_apply import current_replica
+from lockstep.strategies.sync_batchnorm import BatchNormNames, per_channel
+
+
+class BatchNormOverReplicas:
+    """The `forward` of a BatchNorm layer, with statistics of the samples of all replicas.
+
+    With one replica, or in a mode that takes no statistics of the batch, it is torch's own
+    BatchNorm, bit for bit. The layer of the first replica updates its running statistics.
+    """
+
+    def __init__(self, layer: BatchNorm, name: str) -> None:
+        self.layer: Any = layer
+        self.name = name
+
+    @property
+    def uses_batch_statistics(self) -> bool:
+        """True if the layer, in its present mode, normalises by statistics of the batch."""
+        return self.layer.training or self.layer.running_mean is None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalises `x`, (N, C) or (N, C, ...), by the statistics of all replicas' samples."""
+        layer = self.layer
+        replica = current_replica.get()
+        if replica is None or not self.uses_batch_statistics:
+            if not in_backward_pass():
+                layer.met_replicas = False
+            elif self.uses_batch_statistics and layer.met_replicas:
+                raise UsageError(
+                    "activation checkpointing of a block with BatchNorm under strategy 'dp'",
+                    f"{self.name!r} takes statistics over all replicas, and in the backward pass "
+                    "each block is computed again alone",
+                    "checkpoint blocks without BatchNorm, use strategy='ddp', or give each replica "
+                    "statistics of its own with sync_batchnorm=False",
+                )
+            return BatchNorm.forward(layer, x)
+        layer.met_replicas = True
+        sync_batchnorm.check_input(layer, x, self.name)
+        output: Tensor = replica.barrier.meet(
+            replica.position, self.name, (layer, x), normalise_over_replicas
+        )
+        return output
+
+
+def synchronise_batchnorm(module: nn.Module) -> BatchNormNames:
+    """Gives every torch BatchNorm and SyncBatchNorm in `module` the statistics of all replicas.
+
+    Layers with a forward of their own are left alone, as `sync_batchnorm.convert` does.
+    """
+    names = BatchNormNames([], [])
+    for name, part in module.named_modules():
+        if not isinstance(part, BatchNorm):
+            continue
+        layer: Any = part
+        if isinstance(layer, sync_batchnorm.SyncBatchNorm) or sync_batchnorm.is_plain(layer):
+            layer.forward = BatchNormOverReplicas(layer, name)
+            layer.met_replicas = False
+        # A layer that another DataParallel converted before counts as converted, too.
+        if isinstance(vars(layer).get("forward"), BatchNormOverReplicas):
+            names.converted.append(name)
+        else:
+            names.left_alone.append(name)
+    return names
+
+
+def normalise_over_replicas(inputs: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
+    """Normalises the inputs of all replicas by the statistics of all their samples.
+
+    Args:
+        inputs: for each replica its copy of the layer, and the layer's input. The layer of the
+            first replica updates its running statistics.
+
+    Returns:
+        The outputs of the replicas.
+
+    Raises:
+        DataError: there is only one value per channel.
+    """
+    first_layer, x = inputs[0]
+    dims = sync_batchnorm.all_but_channels(x)
+    dtype = sync_batchnorm.statistics_dtype(x)
+    num_values = sum(x.numel() for _, x in inputs) // first_layer.num_features
+    if num_values == 1:
+        raise sync_batchnorm.one_value_error(
+            f"batch normalisation over a batch on {len(inputs)} replicas",
+            "all replicas together have 1",
+        )
+    sums = [x.sum(dims, dtype=dtype) for _, x in inputs]
+    mean = _sum_on(x.device, sums) / num_values
+    deviations = [x - per_channel(mean, x) for _, x in inputs]
+    squares = [deviation.square().sum(dims) for deviation in deviations]
+    variance = _sum_on(x.device, squares) / num_values
+    if first_layer.training and first_layer.track_running_stats:
+        total = torch.tensor(num_values, dtype=torch.float64, device=x.device)
+        sync_batchnorm.update_running_stats(first_layer, mean.detach(), variance.detach(), total)
+    inverse_std = (variance + first_layer.eps).rsqrt()
+
+    outputs: list[Tensor] = []
+    for (layer, x), deviation in zip(inputs, deviations, strict=True):
+        scale = inverse_std.to(x.device)
+        if layer.weight is not None:
+            scale = scale * layer.weight
+        output = deviation * per_channel(scale, x)
+        if layer.bias is not None:
+            output = output + per_channel(layer.bias, x)
+        outputs.append(output.to(x.dtype))
+    return outputs
+
+
+def _sum_on(device: torch.device, summands: Sequence[Tensor]) -> Tensor:
+    """Returns the sum, on `device`, of tensors of one shape that lie on several devices."""
+    return torch.stack([summand.to(device) for summand in summands]).sum(0)

@@ -1,0 +1,86 @@
+"""Checks the arguments `device_ids`, `output_device` and `replicas` of `DataParallel`.
+
+A *replica* is one copy of the module. It runs on a GPU of its own, or several replicas share the
+device that the module is on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lockstep.errors import SettingError
+from lockstep.settings import check_whole_number
+
+
+def parse_device_ids(
+    device_ids: Sequence[int | torch.device] | None, replicas: int | None
+) -> tuple[list[torch.device], int]:
+    """Checks the arguments `device_ids` and `replicas` of `DataParallel`.
+
+    Returns:
+        The GPUs, one per replica, or an empty list if all replicas run on the module's own device;
+        and the number of replicas.
+
+    Raises:
+        SettingError: both arguments were given, or one of them is invalid.
+    """
+    if replicas is not None:
+        if device_ids is not None:
+            raise SettingError(
+                f"device_ids={list(device_ids)}, replicas={replicas}",
+                "replicas are several on one device, device_ids are several devices",
+                "give one of them",
+            )
+        check_whole_number(f"replicas={replicas!r}", replicas)
+        return [], replicas
+
+    num_visible = torch.cuda.device_count()
+    given: Any = range(num_visible) if device_ids is None else device_ids
+    is_list = not isinstance(given, int | str | torch.device)
+    devices: list[torch.device] = []
+    if is_list:
+        devices = [_to_device(device) for device in given]
+    # torch keeps an index in one byte: 900 becomes a negative number, which is no visible GPU.
+    all_visible = all(d.type == "cuda" and d.index in range(num_visible) for d in devices)
+    has_duplicates = len(set(devices)) < len(devices)
+    if not is_list or not all_visible or has_duplicates:
+        raise SettingError(
+            f"device_ids={list(given) if is_list else given!r}",
+            f"they name GPUs, each once, and {num_visible} are visible here",
+            "give a list of numbers below that; replicas=N computes on one device of any kind",
+        )
+    return devices, max(1, len(devices))
+
+
+def parse_output_device(output_device: int | torch.device | None) -> torch.device | None:
+    """Checks the argument `output_device`, in which -1 is the CPU, as in torch's `gather`.
+
+    Returns:
+        The device, or None if none was given.
+
+    Raises:
+        SettingError: it is a GPU that is not visible.
+    """
+    if output_device is None:
+        return None
+    if output_device == -1:
+        return torch.device("cpu")
+    device = _to_device(output_device)
+    num_visible = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) not in range(num_visible):
+        raise SettingError(
+            f"output_device={output_device!r}",
+            f"{num_visible} GPUs are visible here",
+            "give a number below that, or leave it out: the first of device_ids",
+        )
+    return device
+
+
+def _to_device(device: int | str | torch.device) -> torch.device:
+    """Returns a device, where a number is that of a GPU."""
+    if isinstance(device, int):
+        return torch.device("cuda", device)
+    return torch.device(device)

@@ -1,0 +1,153 @@
+"""Warnings about modules that compute other results on several replicas than on one device (LS310).
+
+Both are found in the first forward pass on several replicas. Neither is an error, because the user
+may mean it:
+
+- A list beside the tensors of a batch, with one entry per sample, is not split: every replica gets
+  all of it.
+- *State* that a forward pass leaves in the module: buffers, and *terms* of a loss (scalars with a
+  gradient) in attributes, lists and dictionaries. Each replica makes its own from its samples, and
+  only that of the first one stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.distributed.torch_compat import BatchNorm
+from lockstep.errors import warn
+from lockstep.strategies.base import PLAIN
+from lockstep.wording import join_first
+
+ForwardState = dict[tuple[str, int], Tensor]
+"""State of a module, by the name of the buffer or attribute and the index in its container."""
+
+
+def warn_of_lists(num_replicas: int, batch: Any, num_samples: int) -> None:
+    """Warns of a list or array in a batch that has one entry per sample but is not split."""
+    descriptions = describe_sample_lists(batch, num_samples)
+    if not descriptions:
+        return
+    warn(
+        f"inputs of a module on {num_replicas} replicas",
+        f"{descriptions[0]}, beside tensors of {num_samples} samples: it would go whole to every "
+        "replica",
+        "give what belongs to the samples as tensors; nothing, where it does not",
+        code="LS310",
+    )
+
+
+def describe_sample_lists(batch: Any, num_samples: int) -> list[str]:
+    """Describes the lists and arrays in a batch with one entry per sample, such as `a list of 8`.
+
+    Only lists of text or numbers count.
+    """
+    if isinstance(batch, np.ndarray):
+        if batch.shape[:1] == (num_samples,):
+            return [f"an array of shape {batch.shape}"]
+        return []
+    if isinstance(batch, list | tuple) and len(batch) == num_samples:
+        if all(isinstance(value, str | bytes | int | float) for value in batch):
+            return [f"a {type(batch).__name__} of {num_samples}"]
+
+    values: Sequence[Any] = ()
+    if isinstance(batch, Mapping):
+        values = list(batch.values())
+    elif isinstance(batch, list | tuple):
+        values = batch
+    descriptions: list[str] = []
+    for value in values:
+        descriptions += describe_sample_lists(value, num_samples)
+    return descriptions
+
+
+def is_loss_term(value: Any) -> bool:
+    """Returns True for a tensor of one number with a gradient, as a loss is."""
+    return isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad
+
+
+def forward_state(module: nn.Module) -> ForwardState:
+    """Returns the buffers of a module, and the terms of a loss that its attributes hold.
+
+    BatchNorm layers are left out: the option `sync_batchnorm` decides about their statistics.
+    """
+    state: ForwardState = {}
+    for path, part in module.named_modules():
+        if isinstance(part, BatchNorm):
+            continue
+        prefix = f"{path}." if path else ""
+        for name, buffer in part.named_buffers(recurse=False):
+            state[prefix + name, 0] = buffer
+        for name, value in vars(part).items():
+            if name in PLAIN:
+                continue
+            for index, term in enumerate(_loss_terms(value)):
+                state[prefix + name, index] = term
+    return state
+
+
+def _loss_terms(value: Any) -> list[Tensor]:
+    """Returns the terms of a loss in an attribute, which may be a container of them."""
+    if isinstance(value, dict):
+        candidates = list(value.values())
+    elif isinstance(value, list):
+        candidates = value
+    else:
+        candidates = [value]
+    return [candidate for candidate in candidates if is_loss_term(candidate)]
+
+
+def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> None:
+    """Warns if a forward pass has left state in the replicas that differs between them.
+
+    Args:
+        modules: the replicas that ran, at least two.
+        state_before: the state of the first one before the forward pass.
+    """
+    state_of_replica = [forward_state(module) for module in modules]
+    keys: dict[tuple[str, int], None] = {}  # an ordered set
+    for state in state_of_replica:
+        keys.update(dict.fromkeys(state))
+
+    names: dict[str, None] = {}
+    for key in keys:
+        values = [state.get(key) for state in state_of_replica]
+        first = values[0]
+        differs = not all(_may_be_equal(first, value) for value in values[1:])
+        # A list or dictionary that existed before the pass is one object in all replicas, so they
+        # all show the same entry, although each of them has added its own.
+        is_shared = first is values[1]
+        was_replaced = is_shared and first is not state_before.get(key)
+        if differs or was_replaced:
+            name, _ = key
+            names[name] = None
+    if not names:
+        return
+    warn(
+        f"a module on {len(modules)} replicas that keeps {join_first(list(names), 4)}",
+        "each replica makes its own of its samples, and the first one's stays; a list grows "
+        "by an entry a replica, and a dictionary keeps the last one's",
+        "return what the loss needs from forward, so that it is joined",
+        code="LS310",
+    )
+
+
+def _may_be_equal(value: Tensor | None, other: Tensor | None) -> bool:
+    """Returns False if two tensors are known to differ, beyond rounding.
+
+    Sparse, quantized and 8-bit floating-point tensors cannot be compared here. They pass as equal:
+    they hold graphs or packed weights, not statistics.
+    """
+    if value is None or other is None:
+        return False
+    if value.shape != other.shape or value.dtype != other.dtype:
+        return False
+    is_8_bit_float = value.is_floating_point() and value.itemsize == 1
+    if value.layout is not torch.strided or value.is_quantized or is_8_bit_float:
+        return True
+    return torch.allclose(value.detach(), other.detach().to(value.device), equal_nan=True)

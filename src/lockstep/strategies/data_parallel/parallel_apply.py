@@ -1,0 +1,226 @@
+"""Runs the replicas of one forward pass in threads, as torch's `parallel_apply` does.
+
+Replicas on several devices run side by side. Those on one device run one at a time and in order:
+they share the device's stream of random numbers, so only in a fixed order do they draw the same
+numbers again.
+
+Replicas can *meet*: each waits until all of them have come to the same place in the model, and gets
+a result that is computed from the values that they bring. BatchNorm over all replicas uses this.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar, copy_context
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from lockstep.errors import UsageError
+
+Combine = Callable[[list[Any]], list[Any]]
+"""Computes the results of a meeting, one per replica, from the values that the replicas bring."""
+
+END_OF_FORWARD = "the end of its forward pass"
+
+
+class Arrival(NamedTuple):
+    """A replica that waits at a meeting."""
+
+    place: str
+    """Where it is in the model."""
+    value: Any
+    combine: Combine | None
+    """None: the meeting has no result."""
+
+
+class ReplicaBarrier:
+    """Lets the replicas of one forward pass wait for each other.
+
+    Args:
+        num_replicas: how many take part.
+        in_turn: True if only one of them may run at a time.
+    """
+
+    def __init__(self, num_replicas: int, *, in_turn: bool) -> None:
+        self.error: BaseException | None = None
+        """What the first replica that failed has raised."""
+        self._arrivals: dict[int, Arrival] = {}
+        self._results: list[Any] = []
+        # Called by the last replica to arrive, before the others go on. It is a function and not a
+        # method: else the barrier would be in a reference cycle, and all results would stay in
+        # memory until the next garbage collection.
+        end_meeting = partial(_end_meeting, self._arrivals, self._results)
+        self._barrier = threading.Barrier(num_replicas, end_meeting)
+        # A replica's semaphore is released when the replica before it waits. The first replica
+        # never has to wait for its turn.
+        self._turns: list[threading.Semaphore] = []
+        if in_turn:
+            self._turns = [threading.Semaphore(0) for _ in range(num_replicas)]
+
+    def meet(self, position: int, place: str, value: Any, combine: Combine) -> Any:
+        """Waits until all replicas have called this, and returns the result of this one.
+
+        Args:
+            position: the number of this replica, from 0.
+            place: where it is in the model. All replicas must be at the same place.
+            value: what this replica brings.
+            combine: called once with the values of all replicas; returns their results.
+
+        Raises:
+            UsageError: the replicas are at different places.
+        """
+        self._wait_for_all(position, Arrival(place, value, combine))
+        self.wait_for_turn(position)
+        return self._results[position]
+
+    def end(self, position: int) -> None:
+        """Waits at the end of the forward pass: no other replica may be waiting elsewhere then."""
+        self._wait_for_all(position, Arrival(END_OF_FORWARD, None, None))
+
+    def wait_for_turn(self, position: int) -> None:
+        """Returns as soon as this replica may run."""
+        if self._turns and position > 0:
+            self._turns[position].acquire()
+            if self._barrier.broken:
+                raise threading.BrokenBarrierError
+
+    def fail(self, error: BaseException) -> None:
+        """Notes that a replica has failed, and cancels the others when they wait next."""
+        if self.error is None and not isinstance(error, threading.BrokenBarrierError):
+            self.error = error
+        self._barrier.abort()
+        for turn in self._turns:
+            turn.release()
+
+    def _wait_for_all(self, position: int, arrival: Arrival) -> None:
+        self._arrivals[position] = arrival
+        try:
+            next_position = position + 1
+            if next_position < len(self._turns):
+                self._turns[next_position].release()
+            self._barrier.wait()
+        except BaseException as error:  # the user's code may catch it, so it is noted here
+            self.fail(error)
+            raise
+
+
+def _end_meeting(arrivals: dict[int, Arrival], results: list[Any]) -> None:
+    """Checks that all replicas are at the same place, and replaces the results.
+
+    Raises:
+        UsageError: they are not.
+    """
+    in_order = [arrivals[position] for position in sorted(arrivals)]
+    arrivals.clear()
+    places = [arrival.place for arrival in in_order]
+    if len(set(places)) > 1:
+        shown = [f"replica {number} at {place!r}" for number, place in enumerate(places)]
+        raise UsageError(
+            "BatchNorm over the samples of all replicas",
+            f"they take different ways through the model: {', '.join(shown)}",
+            "call the same BatchNorm layers in the same order whatever the samples are, or let "
+            "each replica take statistics of its own with sync_batchnorm=False",
+        )
+    combine = in_order[0].combine
+    if combine is None:
+        results.clear()
+    else:
+        results[:] = combine([arrival.value for arrival in in_order])
+
+
+class RunningReplica(NamedTuple):
+    """The replica that a thread runs."""
+
+    barrier: ReplicaBarrier
+    position: int
+
+
+current_replica: ContextVar[RunningReplica | None] = ContextVar("current_replica", default=None)
+"""The replica that the current thread runs; None outside of `parallel_apply`."""
+
+
+def parallel_apply(
+    calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]
+) -> list[Any]:
+    """Runs every call in a thread of its own, except the first one, and returns their results.
+
+    The first call runs in the calling thread. In the other threads the calling thread's modes of
+    autograd and autocast, and its CUDA streams, hold too.
+
+    Args:
+        calls: one per replica.
+        devices: the devices on which they run.
+
+    Raises:
+        BaseException: what the first call that failed has raised, after all calls have ended.
+    """
+    barrier = ReplicaBarrier(len(calls), in_turn=len(set(devices)) == 1)
+    mode_factories = _mode_factories_of_this_thread(devices)
+
+    def run_replica(position: int) -> Any:
+        token = current_replica.set(RunningReplica(barrier, position))
+        try:
+            with ExitStack() as stack:
+                if position > 0:  # in a new thread
+                    for make_mode in mode_factories:
+                        stack.enter_context(make_mode())
+                barrier.wait_for_turn(position)
+                result = calls[position]()
+                barrier.end(position)
+                return result
+        except BaseException as error:
+            barrier.fail(error)
+            return None
+        finally:
+            current_replica.reset(token)
+
+    with ThreadPoolExecutor(len(calls) - 1, "replica") as pool:
+        futures = []
+        for position in range(1, len(calls)):
+            futures.append(pool.submit(copy_context().run, run_replica, position))
+        results = [run_replica(0)]
+        try:
+            for future in futures:
+                results.append(future.result())
+        except BaseException as error:  # a KeyboardInterrupt while waiting, for example
+            barrier.fail(error)
+
+    failure = barrier.error
+    barrier.error = None
+    if failure is None:
+        return results
+    try:
+        raise failure
+    finally:
+        # Its traceback refers to this frame. Without `del` that would be a reference cycle, which
+        # keeps everything that the replicas have computed in memory.
+        del failure
+
+
+def _mode_factories_of_this_thread(
+    devices: Sequence[torch.device],
+) -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Returns functions that make context managers with this thread's modes, for other threads.
+
+    torch keeps these modes per thread: CUDA streams, inference mode, gradients and autocast.
+    """
+    factories: list[Callable[[], AbstractContextManager[Any]]] = []
+    for device in devices:
+        if device.type == "cuda":
+            factories.append(partial(torch.cuda.stream, torch.cuda.current_stream(device)))
+    factories.append(partial(torch.inference_mode, torch.is_inference_mode_enabled()))
+    factories.append(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+    cache_enabled = torch.is_autocast_cache_enabled()
+    device_types = {"cpu"} | {device.type for device in devices}
+    for device_type in sorted(device_types):
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            factories.append(
+                partial(torch.autocast, device_type, dtype, cache_enabled=cache_enabled)
+            )
+    return factories

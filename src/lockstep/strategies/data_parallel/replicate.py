@@ -1,0 +1,291 @@
+"""Copies of a module for the replicas of one forward pass, as torch's `replicate` makes them.
+
+A copy is shallow: its submodules are new objects with the attributes of the originals. On the
+module's own device, *home*, copies share the parameters and get clones of the buffers. On another
+device a copy has copies of the parameters, made by torch's broadcast (NCCL where possible), and
+autograd adds up their gradients at home. Copies are made anew for each forward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import comm
+
+from lockstep.batch.pytree import map_tensors
+from lockstep.distributed.torch_compat import (
+    Members,
+    is_compiled,
+    members,
+    set_members,
+    shallow_copy,
+)
+from lockstep.errors import UsageError
+from lockstep.optim.precision import AutocastForward
+from lockstep.strategies.base import may_set
+from lockstep.strategies.data_parallel.batchnorm import BatchNormOverReplicas
+
+broadcast_coalesced: Any = comm.broadcast_coalesced
+
+
+def parameters_and_buffers(module: nn.Module) -> list[Tensor]:
+    """Returns the parameters of a module, then its buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def replicate(
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    home: torch.device,
+    devices: Sequence[torch.device],
+) -> list[nn.Module]:
+    """Returns a copy of `module` for each of the devices.
+
+    Args:
+        module: on the device `home`.
+        tensors: its parameters and buffers, to which the gradients of the copies are added.
+        home: the device of the module.
+        devices: one per copy. Either all of them are `home`, or none is.
+
+    Raises:
+        UsageError: a part of the module is bound to the original: compiled or scripted code, or a
+            `forward` that was set on the object.
+    """
+    if home in devices:
+        tensors_of_copies = [_with_cloned_buffers(tensors) for _ in devices]
+    else:
+        tensors_of_copies = copy_to_devices(tensors, devices)
+    copies: list[nn.Module] = []
+    for new_tensors in tensors_of_copies:
+        new_tensor_by_id = {
+            id(tensor): new for tensor, new in zip(tensors, new_tensors, strict=True)
+        }
+        copies.append(copy_module(module, new_tensor_by_id))
+    return copies
+
+
+def _with_cloned_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the same parameters, and a clone of each buffer."""
+    return [tensor if isinstance(tensor, nn.Parameter) else tensor.clone() for tensor in tensors]
+
+
+def copy_module(module: nn.Module, new_tensor_by_id: dict[int, Tensor]) -> nn.Module:
+    """Returns a shallow copy of a module that holds other tensors.
+
+    Args:
+        module: to be copied.
+        new_tensor_by_id: the tensor that takes the place of each parameter and buffer, by the `id`
+            of the latter.
+    """
+    copy_of: dict[nn.Module, nn.Module] = {}
+    for name, part in module.named_modules():
+        _check_can_be_copied(name, part)
+        copy_of[part] = shallow_copy(part)
+    for part, new_part in copy_of.items():
+        _copy_slots(part, new_part)
+        old = members(part)
+        children: dict[str, nn.Module | None] = {}
+        for name, child in old.modules.items():
+            children[name] = None if child is None else copy_of[child]
+        buffers: dict[str, Tensor | None] = {}
+        for name, buffer in old.buffers.items():
+            buffers[name] = None if buffer is None else new_tensor_by_id[id(buffer)]
+        parameters: dict[str, Any] = {}
+        # Not by `setattr`: `Module.__setattr__` takes longer than the copy itself.
+        set_members(new_part, Members(parameters, buffers, children))
+        for name, parameter in old.parameters.items():
+            new_parameter: Any = None
+            if parameter is not None:
+                new_parameter = new_tensor_by_id[id(parameter)]
+            if new_parameter is not parameter:
+                # A plain tensor; by `setattr`, with which an RNN updates its list of weights.
+                setattr(new_part, name, new_parameter)
+            # So that `next(self.parameters()).device` is the device of the copy.
+            parameters[name] = new_parameter
+        if "forward" in vars(part):
+            new_part.forward = _bind_forward(vars(part)["forward"], part, new_part)
+    return copy_of[module]
+
+
+def _copy_slots(part: nn.Module, new_part: nn.Module) -> None:
+    """Copies the attributes that a class with `__slots__` keeps outside of `__dict__`."""
+    state = object.__getstate__(part)
+    if isinstance(state, tuple):  # the dictionary, and the values of the slots
+        _, slots = state
+        for name, value in slots.items():
+            object.__setattr__(new_part, name, value)
+
+
+def _check_can_be_copied(name: str, part: nn.Module) -> None:
+    """Raises UsageError for code that is bound to one module object: a copy cannot run it."""
+    forward = vars(part).get("forward")
+    if isinstance(forward, AutocastForward):
+        forward = forward.own
+    # A function may refer to the module in its closure, where it cannot be replaced.
+    is_function = isinstance(forward, FunctionType | partial)
+    has_no_attributes = forward is not None and not hasattr(forward, "__dict__")
+    if is_compiled(part):
+        reason = "compiled"
+    elif isinstance(part, torch.jit.ScriptModule):
+        reason = "scripted"
+    elif is_function or has_no_attributes:
+        reason = "a forward set on the object"
+    else:
+        return
+    raise UsageError(
+        f"several replicas of a {type(part).__name__}",
+        f"{name or 'the module'} is {reason}, which is bound to one object on one device",
+        "use strategy='ddp' for it, or leave torch.compile, torch.jit and the like out",
+    )
+
+
+def _bind_forward(forward: Any, original: nn.Module, new_module: nn.Module) -> Callable[..., Any]:
+    """Returns what was set as `forward` on a module, for its copy.
+
+    It is bound at each call. A copy that held a method of its own would be in a reference cycle,
+    so its parameters would stay in memory until the next garbage collection.
+    """
+    reference = weakref.ref(new_module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _rebind(forward, original, reference())(*args, **kwargs)
+
+    return call
+
+
+def _rebind(value: Any, original: nn.Module, new_module: nn.Module | None) -> Any:
+    """Returns a method, or an object that calls one, of the copy instead of the original.
+
+    Activation checkpointing and autocast put such objects in the place of `forward`.
+    """
+    if isinstance(value, MethodType):
+        if value.__self__ is original:
+            return MethodType(value.__func__, new_module)
+        return value
+    new_value = copy.copy(value)
+    if isinstance(value, AutocastForward) and value.own is not None:
+        new_value.own = _rebind(value.own, original, new_module)
+    for name, inner in vars(value).items():
+        if inner is original:
+            setattr(new_value, name, new_module)
+        elif isinstance(inner, MethodType | BatchNormOverReplicas):
+            setattr(new_value, name, _rebind(inner, original, new_module))
+    return new_value
+
+
+def copy_to_devices(
+    tensors: Sequence[Tensor], devices: Sequence[torch.device]
+) -> list[list[Tensor]]:
+    """Returns differentiable copies of the tensors, one list for each of the devices."""
+    if not devices or not tensors:
+        return [[] for _ in devices]
+    # torch's broadcast takes no complex tensors.
+    real_tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    flat_copies = Broadcast.apply(list(devices), *real_tensors)  # type: ignore[no-untyped-call]
+    copies_of_device: list[list[Tensor]] = []
+    for start in range(0, len(flat_copies), len(tensors)):
+        copies: list[Tensor] = []
+        for tensor, copied in zip(tensors, flat_copies[start : start + len(tensors)], strict=True):
+            copies.append(torch.view_as_complex(copied) if tensor.is_complex() else copied)
+        copies_of_device.append(copies)
+    return copies_of_device
+
+
+class Broadcast(torch.autograd.Function):
+    """torch's `Broadcast`, except that it returns no copy on the device the tensors come from.
+
+    A parameter that no replica has used gets no gradient, as on one device. With torch's it gets
+    zeros, and an optimizer with weight decay then changes it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, devices: list[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Returns the copies for the first device, then those for the next one, and so on."""
+        ctx.home = tensors[0].device
+        ctx.num_tensors = len(tensors)
+        ctx.set_materialize_grads(False)
+        needs_gradient = ctx.needs_input_grad[1:]
+        copies: list[Tensor] = []
+        without_gradient: list[Tensor] = []
+        for copies_on_device in broadcast_coalesced(tensors, [ctx.home, *devices])[1:]:
+            for copied, needed in zip(copies_on_device, needs_gradient, strict=True):
+                copies.append(copied)
+                if not needed:
+                    without_gradient.append(copied)
+        ctx.mark_non_differentiable(*without_gradient)
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Returns, for each tensor, the sum of the gradients of its copies."""
+        sums: list[Tensor | None] = []
+        for index in range(ctx.num_tensors):
+            total = None
+            for gradient in gradients[index :: ctx.num_tensors]:
+                if gradient is None:
+                    continue
+                # Added from device to device, so that home never holds more than one summand.
+                total = gradient if total is None else total.to(gradient.device) + gradient
+            sums.append(None if total is None else total.to(ctx.home))
+        return None, *sums
+
+
+AttributesOfPart = dict[str, dict[str, Any]]
+"""The attributes of the parts of a module, by the name of the part and of the attribute."""
+
+
+def attributes(module: nn.Module) -> AttributesOfPart:
+    """Returns the attributes of every part of a module whose forward the user may have written."""
+    found: AttributesOfPart = {}
+    for path, part in module.named_modules():
+        if may_set(part):
+            found[path] = dict(vars(part))
+    return found
+
+
+def copy_state_back(
+    module: nn.Module, replica: nn.Module, before: AttributesOfPart, home: torch.device
+) -> None:
+    """Copies what a forward pass has left in a copy to the original, which has not run.
+
+    Args:
+        module: the original.
+        replica: the copy that has run.
+        before: the `attributes` of the copy before the pass.
+        home: the device of the original.
+    """
+    part_of_replica = dict(replica.named_modules())
+    for path, attributes_before in before.items():
+        original_part = module.get_submodule(path)
+        for name, value in vars(part_of_replica[path]).items():
+            is_new = name not in attributes_before
+            if is_new or attributes_before[name] is not value:
+                vars(original_part)[name] = map_tensors(value, lambda tensor: tensor.to(home))
+    with torch.no_grad():
+        for path, original_part in module.named_modules():
+            original_buffers = members(original_part).buffers
+            for name, new_buffer in members(part_of_replica[path]).buffers.items():
+                _copy_buffer_back(original_buffers, name, new_buffer, home)
+
+
+def _copy_buffer_back(
+    original_buffers: dict[str, Tensor | None],
+    name: str,
+    new_buffer: Tensor | None,
+    home: torch.device,
+) -> None:
+    """Writes a copy's buffer to the original's memory, or replaces that if the shape is another."""
+    buffer = original_buffers.get(name)
+    if new_buffer is None:
+        original_buffers[name] = None
+    elif buffer is not None and buffer.shape == new_buffer.shape:
+        buffer.copy_(new_buffer)
+    else:
+        original_buffers[name] = new_buffer.detach().to(home)

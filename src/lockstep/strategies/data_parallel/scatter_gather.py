@@ -1,0 +1,220 @@
+"""Divides a batch among replicas, and joins what the replicas return into one output.
+
+Like torch's `scatter` and `gather`, for parts of different sizes. A *leaf* is anything in a batch
+or an output that is not a container. Tensors of samples are split along one dimension, `dim`; all
+other leaves go to every replica. Outputs are joined leaf by leaf: tensors of samples are
+concatenated, and means are weighted by the number of samples of their replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import gather
+
+from lockstep.batch.pytree import is_opaque, leaves, map_tensors
+from lockstep.errors import DataError, UsageError
+
+
+def count_samples(batch: Any, dim: int, num_replicas: int) -> int:
+    """Returns the number of samples in a batch: the size along `dim` of its tensors.
+
+    A tensor of size 1 there, beside larger ones, is not split: it belongs to every sample. The
+    result is 0 if there is nothing to split.
+
+    Raises:
+        DataError: there are several replicas, and the sizes differ, or the batch holds an object
+            that contains samples but cannot be split.
+    """
+    sizes: set[int] = set()
+    for leaf in leaves(batch):
+        if num_replicas > 1:
+            _check_can_be_split(leaf, num_replicas)
+        if _is_splittable_tensor(leaf) and has_dimension(leaf, dim):
+            sizes.add(leaf.shape[dim])
+    if len(sizes) > 1:
+        sizes.discard(1)
+    if len(sizes) > 1 and num_replicas > 1:
+        shown = ", ".join(str(size) for size in sorted(sizes))
+        raise DataError(
+            f"inputs of a module on {num_replicas} devices, cut along dimension {dim}",
+            f"their sizes there are {shown}",
+            "give all the same size, or size 1 where it is for every sample",
+        )
+    return min(sizes, default=0)
+
+
+def _is_splittable_tensor(leaf: Any) -> bool:
+    """Returns True for a dense or COO tensor, False for a nested one and for anything else."""
+    if not isinstance(leaf, Tensor):
+        return False
+    return not leaf.is_nested and leaf.layout in (torch.strided, torch.sparse_coo)
+
+
+def _check_can_be_split(leaf: Any, num_replicas: int) -> None:
+    """Raises DataError for a leaf that holds samples but cannot be split, such as a graph batch."""
+    if isinstance(leaf, Tensor):
+        kind = f"{type(leaf).__name__} of layout {leaf.layout}"
+        can_be_split = _is_splittable_tensor(leaf)
+    else:
+        kind = type(leaf).__name__
+        # A module has `.to` as an opaque object has, but it holds no samples.
+        can_be_split = isinstance(leaf, nn.Module) or not is_opaque(leaf)
+    if not can_be_split:
+        raise DataError(
+            f"a {kind} as input of a module on {num_replicas} devices",
+            "it holds samples, but is not a tensor that can be cut",
+            "pass tensors, and pack them inside of the module's forward",
+        )
+
+
+def has_dimension(tensor: Tensor, dim: int) -> bool:
+    """Returns True if the tensor has this dimension, which may be negative."""
+    return -tensor.dim() <= dim < tensor.dim()
+
+
+def scatter(
+    batch: Any, dim: int, num_samples: int, begin: int, end: int, device: torch.device
+) -> Any:
+    """Returns one replica's part of a batch, moved to its device.
+
+    Args:
+        batch: the inputs of a forward pass.
+        dim: the dimension of the samples.
+        num_samples: samples in the batch. Tensors of another size along `dim` are not split.
+        begin: the first sample of the part.
+        end: the sample after its last one.
+        device: where the replica runs.
+    """
+    part_size = end - begin
+
+    def take_part(tensor: Tensor) -> Tensor:
+        holds_samples = has_dimension(tensor, dim) and tensor.shape[dim] == num_samples
+        if holds_samples and part_size < num_samples:
+            if tensor.is_sparse:
+                tensor = torch.narrow_copy(tensor, dim, begin, part_size)
+            else:
+                tensor = torch.narrow(tensor, dim, begin, part_size)
+        # A copy to the CPU must block: nothing there would wait for it before reading.
+        return tensor.to(device, non_blocking=device.type == "cuda")
+
+    return map_tensors(batch, take_part)
+
+
+def gather_leaf(
+    leaves: list[Any],
+    *,
+    sizes: Sequence[int],
+    dim: int,
+    device: torch.device,
+    index_of_state: Sequence[Mapping[int, int]],
+) -> Any:
+    """Joins what the replicas returned at one place of their outputs; see `DataParallel`.
+
+    Args:
+        leaves: one per replica.
+        sizes: how many samples each replica has computed.
+        dim: the dimension of the samples.
+        device: where the result is wanted.
+        index_of_state: for each replica, the index of each of its parameters and buffers, by the
+            `id` of the tensor. Equal indices mean the same parameter of the module.
+
+    Raises:
+        UsageError: the leaves differ, and are neither tensors of samples nor means.
+    """
+    first = leaves[0]
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        if _is_same_state(leaves, index_of_state):
+            return first.to(device)
+        if _are_means(leaves, sizes):
+            return _weighted_mean([leaf.to(device) for leaf in leaves], sizes)
+        if any(has_dimension(leaf, dim) for leaf in leaves):
+            return _concatenate(leaves, dim, device)
+        leaves = [leaf.to(device) for leaf in leaves]
+        first = leaves[0]
+    elif all(isinstance(leaf, float) for leaf in leaves) and len(set(leaves)) > 1:
+        return _weighted_mean(leaves, sizes)
+
+    if all(_are_equal(leaf, first) for leaf in leaves):
+        return first
+    shape = f" of shape {tuple(first.shape)}" if isinstance(first, Tensor) else ""
+    raise UsageError(
+        f"a {type(first).__name__}{shape} returned by a module on {len(leaves)} devices",
+        "it differs between the replicas, and nothing says how to make one of it",
+        f"return tensors with one row a sample (along dimension {dim}), or floating-point means",
+    )
+
+
+def _is_same_state(leaves: Sequence[Tensor], index_of_state: Sequence[Mapping[int, int]]) -> bool:
+    """Returns True if every replica returned its copy of the same parameter or buffer."""
+    indices = {
+        indices_of_replica.get(id(leaf))
+        for indices_of_replica, leaf in zip(index_of_state, leaves, strict=True)
+    }
+    return len(indices) == 1 and None not in indices
+
+
+def _are_means(leaves: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Returns True for one number per replica, such as `loss.mean()`, that is not a row of samples.
+
+    A tensor of shape (1,) is a mean, such as `loss.mean().unsqueeze(0)`, unless all replicas have
+    one sample.
+    """
+    shapes = {tuple(leaf.shape) for leaf in leaves}
+    is_scalar = shapes == {()}
+    is_vector_of_one_mean = shapes == {(1,)} and max(sizes) > 1
+    if not is_scalar and not is_vector_of_one_mean:
+        return False
+    return leaves[0].is_floating_point() or leaves[0].is_complex()
+
+
+def _weighted_mean(means: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Returns the mean over all samples, from the replicas' means over their samples."""
+    num_samples = sum(sizes)
+    return sum(size / num_samples * mean for size, mean in zip(sizes, means, strict=True))
+
+
+def _concatenate(tensors: list[Tensor], dim: int, device: torch.device) -> Tensor:
+    """Concatenates the replicas' tensors along `dim`.
+
+    Raises:
+        UsageError: their shapes differ in other dimensions.
+    """
+    other_dimensions: set[torch.Size | None] = set()
+    for tensor in tensors:
+        if tensor.shape == (0,):  # torch concatenates these with tensors of any shape
+            continue
+        if has_dimension(tensor, dim):
+            other_dimensions.add(tensor.movedim(dim, 0).shape[1:])
+        else:
+            other_dimensions.add(None)
+    if len(other_dimensions) > 1:
+        shown = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise UsageError(
+            f"tensors returned by a module on {len(tensors)} devices, joined along dimension {dim}",
+            f"they have other shapes beside it: {shown}",
+            "return the same shape whatever the samples are: squeeze named dimensions alone, as a "
+            "part may be one sample, and pad to a length that does not depend on the part",
+        )
+    if device.type == "cuda" and all(tensor.is_cuda for tensor in tensors):
+        # torch's `gather` writes the parts directly to their places; `cat` would copy them twice.
+        output: Tensor = gather(tensors, device, dim=dim)
+        return output
+    return torch.cat([tensor.to(device) for tensor in tensors], dim)
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    """Returns True if two leaves are equal; False if they cannot be compared, as NumPy arrays."""
+    if isinstance(value, Tensor):
+        return isinstance(other, Tensor) and torch.equal(value, other)
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    try:
+        return bool(value == other)
+    except (TypeError, ValueError, RuntimeError):  # arrays compare item by item
+        return False
