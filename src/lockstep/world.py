@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import __version__
-from lockstep.batch.loader import Epochs, Loader
-from lockstep.batch.micro_batches import Weight
+from lockstep.batch.epochs import Epochs
+from lockstep.batch.loader import Loader
 from lockstep.batch.source import Shard, make_source
+from lockstep.batch.weighing import Weight
 from lockstep.communication.link import traffic
 from lockstep.distributed import process_group
 from lockstep.distributed.device import add_memory_advice

@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from lockstep.batch.micro_batches import Autotuned, AutotuneRequest, MicroBatchPlan
+from lockstep.batch.autotune_request import AutotuneRequest, AutotuneResult
+from lockstep.batch.micro_batches import MicroBatchPlan
 from lockstep.batch.source import Source
 from lockstep.distributed.collectives import Collectives
 
@@ -13,11 +14,11 @@ from lockstep.distributed.collectives import Collectives
 def request(*, micro_batch_size: bool = False) -> AutotuneRequest:
     """What is left open; nothing is measured."""
     return AutotuneRequest(
-        found=Autotuned(),
-        shares=False,
-        micro_batch_size=micro_batch_size,
+        result=AutotuneResult(),
+        wants_shares=False,
+        wants_micro_batch_size=micro_batch_size,
         profile=lambda plan, samples: nullcontext(),
-        as_planned=lambda: True,
+        must_keep_plan=lambda: True,
     )
 
 
@@ -27,9 +28,9 @@ def plan_of(
     """That of a source, by `shares` and `micro_batch_size`, which are taken out of the options."""
     return MicroBatchPlan(
         batch_size=source.batch_size,
-        varying=source.batch_sampler is not None,
+        sizes_vary=source.batch_sampler is not None,
         data_parallel=collectives.data_parallel,
-        first_shares=options.pop("shares", (1,) * collectives.topology.size),
-        first_micro_batch_size=options.pop("micro_batch_size", None),
+        initial_shares=options.pop("shares", (1,) * collectives.topology.size),
+        initial_micro_batch_size=options.pop("micro_batch_size", None),
         request=request(micro_batch_size=open_size),
     )

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.batch.consistency import digest
-from lockstep.batch.fingerprint import Match, alike, match_samples
+from lockstep.batch.digest import digest
+from lockstep.batch.digest_matching import Match, digests_match, match_samples
 
 IMAGE = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -29,7 +29,7 @@ class Picture:
 
 def same(one: Any, other: Any) -> bool:
     """As it is seen on the other side of an exchange of text."""
-    return alike(json.loads(json.dumps(digest(one))), json.loads(json.dumps(digest(other))))
+    return digests_match(json.loads(json.dumps(digest(one))), json.loads(json.dumps(digest(other))))
 
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)

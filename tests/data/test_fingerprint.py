@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 import lockstep
-from lockstep.batch.consistency import check_fingerprint, read_fingerprint
+from lockstep.batch.data_identity import check_fingerprint, read_fingerprint
 from lockstep.batch.fingerprint import Fingerprint
 from lockstep.batch.loader import Loader
 from lockstep.batch.source import make_source

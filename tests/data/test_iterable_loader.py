@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import lockstep
 from lockstep.batch.loader import Loader
+from lockstep.batch.make_loader import make_loader
 from lockstep.batch.source import make_source
-from lockstep.batch.stream import make_loader
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import Topology
 from lockstep.errors import (

@@ -318,9 +318,9 @@ def test_rows_of_tensors_are_what_reading_each_sample_gives():
     for dataset in (data, Subset(data, [5, 3, 8, 1, 0]), Subset(Subset(data, range(9)), [2, 7])):
         source = make_source(DataLoader(dataset, batch_size=4, shuffle=True))
         fast = make(source)
-        assert fast._fetch.tensors is not None
+        assert fast._fetch.tensor_rows is not None
         slow = make(source)
-        slow._fetch.tensors = None
+        slow._fetch.tensor_rows = None
         for a, b in zip(fast, slow, strict=True):
             assert [t.tolist() for t in a] == [t.tolist() for t in b]
             assert type(a) is type(b)
@@ -333,7 +333,7 @@ def test_a_subclass_of_tensordataset_is_read_sample_by_sample():
 
     data = Noisy(torch.zeros(4, 1))
     source = make_source(DataLoader(data, batch_size=2))
-    assert make(source)._fetch.tensors is None
+    assert make(source)._fetch.tensor_rows is None
     assert next(iter(make(source)))[0].tolist() == [[1.0], [1.0]]
 
 

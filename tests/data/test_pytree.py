@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.batch import fetch
-from lockstep.batch.fetch import to_device
+from lockstep.batch import device_copy
+from lockstep.batch.device_copy import to_device
 from lockstep.batch.pytree import all_dense, emptied, map_tensors, move, pin
 from lockstep.errors import DataError
 
@@ -291,8 +291,8 @@ def test_dense_batches_are_copied_ahead_and_others_on_the_present_stream(monkeyp
             yield batch
 
     monkeypatch.setattr(torch, "cuda", streams)
-    monkeypatch.setattr(fetch, "move", noted_move)
-    monkeypatch.setattr(fetch, "pin", lambda batch: batch)  # needs a driver
+    monkeypatch.setattr(device_copy, "move", noted_move)
+    monkeypatch.setattr(device_copy, "pin", lambda batch: batch)  # needs a driver
     found = []
     for number, batch in to_device(enumerate(batches()), torch.device("cuda")):
         assert number == len(found)

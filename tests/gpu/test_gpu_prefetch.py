@@ -11,7 +11,7 @@ from problems import tensors
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.batch.fetch import to_device
+from lockstep.batch.device_copy import to_device
 
 BATCHES, SIZE = 6, 2**22
 

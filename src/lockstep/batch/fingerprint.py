@@ -1,8 +1,8 @@
-"""Do two readings of data, by digests of some samples, show the same samples? Pure functions.
+"""A fingerprint identifies the data of a dataset with an index. Pure functions.
 
 A position in an epoch means the same samples only while the data are the same, and another split of
-a dataset often has the same length. So a checkpoint and the sample ledger hold a `Fingerprint` of
-every dataset with an index. It has what is cheap to know for certain, and a few samples:
+a dataset often has the same length. So a checkpoint and the sample ledger hold a `Fingerprint`. It
+has what is cheap to know for certain, and a few samples:
 
 - a checksum over the indices of each `Subset`, which `random_split` makes too. Other indices are
   other samples;
@@ -11,175 +11,90 @@ every dataset with an index. It has what is cheap to know for certain, and a few
 - digests of up to 32 samples, spread over the dataset, as many as can be read in a quarter of a
   second. Each is read twice, and what differs (random numbers that no seed reaches) is left out.
 
-Of a stream no sample can be read by its index. Its first samples in an epoch are compared when the
-run is resumed inside of this epoch (`differing_sample`).
-
-`consistency` makes the digests and reads the fingerprints.
+`data_identity` reads fingerprints. A stream has none, because its samples cannot be read by index;
+its first samples in an epoch are compared instead if a run is resumed inside of that epoch.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
 
+from lockstep.batch.digest_matching import Match, Parts, match_parts, samples_match
 from lockstep.wording import join_first
 
-_SHOWN = 8
-_TOLERANCE = 1e-3
-"""Relative; machines decode images and round sums a little differently."""
-_MOST_PARTS = 16
-"""Values in a list that are parts of their own; more are one part, such as tokens."""
-
-Parts = Mapping[str, Any]
-"""The parts of a sample, such as image and label: a digest by name."""
+MAX_SAMPLES_IN_TEXT = 8
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What tells a dataset with an index from others of its length."""
+    """What distinguishes a dataset with an index from others of its length."""
 
     subsets: Sequence[int]
     """A checksum over the indices of each `Subset` that the dataset consists of."""
     hugging_face: str | None
     """The `_fingerprint` of a dataset of Hugging Face's."""
     samples: Mapping[int, Parts]
-    """By index, those that were read."""
+    """The samples that were read, by index."""
 
     def to_text(self) -> str:
-        """As JSON."""
+        """Returns it as JSON."""
         samples = [[index, parts] for index, parts in self.samples.items()]
         values = {"subsets": self.subsets, "hugging_face": self.hugging_face, "samples": samples}
         return json.dumps(values)
 
     @classmethod
     def from_text(cls, text: str) -> Fingerprint:
-        """What `to_text` gave."""
+        """Returns the fingerprint that `to_text` has written."""
         values = json.loads(text)
         return cls(values["subsets"], values["hugging_face"], dict(values["samples"]))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What is not the same in two fingerprints."""
+    """How two fingerprints differ."""
 
     found: str
+    """Describes the difference."""
     other_samples: bool
-    """The indices stand for other samples. Otherwise the samples read differently in some parts,
-    and are the same in others, such as the labels."""
+    """True if the indices stand for other samples. False if they are the same samples, and only
+    some parts are read differently: others, such as the labels, are the same."""
 
 
 def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
-    """What differs between the data of two starts of a training; None: nothing that is known."""
-    if len(before.subsets) == len(now.subsets) and list(before.subsets) != list(now.subsets):
+    """Compares the data of two starts of a training.
+
+    Returns:
+        How they differ; None: no difference is known.
+    """
+    same_structure = len(before.subsets) == len(now.subsets)
+    if same_structure and list(before.subsets) != list(now.subsets):
         return Difference("the indices of its Subset are others", other_samples=True)
-    both = sorted(before.samples.keys() & now.samples.keys())
-    old: list[Parts] = []
-    new: list[Parts] = []
+    compared = sorted(before.samples.keys() & now.samples.keys())
+    samples_before: list[Parts] = []
+    samples_now: list[Parts] = []
     differing: list[str] = []
-    for index in both:
-        names = before.samples[index].keys() & now.samples[index].keys()
-        names_before = before.samples[index].keys()
-        if not names and names_before:
-            names = names_before | now.samples[index].keys()  # it has other parts altogether
-        old.append({name: before.samples[index].get(name) for name in sorted(names)})
-        new.append({name: now.samples[index].get(name) for name in sorted(names)})
-        if not alike_parts(old[-1], new[-1]):
+    for index in compared:
+        sample_before = before.samples[index]
+        sample_now = now.samples[index]
+        # A part that only one of them has may have been random in the other, and was left out.
+        names = sample_before.keys() & sample_now.keys()
+        if not names and sample_before:  # all parts are others
+            names = sample_before.keys() | sample_now.keys()
+        parts_before = {name: sample_before.get(name) for name in sorted(names)}
+        parts_now = {name: sample_now.get(name) for name in sorted(names)}
+        samples_before.append(parts_before)
+        samples_now.append(parts_now)
+        if not samples_match(parts_before, parts_now):
             differing.append(str(index))
-    match = match_parts(old, new)
+    match = match_parts(samples_before, samples_now)
     if match is Match.SAME:
         return None
-    same_data = before.hugging_face is not None and before.hugging_face == now.hugging_face
-    found = f"of {len(both)} samples that were compared {len(differing)} differ: "
-    found += join_first(differing, _SHOWN)
-    return Difference(found, other_samples=match is Match.OTHER and not same_data)
-
-
-def differing_sample(before: Sequence[Any], now: Sequence[Any]) -> int | None:
-    """The first of the samples, given as digests, that is another one; None: they are the same."""
-    if match_samples(before, now) is not Match.OTHER:
-        return None
-    pairs = zip(before, now, strict=False)
-    return next(place for place, (old, new) in enumerate(pairs) if not alike(old, new))
-
-
-class Match(Enum):
-    """How the same places of two readings of a dataset compare."""
-
-    SAME = "the samples are the same"
-    CHANGED = "something in all samples is the same, such as the labels, and something differs"
-    OTHER = "nothing that tells the samples apart is the same"
-
-
-def match_samples(before: Sequence[Any], now: Sequence[Any]) -> Match:
-    """Compares the digests of the same samples in two readings; more of one are left out.
-
-    Where one part of the samples differs, an image perhaps, and another one is as before in all of
-    them, the label perhaps, they are the same samples, of which something was drawn or computed in
-    another way. Only a part that is not the same in all samples can tell this.
-    """
-    return match_parts([parts_of(each) for each in before], [parts_of(each) for each in now])
-
-
-def match_parts(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> Match:
-    """The same as `match_samples`, of the parts of the samples."""
-    pairs = list(zip(before, now, strict=False))
-    if all(alike_parts(old, new) for old, new in pairs):
-        return Match.SAME
-    for name in pairs[0][0]:
-        values = [old.get(name) for old, _ in pairs]
-        tells_apart = len(pairs) == 1 or not all_alike(values)
-        unchanged = all(name in new and alike(old.get(name), new[name]) for old, new in pairs)
-        if tells_apart and unchanged:
-            return Match.CHANGED
-    return Match.OTHER
-
-
-def alike_parts(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two samples are the same in every part."""
-    return one.keys() == other.keys() and all(alike(one[name], other[name]) for name in one)
-
-
-def parts_of(found: Any, name: str = "sample") -> dict[str, Any]:
-    """The parts of a sample, such as image and label, from its digest; each has a name."""
-    if not isinstance(found, list) or _is_array(found) or _is_long_list_of_values(found):
-        return {name: found}
-    parts: dict[str, Any] = {}
-    for number, item in enumerate(found):
-        if isinstance(item, list) and len(item) == 2 and isinstance(item[0], str):
-            key, value = item  # of a mapping
-            if not _is_array(item):
-                parts |= parts_of(value, f"{name}[{key!r}]")
-                continue
-        parts |= parts_of(item, f"{name}[{number}]")
-    return parts
-
-
-def _is_array(found: list[Any]) -> bool:
-    """Whether this is the digest of an array: dtype, shape, and what tells its numbers."""
-    if len(found) < 2 or not isinstance(found[0], str) or not isinstance(found[1], list):
-        return False
-    return all(type(size) is int for size in found[1])
-
-
-def _is_long_list_of_values(found: list[Any]) -> bool:
-    """Whether these are the values of one thing, such as tokens, rather than several things."""
-    return len(found) > _MOST_PARTS and not any(isinstance(item, list) for item in found)
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Whether two digests are of the same sample."""
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(alike, one, other))
-    if isinstance(one, float) and isinstance(other, float):
-        both_nan = math.isnan(one) and math.isnan(other)
-        return both_nan or math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=1e-9)
-    return bool(one == other)
-
-
-def all_alike(digests: Sequence[Any]) -> bool:
-    """Whether all digests are of the same sample."""
-    return all(alike(one, digests[0]) for one in digests)
+    hugging_face_says_same = (
+        before.hugging_face is not None and before.hugging_face == now.hugging_face
+    )
+    found = f"of {len(compared)} samples that were compared {len(differing)} differ: "
+    found += join_first(differing, MAX_SAMPLES_IN_TEXT)
+    other_samples = match is Match.OTHER and not hugging_face_says_same
+    return Difference(found, other_samples=other_samples)

@@ -1,8 +1,13 @@
-"""The loader: this rank's part of every global batch, on the device, in the planned order.
+"""The loader: hands out this rank's part of every global batch, on the device, in planned order.
 
-One pass over a loader is one epoch. Its position is two numbers, epoch and global batch, which are
-the same on all ranks and mean the same on any number of them. Passes without gradients are counted
-for themselves: evaluating over the loader that is trained on leaves its position as it is.
+A *global batch* holds the samples of one optimizer step, over all ranks. A rank gets its part of it
+in one or more *micro-batches*. One iteration of a loop over a loader is a *pass*. A pass with
+gradients is an epoch; its position is two numbers, epoch and global batch, which are the same on
+all ranks and mean the same on any number of them. Passes without gradients are counted separately:
+evaluating over the loader that is trained on does not change its position.
+
+A micro-batch is *planned* (`micro_batches`), then *read* (`fetch`), *scaled* if it is weighed by
+more than its samples (`weighing`), moved to the device, and handed out.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from functools import cached_property
-from itertools import islice, tee
+from itertools import chain, islice, tee
 from typing import Any
 
 import numpy as np
@@ -18,24 +23,24 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lockstep.batch.consistency import check_fingerprint, read_fingerprint
 from lockstep.batch.coverage import Coverage
-from lockstep.batch.fetch import Fetch, Workers, to_device
+from lockstep.batch.data_identity import check_fingerprint, read_fingerprint
+from lockstep.batch.device_copy import to_device
+from lockstep.batch.fetch import Fetch
 from lockstep.batch.fingerprint import Fingerprint
 from lockstep.batch.micro_batches import (
     MicroBatchPlan,
     PlannedMicroBatch,
+    ReadMicroBatch,
     Segment,
-    Weighing,
-    Weight,
-    WithBatch,
-    weighted,
 )
 from lockstep.batch.no_rows import marked
-from lockstep.batch.plan import CustomPlan, Plan, permutes
+from lockstep.batch.plan import CustomPlan, Plan, ceil_div, permutes
 from lockstep.batch.pytree import emptied, map_tensors, storages
 from lockstep.batch.rows import RowCounter
 from lockstep.batch.source import SHARDING, Source
+from lockstep.batch.weighing import Weighing, Weight, scale_by_weight
+from lockstep.batch.workers import Workers
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.errors import CheckpointError, DataError
@@ -46,29 +51,31 @@ from lockstep.session.step import Step
 from lockstep.settings import Choice
 from lockstep.user_code import Location, user_location
 
-_ORDER = 1
-"""Version of the order in which large datasets are shuffled (`batch_plan.permuted`)."""
-SOME_SKIP = "in this pass some rank has no samples of some batch and skips it"
+SHUFFLE_VERSION = 1
+"""Version of the order in which large datasets are shuffled (`plan.permuted`)."""
+SOME_RANKS_SKIP = "in this pass some rank has no samples of some batch and skips it"
+"""Why collectives are refused in a pass without gradients."""
+MAX_RANKS_IN_CHOICE = 8
 
 
 class Loader:
     """Iterates this rank's micro-batches of an epoch.
 
-    With gradients enabled every rank gets every micro-batch, one without samples being a batch of
-    shape `(0, *)`: the other ranks need its backward pass. Under `torch.no_grad()` or
-    `torch.inference_mode()` nothing is exchanged (unless `evaluates_together`), so a rank
-    skips a batch it has no samples of.
+    With gradients enabled every rank gets every micro-batch; one without samples is a batch of
+    shape `(0, *)`, because the other ranks need its backward pass. Under `torch.no_grad()` or
+    `torch.inference_mode()` nothing is exchanged (unless `evaluates_together`), so a rank skips a
+    batch of which it has no samples.
 
     Args:
         source: the data and its order.
         plan: how its global batches are divided.
-        weight: a batch's weight in the mean, instead of its number of samples.
+        weight: returns what a batch weighs in the mean, instead of its number of samples.
         sample_rng: give every sample random streams of its own.
         seed: of the run.
         collectives: of the run.
-        step: the present optimizer step, kept up to date while iterating.
-        evaluates_together: forward passes without gradients involve other ranks too, so every
-            rank gets every micro-batch of an evaluation, one without samples as well.
+        step: the current optimizer step, which the loader keeps up to date while it is iterated.
+        evaluates_together: True if forward passes without gradients involve other ranks too. Then
+            every rank gets every micro-batch of an evaluation, even one without samples.
     """
 
     def __init__(
@@ -87,39 +94,42 @@ class Loader:
         self.weight = weight
         self.seed = seed
         self._plan = plan
-        self.current = MicroBatch()
         self._collectives = collectives
         self._step = step
         self._evaluates_together = evaluates_together
         self._fetch = Fetch(source.dataset, source.collate, seed, sample_rng)
+        self._workers = Workers(source.options, seed)
+        self._rows: RowCounter | None = None
+        if source.collate is not default_collate:
+            self._rows = RowCounter()
+        self.coverage = Coverage(source.sampler, source.batch_sampler)
+        self.current = MicroBatch()
+        """The micro-batch that was handed out last."""
         self.trained = 0
         """Passes in which an optimizer has stepped."""
         self.passes_begun = 0
-        """On this rank, with gradients and without."""
+        """Passes on this rank, with and without gradients."""
         self.evaluated = 0
-        """Passes in which nothing was trained that this rank has come to the end of."""
+        """Passes without an optimizer step that this rank has finished."""
         self.evaluated_at: Location | None = None
         """The user's line that began the latest of these."""
         self.length_asked_at: Location | None = None
-        """The user's line that has last asked for `len(loader)`."""
-        self.coverage = Coverage(source.sampler, source.batch_sampler)
-        self._epoch = 0
-        """Passes with gradients that have begun."""
-        self._evaluations = 0
-        """Passes without gradients that have begun."""
+        """The user's line that was the last to ask for `len(loader)`."""
         self.start = 0
-        """Global batches of the coming pass with gradients: a checkpoint was resumed after them."""
-        self._running: TrainingPass | None = None
-        self._custom_plan: CustomPlan | None = None
-        """Of the pass that is running or is to be taken up, where the order is the user's own."""
+        """Where the next pass with gradients begins: at this global batch of its epoch. It is not 0
+        if a checkpoint was resumed in the middle of an epoch."""
+        self._epochs_begun = 0
+        self._evaluations_begun = 0
+        self._training_pass: TrainingPass | None = None
+        """The pass with gradients that is under way."""
         self._position = 0
-        self._example: Any = None
-        """A batch of one sample."""
-        self._needs_empty_parts = False
-        """In the pass that has begun last some rank has no samples of some batch."""
-        own_collate = source.collate is not default_collate
-        self._rows = RowCounter() if own_collate else None
-        self._workers = Workers(source.options, seed)
+        """The position of the global batch that is trained, in its epoch."""
+        self._custom_plan: CustomPlan | None = None
+        """The order of the current or resumed epoch, if it is the user's own."""
+        self._one_sample_batch: Any = None
+        """A batch of one sample, of which batches without samples are made."""
+        self._needs_empty_batches = False
+        """True if, in the latest pass, some rank has no samples of some micro-batch."""
 
     @property
     def dataset(self) -> Any:
@@ -128,120 +138,143 @@ class Loader:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a global batch."""
+        """The number of samples of a global batch."""
         return self.source.batch_size
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How a global batch is divided over the ranks: one whole number each."""
+        """How a global batch is divided over the ranks: one whole number for each rank."""
         return self._plan.shares
 
     @property
     def micro_batches(self) -> int:
-        """Of a global batch."""
+        """The number of micro-batches of a global batch."""
         return self._plan.num_micro_batches
 
     @property
     def steps(self) -> int | None:
-        """Global batches, and so optimizer steps, of an epoch; None: not known."""
+        """Global batches, and so optimizer steps, of an epoch; None: the length is not known."""
         return self.source.steps
 
     @property
     def epoch(self) -> int:
         """The epoch that is trained on, or the next one."""
-        return self._epoch - 1 if self._is_running else self._epoch
+        return self._epochs_begun - 1 if self._is_training else self._epochs_begun
 
     @property
     def mid_epoch(self) -> bool:
-        """An epoch is trained on, or will be taken up where a checkpoint left it."""
-        return self._is_running or self.start > 0
+        """True in the middle of an epoch, even one that a resumed run has not continued yet."""
+        return self._is_training or self.start > 0
 
     @property
-    def _is_running(self) -> bool:
-        """Whether a pass with gradients goes on.
+    def _is_training(self) -> bool:
+        """True while a pass with gradients goes on.
 
-        A loop that fetches batches ahead trains on the last ones when the loader has ended.
+        A loop that fetches batches ahead still trains on the last ones when the loader has ended.
         """
-        running = self._running
-        if running is None:
+        training_pass = self._training_pass
+        if training_pass is None:
             return False
-        return not running.ended or bool(running.untrained) or not running.stepped
+        is_trained = training_pass.stepped and not training_pass.untrained
+        return not training_pass.ended or not is_trained
 
     @cached_property
     def fingerprint(self) -> Fingerprint | None:
-        """What tells these data from others; some samples are read for it, once."""
+        """Identifies the data. It is read once, from some samples; None for a stream."""
         return read_fingerprint(self.source, self.seed)
 
     @property
     def first_samples_of_epoch(self) -> list[Any]:
-        """Of a stream: digests of the first samples that it gave in the present epoch."""
+        """Digests of the first samples of the current epoch, for a stream; otherwise empty."""
         return []
 
     def choice(self, number: int) -> Choice:
-        """How the global batch is computed, in words; `number` is that of this loader."""
-        begins, ends = self._plan.split(self.batch_size).transpose(2, 0, 1)
-        of_rank = (ends - begins).sum(axis=0).tolist()
-        if len(of_rank) == 1:
+        """Describes how the global batch is computed.
+
+        Args:
+            number: of this loader, from 0.
+        """
+        split = self._plan.split(self.batch_size)
+        sizes = split[..., 1] - split[..., 0]
+        samples_of_rank = sizes.sum(axis=0).tolist()
+        num_ranks = len(samples_of_rank)
+        if num_ranks == 1:
             how = "in one process" if self._collectives.alone else "by all ranks together"
-        elif len(set(of_rank)) == 1:
-            how = f"{of_rank[0]} on each of {len(of_rank)} ranks"
+        elif len(set(samples_of_rank)) == 1:
+            how = f"{samples_of_rank[0]} on each of {num_ranks} ranks"
         else:
-            how = " + ".join(str(n) for n in of_rank[:8]) + (" + ..." if of_rank[8:] else "")
-            how += f" on ranks 0 to {len(of_rank) - 1}"
+            how = " + ".join(str(samples) for samples in samples_of_rank[:MAX_RANKS_IN_CHOICE])
+            if num_ranks > MAX_RANKS_IN_CHOICE:
+                how += " + ..."
+            how += f" on ranks 0 to {num_ranks - 1}"
         if self.micro_batches > 1:
             how += f", in {self.micro_batches} micro-batches"
-        if self._plan.request.undecided:
+        if self._plan.request.is_open:
             how += "; how to divide it is measured in the first that is trained on"
-        if self.source.sharding is not None and len(of_rank) > 1:
+        if self.source.sharding is not None and num_ranks > 1:
             how += f"; {SHARDING[self.source.sharding]}"
         size = "a stream" if self.steps is None else f"{self.source.length:,}"
         value = f"{self.batch_size:,} of {size}".replace(",", " ")
         return Choice(f"loader {number}", value, f"samples in a global batch, {how}")
 
     def __len__(self) -> int:
-        """Micro-batches of an epoch, which is the number of turns of a training loop.
+        """Returns the number of micro-batches of an epoch: the iterations of a training loop.
 
-        While `micro_batch_size="auto"` is not found, one for each global batch is counted.
+        Until `micro_batch_size="auto"` was measured, each global batch counts as one.
 
         Raises:
-            LengthUnknownError: of a stream that does not say its length.
+            LengthUnknownError: the loader has a stream that does not know its length.
         """
         self.length_asked_at = user_location()
         if self.source.batch_sampler is not None:
             plan = self.source.plan(self.seed, self.epoch)
             return sum(len(self._plan.split(len(batch))) for batch in plan.batches())
-        full, rest = divmod(self.source.length, self.batch_size)
-        last = len(self._plan.split(rest)) if rest and not self.source.drop_last else 0
-        return full * self.micro_batches + last
+        num_full, size_of_last = divmod(self.source.length, self.batch_size)
+        length = num_full * self.micro_batches
+        if size_of_last and not self.source.drop_last:
+            length += len(self._plan.split(size_of_last))
+        return length
 
     def __iter__(self) -> Iterator[Any]:
         self.passes_begun += 1
         if torch.is_grad_enabled():
-            epoch, start = self._epoch, self.start
-            self._epoch, self.start = epoch + 1, 0
+            epoch = self._epochs_begun
+            start = self.start
+            self._epochs_begun += 1
+            self.start = 0
             return self._train(epoch, start)
-        self._evaluations += 1
-        return self._evaluate(self._evaluations - 1)
+        evaluation = self._evaluations_begun
+        self._evaluations_begun += 1
+        return self._evaluate(evaluation)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the same on every rank, and meaningful on any number of them.
+        """Returns the position: the same on every rank, and meaningful on any number of them.
 
-        The number of evaluations differs where only some ranks have evaluated, which is reported.
+        The number of evaluations differs if only some ranks have evaluated, which is reported.
 
-        Inside of an epoch it comes with the order of that epoch where a sampler of the user's gave
-        it: asked again, that may give another one.
+        In the middle of an epoch it comes with the order of that epoch if a sampler of the user's
+        gave it, because the sampler may give another order when it is asked again.
         """
-        if self._running is None or not self._is_running:
-            epoch, step = self._epoch, self.start
+        training_pass = self._training_pass
+        if training_pass is None or not self._is_training:
+            epoch = self._epochs_begun
+            step = self.start
         else:
-            done = self._running.micro_batch.last and self._running.stepped
-            epoch, step = self._epoch - 1, self._position + int(done)
-        position = {"epoch": epoch, "step": step, "evaluations": self._evaluations}
-        state: dict[str, Any] = {**position, **self._identity()}
+            epoch = self._epochs_begun - 1
+            step = self._position
+            if training_pass.micro_batch.last and training_pass.stepped:
+                step += 1
+        state: dict[str, Any] = {
+            "epoch": epoch,
+            "step": step,
+            "evaluations": self._evaluations_begun,
+            **self._identity(),
+        }
         if self.fingerprint is not None:
             state["data"] = self.fingerprint.to_text()
         if self.mid_epoch and self._custom_plan is not None:
-            state |= {name: torch.from_numpy(a) for name, a in vars(self._custom_plan).items()}
+            state["order"] = torch.from_numpy(self._custom_plan.order)
+            state["bounds"] = torch.from_numpy(self._custom_plan.bounds)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -259,112 +292,139 @@ class Loader:
                     "loader out",
                 )
         if "data" in state and self.fingerprint is not None:  # an older checkpoint has none
-            before = Fingerprint.from_text(state["data"])
-            check_fingerprint(self.source, before, self.fingerprint)
-        self._epoch, self.start, self._running = state["epoch"], state["step"], None
-        # An older checkpoint has one count of both.
-        self._evaluations = state.get("evaluations", state["epoch"])
+            fingerprint_before = Fingerprint.from_text(state["data"])
+            check_fingerprint(self.source, fingerprint_before, self.fingerprint)
+        self._epochs_begun = state["epoch"]
+        self.start = state["step"]
+        self._training_pass = None
+        # An older checkpoint has one count for epochs and evaluations.
+        self._evaluations_begun = state.get("evaluations", state["epoch"])
         self._custom_plan = None
         if "order" in state:
             self._custom_plan = CustomPlan(state["order"].numpy(), state["bounds"].numpy())
 
-    def example(self) -> Any:
-        """A batch of one micro-batch's size, of the first samples, on the CPU."""
-        count = -(-self.batch_size // self.micro_batches)
-        return self._first(0, count)
-
-    def release(self) -> None:
-        """Ends persistent workers."""
-        self._workers.release()
-
-    def _train(self, epoch: int, start: int) -> Iterator[Any]:
-        """The pass with gradients over an epoch, from a global batch of it on."""
-        plan: Plan | None = self._custom_plan if start else None
-        if plan is None:
-            plan = self.source.plan(self.seed, epoch)
-        self._custom_plan = plan if isinstance(plan, CustomPlan) else None
-        self.coverage.begin(epoch, start, plan)
-        self._needs_empty_parts = False
-        if self._plan.num_virtual_ranks is None:
-            self._needs_empty_parts = not self._plan.reaches_all(plan)
-        segments = self._plan.segments(plan, start)
-        return self._run(epoch, start, self._of_segments(epoch, segments), training=True)
-
-    def _evaluate(self, epoch: int) -> Iterator[Any]:
-        """A pass without gradients."""
-        plan = self.source.plan(self.seed, epoch)
-        wanted = self._plan.of_epoch(plan, 0)
-        some_lack = not self._plan.reaches_all(plan)
-        some_skip = some_lack and not self._evaluates_together
-        self._needs_empty_parts = some_lack and self._evaluates_together
-        if not self._evaluates_together:
-            wanted = (planned for planned in wanted if planned.micro_batch.local_rows)
-        read = self._with_rows(epoch, self._with_batches(epoch, wanted))
-        pairs = to_device(read, self._collectives.device)
-        return self._run(epoch, 0, pairs, training=False, some_skip=some_skip)
-
     def _identity(self) -> dict[str, int]:
-        found = {
+        """Returns what must be equal in a checkpoint for a position to mean the same samples."""
+        identity = {
             "length": self.source.length,
             "batch_size": self.batch_size,
             "seed": self.seed,
             "shuffle": int(self.source.shuffle),
         }
         if self.source.shuffle and permutes(self.source.length):
-            found["version of the order"] = _ORDER
-        return found
+            identity["version of the order"] = SHUFFLE_VERSION
+        return identity
 
-    def _run(
+    def example(self) -> Any:
+        """Returns a batch of the first samples, as large as one micro-batch, on the CPU."""
+        return self._read_first(0, ceil_div(self.batch_size, self.micro_batches))
+
+    def release(self) -> None:
+        """Ends persistent workers."""
+        self._workers.release()
+
+    # A pass
+
+    def _train(self, epoch: int, start: int) -> Iterator[Any]:
+        """Begins a pass with gradients.
+
+        Args:
+            epoch: of the pass.
+            start: the position of its first global batch.
+        """
+        plan: Plan | None = self._custom_plan if start else None
+        if plan is None:
+            plan = self.source.plan(self.seed, epoch)
+        self._custom_plan = plan if isinstance(plan, CustomPlan) else None
+        self.coverage.begin(epoch, start, plan)
+        self._needs_empty_batches = False
+        if self._plan.num_virtual_ranks is None:
+            self._needs_empty_batches = not self._plan.every_rank_has_samples(plan)
+        segments = self._plan.plan_training(plan, start)
+        return self._run_pass(epoch, start, self._read_segments(epoch, segments), training=True)
+
+    def _evaluate(self, epoch: int) -> Iterator[Any]:
+        """Begins a pass without gradients; `epoch` is its number among such passes."""
+        plan = self.source.plan(self.seed, epoch)
+        planned = self._plan.plan_epoch(plan, 0)
+        some_ranks_lack_samples = not self._plan.every_rank_has_samples(plan)
+        some_ranks_skip = some_ranks_lack_samples and not self._evaluates_together
+        self._needs_empty_batches = some_ranks_lack_samples and self._evaluates_together
+        if not self._evaluates_together:
+            planned = (item for item in planned if item.micro_batch.local_rows)
+        read = self._count_rows(epoch, self._read_planned(epoch, planned))
+        on_device = to_device(read, self._collectives.device)
+        return self._run_pass(epoch, 0, on_device, training=False, some_ranks_skip=some_ranks_skip)
+
+    def _run_pass(
         self,
         epoch: int,
         start: int,
-        pairs: Generator[WithBatch, None, None],
+        on_device: Generator[ReadMicroBatch, None, None],
         *,
         training: bool,
-        some_skip: bool = False,
+        some_ranks_skip: bool = False,
     ) -> Iterator[Any]:
-        """Hands out the micro-batches; everything is as it was before when the pass is left."""
+        """Hands out the batches of a pass. When it is left, the step is as it was before the pass.
+
+        Args:
+            epoch: of the pass.
+            start: the position of its first global batch.
+            on_device: the micro-batches, each with its batch on the device.
+            training: True for a pass with gradients.
+            some_ranks_skip: True if not all ranks get every batch. Collectives are then refused.
+        """
         step = self._step
+        training_pass = TrainingPass()
+        begun_at = user_location()
+        reading_phase = "data" if training else "evaluation"
+        working_phase = "forward" if training else "evaluation"
         micro_batch_before = step.micro_batch_in_use
-        blocked = self._collectives.blocked
-        running, begun_at = TrainingPass(), user_location()
-        reading, working = ("data", "forward") if training else ("evaluation", "evaluation")
-        before = step.enter_phase(reading)
+        blocked_before = self._collectives.blocked
+        phase_before = step.enter_phase(reading_phase)
         exhausted = False
         try:
             if training:
-                self._running, self._position = running, start
-            elif some_skip:
-                self._collectives.blocked = SOME_SKIP
-            for planned, batch in pairs:
+                self._training_pass = training_pass
+                self._position = start
+            elif some_ranks_skip:
+                self._collectives.blocked = SOME_RANKS_SKIP
+            for planned, batch in on_device:
                 self._set_current(planned.micro_batch)
                 if not planned.micro_batch.local_rows:
                     batch = self._without_samples(batch)
                 if training:
-                    self._hand_out(epoch, running, planned, batch)
-                step.enter_phase(working)
+                    self._hand_out(epoch, training_pass, planned, batch)
+                step.enter_phase(working_phase)
                 yield batch
-                step.enter_phase(reading)
+                step.enter_phase(reading_phase)
             exhausted = True
-            if not running.ever_stepped:
+            if not training_pass.ever_stepped:
                 self.evaluated += 1
                 self.evaluated_at = begun_at
         finally:
-            pairs.close()
-            self._collectives.blocked = blocked
-            if self._running is running:
-                self._running = None
-            self.trained += int(running.ever_stepped)
-            step.end_pass(running, exhausted=exhausted)
+            on_device.close()
+            self._collectives.blocked = blocked_before
+            if self._training_pass is training_pass:
+                self._training_pass = None
+            if training_pass.ever_stepped:
+                self.trained += 1
+            step.end_pass(training_pass, exhausted=exhausted)
             step.micro_batch_in_use = micro_batch_before
-            step.enter_phase(before)
+            step.enter_phase(phase_before)
+
+    def _set_current(self, micro_batch: MicroBatch) -> None:
+        """Notes that the script works on this micro-batch from now on."""
+        self.current = micro_batch
+        self._step.micro_batch_in_use = micro_batch
+        self._step.latest_micro_batch = micro_batch
 
     def _without_samples(self, batch: Any) -> Any:
-        """A batch without rows, for the training loop.
+        """Returns a batch without rows, for the training loop.
 
-        It is a view of the one sample that a micro-batch without samples comes with, from which a
-        prepared model takes the row that it computes (`strategies.placeholder`), and functions that
-        the loop calls (`batch.no_rows`).
+        It is a view of the one sample that a micro-batch without samples comes with. A prepared
+        model (`strategies.placeholder`), and functions that the loop calls (`batch.no_rows`), take
+        from it the row that they compute.
         """
         if batch is None:  # the collate function left out the whole global batch
             return None
@@ -375,15 +435,14 @@ class Loader:
         return map_tensors(emptied(batch, 1, share=True), marked)
 
     def _hand_out(
-        self, epoch: int, running: TrainingPass, planned: PlannedMicroBatch, batch: Any
+        self, epoch: int, training_pass: TrainingPass, planned: PlannedMicroBatch, batch: Any
     ) -> None:
-        """Tells the step and the extensions what the training loop is about to get."""
-        position, micro, indices, _, whole = planned
-        self.coverage.add(epoch, position, indices, micro, whole)
-        # Set to () below: only the script may keep the batch alive, so that one sees if it does.
+        """Tells the step and the extensions which batch the training loop is about to get."""
+        position, micro_batch, indices, _, global_batch = planned
+        self.coverage.add(epoch, position, indices, micro_batch, global_batch)
         batch_for_extensions: Any = batch
 
-        def begin(micro_batch: MicroBatch) -> None:
+        def on_begin(micro_batch: MicroBatch) -> None:
             self._set_current(micro_batch)
             extensions = self._step.extensions
             if extensions.listeners["delivered"]:
@@ -398,88 +457,116 @@ class Loader:
                         counts=self._collectives.contributes,
                     )
                 )
-            if self._running is running or self._running is None:
-                self._running = running
+            if self._training_pass is training_pass or self._training_pass is None:
+                self._training_pass = training_pass
                 self._position = position
 
-        self._step.hand_out(Delivery(running, micro, storages(batch), begin))
+        self._step.hand_out(Delivery(training_pass, micro_batch, storages(batch), on_begin))
+        # The step keeps `on_begin`, which must not keep the batch alive: whether the script still
+        # holds a batch is seen from whether its tensors are freed.
         batch_for_extensions = ()
 
-    def _set_current(self, micro_batch: MicroBatch) -> None:
-        """The script works on this micro-batch of the loader from now on."""
-        self.current = micro_batch
-        self._step.micro_batch_in_use = micro_batch
-        self._step.latest_micro_batch = micro_batch
+    # Reading
 
-    def _of_segments(
+    def _read_segments(
         self, epoch: int, segments: Generator[Segment, None, None]
-    ) -> Generator[WithBatch, None, None]:
-        """The micro-batches of a training, weighted, each with its batch on the device.
+    ) -> Generator[ReadMicroBatch, None, None]:
+        """Yields the micro-batches of a pass that trains, each with its batch on the device.
 
-        Nothing is read of a segment before the one before it has been worked on.
+        Nothing of a segment is read before the training loop is done with the segment before it.
         """
-        weight_before = 0.0  # of what this rank was handed of the same global batch
+        weight_before = 0.0  # of what this rank has already got of the same global batch
         with closing(segments):
-            for wanted, ahead in segments:
+            for planned, rest_of_global_batch in segments:
                 weighing = self._weighing(epoch)
                 if weighing.is_planned:
-                    pairs = self._with_batches(epoch, wanted)
-                else:  # of which the whole global batch has to be read
-                    read = self._with_batches(epoch, [*wanted, *ahead])
-                    handed = 0.0
-                    if ahead:
-                        whole = list(read)
-                        handed, read = weighing.counted(*whole[0]).weight, iter(whole)
-                    scaled = weighted(
-                        read,
-                        weighing,
-                        self._collectives,
-                        epoch,
-                        weight_before,
-                        self._plan.num_virtual_ranks,
-                    )
-                    pairs, weight_before = islice(scaled, 1) if ahead else scaled, handed
-                yield from to_device(pairs, self._collectives.device)
+                    read = self._read_planned(epoch, planned)
+                    yield from to_device(read, self._collectives.device)
+                    continue
+                # A global batch can be weighed only when all of it was read.
+                read = self._read_planned(epoch, chain(planned, rest_of_global_batch))
+                weight_of_first = 0.0
+                if rest_of_global_batch:
+                    read_global_batch = list(read)
+                    weight_of_first = weighing.count_rows(*read_global_batch[0]).weight
+                    read = iter(read_global_batch)
+                scaled = scale_by_weight(
+                    read,
+                    weighing,
+                    self._collectives,
+                    epoch,
+                    weight_before,
+                    self._plan.num_virtual_ranks,
+                )
+                if rest_of_global_batch:
+                    scaled = islice(scaled, 1)
+                weight_before = weight_of_first
+                yield from to_device(scaled, self._collectives.device)
 
-    def _with_batches(self, epoch: int, wanted: Iterable[PlannedMicroBatch]) -> Iterator[WithBatch]:
-        """The micro-batches, each with its batch on the CPU; an empty one comes from any other."""
-        wanted, ahead = tee(wanted)
-        filled = ((epoch, planned.indices) for planned in ahead if planned.micro_batch.local_rows)
-        fetched = self._workers.read(self._fetch, filled)
-        for planned in wanted:
-            if planned.micro_batch.local_rows:
-                batch = next(fetched)
-                self._keep_example(batch, planned.micro_batch.local_rows)
+    def _read_planned(
+        self, epoch: int, planned: Iterable[PlannedMicroBatch]
+    ) -> Iterator[ReadMicroBatch]:
+        """Yields the micro-batches, each with its batch on the CPU.
+
+        A micro-batch without samples comes with a batch of one sample.
+        """
+        # Workers are asked for batches ahead of those that are yielded here.
+        planned, planned_for_workers = tee(planned)
+        keys = (
+            (epoch, item.indices) for item in planned_for_workers if item.micro_batch.local_rows
+        )
+        batches = self._workers.read(self._fetch, keys)
+        for item in planned:
+            num_samples = item.micro_batch.local_rows
+            if num_samples:
+                batch = next(batches)
+                self._keep_one_sample(batch, num_samples)
             else:
-                batch = self._empty(epoch)
-            yield planned, batch
+                batch = self._make_empty_batch(epoch)
+            yield item, batch
 
     def _weighing(self, epoch: int) -> Weighing:
-        """How the micro-batches of a pass are weighed."""
-        return Weighing(weight=self.weight, rows=self._rows, empty=lambda: self._empty(epoch))
+        """Returns how the micro-batches of a pass are weighed."""
+        return Weighing(
+            weight=self.weight,
+            rows=self._rows,
+            make_empty_batch=lambda: self._make_empty_batch(epoch),
+        )
 
-    def _with_rows(self, epoch: int, pairs: Iterator[WithBatch]) -> Iterator[WithBatch]:
-        """The micro-batches of an evaluation, with the rows that each has."""
+    def _count_rows(self, epoch: int, read: Iterator[ReadMicroBatch]) -> Iterator[ReadMicroBatch]:
+        """Yields the micro-batches of an evaluation, which say how many rows each batch has."""
         if self._rows is None:
-            yield from pairs
+            yield from read
             return
-        weighing = Weighing(weight=None, rows=self._rows, empty=lambda: self._empty(epoch))
-        for planned, batch in pairs:
-            counted = weighing.counted(planned, batch)
-            yield counted.planned, counted.batch if self._evaluates_together else batch
+        weighing = Weighing(
+            weight=None,
+            rows=self._rows,
+            make_empty_batch=lambda: self._make_empty_batch(epoch),
+        )
+        for planned, batch in read:
+            counted = weighing.count_rows(planned, batch)
+            if self._evaluates_together:
+                yield counted.planned, counted.batch
+            else:
+                yield counted.planned, batch
 
-    def _keep_example(self, batch: Any, count: int) -> None:
+    def _keep_one_sample(self, batch: Any, count: int) -> None:
         """Keeps one sample of the first batch, of which batches without samples are made.
 
+        Args:
+            batch: as the collate function returned it.
+            count: samples of the batch.
+
         Raises:
-            DataError: that cannot be done, and this pass needs it: said before the first step.
+            DataError: no sample can be taken out of it, and this pass needs that. It is raised
+                before the first step.
         """
-        if self._example is not None or batch is None:
+        if self._one_sample_batch is not None or batch is None:
             return
         try:
-            self._example = emptied(batch, count, rows=1)
+            self._one_sample_batch = emptied(batch, count, rows=1)
         except DataError as error:
-            if self._needs_empty_parts:
+            if self._needs_empty_batches:
                 raise DataError(
                     error.was_set,
                     "some rank gets no samples of a short batch in this pass, and an empty batch "
@@ -487,66 +574,22 @@ class Loader:
                     error.do,
                 ) from error
 
-    def _empty(self, epoch: int) -> Any:
-        """What stands for a part without samples until it is handed out: a batch of one sample."""
-        if self._example is None:
+    def _make_empty_batch(self, epoch: int) -> Any:
+        """Returns a batch of one sample. It stands for one without samples until it is handed out.
+
+        Args:
+            epoch: of the pass.
+        """
+        if self._one_sample_batch is None:
             # A collate function of the user's may leave the first sample out.
             count = 1 if self._rows is None else self.batch_size
-            self._example = emptied(self._first(epoch, count), count, rows=1)
-        return map_tensors(self._example, Tensor.clone)  # the user may write to what is handed out
+            first_batch = self._read_first(epoch, count)
+            self._one_sample_batch = emptied(first_batch, count, rows=1)
+        # The user may write to what is handed out, so it is a copy.
+        return map_tensors(self._one_sample_batch, Tensor.clone)
 
-    def _first(self, epoch: int, count: int) -> Any:
-        """A batch of the first samples, on the CPU."""
+    def _read_first(self, epoch: int, count: int) -> Any:
+        """Returns a batch of the first `count` samples, on the CPU."""
+        indices = np.arange(min(count, self.source.length), dtype=np.int64)
         with preserve_rng_state():
-            return self._fetch[epoch, np.arange(min(count, self.source.length), dtype=np.int64)]
-
-
-class Epochs:
-    """Counts epochs and sees, from what the loaders did, whether the present one is done.
-
-    Args:
-        loaders: all prepared loaders; the list may still grow.
-        step: of the run.
-    """
-
-    def __init__(self, loaders: list[Loader], step: Step) -> None:
-        self.present = 0
-        self._loaders = loaders
-        self._step = step
-        self._begun: dict[Loader, int] | None = None
-        """Passes with steps of each loader when the present epoch began; None between loops."""
-        self._begun_at = 0
-        self._regular: list[Loader] = []
-        """Those that were trained on in the epoch before belong to every epoch."""
-
-    def run(self, total: int) -> Iterator[int]:
-        """The epochs from the present one to `total` - 1."""
-        while self.present < total:
-            self._begin()
-            try:
-                yield self.present
-            except GeneratorExit:  # the loop was left with `break`
-                self.present = self.next
-                self._begun = None
-                raise
-            self.present += 1
-        self._begun = None
-
-    @property
-    def next(self) -> int:
-        """The epoch to continue with: the present one, or the next if it is done."""
-        return self.present + int(self._done())
-
-    def _begin(self) -> None:
-        before = self._begun or {}
-        self._regular = [x for x in self._loaders if x.trained > before.get(x, x.trained)]
-        self._begun = {loader: loader.trained for loader in self._loaders}
-        self._begun_at = self._step.number
-
-    def _done(self) -> bool:
-        if self._begun is None or any(loader.mid_epoch for loader in self._loaders):
-            return False
-        if not any(loader.trained for loader in self._loaders):
-            return self._step.number > self._begun_at
-        now = [x for x in self._loaders if x.trained > self._begun.get(x, 0)]
-        return bool(now) and all(loader in now for loader in self._regular)
+            return self._fetch[epoch, indices]

@@ -1,30 +1,24 @@
-"""A rank's micro-batches: how global batches are divided, and how much each micro-batch weighs.
+"""Plans the micro-batches of a loader: how its global batches are divided, and what each counts.
 
-Where shares or the size of a micro-batch are to be found first, a global batch is handed out in two
-segments: a micro-batch in which they are found, then the rest, divided by what was found.
+A *global batch* holds the samples of one optimizer step, over all ranks; its *position* is its
+number in the epoch. Each rank computes its part in one or more *micro-batches*. A *virtual rank*
+(DiLoCo) is a part of every global batch with a model of its own; see `session.micro_batch`.
 
-DDP averages over ranks and backward passes accumulate, so a micro-batch whose loss is the mean over
-weight `w` counts as it should when that loss is multiplied by `w * ranks / W`, `W` being the weight
-of the whole global batch. By samples, `W` is known from the plan. By a user's weight (the tokens
-that count, say), or by the rows that a user's collate function made, it is a sum over ranks: the
-loader reads one global batch ahead and starts that
-all-reduce (24 bytes, on the CPU side) a whole step before its result is needed, so no step waits
-for it. At most one is under way. A loop that is left lets go of it unread, which is right where all
-ranks leave; the sum also says of which global batch it is, so that one of a rank that has left
-alone is not taken for another.
+DDP averages gradients over the ranks, and the backward passes of a rank add up. So the mean loss
+over the `n` samples of a micro-batch counts as it should when it is multiplied by the *scale*
+`n * ranks / N`, where `N` is the number of samples of the global batch.
+
+If shares or the micro-batch size are to be measured first, a global batch is handed out in two
+*segments*: a micro-batch in which they are measured, then the rest, divided by what was found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
+from lockstep.batch.autotune_request import AutotuneRequest
 from lockstep.batch.plan import (
     Indices,
     Plan,
@@ -33,80 +27,46 @@ from lockstep.batch.plan import (
     split_batch,
     virtual_ranks_of,
 )
-from lockstep.batch.rows import RowCounter
 from lockstep.batch.shares import first_micro_batch
-from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.topology import DataParallelRank
-from lockstep.errors import DataError, RanksDifferError, SettingError
+from lockstep.errors import DataError, SettingError
 from lockstep.session.micro_batch import MicroBatch, VirtualRank
-
-Weight = Callable[[Any], float | Tensor]
 
 
 class PlannedMicroBatch(NamedTuple):
     """A micro-batch of this rank, before it is read."""
 
-    step: int
-    """Which global batch of the epoch it is part of."""
+    position: int
+    """The position of its global batch in the epoch."""
     micro_batch: MicroBatch
     indices: Indices
-    """Of its samples in the dataset."""
+    """The indices of its samples in the dataset."""
     on_all_ranks: bool
-    """Whether every rank has samples of it."""
-    whole: Indices | None = None
-    """Of all samples of the global batch; None: of a stream."""
+    """True if every rank has samples of it."""
+    global_batch: Indices | None = None
+    """The indices of all samples of the global batch; None for a stream."""
 
 
-WithBatch = tuple[PlannedMicroBatch, Any]
-
-
-@dataclass
-class Autotuned:
-    """What has been found in a run, for all loaders that want it."""
-
-    shares: tuple[int, ...] | None = None
-    """None: not yet found."""
-    micro_batch_size: int | None = None
-    """The most samples that fit at a time; None: no limit was met."""
-    tried: bool = False
-    """Whether `micro_batch_size` has been looked for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutotuneRequest:
-    """What one loader leaves open."""
-
-    found: Autotuned
-    shares: bool
-    micro_batch_size: bool
-    profile: Callable[[MicroBatchPlan, int], AbstractContextManager[None]]
-    """To be entered while the first micro-batch, of so many samples, is computed."""
-    as_planned: Callable[[], bool]
-    """Whether the model needs to see micro-batches as they are planned."""
-
-    @property
-    def open_shares(self) -> bool:
-        """They are wanted and not known yet."""
-        return self.shares and self.found.shares is None
-
-    @property
-    def open_micro_batch_size(self) -> bool:
-        """It is wanted and not known yet."""
-        return self.micro_batch_size and not self.found.tried
-
-    @property
-    def undecided(self) -> bool:
-        """One of them is."""
-        return self.open_shares or self.open_micro_batch_size
+ReadMicroBatch = tuple[PlannedMicroBatch, Any]
+"""A planned micro-batch, and the batch that was read for it."""
 
 
 class Segment(NamedTuple):
     """Micro-batches that are planned and read together."""
 
     micro_batches: Iterable[PlannedMicroBatch]
-    ahead: Sequence[PlannedMicroBatch] = ()
-    """After a single one: the rest of its global batch, as divided so far; the next segment has it
-    as it is then."""
+    rest_of_global_batch: Sequence[PlannedMicroBatch] = ()
+    """If `micro_batches` is the first part of a global batch: the rest, as it is planned so far.
+    The next segment has it again, divided by what was measured in between."""
+
+
+class _RankPart(NamedTuple):
+    """A micro-batch of this rank, in a global batch of a certain size."""
+
+    micro_batch: MicroBatch
+    samples: slice
+    """Where its samples are in the global batch."""
+    on_all_ranks: bool
 
 
 @dataclass(kw_only=True)
@@ -115,26 +75,26 @@ class MicroBatchPlan:
 
     batch_size: int
     """Samples of a global batch."""
-    varying: bool
-    """Global batches may be of any size: each is divided by its own."""
+    sizes_vary: bool
+    """True if global batches may have any size. Then each is divided by its own size."""
     data_parallel: DataParallelRank
-    """This rank among those that compute parts."""
-    first_shares: tuple[int, ...]
-    """One whole number a rank, until others are found."""
-    first_micro_batch_size: int | None = None
-    """The most samples a rank computes at a time, likewise; None: its whole part."""
+    """This rank among the ranks that compute parts of a global batch."""
+    initial_shares: tuple[int, ...]
+    """The shares until others are measured."""
+    initial_micro_batch_size: int | None = None
+    """The micro-batch size until another one is measured."""
     min_micro_batches: int = 1
-    """Of a global batch."""
+    """The least number of micro-batches of a global batch."""
     num_virtual_ranks: int | None = None
-    """Each has an equal part of every global batch; None: there are none."""
+    """Each virtual rank has an equal part of every global batch; None: there are none."""
     request: AutotuneRequest
-    """What is found in the first pass that trains."""
+    """What is to be measured in the first pass that trains."""
 
     def __post_init__(self) -> None:
-        self._needed(self.batch_size)  # refuses a size that cannot be
-        if self.num_virtual_ranks is not None and len(set(self.first_shares)) > 1:
+        self._num_micro_batches(self.batch_size)  # raises SettingError for an impossible size
+        if self.num_virtual_ranks is not None and len(set(self.initial_shares)) > 1:
             raise SettingError(
-                f"shares {':'.join(map(str, self.first_shares))} for "
+                f"shares {':'.join(map(str, self.initial_shares))} for "
                 f"{self.num_virtual_ranks} replicas",
                 "each of them trains on an equal part of the global batch, wherever it is computed",
                 "leave shares out",
@@ -142,61 +102,98 @@ class MicroBatchPlan:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """As given, or as found in the meantime, by whichever loader."""
-        found = self.request.found.shares if self.request.shares else None
-        return self.first_shares if found is None else found
+        """How a global batch is divided over the ranks: as set, or as measured meanwhile."""
+        measured = self.request.result.shares
+        if self.request.wants_shares and measured is not None:
+            return measured
+        return self.initial_shares
 
     @property
     def micro_batch_size(self) -> int | None:
-        """The most samples a rank computes at a time: likewise."""
-        if self.request.micro_batch_size and self.request.found.tried:
-            return self.request.found.micro_batch_size
-        return self.first_micro_batch_size
+        """The most samples that a rank computes at a time; None: its whole part."""
+        result = self.request.result
+        if self.request.wants_micro_batch_size and result.micro_batch_size_is_known:
+            return result.micro_batch_size
+        return self.initial_micro_batch_size
 
     @property
     def max_virtual_ranks_of_process(self) -> int:
-        """The most virtual ranks that a process computes, one after the other."""
-        return ceil_div(self.num_virtual_ranks or 1, len(self.shares))
+        """The most virtual ranks that one process computes, one after the other."""
+        if self.num_virtual_ranks is None:
+            return 1
+        return ceil_div(self.num_virtual_ranks, len(self.shares))
 
     @property
     def num_micro_batches(self) -> int:
-        """Of a full global batch."""
+        """The number of micro-batches of a full global batch."""
         return len(self.split(self.batch_size))
 
     def split(self, count: int) -> Indices:
-        """Begin and end of each part of a global batch, shape `(micro-batches, ranks, 2)`."""
-        needed = self._needed(count if self.varying else self.batch_size)
-        if self.num_virtual_ranks is None and not self.varying and count < self.batch_size:
-            needed = self._needed_of_short(count, needed)
-        return split_batch(count, self.shares, needed, self.num_virtual_ranks)
+        """Divides a global batch over micro-batches and ranks.
 
-    def _needed_of_short(self, count: int, of_full: int) -> int:
-        """Micro-batches of a short global batch: about as large as those of a full one.
+        Args:
+            count: samples of the global batch.
 
-        Cut into as many as a full one, it would leave ranks without samples in some of them. Their
-        number depends on the number of ranks only where that of a full one does, so BatchNorm sees
-        the same micro-batches on any number of ranks.
+        Returns:
+            Begin and end of each part, shape `(micro-batches, ranks, 2)`.
         """
-        alike = -(-of_full * count // self.batch_size)
-        fewest = micro_batches_needed(count, self.shares, self.micro_batch_size)
-        return max(alike, fewest)
+        if self.sizes_vary:
+            number = self._num_micro_batches(count)
+        else:
+            number = self._num_micro_batches(self.batch_size)
+            if self.num_virtual_ranks is None and count < self.batch_size:
+                number = self._num_micro_batches_of_short(count, number)
+        return split_batch(count, self.shares, number, self.num_virtual_ranks)
 
-    def of_epoch(self, plan: Plan, start: int) -> Iterator[PlannedMicroBatch]:
-        """This rank's micro-batches from a step on, one after the other, all divided as of now."""
-        divided = {count: self._of_rank(count, self.split(count)) for count in plan.sizes(start)}
-        return (
-            PlannedMicroBatch(step, micro, whole[part], on_all_ranks, whole)
-            for step, whole in enumerate(plan.batches(start), start)
-            for micro, part, on_all_ranks in divided[len(whole)]
-        )
+    def _num_micro_batches(self, count: int) -> int:
+        """Returns in how many micro-batches `count` samples are computed.
 
-    def reaches_all(self, plan: Plan) -> bool:
-        """Whether every rank has samples of every micro-batch."""
-        splits = (self.split(count) for count in plan.sizes(0))
-        return all(bool((split[..., 0] < split[..., 1]).all()) for split in splits)
+        With virtual ranks, it is the number of micro-batches of each virtual rank's part.
+        """
+        if self.num_virtual_ranks is None:
+            needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
+            return max(needed, min(self.min_micro_batches, count))
+        largest_part = ceil_div(count, self.num_virtual_ranks)
+        smallest_part = count // self.num_virtual_ranks
+        ranks_of_part = max(1, len(self.shares) // self.num_virtual_ranks)
+        equal_shares = (1,) * ranks_of_part
+        needed = micro_batches_needed(largest_part, equal_shares, self.micro_batch_size)
+        return max(needed, min(self.min_micro_batches, smallest_part))
+
+    def _num_micro_batches_of_short(self, count: int, number_of_full: int) -> int:
+        """Returns in how many micro-batches a short global batch is computed.
+
+        They are about as large as those of a full one. If there were as many as of a full one, some
+        ranks would have no samples in some of them. The number depends on the number of ranks only
+        if that of a full batch does, so BatchNorm sees the same micro-batches on any number of
+        ranks.
+
+        Args:
+            count: samples of the short global batch.
+            number_of_full: the number of micro-batches of a full global batch.
+        """
+        in_proportion = ceil_div(number_of_full * count, self.batch_size)
+        needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
+        return max(in_proportion, needed)
+
+    def every_rank_has_samples(self, plan: Plan) -> bool:
+        """Returns True if every rank has samples of every micro-batch of an epoch."""
+        for count in plan.sizes(0):
+            split = self.split(count)
+            sizes = split[..., 1] - split[..., 0]
+            if not (sizes > 0).all():
+                return False
+        return True
 
     def check_trained(self, smallest: int) -> None:
-        """Raises DataError if a virtual rank would get nothing of a global batch of this size."""
+        """Checks that every virtual rank has samples of each global batch that is trained on.
+
+        Args:
+            smallest: samples of the smallest global batch.
+
+        Raises:
+            DataError: some virtual rank would have none.
+        """
         if self.num_virtual_ranks is not None and smallest < self.num_virtual_ranks:
             raise DataError(
                 f"a global batch of {smallest} samples for {self.num_virtual_ranks} replicas",
@@ -204,107 +201,163 @@ class MicroBatchPlan:
                 "leave a short last batch out with drop_last=True, or use fewer replicas",
             )
 
-    def segments(self, plan: Plan, start: int) -> Generator[Segment, None, None]:
-        """A pass that trains, from a step on; in its first global batches finds what is open."""
+    def plan_epoch(self, plan: Plan, start: int) -> Iterator[PlannedMicroBatch]:
+        """Returns this rank's micro-batches, all divided by the shares and the size of this moment.
+
+        Args:
+            plan: the global batches of the epoch.
+            start: the position of the first one that is wanted.
+        """
+        parts_by_size = {}
+        for count in plan.sizes(start):
+            parts_by_size[count] = self._parts_of_rank(count, self.split(count))
+        return _plan_batches(plan, start, parts_by_size)
+
+    def plan_training(self, plan: Plan, start: int) -> Generator[Segment, None, None]:
+        """Yields the segments of a pass that trains, in whose first global batches it autotunes.
+
+        Args:
+            plan: the global batches of the epoch.
+            start: the position of the first one that is wanted.
+        """
         self.check_trained(min(plan.sizes(start), default=self.batch_size))
-        while start < len(plan) and self.request.undecided:
-            yield from self.autotuned(start, plan[start])
+        while start < len(plan) and self.request.is_open:
+            yield from self.plan_autotuning(start, plan[start])
             start += 1
-        yield Segment(self.of_epoch(plan, start))
+        yield Segment(self.plan_epoch(plan, start))
 
-    def autotuned(self, step: int, batch: Indices) -> Generator[Segment, None, None]:
-        """One global batch, in which something of what is not known is found."""
-        count, planned = len(batch), self.split(len(batch))
-        # The plan's own, where that is known to be no larger than wanted.
-        whole = self.request.as_planned() and not self.request.open_micro_batch_size
-        first = first_micro_batch(count, self.shares, planned, self.micro_batch_size, whole=whole)
-        if first is None:  # it is too short
-            yield Segment(self._planned(step, batch, planned))
-            return
-        done = int(first[0, -1, 1])
-        now, rest = self._planned(step, batch, first), self._rest(count, done)
-        with self.request.profile(self, now[0].micro_batch.local_rows):
-            yield Segment(now, ahead=self._planned(step, batch, rest))
-        if done < count:
-            yield Segment(self._planned(step, batch, self._rest(count, done)))
+    def plan_autotuning(self, position: int, batch: Indices) -> Generator[Segment, None, None]:
+        """Yields the segments of a global batch during which autotuning measures what is open.
 
-    def _needed(self, count: int) -> int:
-        """Micro-batches of a global batch, or of the part of one virtual rank."""
-        if self.num_virtual_ranks is not None:
-            group = (1,) * max(1, len(self.shares) // self.num_virtual_ranks)
-            largest = -(-count // self.num_virtual_ranks)
-            needed = micro_batches_needed(largest, group, self.micro_batch_size)
-            return max(needed, min(self.min_micro_batches, count // self.num_virtual_ranks))
-        needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
-        return max(needed, min(self.min_micro_batches, count))
-
-    def _rest(self, count: int, done: int) -> Indices:
-        """The parts of a global batch after its first samples: as planned, where that can be."""
-        planned = self.split(count)
-        begins = planned[:, 0, 0]
-        if done == count or done in begins:
-            return planned[begins >= done]
-        return done + split_batch(count - done, self.shares, self._needed(count - done))
-
-    def _planned(self, step: int, batch: Indices, parts: Indices) -> list[PlannedMicroBatch]:
-        """This rank's micro-batches of what of a global batch is in `parts`."""
-        return [
-            PlannedMicroBatch(step, micro, batch[part], on_all_ranks, batch)
-            for micro, part, on_all_ranks in self._of_rank(len(batch), parts)
-        ]
-
-    def _of_rank(self, count: int, parts: Indices) -> list[tuple[MicroBatch, slice, bool]]:
-        """This rank's of a global batch of a size: where they are, and whether all have some."""
-        if not len(parts):
-            return []
-        rank, sizes = self.data_parallel.rank, parts[..., 1] - parts[..., 0]
-        opens, closes = bool(parts[0, 0, 0] == 0), bool(parts[-1, -1, 1] == count)
-        found = micro_batches(
-            sizes, rank, count, opens=opens, closes=closes, num_virtual_ranks=self.num_virtual_ranks
+        Args:
+            position: of the global batch in the epoch.
+            batch: the indices of its samples.
+        """
+        count = len(batch)
+        # A planned micro-batch may be too large for the memory while its size is open.
+        keeps_plan = self.request.must_keep_plan() and not self.request.micro_batch_size_is_open
+        first_split = first_micro_batch(
+            count, self.shares, self.split(count), self.micro_batch_size, whole=keeps_plan
         )
-        return [
-            (micro, slice(begin, end), bool(of_ranks.all()))
-            for micro, (begin, end), of_ranks in zip(
-                found, parts[:, rank].tolist(), sizes, strict=False
-            )  # another rank may have one virtual rank more
-        ]
+        if first_split is None:  # the batch is too short to measure anything
+            yield Segment(self._plan_parts(position, batch, self.split(count)))
+            return
+        num_measured = int(first_split[..., 1].max())
+        measured = self._plan_parts(position, batch, first_split)
+        rest = self._plan_parts(position, batch, self._split_rest(count, num_measured))
+        with self.request.profile(self, measured[0].micro_batch.local_rows):
+            yield Segment(measured, rest_of_global_batch=rest)
+        if num_measured < count:
+            # Shares and size may be others now.
+            rest = self._plan_parts(position, batch, self._split_rest(count, num_measured))
+            yield Segment(rest)
+
+    def _split_rest(self, count: int, num_done: int) -> Indices:
+        """Divides a global batch of `count` samples without its first `num_done` samples.
+
+        Returns:
+            As `split`. The micro-batches are those of the plan if one of them begins there.
+        """
+        split = self.split(count)
+        begins = split[:, 0, 0]
+        if num_done == count or num_done in begins:
+            return split[begins >= num_done]
+        num_left = count - num_done
+        return num_done + split_batch(num_left, self.shares, self._num_micro_batches(num_left))
+
+    def _plan_parts(self, position: int, batch: Indices, split: Indices) -> list[PlannedMicroBatch]:
+        """Returns this rank's micro-batches of a split of a global batch, or of a part of it."""
+        planned = []
+        for micro_batch, samples, on_all_ranks in self._parts_of_rank(len(batch), split):
+            planned.append(
+                PlannedMicroBatch(position, micro_batch, batch[samples], on_all_ranks, batch)
+            )
+        return planned
+
+    def _parts_of_rank(self, count: int, split: Indices) -> list[_RankPart]:
+        """Returns this rank's micro-batches of a split of a global batch, or of a part of it.
+
+        Args:
+            count: samples of the whole global batch.
+            split: as `MicroBatchPlan.split` returns it.
+        """
+        if not len(split):
+            return []
+        rank = self.data_parallel.rank
+        sizes = split[..., 1] - split[..., 0]
+        micro_batches = make_micro_batches(
+            sizes,
+            rank,
+            count,
+            has_first=bool(split[0, 0, 0] == 0),
+            has_last=bool(split[-1, -1, 1] == count),
+            num_virtual_ranks=self.num_virtual_ranks,
+        )
+        bounds = split[:, rank].tolist()
+        # There may be fewer micro-batches than bounds: another rank has one more virtual rank.
+        parts = []
+        for index, micro_batch in enumerate(micro_batches):
+            begin, end = bounds[index]
+            on_all_ranks = bool(sizes[index].all())
+            parts.append(_RankPart(micro_batch, slice(begin, end), on_all_ranks))
+        return parts
 
 
-def micro_batches(
+def _plan_batches(
+    plan: Plan, start: int, parts_by_size: dict[int, list[_RankPart]]
+) -> Iterator[PlannedMicroBatch]:
+    """Yields this rank's micro-batches of an epoch.
+
+    Args:
+        plan: the global batches of the epoch.
+        start: the position of the first one that is wanted.
+        parts_by_size: this rank's micro-batches of a global batch of each size.
+    """
+    for position, global_batch in enumerate(plan.batches(start), start):
+        for micro_batch, samples, on_all_ranks in parts_by_size[len(global_batch)]:
+            yield PlannedMicroBatch(
+                position, micro_batch, global_batch[samples], on_all_ranks, global_batch
+            )
+
+
+def make_micro_batches(
     sizes: Indices,
     rank: int,
     count: int,
     *,
-    opens: bool = True,
-    closes: bool = True,
+    has_first: bool = True,
+    has_last: bool = True,
     num_virtual_ranks: int | None = None,
 ) -> list[MicroBatch]:
-    """A rank's consecutive micro-batches of a global batch.
+    """Returns a rank's micro-batches of a global batch, or of consecutive parts of it.
 
     Args:
         sizes: samples of each part, shape `(micro-batches, ranks)`.
-        rank: whose they are.
+        rank: whose micro-batches are returned.
         count: samples of the whole global batch.
-        opens: the first of them is the first of the global batch.
-        closes: the last of them is the last.
-        num_virtual_ranks: of the run; None: every rank computes a part of one model's batch.
+        has_first: True if the first part is the first of the global batch.
+        has_last: True if the last part is the last of the global batch.
+        num_virtual_ranks: of the run; None: there are none.
     """
-    number, ranks = sizes.shape
     if num_virtual_ranks is not None:
         return _micro_batches_of_virtual_ranks(sizes, rank, count, num_virtual_ranks)
-    plain = opens and closes and number == 1 and count > 0 and bool((sizes == sizes[0, 0]).all())
-    return [
-        MicroBatch(
+    num_micro_batches, num_ranks = sizes.shape
+    is_whole = has_first and has_last and num_micro_batches == 1
+    sizes_are_equal = bool((sizes == sizes[0, 0]).all())
+    plain = is_whole and count > 0 and sizes_are_equal
+    micro_batches = []
+    for index, local_rows in enumerate(sizes[:, rank].tolist()):
+        micro_batch = MicroBatch(
             global_samples=count,
-            local_rows=local,
-            first=opens and j == 0,
-            last=closes and j == number - 1,
-            num_micro_batches=number,
-            scale=1.0 if plain else local * ranks / max(1, count),
+            local_rows=local_rows,
+            first=has_first and index == 0,
+            last=has_last and index == num_micro_batches - 1,
+            num_micro_batches=num_micro_batches,
+            scale=1.0 if plain else local_rows * num_ranks / max(1, count),
             plain=plain,
         )
-        for j, local in enumerate(sizes[:, rank].tolist())
-    ]
+        micro_batches.append(micro_batch)
+    return micro_batches
 
 
 def _micro_batches_of_virtual_ranks(
@@ -321,215 +374,35 @@ def _micro_batches_of_virtual_ranks(
     max_micro_batches, num_ranks = sizes.shape
     numbers = virtual_ranks_of(rank, num_ranks, num_virtual_ranks)
     max_virtual_ranks = ceil_div(num_virtual_ranks, num_ranks)
-    pieces_of_each = max(1, max_micro_batches // max_virtual_ranks)
-    ranks_of_each = max(1, num_ranks // num_virtual_ranks)
-    first_rank = rank // ranks_of_each * ranks_of_each
-    num_micro_batches = len(numbers) * pieces_of_each
-    found = []
+    pieces_of_virtual_rank = max(1, max_micro_batches // max_virtual_ranks)
+    num_micro_batches = len(numbers) * pieces_of_virtual_rank
+    # If there are more ranks than virtual ranks, neighbouring ranks compute one together.
+    ranks_of_virtual_rank = max(1, num_ranks // num_virtual_ranks)
+    first_rank = rank // ranks_of_virtual_rank * ranks_of_virtual_rank
+    ranks = slice(first_rank, first_rank + ranks_of_virtual_rank)
+    micro_batches = []
     for index, number in enumerate(numbers):
-        begin = index * pieces_of_each
-        parts = sizes[begin : begin + pieces_of_each]
-        samples_of_virtual_rank = int(parts[:, first_rank : first_rank + ranks_of_each].sum())
-        for piece, local in enumerate(parts[:, rank].tolist()):
+        first_piece = index * pieces_of_virtual_rank
+        pieces = sizes[first_piece : first_piece + pieces_of_virtual_rank]
+        samples_of_virtual_rank = int(pieces[:, ranks].sum())
+        for piece, local_rows in enumerate(pieces[:, rank].tolist()):
             virtual_rank = VirtualRank(
                 number=number,
                 begins=piece == 0,
-                ends=piece == pieces_of_each - 1,
+                ends=piece == pieces_of_virtual_rank - 1,
                 number_on_process=len(numbers),
                 mean_number_on_process=max(1.0, num_virtual_ranks / num_ranks),
             )
-            position = begin + piece
+            position = first_piece + piece
             micro_batch = MicroBatch(
                 global_samples=count,
-                local_rows=local,
+                local_rows=local_rows,
                 first=position == 0,
                 last=position == num_micro_batches - 1,
                 num_micro_batches=num_micro_batches,
-                scale=local * ranks_of_each / max(1, samples_of_virtual_rank),
+                scale=local_rows * ranks_of_virtual_rank / max(1, samples_of_virtual_rank),
                 plain=False,
                 virtual_rank=virtual_rank,
             )
-            found.append(micro_batch)
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weighing:
-    """How the micro-batches of one loader are weighed.
-
-    By what the user's function says a batch weighs; where there is none, by the rows of the
-    batches. Rows are counted where a collate function of the user's makes the batches.
-    """
-
-    weight: Weight | None
-    rows: RowCounter | None
-    """None: every sample makes one row, and nothing has to be counted."""
-    empty: Callable[[], Any]
-    """A batch without rows."""
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether the plan says already what each part weighs."""
-        return self.weight is None and self.rows is None
-
-    def counted(self, planned: PlannedMicroBatch, batch: Any) -> CountedBatch:
-        """The batch with the number of its rows, and what it weighs.
-
-        Raises:
-            DataError: the user's function gave no number that is at least 0.
-        """
-        micro = planned.micro_batch
-        rows: int | None = micro.local_rows
-        if self.rows is not None and micro.local_rows:
-            rows = self.rows.count(batch, micro.local_rows)
-        clear = rows is not None
-        if rows is None:
-            rows = micro.local_rows
-        given = batch
-        if rows == 0 and micro.local_rows:
-            batch = self.empty()
-        if rows != micro.local_rows:
-            left_out = max(0, micro.local_rows - rows)
-            planned = planned._replace(
-                micro_batch=replace(micro, local_rows=rows, left_out=left_out)
-            )
-        by_user = 0.0 if self.weight is None else weigh(self.weight, planned, batch)
-        value = float(rows) if self.weight is None else by_user
-        return CountedBatch(planned, batch, given, value, rows != micro.local_rows, not clear)
-
-
-class CountedBatch(NamedTuple):
-    """A micro-batch whose rows were counted."""
-
-    planned: PlannedMicroBatch
-    batch: Any
-    """A batch of one sample where nothing is left."""
-    given: Any
-    """What the collate function returned."""
-    weight: float
-    differs: bool
-    """It has another number of rows than was planned."""
-    unclear: bool
-    """It does not show how many rows it has."""
-
-
-def _begin_sum(
-    pairs: list[WithBatch],
-    weighing: Weighing,
-    collectives: Collectives,
-    epoch: int,
-    weight_before: float,
-    num_virtual_ranks: int,
-) -> Callable[[], list[WithBatch]]:
-    """Begins to sum up the weight of one global batch; see `weighted`.
-
-    Returns:
-        What waits for the sum and gives the micro-batches with their exact scales; it raises
-        RanksDifferError where another rank is at another global batch.
-    """
-    counted = [weighing.counted(*pair) for pair in pairs]
-    own = [weight_before, *[0.0] * (num_virtual_ranks - 1)]
-    for each in counted:
-        own[each.planned.micro_batch.virtual_rank_number or 0] += each.weight
-    differing = float(any(each.differs for each in counted))
-    unclear = float(any(each.unclear for each in counted))
-    if not collectives.contributes:
-        own = [0.0] * num_virtual_ranks
-    place = epoch, pairs[0][0].step
-    # Over the ranks: weight of each virtual rank's part, or of all, how many ranks have other rows
-    # than planned or none that can be seen, epoch, position.
-    sums = torch.tensor([*own, differing, unclear, *place], dtype=torch.float64)
-    work = None if collectives.alone else dist.all_reduce(sums, async_op=True)
-
-    def scaled() -> list[WithBatch]:
-        topology, ranks = collectives.topology, collectives.data_parallel.size
-        if work is not None:
-            work.wait()
-        *totals, ranks_that_differ, ranks_unclear, at_epoch, at_step = sums.tolist()
-        if [at_epoch, at_step] != [topology.size * number for number in place]:
-            raise RanksDifferError(
-                "the same global batch on every rank, whose weights or rows are summed up",
-                f"rank {topology.rank} is at number {place[1]} of epoch {place[0]}, and another "
-                "rank is elsewhere",
-                "leave the training loop at the same step on every rank: decide break, continue "
-                "and return by what is equal everywhere, such as the step or world.mean(loss)",
-            )
-        samples = pairs[0][0].micro_batch.global_samples
-        if weighing.weight is None and weighing.rows is not None:
-            if ranks_unclear:
-                weighing.rows.warn_of_unknown(samples)
-            if not ranks_that_differ:
-                return pairs
-            weighing.rows.warn_of_rows(samples, int(sum(totals)))
-        alone = ranks == 1 and len(pairs) == 1 and pairs[0][0].micro_batch.first
-        alone = alone and pairs[0][0].micro_batch.virtual_rank is None
-        found = []
-        for each in counted:
-            micro = each.planned.micro_batch
-            total = totals[micro.virtual_rank_number or 0]
-            scale = each.weight * max(1, ranks // num_virtual_ranks) / total if total else 0.0
-            micro = replace(micro, scale=scale, plain=alone and total > 0)
-            # Where nothing is left on any rank, all get what one device would get.
-            batch = each.batch if sum(totals) else each.given
-            found.append((each.planned._replace(micro_batch=micro), batch))
-        return found
-
-    return scaled
-
-
-def weighted(
-    pairs: Iterator[WithBatch],
-    weighing: Weighing,
-    collectives: Collectives,
-    epoch: int,
-    weight_before: float = 0.0,
-    num_virtual_ranks: int | None = None,
-) -> Iterator[WithBatch]:
-    """The same micro-batches with the exact scale of what they weigh instead of that of the plan.
-
-    Args:
-        pairs: the micro-batches, in order.
-        weighing: what a batch weighs.
-        collectives: of the run.
-        epoch: of the pass.
-        weight_before: of what this rank was handed of the first global batch before.
-        num_virtual_ranks: of the run, each with a mean of its own; None: there are none.
-
-    Raises:
-        RanksDifferError: another rank is at another global batch.
-    """
-    ahead: Callable[[], list[WithBatch]] = list  # nothing yet
-    group: list[WithBatch] = []
-    for pair in pairs:
-        group.append(pair)
-        if pair[0].micro_batch.last:
-            # Before the next sum begins: it would meet what a rank does that has gone elsewhere.
-            ready = ahead()
-            ahead = _begin_sum(
-                group, weighing, collectives, epoch, weight_before, num_virtual_ranks or 1
-            )
-            group, weight_before = [], 0.0
-            yield from ready
-            if collectives.alone:  # there is no sum to wait for, so nothing is read ahead
-                yield from ahead()
-                ahead = list
-    yield from ahead()
-
-
-def weigh(weight: Weight, planned: PlannedMicroBatch, batch: Any) -> float:
-    """What a micro-batch weighs; one without samples nothing.
-
-    Raises:
-        DataError: the user's function did not give a number that is at least 0.
-    """
-    if not planned.micro_batch.local_rows:
-        return 0.0
-    value = weight(batch)
-    number = float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e300:
-        raise DataError(
-            f"weight={getattr(weight, '__name__', weight)}",
-            f"it gave {value!r} for a batch",
-            "return one number that is at least 0, such as the number of tokens that count",
-        )
-    return float(number)
+            micro_batches.append(micro_batch)
+    return micro_batches

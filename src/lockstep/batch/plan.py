@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from lockstep.settings import is_whole_number
 from lockstep.wording import count_noun
 
 Indices = npt.NDArray[np.int64]
+IntOrArray = TypeVar("IntOrArray", int, Indices)
 Words = npt.NDArray[np.uint64]
 
 _AT_ONCE = 2**14
@@ -319,8 +321,8 @@ def virtual_ranks_of(rank: int, num_ranks: int, num_virtual_ranks: int) -> range
     return range(first, end)
 
 
-def ceil_div(dividend: int, divisor: int) -> int:
-    """Returns the quotient of two whole numbers, rounded up."""
+def ceil_div(dividend: IntOrArray, divisor: int) -> IntOrArray:
+    """Returns the quotient of whole numbers, rounded up."""
     return -(-dividend // divisor)
 
 

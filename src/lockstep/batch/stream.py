@@ -1,9 +1,12 @@
-"""The loader of an iterable: this rank's part of every global batch, while the end is not known.
+"""The loader of an iterable (a *stream*): this rank's part of every global batch.
 
-Where every rank reads the whole iterable, each knows what the others have, and nothing is exchanged
-but, now and then, a few bytes that tell whether they read the same (`consistency`). Where it is
-split, the ranks tell each other how many samples they have of every global batch (8 bytes each, one
-global batch ahead, so no step waits for it).
+A *global batch* holds the samples of one optimizer step, over all ranks; its *position* is its
+number in the epoch. How many there are is not known before the end of the stream.
+
+If every rank reads the whole stream, each knows what the others have. Nothing is exchanged except,
+now and then, a few bytes that show whether they read the same (`consistency`). If the stream is
+split over the ranks, they tell each other how many samples they have of every global batch: 8 bytes
+each, one global batch ahead, so no step waits for it.
 """
 
 from __future__ import annotations
@@ -19,18 +22,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.batch.consistency import (
-    SAMPLES_COMPARED,
+from lockstep.batch.device_copy import to_device
+from lockstep.batch.digest import SAMPLES_COMPARED
+from lockstep.batch.digest_matching import first_differing_sample
+from lockstep.batch.loader import SOME_RANKS_SKIP, Loader
+from lockstep.batch.micro_batches import PlannedMicroBatch, ReadMicroBatch, make_micro_batches
+from lockstep.batch.source import IterableSource
+from lockstep.batch.stream_consistency import (
     WorkerComparison,
     check_global_batch,
     check_length,
-    other_beginning,
+    other_beginning_error,
 )
-from lockstep.batch.fetch import GlobalBatchKey, IterableFetch, RankBatch, is_compared, to_device
-from lockstep.batch.fingerprint import differing_sample
-from lockstep.batch.loader import SOME_SKIP, Loader
-from lockstep.batch.micro_batches import PlannedMicroBatch, WithBatch, micro_batches, weighted
-from lockstep.batch.source import IterableSource, Source
+from lockstep.batch.stream_fetch import GlobalBatchKey, IterableFetch, RankBatch, is_compared
+from lockstep.batch.weighing import scale_by_weight
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.errors import CheckpointError, DataError, SettingError
 
@@ -50,37 +55,45 @@ class IterableLoader(Loader):
 
     def __init__(self, source: IterableSource, **options: Any) -> None:
         super().__init__(source, **options)
+        sample_rng = options.get("sample_rng", True)
         self._iterable = IterableFetch(
-            source, self.seed, options.get("sample_rng", True), self._collectives.data_parallel
+            source, self.seed, sample_rng, self._collectives.data_parallel
         )
-        self._raw: list[Any] = []
+        self._whole_batch: list[Any] = []
         """All samples of the global batch in which something is measured."""
-        self._raw_begins = 0
+        self._first_number = 0
+        """The number of the first of these samples."""
         self._gave_samples = False
-        """Whether a pass over the stream had any."""
+        """True if some pass over the stream had samples."""
         self._first_samples: dict[int, list[Any]] = {}
-        """Digests of the first samples of the epoch that is trained on, by global batch."""
+        """Digests of the first samples of the current epoch, by the position of a global batch."""
         self._first_samples_before: list[Any] | None = None
-        """Those of the checkpoint that was resumed in the middle of this epoch."""
-        if source.shard is not None and self._plan.request.undecided:
+        """Those of the checkpoint from which this epoch was resumed in its middle."""
+        self._check_options()
+
+    def _check_options(self) -> None:
+        """Raises SettingError for options that an iterable which is split cannot have."""
+        if self.source.shard is not None and self._plan.request.is_open:
             raise SettingError(
                 "shares='auto' or micro_batch_size='auto' for a stream with shard=",
                 "they are measured on a global batch that every rank has read as a whole",
                 "give numbers, or leave shard out",
             )
-        if source.shard is not None and self._plan.num_virtual_ranks is not None:
+        if self.source.shard is not None and self._plan.num_virtual_ranks is not None:
             raise SettingError(
                 "strategy='diloco' for a stream with shard=",
                 "each replica has a part of every global batch, whoever computes it, so every rank "
                 "reads the whole stream",
                 "leave shard out",
             )
-        if callable(source.shard) and len(set(self.shares)) > 1:
+        if callable(self.source.shard) and len(set(self.shares)) > 1:
             raise SettingError(
                 f"shares {':'.join(map(str, self.shares))} for a stream with shard=",
                 "a rank reads every n-th sample of it, so all parts are equal",
                 "leave shares out for this loader (shares=(1, 1, ...)), or leave shard out",
             )
+
+    # The position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up the position; the next pass begins there.
@@ -101,19 +114,25 @@ class IterableLoader(Loader):
             self._first_samples_before = json.loads(state["beginning"])
 
     def state_dict(self) -> dict[str, Any]:
-        """The position; inside of an epoch also what the stream began with (see `Loader`)."""
+        """Returns the position. In the middle of an epoch it says what the stream began with."""
         state = super().state_dict()
         first_samples = self.first_samples_of_epoch
         if self.mid_epoch and first_samples:
             state["beginning"] = json.dumps(first_samples)
         return state
 
+    def _identity(self) -> dict[str, int]:
+        ranks = 0
+        if self.source.shard is False:  # the samples of a rank depend on the number of ranks
+            ranks = self._collectives.data_parallel.size
+        return {"batch_size": self.batch_size, "seed": self.seed, "ranks": ranks}
+
     @property
     def first_samples_of_epoch(self) -> list[Any]:
-        """Digests of the first samples that the stream gave in the epoch that is trained on.
+        """Digests of the first samples that the stream gave in the current epoch.
 
-        Of a stream that is split over the ranks, rank 0 has those that a checkpoint holds. If the
-        ranks seek their samples, only its first one does not depend on the number of ranks.
+        If the stream is split over the ranks, a checkpoint holds those of rank 0. If the ranks seek
+        their samples, only the first sample of rank 0 does not depend on the number of ranks.
         """
         found: list[Any] = []
         for position in itertools.count():
@@ -125,167 +144,209 @@ class IterableLoader(Loader):
             return self._first_samples_before
         return found[:1] if callable(self.source.shard) else found[:SAMPLES_COMPARED]
 
-    def _identity(self) -> dict[str, int]:
-        split = self.source.shard is False
-        ranks = self._collectives.data_parallel.size if split else 0
-        return {"batch_size": self.batch_size, "seed": self.seed, "ranks": ranks}
-
-    def _keep_first_samples(self, digests: Mapping[int, list[Any]]) -> None:
-        """Keeps what the stream began with in this epoch."""
-        for position, found in digests.items():
+    def _keep_first_samples(self, digests_by_position: Mapping[int, list[Any]]) -> None:
+        """Keeps digests of the samples with which the stream began in this epoch."""
+        for position, digests in digests_by_position.items():
             if position * self.batch_size < SAMPLES_COMPARED:
-                self._first_samples[position] = found
+                self._first_samples[position] = digests
 
     def _check_beginning(self, epoch: int) -> None:
         """Compares what the stream began with before and after a run was resumed. A collective.
 
         Raises:
-            CheckpointError: on all ranks, where these are not the same samples.
+            CheckpointError: these are not the same samples; raised on all ranks.
         """
         before = self._first_samples_before
         if before is None:
             return
-        differing: int | None = None
+        differing_sample: int | None = None
         # A checkpoint holds the samples of rank 0.
         if self.source.shard is None or self._collectives.data_parallel.rank == 0:
-            differing = differing_sample(before, self.first_samples_of_epoch)
-        found = [place for place in self._collectives.exchange(differing) if place is not None]
-        if found:
-            raise other_beginning(self.source, epoch, found[0])
+            differing_sample = first_differing_sample(before, self.first_samples_of_epoch)
+        for sample in self._collectives.exchange(differing_sample):
+            if sample is not None:
+                raise other_beginning_error(self.source, epoch, sample)
+
+    # A pass
 
     def _train(self, epoch: int, start: int) -> Iterator[Any]:
         self._first_samples = {}
         if start == 0:
             self._first_samples_before = None
-        return self._run(epoch, start, self._pairs(epoch, start, training=True), training=True)
+        on_device = self._read_pass(epoch, start, training=True)
+        return self._run_pass(epoch, start, on_device, training=True)
 
     def _evaluate(self, epoch: int) -> Iterator[Any]:
-        return self._run(epoch, 0, self._pairs(epoch, 0, training=False), training=False)
+        on_device = self._read_pass(epoch, 0, training=False)
+        return self._run_pass(epoch, 0, on_device, training=False)
 
-    def _pairs(
-        self, epoch: int, position: int, *, training: bool
-    ) -> Generator[WithBatch, None, None]:
-        """The micro-batches from a global batch on, each with its batch on the device."""
+    def _read_pass(
+        self, epoch: int, start: int, *, training: bool
+    ) -> Generator[ReadMicroBatch, None, None]:
+        """Yields the micro-batches of a pass, each with its batch on the device.
+
+        Args:
+            epoch: of the pass.
+            start: the position of its first global batch.
+            training: True for a pass with gradients.
+        """
+        position = start
         try:
-            while training and self._plan.request.undecided:
-                self._raw = self._iterable.read_whole(epoch, position)
-                count, size = len(self._raw), self.batch_size
-                if not count or (count < size and self.source.drop_last):
+            while training and self._plan.request.is_open:
+                self._whole_batch = self._iterable.read_whole(epoch, position)
+                count = len(self._whole_batch)
+                is_short = count < self.batch_size
+                if count == 0 or (is_short and self.source.drop_last):
                     return
-                self._raw_begins = position * size
-                batch = np.arange(self._raw_begins, self._raw_begins + count, dtype=np.int64)
-                yield from self._of_segments(epoch, self._plan.autotuned(position, batch))
-                self._raw = []
+                self._first_number = position * self.batch_size
+                numbers = self._first_number + np.arange(count, dtype=np.int64)
+                segments = self._plan.plan_autotuning(position, numbers)
+                yield from self._read_segments(epoch, segments)
+                self._whole_batch = []
                 position += 1
-            rest = self._rest(epoch, position, training)
+            read = self._read_rest(epoch, position, training)
             weighing = self._weighing(epoch)
             if not training:
-                rest = self._with_rows(epoch, rest)
+                read = self._count_rows(epoch, read)
             elif not weighing.is_planned:
-                rest = weighted(
-                    rest,
+                read = scale_by_weight(
+                    read,
                     weighing,
                     self._collectives,
                     epoch,
                     num_virtual_ranks=self._plan.num_virtual_ranks,
                 )
-            yield from to_device(rest, self._collectives.device)
+            yield from to_device(read, self._collectives.device)
         finally:
             self._iterable.close()
 
-    def _with_batches(self, epoch: int, wanted: Iterable[PlannedMicroBatch]) -> Iterator[WithBatch]:
-        """Of a global batch that has been read already."""
-        for planned in wanted:
-            indices = planned.indices
-            samples = [self._raw[i - self._raw_begins] for i in indices.tolist()]
+    def _read_planned(
+        self, epoch: int, planned: Iterable[PlannedMicroBatch]
+    ) -> Iterator[ReadMicroBatch]:
+        """Yields micro-batches of the global batch in which something is measured."""
+        for item in planned:
+            samples = []
+            for number in item.indices.tolist():
+                samples.append(self._whole_batch[number - self._first_number])
             if samples:
-                yield planned, self._iterable.collate(epoch, samples, indices)
+                yield item, self._iterable.collate(epoch, samples, item.indices)
                 continue
             with preserve_rng_state():
-                first = np.array([self._raw_begins])
-                self._keep_example(self._iterable.collate(epoch, self._raw[:1], first), 1)
-            yield planned, self._empty(epoch)
+                first_number = np.array([self._first_number])
+                batch = self._iterable.collate(epoch, self._whole_batch[:1], first_number)
+                self._keep_one_sample(batch, 1)
+            yield item, self._make_empty_batch(epoch)
 
-    def _rest(self, epoch: int, position: int, training: bool) -> Iterator[WithBatch]:
-        everywhere = training or self._evaluates_together
-        outer = self._collectives.blocked
-        for own in self._counted(epoch, position, training):
+    def _read_rest(self, epoch: int, start: int, training: bool) -> Iterator[ReadMicroBatch]:
+        """Yields the micro-batches of a pass from a global batch on, each with its batch.
+
+        In an evaluation a rank skips micro-batches of which it has no samples. Collectives are
+        refused while a batch is handed out that some rank may skip.
+        """
+        every_rank_gets_all = training or self._evaluates_together
+        blocked_before = self._collectives.blocked
+        for rank_batch in self._read_counted(epoch, start, training):
             if training:
-                self._plan.check_trained(int(own.counts.sum()))
-            for planned, batch in self._micro_batches(epoch, own):
-                if not everywhere:
-                    if not planned.micro_batch.local_rows:
-                        continue
-                    known = self.source.shard is None and planned.on_all_ranks
-                    self._collectives.blocked = outer if known else SOME_SKIP
+                self._plan.check_trained(int(rank_batch.counts.sum()))
+            for planned, batch in self._divide(epoch, rank_batch):
+                if every_rank_gets_all:
+                    yield planned, batch
+                    continue
+                if not planned.micro_batch.local_rows:
+                    continue
+                # The counts of the other ranks are known only if every rank reads the whole stream.
+                if self.source.shard is None and planned.on_all_ranks:
+                    self._collectives.blocked = blocked_before
+                else:
+                    self._collectives.blocked = SOME_RANKS_SKIP
                 yield planned, batch
 
-    def _micro_batches(self, epoch: int, own: RankBatch) -> Iterator[WithBatch]:
-        """This rank's micro-batches of a global batch, each with its batch."""
-        before = np.cumsum(own.sizes, axis=0) - own.sizes
-        sizes = np.clip(own.counts - before, 0, own.sizes)
-        some = np.flatnonzero(sizes.sum(axis=1))
-        rank, count = self._collectives.data_parallel.rank, int(own.counts.sum())
-        num_virtual_ranks = self._plan.num_virtual_ranks
-        of_rank = micro_batches(sizes[some], rank, count, num_virtual_ranks=num_virtual_ranks)
-        for j, micro in zip(some, of_rank, strict=False):  # see `MicroBatchPlan`
-            batch = own.batches[j]
-            if micro.local_rows:
-                self._keep_example(batch, micro.local_rows)
+    def _divide(self, epoch: int, rank_batch: RankBatch) -> Iterator[ReadMicroBatch]:
+        """Yields this rank's micro-batches of a global batch, each with its batch."""
+        planned_sizes = rank_batch.planned_sizes
+        planned_before = np.cumsum(planned_sizes, axis=0) - planned_sizes
+        # At the end of the stream a rank may have fewer samples than planned.
+        sizes = np.clip(rank_batch.counts - planned_before, 0, planned_sizes)
+        with_samples = np.flatnonzero(sizes.sum(axis=1))
+        micro_batches = make_micro_batches(
+            sizes[with_samples],
+            self._collectives.data_parallel.rank,
+            int(rank_batch.counts.sum()),
+            num_virtual_ranks=self._plan.num_virtual_ranks,
+        )
+        # There may be fewer micro-batches than sizes: another rank has one more virtual rank.
+        for index, micro_batch in zip(with_samples, micro_batches, strict=False):
+            batch = rank_batch.batches[index]
+            if micro_batch.local_rows:
+                self._keep_one_sample(batch, micro_batch.local_rows)
             else:
-                if own.example is not None:
-                    self._keep_example(own.example, 1)
-                batch = self._empty(epoch)
-            on_all_ranks = bool(sizes[j].all())
-            yield PlannedMicroBatch(own.position, micro, own.indices[j], on_all_ranks), batch
+                if rank_batch.one_sample_batch is not None:
+                    self._keep_one_sample(rank_batch.one_sample_batch, 1)
+                batch = self._make_empty_batch(epoch)
+            numbers = rank_batch.indices[index]
+            on_all_ranks = bool(sizes[index].all())
+            yield PlannedMicroBatch(rank_batch.position, micro_batch, numbers, on_all_ranks), batch
 
-    def _counted(self, epoch: int, begin: int, training: bool) -> Iterator[RankBatch]:
-        """What this rank has of the global batches, to the end, with the counts of all ranks."""
-        source, alone = self.source, self._collectives.alone
-        whole = source.shard is None
-        asks = not (whole or alone) and (training or self._evaluates_together or source.drop_last)
+    def _read_counted(self, epoch: int, start: int, training: bool) -> Iterator[RankBatch]:
+        """Yields what this rank has of each global batch, with the counts of all ranks.
+
+        It ends with the stream. The ranks compare what they read on the way.
+
+        Args:
+            epoch: of the pass.
+            start: the position of the first global batch.
+            training: True for a pass with gradients.
+        """
+        source = self.source
+        alone = self._collectives.alone
+        needs_counts = training or self._evaluates_together or source.drop_last
+        asks_for_counts = needs_counts and source.shard is not None and not alone
         compares = training and not alone
-        total = begin * self.batch_size
-        ahead: deque[tuple[RankBatch, Any]] = deque()
-        with closing(self._global_batches(epoch, begin)) as read:
-            for own in read:
+        num_samples = start * self.batch_size
+        asked: deque[tuple[RankBatch, dist.Work | None]] = deque()
+        """Global batches that were read, and for whose counts the other ranks were asked."""
+        with closing(self._read_global_batches(epoch, start)) as read:
+            for rank_batch in read:
                 if training:
-                    self._keep_first_samples(own.digests)
-                    if own.position == begin:
+                    self._keep_first_samples(rank_batch.digests)
+                    if rank_batch.position == start:
                         self._check_beginning(epoch)
-                if own.ended and not asks:
+                if rank_batch.ended and not asks_for_counts:
                     break
-                if compares and is_compared(own.position, begin, self.batch_size):
-                    first = own.position * self.batch_size
-                    mine = own.digests.get(own.position, [])
-                    check_global_batch(self._collectives, source, epoch, first, mine)
-                ahead.append((own, self._ask(own) if asks else None))
-                if asks and len(ahead) < 2:
-                    continue
-                known, work = ahead.popleft()
+                if compares and is_compared(rank_batch.position, start, self.batch_size):
+                    first = rank_batch.position * self.batch_size
+                    digests = rank_batch.digests.get(rank_batch.position, [])
+                    check_global_batch(self._collectives, source, epoch, first, digests)
+                work = self._ask_for_counts(rank_batch) if asks_for_counts else None
+                asked.append((rank_batch, work))
+                if asks_for_counts and len(asked) < 2:
+                    continue  # the answer arrives while the next global batch is read
+                rank_batch, work = asked.popleft()
                 if work is not None:
                     work.wait()
-                count = int(known.counts.sum())
-                total += count
-                if not count or (source.drop_last and count < self.batch_size):
+                count = int(rank_batch.counts.sum())
+                num_samples += count
+                is_short = count < self.batch_size
+                if count == 0 or (is_short and source.drop_last):
                     break
-                yield known
-                if count < self.batch_size and source.shard is not False:
+                yield rank_batch
+                # A stream that splits itself may give a rank its last samples early.
+                if is_short and source.shard is not False:
                     break
-            for _, work in ahead:  # the others have asked too
+            for _, work in asked:  # every rank has asked, so every rank waits
                 if work is not None:
                     work.wait()
-            # The other workers have come to the end as well; each says how many samples it gave.
-            other_workers = max(0, source.options["num_workers"] - 1)
-            for _ in itertools.islice(read, other_workers):
+            # The other workers come to the end as well; each then says how many samples it gave.
+            num_other_workers = max(0, source.options["num_workers"] - 1)
+            for _ in itertools.islice(read, num_other_workers):
                 pass
-        self._check_gives_samples_again(epoch, total)
-        if compares and whole:
-            check_length(self._collectives, epoch, total)
+        self._check_gives_samples_again(epoch, num_samples)
+        if compares and source.shard is None:
+            check_length(self._collectives, epoch, num_samples)
 
-    def _check_gives_samples_again(self, epoch: int, total: int) -> None:
-        """Raises DataError where a pass had no samples although one before it had some."""
-        if total:
+    def _check_gives_samples_again(self, epoch: int, num_samples: int) -> None:
+        """Raises DataError if a pass had no samples although an earlier one had some."""
+        if num_samples:
             self._gave_samples = True
         elif self._gave_samples:
             raise DataError(
@@ -295,47 +356,51 @@ class IterableLoader(Loader):
                 "let its __iter__ begin with the first sample each time",
             )
 
-    def _ask(self, own: RankBatch) -> Any:
-        """Begins to ask the other ranks for their counts, which are there when it is done."""
-        rank, size = self._collectives.data_parallel.rank, self._collectives.topology.size
-        mine = torch.tensor([int(own.counts[rank])])
-        rows = torch.empty(size, 1, dtype=mine.dtype)
-        own.counts = rows.view(-1).numpy()[: len(own.counts)]
-        return dist.all_gather(list(rows), mine, async_op=True)
+    def _ask_for_counts(self, rank_batch: RankBatch) -> dist.Work:
+        """Starts to gather the counts of all ranks, which are in `rank_batch` when it is done."""
+        rank = self._collectives.data_parallel.rank
+        size = self._collectives.topology.size
+        count = torch.tensor([int(rank_batch.counts[rank])])
+        counts_of_all = torch.empty(size, 1, dtype=count.dtype)
+        rank_batch.counts = counts_of_all.view(-1).numpy()[: len(rank_batch.counts)]
+        work: dist.Work = dist.all_gather(list(counts_of_all), count, async_op=True)
+        return work
 
-    def _global_batches(self, epoch: int, begin: int) -> Generator[RankBatch, None, None]:
-        """What this rank has of the global batches, without end: after the last one, nothing.
+    def _read_global_batches(self, epoch: int, start: int) -> Generator[RankBatch, None, None]:
+        """Yields what this rank has of the global batches, without end: empty ones after the last.
 
-        What several loader workers have read is compared.
+        Checks that all loader workers read the same.
         """
-        plan = self._plan
-        needed = plan.num_micro_batches // plan.max_virtual_ranks_of_process
-        num_virtual_ranks = plan.num_virtual_ranks
-        compares_beginning = self._first_samples_before is not None
-        keys = (
-            GlobalBatchKey(
-                epoch,
-                t,
-                plan.shares,
-                needed,
-                num_virtual_ranks,
-                begin,
-                compares_beginning and t == begin,
-            )
-            for t in itertools.count(begin)
-        )
-        # Workers begin a pass of their own; here the one that is open goes on.
-        several = self.source.options["num_workers"] > 0
-        fetch = self._iterable.fresh() if several else self._iterable
-        workers = WorkerComparison(self.source, self._collectives.topology, epoch)
-        with closing(self._workers.read(fetch, keys)) as read:
-            for own in read:
-                workers.check(own.worker, own.digests, own.samples_in_all)
-                yield own
+        # Workers begin a pass of their own; in this process the pass that is open continues.
+        has_workers = self.source.options["num_workers"] > 0
+        fetch = self._iterable.fresh() if has_workers else self._iterable
+        comparison = WorkerComparison(self.source, self._collectives.topology, epoch)
+        with closing(self._workers.read(fetch, self._keys(epoch, start))) as read:
+            for rank_batch in read:
+                comparison.check(
+                    rank_batch.worker, rank_batch.digests, rank_batch.num_samples_in_all
+                )
+                yield rank_batch
 
-    def _first(self, epoch: int, count: int) -> Any:
+    def _keys(self, epoch: int, start: int) -> Iterator[GlobalBatchKey]:
+        """Yields the keys of the global batches from one on, without end."""
+        plan = self._plan
+        num_micro_batches = plan.num_micro_batches // plan.max_virtual_ranks_of_process
+        checks_beginning = self._first_samples_before is not None
+        for position in itertools.count(start):
+            yield GlobalBatchKey(
+                epoch,
+                position,
+                plan.shares,
+                num_micro_batches,
+                plan.num_virtual_ranks,
+                pass_begin=start,
+                read_beginning=checks_beginning and position == start,
+            )
+
+    def _read_first(self, epoch: int, count: int) -> Any:
         with preserve_rng_state():
-            batch = self._iterable.first(epoch, count)
+            batch = self._iterable.read_first(epoch, count)
         if batch is None:
             raise DataError(
                 f"the stream {type(self.dataset).__name__}",
@@ -343,10 +408,3 @@ class IterableLoader(Loader):
                 "check what it reads, or use fewer processes",
             )
         return batch
-
-
-def make_loader(source: Source, **options: Any) -> Loader:
-    """The loader of a source; `options` are those of `Loader`."""
-    if isinstance(source, IterableSource):
-        return IterableLoader(source, **options)
-    return Loader(source, **options)

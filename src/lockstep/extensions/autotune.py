@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.batch.micro_batches import Autotuned, AutotuneRequest, MicroBatchPlan
+from lockstep.batch.autotune_request import AutotuneRequest, AutotuneResult
+from lockstep.batch.micro_batches import MicroBatchPlan
 from lockstep.batch.plan import parts
 from lockstep.batch.pytree import map_tensors, tensors
 from lockstep.batch.shares import (
@@ -251,7 +252,7 @@ class Autotune(Extension):
     """As they are called; there may come more."""
     optimizers: Collection[PreparedOptimizer]
     """Prepared ones; likewise."""
-    found: Autotuned = field(default_factory=Autotuned)
+    found: AutotuneResult = field(default_factory=AutotuneResult)
     _profiled: tuple[MicroBatchPlan, int, list[ForwardCall]] | None = None
     _recording: ExitStack = field(default_factory=ExitStack)
 
@@ -282,11 +283,11 @@ class Autotune(Extension):
                 "give numbers, or use strategy='ddp'",
             )
         return AutotuneRequest(
-            found=self.found,
-            shares=open_shares and self.plan.devices > 1,
-            micro_batch_size=open_size,
+            result=self.found,
+            wants_shares=open_shares and self.plan.devices > 1,
+            wants_micro_batch_size=open_size,
             profile=self._profile,
-            as_planned=self._as_planned,
+            must_keep_plan=self._as_planned,
         )
 
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
@@ -302,7 +303,7 @@ class Autotune(Extension):
         self._stop()
         search = _Search(self.run, self.plan, division, local, calls)
         shares = division.shares
-        if division.request.open_shares:
+        if division.request.shares_are_open:
             before, after, times = search.shares()
             kind = "rank"
             if len(self.plan.own_devices) == 1:
@@ -313,12 +314,12 @@ class Autotune(Extension):
                     if isinstance(module, DataParallel):
                         module.set_shares(after)
             self._say(_shares_in_words(before, after, times, kind))
-        if division.request.open_micro_batch_size:
+        if division.request.micro_batch_size_is_open:
             self.found.micro_batch_size = search.micro_batch_size(shares)
             most = max(parts(division.batch_size, shares))
             self._say(_micro_batch_in_words(self.found.micro_batch_size, most))
-            self.found.tried = True
-        if division.request.open_shares:
+            self.found.micro_batch_size_is_known = True
+        if division.request.shares_are_open:
             self.found.shares = shares
 
     def _say(self, text: str) -> None:
@@ -387,7 +388,7 @@ class _Search(ProfilingRun):
             before = (1,) * self._devices
         # Where the parts may be computed in micro-batches, memory does not bound them.
         given = self._division.micro_batch_size
-        bound = given is None and not self._division.request.open_micro_batch_size
+        bound = given is None and not self._division.request.micro_batch_size_is_open
         shares = before
         tried: dict[tuple[int, ...], float] = {}
         telling: list[tuple[float, ...]] = []
@@ -457,7 +458,8 @@ class _Search(ProfilingRun):
         They begin together, and what fails on one fails on all.
         """
         collectives = self._run.collectives
-        was_set = f"{'shares' if self._division.request.open_shares else 'micro_batch_size'}='auto'"
+        shares_are_open = self._division.request.shares_are_open
+        was_set = "shares='auto'" if shares_are_open else "micro_batch_size='auto'"
 
         def find_all() -> tuple[None, list[Any]]:
             try:

@@ -22,11 +22,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lockstep.batch.autotune_request import AutotuneRequest
 from lockstep.batch.loader import Loader
-from lockstep.batch.micro_batches import AutotuneRequest, MicroBatchPlan
+from lockstep.batch.make_loader import make_loader
+from lockstep.batch.micro_batches import MicroBatchPlan
 from lockstep.batch.shares import first_shares, parse_micro_batch
 from lockstep.batch.source import Source, make_source
-from lockstep.batch.stream import make_loader
 from lockstep.checkpoint.sharding import map_leaves, reshard
 from lockstep.communication.compression import CompressedMeans
 from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
@@ -297,10 +298,10 @@ class Preparer:
             plan=MicroBatchPlan(
                 request=request,
                 batch_size=source.batch_size,
-                varying=source.batch_sampler is not None,
+                sizes_vary=source.batch_sampler is not None,
                 data_parallel=self.run.collectives.data_parallel,
-                first_shares=shares_until_found,
-                first_micro_batch_size=parse_micro_batch(plan.micro_batch_size(micro_batch_size)),
+                initial_shares=shares_until_found,
+                initial_micro_batch_size=parse_micro_batch(plan.micro_batch_size(micro_batch_size)),
                 min_micro_batches=min_micro_batches,
                 num_virtual_ranks=plan.num_virtual_ranks,
             ),

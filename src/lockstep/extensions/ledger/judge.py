@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.batch.fingerprint import Fingerprint, compare, differing_sample
+from lockstep.batch.digest_matching import first_differing_sample
+from lockstep.batch.fingerprint import Fingerprint, compare
 from lockstep.batch.plan import Indices, ceil_div
 from lockstep.errors import CheckpointError
 from lockstep.extensions.ledger.file_format import (
@@ -360,7 +361,7 @@ def _check_beginnings(
                 first_beginning = beginning
                 first_index = index
                 continue
-            sample = differing_sample(first_beginning, beginning)
+            sample = first_differing_sample(first_beginning, beginning)
             if sample is not None:
                 report.add_finding(
                     "LS104",

@@ -1,0 +1,99 @@
+"""Are these the data that an earlier start of the training read? Reads and judges fingerprints.
+
+What a fingerprint is, and when two of them differ, stands in `fingerprint`. A stream has none.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from lockstep.batch.consistency import read_samples
+from lockstep.batch.digest_matching import Parts, parts_of
+from lockstep.batch.fingerprint import Fingerprint, compare
+from lockstep.batch.source import IterableSource, Source, index_bytes, subset_indices
+from lockstep.errors import CheckpointError, warn
+
+HUGGING_FACE_FINGERPRINT = "_fingerprint"
+"""The attribute of `datasets.Dataset` that its documentation calls the fingerprint."""
+NUM_SAMPLES = 32
+STRIDE = 13
+"""From one sample to the next in the order in which they are read. It has no divisor in common with
+the number of samples, so that those which are read in time are spread over the dataset."""
+
+
+def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
+    """Reads the fingerprint of a dataset with an index; None for a stream."""
+    if isinstance(source, IterableSource):
+        return None
+    indices = _spread_indices(len(source.dataset))  # type: ignore[arg-type]
+    indices_twice: list[int] = []
+    for index in indices:
+        indices_twice += [index, index]
+    digests = read_samples(source, seed, indices_twice, file_names=True)
+    first_readings = digests[0::2]
+    second_readings = digests[1::2]
+    parts_by_index: dict[int, Parts] = {}
+    random_parts: set[str] = set()
+    for index, first, second in zip(indices, first_readings, second_readings, strict=False):
+        if first is not None and second is not None:
+            parts_by_index[index] = parts_of(first)
+            random_parts |= _unequal_parts(parts_of(first), parts_of(second))
+    # What is drawn in one sample is drawn in all, even where two draws were equal by chance.
+    samples: dict[int, Parts] = {}
+    for index, parts in parts_by_index.items():
+        samples[index] = {name: part for name, part in parts.items() if name not in random_parts}
+    hugging_face = getattr(source.dataset, HUGGING_FACE_FINGERPRINT, None)
+    return Fingerprint(
+        subsets=[zlib.crc32(index_bytes(indices)) for indices in subset_indices(source.dataset)],
+        hugging_face=hugging_face if isinstance(hugging_face, str) else None,
+        samples=samples,
+    )
+
+
+def _spread_indices(length: int) -> list[int]:
+    """Returns up to `NUM_SAMPLES` indices of a dataset, in the order in which they are read."""
+    indices: list[int] = []
+    for number in range(NUM_SAMPLES):
+        place = number * STRIDE % NUM_SAMPLES
+        index = (length - 1) * place // (NUM_SAMPLES - 1)
+        if index >= 0 and index not in indices:
+            indices.append(index)
+    return indices
+
+
+def _unequal_parts(first: Parts, second: Parts) -> set[str]:
+    """Returns the names of the parts that are not exactly the same in two readings of a sample."""
+    unequal = set()
+    for name, part in first.items():
+        if repr(part) != repr(second.get(name)):  # NaN is equal to NaN
+            unequal.add(name)
+    return unequal
+
+
+def check_fingerprint(source: Source, before: Fingerprint, now: Fingerprint) -> None:
+    """Compares the data of a checkpoint with those of the run that resumes it.
+
+    Warns if they may be the same samples.
+
+    Raises:
+        CheckpointError: they are other samples.
+    """
+    difference = compare(before, now)
+    if difference is None:
+        return
+    name = type(source.dataset).__name__
+    if difference.other_samples:
+        raise CheckpointError(
+            f"resuming a loader of a {name} of {source.length} samples",
+            f"it is not the data of the checkpoint, although the length is the same: "
+            f"{difference.found}",
+            "continue with the data that the training began with; if they were split or drawn at "
+            "random, do so after lockstep.init(seed=...) and before world.prepare, or with a seed "
+            "of their own; to train on other data, leave the loader out of the checkpoint",
+        )
+    warn(
+        f"resuming a loader of a {name} of {source.length} samples",
+        f"{difference.found}; other parts of them, such as the labels, are as in the checkpoint",
+        "nothing, if you changed how samples are prepared; otherwise continue with the data of "
+        "the checkpoint",
+    )

@@ -1,0 +1,102 @@
+"""Digests of samples: short JSON values by which two readings of a sample are compared.
+
+A digest is exact, except for measured numbers (pixels, audio, features) of which there are many:
+of these it has three means, since machines decode images and round sums a little differently.
+`digest_matching` compares digests.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+SAMPLES_COMPARED = 16
+"""How many samples of a batch are compared at most."""
+MAX_NUMBERS = 2**16
+"""About how many numbers of an array, evenly spread, its digest is made of."""
+MAX_NUMBERS_IN_BATCH = 512
+"""The same for a sample that is compared while a loop is running."""
+MAX_NUMBERS_KEPT = 16
+"""An array of at most this size is kept number by number."""
+_DTYPES_OF_NUMPY = {
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+}  # fmt: skip
+
+
+def batch_digests(samples: Sequence[Any]) -> list[Any]:
+    """Returns the digests of the first samples of a batch; None for a sample that has none."""
+    digests: list[Any] = []
+    for sample in islice(samples, SAMPLES_COMPARED):
+        try:
+            digests.append(digest(sample, MAX_NUMBERS_IN_BATCH))
+        except Exception:  # a class of the user's that only looks like a list or an array
+            digests.append(None)
+    return digests
+
+
+def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = False) -> Any:
+    """Returns the digest of a sample, or of a part of it.
+
+    Args:
+        value: the sample.
+        max_numbers: about how many numbers of an array are looked at.
+        file_names: True if the last part of a path counts. Its folders differ between machines.
+    """
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            return [str(value.dtype), list(value.shape)]
+        value = value.detach().cpu()
+        if value.dtype not in _DTYPES_OF_NUMPY:
+            value = value.to(torch.float32)
+        return _digest_array(value.numpy(), max_numbers)
+    if hasattr(value, "__array_interface__"):  # an array of numpy's, or an image
+        return _digest_array(np.asarray(value), max_numbers)
+    if isinstance(value, str):
+        file_name = value.replace("\\", "/").rpartition("/")[2]
+        is_path = file_name != value
+        if is_path and not file_names:
+            return "path"
+        return zlib.crc32(file_name.encode())
+    if isinstance(value, bytes):
+        return zlib.crc32(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return [
+            [str(key), digest(item, max_numbers, file_names=file_names)]
+            for key, item in value.items()
+        ]
+    if isinstance(value, Sequence):
+        return [digest(item, max_numbers, file_names=file_names) for item in value]
+    return type(value).__name__
+
+
+def _digest_array(array: npt.NDArray[Any], max_numbers: int) -> list[Any]:
+    """Returns dtype and shape, then a checksum, the numbers themselves, or three means of them."""
+    dtype_and_shape = [str(array.dtype), list(array.shape)]
+    is_numeric = array.dtype.kind in "biufc"
+    if not is_numeric:
+        return dtype_and_shape
+    array = array.reshape(-1)[:: max(1, array.size // max_numbers)]
+    is_small = array.size <= MAX_NUMBERS_KEPT
+    is_image = array.dtype == np.uint8 and not is_small
+    is_measured = array.dtype.kind == "f" or is_image
+    if not is_measured:
+        return [*dtype_and_shape, zlib.crc32(np.ascontiguousarray(array).tobytes())]
+    numbers = array.astype(np.float64)
+    if is_small:
+        return [*dtype_and_shape, *numbers.tolist()]
+    magnitudes = np.abs(numbers)
+    weights = np.linspace(0.5, 1.5, len(numbers))  # so that the order of the numbers counts
+    mean = float(magnitudes.mean())
+    weighted_mean = float((magnitudes * weights).mean())
+    mean_of_positive = float(np.maximum(numbers, 0.0).mean())
+    return [*dtype_and_shape, mean, weighted_mean, mean_of_positive]

@@ -1,0 +1,148 @@
+"""Compares digests of samples: are two readings of the same samples? Pure functions.
+
+The *parts* of a sample are its components, such as image and label, each with a digest and a name.
+If one part differs between two readings, an image perhaps, and another one is the same in all
+samples, the label perhaps, then they are the same samples, of which something was drawn or computed
+in another way. Only a part that is not the same in all samples can show this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+RELATIVE_TOLERANCE = 1e-3
+"""Of measured numbers. Machines decode images and round sums a little differently."""
+ABSOLUTE_TOLERANCE = 1e-9
+MAX_VALUES_AS_PARTS = 16
+"""Values in a list that are parts of their own. If there are more, such as the tokens of a text,
+they are one part together."""
+
+Parts = Mapping[str, Any]
+"""The parts of a sample: a digest by name."""
+
+
+class Match(Enum):
+    """The result of comparing two readings of some samples."""
+
+    SAME = "the samples are the same"
+    CHANGED = "something in all samples is the same, such as the labels, and something differs"
+    OTHER = "nothing that tells the samples apart is the same"
+
+
+def match_samples(before: Sequence[Any], now: Sequence[Any]) -> Match:
+    """Compares the digests of the same samples in two readings.
+
+    If one of them has more samples, these are ignored.
+    """
+    parts_before = [parts_of(sample) for sample in before]
+    parts_now = [parts_of(sample) for sample in now]
+    return match_parts(parts_before, parts_now)
+
+
+def match_parts(before: Sequence[Parts], now: Sequence[Parts]) -> Match:
+    """Compares two readings of some samples, which were divided into parts before."""
+    pairs = list(zip(before, now, strict=False))
+    if all(samples_match(old, new) for old, new in pairs):
+        return Match.SAME
+    first_sample = pairs[0][0]
+    for name in first_sample:
+        values_before = [old.get(name) for old, _ in pairs]
+        tells_samples_apart = len(pairs) == 1 or not all_digests_match(values_before)
+        if tells_samples_apart and _part_is_unchanged(name, pairs):
+            return Match.CHANGED
+    return Match.OTHER
+
+
+def _part_is_unchanged(name: str, pairs: Sequence[tuple[Parts, Parts]]) -> bool:
+    """Returns True if a part is the same in both readings of every sample."""
+    for old, new in pairs:
+        if name not in new or not digests_match(old.get(name), new[name]):
+            return False
+    return True
+
+
+def samples_match(one: Parts, other: Parts) -> bool:
+    """Returns True if two samples are the same in every part."""
+    if one.keys() != other.keys():
+        return False
+    return all(digests_match(one[name], other[name]) for name in one)
+
+
+def first_differing_sample(before: Sequence[Any], now: Sequence[Any]) -> int | None:
+    """Returns the first of some samples that is another one in the second reading.
+
+    Args:
+        before: digests of the samples in the first reading.
+        now: in the second.
+
+    Returns:
+        Its place; None: they are the same samples.
+    """
+    if match_samples(before, now) is not Match.OTHER:
+        return None
+    for place, (old, new) in enumerate(zip(before, now, strict=False)):
+        if not digests_match(old, new):
+            return place
+    return None
+
+
+def parts_of(digest: Any, name: str = "sample") -> dict[str, Any]:
+    """Divides the digest of a sample into those of its parts.
+
+    Args:
+        digest: as `digest` returns it. A mapping is a list of pairs of key and value.
+        name: with which the names of the parts begin.
+    """
+    is_container = isinstance(digest, list) and not _is_array(digest)
+    if not is_container or _is_long_list_of_values(digest):
+        return {name: digest}
+    parts: dict[str, Any] = {}
+    for place, item in enumerate(digest):
+        if _is_pair_of_mapping(item):
+            key, value = item
+            parts |= parts_of(value, f"{name}[{key!r}]")
+        else:
+            parts |= parts_of(item, f"{name}[{place}]")
+    return parts
+
+
+def _is_pair_of_mapping(digest: Any) -> bool:
+    """Returns True for `[key, value]`, which may not be the digest of an array."""
+    if not isinstance(digest, list) or len(digest) != 2:
+        return False
+    return isinstance(digest[0], str) and not _is_array(digest)
+
+
+def _is_array(digest: list[Any]) -> bool:
+    """Returns True for the digest of an array, which begins with its dtype and its shape."""
+    if len(digest) < 2 or not isinstance(digest[0], str) or not isinstance(digest[1], list):
+        return False
+    return all(type(size) is int for size in digest[1])
+
+
+def _is_long_list_of_values(digest: list[Any]) -> bool:
+    """Returns True for the values of one thing, such as the tokens of a text."""
+    if len(digest) <= MAX_VALUES_AS_PARTS:
+        return False
+    return not any(isinstance(item, list) for item in digest)
+
+
+def digests_match(one: Any, other: Any) -> bool:
+    """Returns True if two digests are of the same sample, or of the same part of it."""
+    if isinstance(one, list) and isinstance(other, list):
+        if len(one) != len(other):
+            return False
+        return all(digests_match(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, float) and isinstance(other, float):
+        if math.isnan(one) and math.isnan(other):
+            return True
+        return math.isclose(one, other, rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
+    return bool(one == other)
+
+
+def all_digests_match(digests: Sequence[Any]) -> bool:
+    """Returns True if all digests are of the same sample."""
+    return all(digests_match(digest, digests[0]) for digest in digests)

@@ -1,0 +1,253 @@
+"""Weighs micro-batches by a user's function or by their rows, instead of by planned samples.
+
+The *weight* of a batch is what the user's function says (its number of tokens, say), or its number
+of rows if a user's collate function made it. The *scale* of a micro-batch, the factor of its loss,
+is then `w * ranks / W`: `w` is its weight, and `W` that of the whole global batch over all ranks.
+(With virtual ranks, `ranks` and `W` are those of one virtual rank.)
+
+`W` is an all-reduce of a few bytes on the CPU. The loader reads one global batch ahead and starts
+it a whole step before its result is needed, so no step waits for it. At most one is under way. A
+loop that is left early never reads the last sum, which is right if all ranks leave. The sum also
+says of which global batch it is, so that the sum of a rank that has left alone is not mistaken for
+another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.batch.micro_batches import PlannedMicroBatch, ReadMicroBatch
+from lockstep.batch.rows import RowCounter
+from lockstep.distributed.collectives import Collectives
+from lockstep.errors import DataError, RanksDifferError
+
+Weight = Callable[[Any], float | Tensor]
+
+
+class CountedBatch(NamedTuple):
+    """A micro-batch whose rows were counted."""
+
+    planned: PlannedMicroBatch
+    batch: Any
+    """A batch of one sample if the collate function left all samples out."""
+    collated: Any
+    """What the collate function returned."""
+    weight: float
+    has_other_rows: bool
+    """True if the number of rows is not the number of planned samples."""
+    rows_are_unknown: bool
+    """True if the batch does not show how many rows it has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighing:
+    """How the micro-batches of one loader are weighed."""
+
+    weight: Weight | None
+    """The user's function; None: batches are weighed by their rows."""
+    rows: RowCounter | None
+    """None: every sample makes one row, and nothing has to be counted."""
+    make_empty_batch: Callable[[], Any]
+    """Returns a batch that stands for one without rows."""
+
+    @property
+    def is_planned(self) -> bool:
+        """True if every part weighs its number of planned samples."""
+        return self.weight is None and self.rows is None
+
+    def count_rows(self, planned: PlannedMicroBatch, batch: Any) -> CountedBatch:
+        """Counts the rows of a batch, and weighs it.
+
+        Raises:
+            DataError: the user's function did not return a number that is at least 0.
+        """
+        micro_batch = planned.micro_batch
+        num_samples = micro_batch.local_rows
+        num_rows: int | None = num_samples
+        if self.rows is not None and num_samples:
+            num_rows = self.rows.count(batch, num_samples)
+        rows_are_unknown = num_rows is None
+        if num_rows is None:
+            num_rows = num_samples
+        collated = batch
+        if num_samples and num_rows == 0:
+            batch = self.make_empty_batch()
+        has_other_rows = num_rows != num_samples
+        if has_other_rows:
+            left_out = max(0, num_samples - num_rows)
+            micro_batch = replace(micro_batch, local_rows=num_rows, left_out=left_out)
+            planned = planned._replace(micro_batch=micro_batch)
+        weight = float(num_rows)
+        if self.weight is not None:
+            weight = _weigh_batch(self.weight, batch) if num_rows else 0.0
+        return CountedBatch(planned, batch, collated, weight, has_other_rows, rows_are_unknown)
+
+
+def _weigh_batch(weight: Weight, batch: Any) -> float:
+    """Returns what the user's function says that a batch weighs.
+
+    Raises:
+        DataError: it did not return a number that is at least 0.
+    """
+    value = weight(batch)
+    number = float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not 0 <= number < 1e300:
+        raise DataError(
+            f"weight={getattr(weight, '__name__', weight)}",
+            f"it gave {value!r} for a batch",
+            "return one number that is at least 0, such as the number of tokens that count",
+        )
+    return float(number)
+
+
+def scale_by_weight(
+    read: Iterator[ReadMicroBatch],
+    weighing: Weighing,
+    collectives: Collectives,
+    epoch: int,
+    weight_before: float = 0.0,
+    num_virtual_ranks: int | None = None,
+) -> Iterator[ReadMicroBatch]:
+    """Yields micro-batches with the exact scale of what they weigh, instead of the planned one.
+
+    Args:
+        read: the micro-batches, in order.
+        weighing: how a batch is weighed.
+        collectives: of the run.
+        epoch: of the pass.
+        weight_before: the weight of what this rank has already got of the first global batch.
+        num_virtual_ranks: of the run; None: there are none.
+
+    Raises:
+        RanksDifferError: another rank is at another global batch.
+    """
+    weight_sum: _WeightSum | None = None
+    global_batch: list[ReadMicroBatch] = []
+    for planned, batch in read:
+        global_batch.append((planned, batch))
+        if not planned.micro_batch.last:
+            continue
+        # The sum under way is waited for before the next one begins: if a rank has left its loop,
+        # the next one would meet some other collective of that rank.
+        ready = [] if weight_sum is None else weight_sum.wait()
+        weight_sum = _WeightSum(
+            global_batch, weighing, collectives, epoch, weight_before, num_virtual_ranks or 1
+        )
+        global_batch = []
+        weight_before = 0.0
+        yield from ready
+        if collectives.alone:  # there is no sum to wait for, so nothing is read ahead
+            yield from weight_sum.wait()
+            weight_sum = None
+    if weight_sum is not None:
+        yield from weight_sum.wait()
+
+
+class _WeightSum:
+    """The all-reduce of the weight of one global batch, which is under way.
+
+    Args:
+        global_batch: this rank's micro-batches of the global batch.
+        weighing: how a batch is weighed.
+        collectives: of the run.
+        epoch: of the pass.
+        weight_before: the weight of what this rank has already got of the global batch.
+        num_virtual_ranks: of the run; 1 if there are none.
+    """
+
+    def __init__(
+        self,
+        global_batch: list[ReadMicroBatch],
+        weighing: Weighing,
+        collectives: Collectives,
+        epoch: int,
+        weight_before: float,
+        num_virtual_ranks: int,
+    ) -> None:
+        self._global_batch = global_batch
+        self._weighing = weighing
+        self._collectives = collectives
+        self._num_virtual_ranks = num_virtual_ranks
+        self._epoch = epoch
+        self._position = global_batch[0][0].position
+        self._counted = [weighing.count_rows(planned, batch) for planned, batch in global_batch]
+        weights = [0.0] * num_virtual_ranks
+        if collectives.contributes:
+            weights[0] = weight_before
+            for counted in self._counted:
+                number = counted.planned.micro_batch.virtual_rank_number
+                weights[number or 0] += counted.weight
+        has_other_rows = any(counted.has_other_rows for counted in self._counted)
+        has_unknown_rows = any(counted.rows_are_unknown for counted in self._counted)
+        # All of it is summed over the ranks.
+        values = [*weights, has_other_rows, has_unknown_rows, self._epoch, self._position]
+        self._sums = torch.tensor(values, dtype=torch.float64)
+        self._work = None
+        if not collectives.alone:
+            self._work = dist.all_reduce(self._sums, async_op=True)
+
+    def wait(self) -> list[ReadMicroBatch]:
+        """Waits for the sum, and returns the micro-batches with their exact scales.
+
+        Raises:
+            RanksDifferError: another rank is at another global batch.
+        """
+        if self._work is not None:
+            self._work.wait()
+        *weights, num_ranks_with_other_rows, num_ranks_with_unknown_rows, epochs, positions = (
+            self._sums.tolist()
+        )
+        self._check_same_global_batch(epochs, positions)
+        rows = self._weighing.rows
+        if self._weighing.weight is None and rows is not None:
+            global_samples = self._global_batch[0][0].micro_batch.global_samples
+            if num_ranks_with_unknown_rows:
+                rows.warn_of_unknown(global_samples)
+            if not num_ranks_with_other_rows:
+                return self._global_batch
+            rows.warn_of_rows(global_samples, int(sum(weights)))
+        return self._scaled(weights)
+
+    def _check_same_global_batch(self, epochs: float, positions: float) -> None:
+        """Raises RanksDifferError if epochs and positions, summed over the ranks, are not equal."""
+        topology = self._collectives.topology
+        if epochs == topology.size * self._epoch and positions == topology.size * self._position:
+            return
+        raise RanksDifferError(
+            "the same global batch on every rank, whose weights or rows are summed up",
+            f"rank {topology.rank} is at number {self._position} of epoch {self._epoch}, and "
+            "another rank is elsewhere",
+            "leave the training loop at the same step on every rank: decide break, continue "
+            "and return by what is equal everywhere, such as the step or world.mean(loss)",
+        )
+
+    def _scaled(self, weights: list[float]) -> list[ReadMicroBatch]:
+        """Returns the micro-batches, scaled.
+
+        Args:
+            weights: over all ranks, of each virtual rank's part, or of the whole global batch.
+        """
+        num_ranks = self._collectives.data_parallel.size
+        ranks_of_virtual_rank = max(1, num_ranks // self._num_virtual_ranks)
+        first = self._global_batch[0][0].micro_batch
+        is_whole = num_ranks == 1 and len(self._global_batch) == 1 and first.first
+        is_whole = is_whole and first.virtual_rank is None
+        scaled = []
+        for counted in self._counted:
+            micro_batch = counted.planned.micro_batch
+            total = weights[micro_batch.virtual_rank_number or 0]
+            scale = 0.0
+            if total:
+                scale = counted.weight * ranks_of_virtual_rank / total
+            micro_batch = replace(micro_batch, scale=scale, plain=is_whole and total > 0)
+            # If nothing is left on any rank, all of them get what one device would get.
+            batch = counted.batch if sum(weights) else counted.collated
+            scaled.append((counted.planned._replace(micro_batch=micro_batch), batch))
+        return scaled
