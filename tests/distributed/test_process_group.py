@@ -82,8 +82,10 @@ def test_what_cannot_be_had(
         assert word in str(caught.value)
 
 
-def test_closing_without_a_group_is_nothing() -> None:
+def test_closing_without_a_group_does_nothing() -> None:
+    assert not dist.is_initialized()
     close_group()
+    assert not dist.is_initialized()
 
 
 def test_no_rank_goes_on_before_all_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:

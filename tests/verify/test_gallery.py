@@ -1,4 +1,4 @@
-"""The gallery: small scripts as people write them, each with one planted defect, and repaired.
+"""The gallery: small scripts as people write them, each stored right, with a patch for its defect.
 
 `lockstep verify` is to find each defect by the numbers and calls alone, and to call every repaired
 script, and every one of `gallery/right`, EQUAL. Scripts are run under one and the same name.
@@ -7,7 +7,6 @@ script, and every one of `gallery/right`, EQUAL. Scripts are run under one and t
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import warm
+from patch import apply_patch
 
 GALLERY = Path(__file__).with_name("gallery")
 THOROUGH = pytest.mark.thorough
@@ -105,9 +105,10 @@ THREE = (
 """Judged on three processes, which do not divide the batches."""
 
 
-def verify(script: Path, folder: Path, *, nproc: int = 2, command: bool = False) -> dict[str, Any]:
+def verify(source: str, folder: Path, *, nproc: int = 2, command: bool = False) -> dict[str, Any]:
     """The verdict on a script, whose name says nothing."""
-    script = Path(shutil.copy(script, folder / "train.py"))
+    script = folder / "train.py"
+    script.write_text(source)
     if not command:
         return warm.verify(script, nproc=nproc).as_json()
     found = folder / "verdict.json"
@@ -135,8 +136,9 @@ EACH = [
 
 @pytest.mark.parametrize("planted", EACH)
 def test_a_planted_defect_is_found_and_named(planted: Planted, tmp_path: Path) -> None:
-    script = GALLERY / planted.name / f"{planted.name}_wrong.py"
-    verdict = verify(script, tmp_path, nproc=planted.nproc, command=planted.command)
+    patch = GALLERY / f"{planted.name}.patch"
+    source = apply_patch(patch.with_suffix(".py").read_text(), patch.read_text())
+    verdict = verify(source, tmp_path, nproc=planted.nproc, command=planted.command)
     assert verdict["verdict"] == "DIFFERENT"
     finding = verdict["findings"][0]
     assert finding["code"] in planted.codes.split(), finding
@@ -147,18 +149,20 @@ def test_a_planted_defect_is_found_and_named(planted: Planted, tmp_path: Path) -
 
 @pytest.mark.parametrize("planted", EACH)
 def test_the_repaired_script_is_equal(planted: Planted, tmp_path: Path) -> None:
-    script = GALLERY / planted.name / f"{planted.name}_right.py"
-    verdict = verify(script, tmp_path, nproc=planted.nproc)
+    script = GALLERY / f"{planted.name}.py"
+    verdict = verify(script.read_text(), tmp_path, nproc=planted.nproc)
     assert verdict["verdict"] == "EQUAL", verdict["findings"]
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_script_is_equal(name: str, tmp_path: Path) -> None:
-    verdict = verify(GALLERY / "right" / f"{name}.py", tmp_path, nproc=2 + (name in THREE))
+    script = GALLERY / "right" / f"{name}.py"
+    verdict = verify(script.read_text(), tmp_path, nproc=3 if name in THREE else 2)
     assert verdict["verdict"] == "EQUAL", verdict["findings"]
 
 
 def test_every_script_of_the_gallery_is_run() -> None:
     cases = {planted.name for planted in PLANTED}
-    assert cases == {path.name for path in GALLERY.iterdir() if path.is_dir()} - {"right"}
+    assert cases == {path.stem for path in GALLERY.glob("*.patch")}
+    assert cases == {path.stem for path in GALLERY.glob("*.py")}
     assert len({planted.codes.split()[0] for planted in PLANTED}) >= 18
