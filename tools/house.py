@@ -62,7 +62,8 @@ class Module:
         lines: set[int] = set()
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
             if token.type not in TOKENS_WITHOUT_CODE:
-                first_line, last_line = token.start[0], token.end[0]
+                first_line = token.start[0]
+                last_line = token.end[0]
                 lines.update(range(first_line, last_line + 1))
         return len(lines - _documentation_lines(self.tree))
 

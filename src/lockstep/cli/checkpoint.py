@@ -417,17 +417,21 @@ def _print_table(
         rows: the cells of each row.
         right_aligned: the indices of the columns that are aligned on the right.
     """
-    table = [[replace_unprintable(cell) for cell in row] for row in (head, *rows)]
-    columns = range(len(head))
-    widths = [max(len(row[column]) for row in table) for column in columns]
-    for row in table:
-        cells = []
-        for column in columns:
+    table = []
+    widths = [0] * len(head)
+    for row in (head, *rows):
+        cells = [replace_unprintable(cell) for cell in row]
+        table.append(cells)
+        for column, cell in enumerate(cells):
+            widths[column] = max(widths[column], len(cell))
+    for cells in table:
+        padded_cells = []
+        for column, cell in enumerate(cells):
             if column in right_aligned:
-                cells.append(row[column].rjust(widths[column]))
+                padded_cells.append(cell.rjust(widths[column]))
             else:
-                cells.append(row[column].ljust(widths[column]))
-        click.echo("  ".join(cells).rstrip())
+                padded_cells.append(cell.ljust(widths[column]))
+        click.echo("  ".join(padded_cells).rstrip())
 
 
 def _differing_extra(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

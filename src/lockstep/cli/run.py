@@ -66,7 +66,7 @@ class RunCommand(click.Command):
             return super().parse_args(ctx, [*args])
         except click.NoSuchOption:
             # Perhaps the flag is torchrun's. Reading its flags imports torch, so this comes second.
-            own_flags = {flag for param in self.params for flag in param.opts}
+            own_flags = _flags_of(self)
             ctx.meta[TORCHRUN_OPTIONS] = [
                 option for option in torchrun_options() if own_flags.isdisjoint(option.opts)
             ]
@@ -79,6 +79,14 @@ class RunCommand(click.Command):
             raise SettingError(
                 error.option_name, "neither Lockstep nor torchrun has this flag", do
             ) from None
+
+
+def _flags_of(command: click.Command) -> set[str]:
+    """Returns every flag of a command: `--nproc`, `--module`, `-m`, ..."""
+    flags: set[str] = set()
+    for param in command.params:
+        flags.update(param.opts)
+    return flags
 
 
 def torchrun_options() -> list[click.Option]:
@@ -450,7 +458,7 @@ def misplaced_option(ctx: click.Context, script: str, args: tuple[str, ...]) -> 
         script: the script.
         args: the arguments of the script.
     """
-    own_flags = {flag for param in ctx.command.params for flag in param.opts}
+    own_flags = _flags_of(ctx.command)
     for word in args:
         if word.partition("=")[0] in own_flags:
             return (

@@ -116,10 +116,10 @@ def phases_by_rank(start: Start) -> dict[int, dict[str, float]]:
 
 def work_by_rank(start: Start) -> dict[int, float]:
     """Returns the seconds of a step in which each rank worked and did not wait for others."""
-    return {
-        rank: sum(phases[phase] for phase in WORK_PHASES)
-        for rank, phases in phases_by_rank(start).items()
-    }
+    work = {}
+    for rank, phases in phases_by_rank(start).items():
+        work[rank] = sum(phases[phase] for phase in WORK_PHASES)
+    return work
 
 
 def speed(start: Start) -> Speed | None:
@@ -338,10 +338,10 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
             slow_ranks.append(rank)
     # All ranks count as slow if all their times are 0.
     usual_ranks = [rank for rank in phases if rank not in slow_ranks] or [*phases]
-    usual_phases = {
-        phase: float(np.median([phases[rank][phase] for rank in usual_ranks]))
-        for phase in PHASES_WITHOUT_WAITING
-    }
+    usual_phases = {}
+    for phase in WORK_PHASES:
+        seconds_of_ranks = [phases[rank][phase] for rank in usual_ranks]
+        usual_phases[phase] = float(np.median(seconds_of_ranks))
     slowest_first = sorted(slow_ranks, key=lambda rank: -work[rank])
     for rank in slowest_first[:MAX_STRAGGLERS]:
         host = start.records[rank].header.get("host", "an unknown host")
