@@ -202,7 +202,7 @@ class World:
             data,
             batch_size,
             per_device=batch_size_per_device,
-            devices=self._plan.devices,
+            devices=self._plan.num_devices,
             shuffle=shuffle,
             drop_last=drop_last,
             collate=collate_fn,
@@ -551,7 +551,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         if run.topology.size > 1:
             reason = f"{reason}; ranks given by {run.topology.source}"
         run.collectives.data_parallel = plan.rank
-        run.step.num_devices = len(plan.own_devices)
+        run.step.num_devices = len(plan.local_devices)
         choices.insert(0, Choice("strategy", chosen.name, reason))
         seed_everything(settings.seed)
         return World(run, chosen, plan, choices)

@@ -41,7 +41,7 @@ from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
 from lockstep.settings import Choice, Settings
 from lockstep.strategies import DDP, FSDP, sync_batchnorm
-from lockstep.strategies.base import Strategy, Wrapped
+from lockstep.strategies.base import PreparedModule, Strategy
 from lockstep.strategies.ddp import ExactDDP
 
 DTYPES = (
@@ -214,7 +214,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def steps(wrapped: Wrapped, device: torch.device, strategy: Strategy, run: Run) -> float:
+def steps(wrapped: PreparedModule, device: torch.device, strategy: Strategy, run: Run) -> float:
     """Some training steps of two micro-batches, as a prepared optimizer takes them."""
     model = wrapped.module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -260,7 +260,7 @@ def train(device: torch.device, kind: str) -> tuple[dict[str, Tensor], float]:
         made = ExactDDP(
             wrapped.module, run, DDP(), None, device_ids=ids, gradient_as_bucket_view=True
         )
-        wrapped = Wrapped(
+        wrapped = PreparedModule(
             module=made,
             before_backward=made.expect_backward,
             before_step=made.check_gradients,

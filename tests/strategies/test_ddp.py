@@ -13,7 +13,7 @@ from torch import nn
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.strategies import DDP
-from lockstep.strategies.base import place
+from lockstep.strategies.base import move_to_device
 
 
 def ready(world: lockstep.World, model: nn.Module | None = None) -> Any:
@@ -157,10 +157,10 @@ def test_a_module_on_several_gpus_stays_there(monkeypatch):
         nn.Parameter, "device", property(lambda p: torch.device(where[id(p)])), raising=False
     )
     monkeypatch.setattr(OnTwo, "to", lambda self, device: moved.append(device) or self)
-    [choice] = place(model, torch.device("cuda:0"))
+    [choice] = move_to_device(model, torch.device("cuda:0"))
     assert (choice.value, moved) == ("cuda:0, cuda:1", [])
     where = dict.fromkeys(where, "cuda:0")
-    assert place(model, torch.device("cuda:0")) == []
+    assert move_to_device(model, torch.device("cuda:0")) == []
     assert moved == [torch.device("cuda:0")]
 
 

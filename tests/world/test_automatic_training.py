@@ -410,7 +410,7 @@ def test_the_settings_from_outside(monkeypatch):
 def test_strategies_that_cannot_try_refuse(monkeypatch):
     plan = lockstep.strategies.Single.plan
     monkeypatch.setattr(
-        lockstep.strategies.Single, "plan", lambda *a: replace(plan(*a), autotunes=False)
+        lockstep.strategies.Single, "plan", lambda *a: replace(plan(*a), can_autotune=False)
     )
     for setting in ("shares", "micro_batch_size"):
         with pytest.raises(SettingError, match=f"{setting}='auto'(.|\n)*strategy 'single'"):

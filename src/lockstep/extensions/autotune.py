@@ -50,7 +50,7 @@ from lockstep.extensions.report.console import print_line
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import is_auto
-from lockstep.strategies.base import Strategy, StrategyPlan, may_set
+from lockstep.strategies.base import Strategy, StrategyPlan, may_set_attributes
 from lockstep.strategies.data_parallel.module import DataParallel
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.training.optimizer import PreparedOptimizer
@@ -221,7 +221,7 @@ class ProfilingRun:
         # Those of replicas have a forward of their own: the devices of this rank stay together.
         alone = [layer for layer in synced if "forward" not in vars(layer)]
         # Attributes too: what is set to activations, to be looked at, would keep the largest.
-        held = [vars(layer) for layer in layers if may_set(layer) or layer in alone]
+        held = [vars(layer) for layer in layers if may_set_attributes(layer) or layer in alone]
         held += [members(layer).buffers for layer in layers]
         blocked = collectives.blocked
         with restored([(d, dict(d)) for d in held], buffers, self._gpus), torch.enable_grad():
@@ -265,7 +265,7 @@ class Autotune(Extension):
         Raises:
             SettingError: the strategy cannot find it, or has shares for the whole run only.
         """
-        settings, own_devices = self.run.settings, len(self.plan.own_devices)
+        settings, own_devices = self.run.settings, len(self.plan.local_devices)
         if shares is not None and not is_auto(shares) and own_devices > 1:
             raise SettingError(
                 f"world.loader(shares={shares!r})",
@@ -276,7 +276,7 @@ class Autotune(Extension):
             )
         open_size = is_auto(micro_batch_size)
         open_shares = is_auto(settings.shares if shares is None else shares)
-        if (open_shares or open_size) and not self.plan.autotunes:
+        if (open_shares or open_size) and not self.plan.can_autotune:
             raise SettingError(
                 "shares='auto'" if open_shares else "micro_batch_size='auto'",
                 f"strategy {self.strategy.name!r} cannot try a part of the batch on its own",
@@ -284,7 +284,7 @@ class Autotune(Extension):
             )
         return AutotuneRequest(
             result=self.found,
-            wants_shares=open_shares and self.plan.devices > 1,
+            wants_shares=open_shares and self.plan.num_devices > 1,
             wants_micro_batch_size=open_size,
             profile=self._profile,
             must_keep_plan=self._as_planned,
@@ -306,7 +306,7 @@ class Autotune(Extension):
         if division.request.shares_are_open:
             before, after, times = search.shares()
             kind = "rank"
-            if len(self.plan.own_devices) == 1:
+            if len(self.plan.local_devices) == 1:
                 shares = after
             else:  # its modules divide what the loader gives to the process as a whole
                 kind = "device"
@@ -377,7 +377,7 @@ class _Search(ProfilingRun):
         calls: Sequence[ForwardCall],
     ) -> None:
         super().__init__(run, calls, local)
-        self._division, self._devices, self._own = division, plan.devices, plan.own_devices
+        self._division, self._devices, self._own = division, plan.num_devices, plan.local_devices
         self._fitting: dict[int | None, int] = {}
         self._limits: dict[int | None, int] = {}
 

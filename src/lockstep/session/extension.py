@@ -78,7 +78,7 @@ class Extension:
     """
 
     def module_prepared(self, wrapped: Any) -> None:
-        """`World.prepare` has wrapped a module; `wrapped` is a `strategies.base.Wrapped`."""
+        """`World.prepare` has wrapped a module; `wrapped` is a `strategies.base.PreparedModule`."""
 
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
         """`World.prepare` has made a `PreparedOptimizer` of an optimizer of these modules."""

@@ -1,17 +1,21 @@
 """The interface of a strategy: how a module is spread over the ranks.
 
-A strategy is a frozen set of options. On every rank
+A strategy is a frozen set of options. `plan` divides every global batch over the ranks, and `wrap`
+turns a module of the user into a `PreparedModule`: the object that the user calls, and what the
+rest of Lockstep has to know about it.
 
-1. `plan(run)` is called once, when the run is joined: how every global batch is divided;
-2. `wrap(module, run)` for every module given to `prepare`: what the user calls, with the reasons of
-   what was chosen and the facts that the guards go by;
-3. `backward(modules, loss, precision)` for every micro-batch;
-4. `total_norm(parameters, norm_type)` where gradients are clipped;
-5. the extensions that `wrap` returned are told of all that happens in the training
+On every rank these methods are called in this order:
+
+1. `plan(run)`, once, when the process joins the run;
+2. `wrap(module, run)`, for every module that is given to `World.prepare`;
+3. `backward(modules, loss, precision)`, for every micro-batch;
+4. `total_norm(parameters, norm_type)`, where gradients are clipped;
+5. the methods of the extensions that `wrap` returned, for every event of the training
    (`session.extension`), after the prepared optimizers and before the checks.
 
-3 to 5 may communicate: every rank takes the same steps. The methods that are not abstract do what
-is right where every rank holds the whole module and computes a part of the batch of its own.
+Steps 3 to 5 may communicate, so all ranks take the same steps. The methods that are not abstract
+are right for every strategy in which each rank has the whole module and computes its own part of
+the batch.
 """
 
 from __future__ import annotations
@@ -40,86 +44,109 @@ from lockstep.settings import Choice
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPlan:
-    """How a run's ranks and devices divide every global batch."""
+    """How the ranks and devices of a run divide every global batch."""
 
     rank: DataParallelRank
     """Which of the loader's parts this rank computes."""
     shares: tuple[int, ...]
-    """Of the loader's parts."""
-    devices: int
-    """That divide a global batch, whether or not each has a process."""
-    own_devices: Sequence[int]
-    """Which of these are this process's."""
+    """How large the loader's parts are in relation to each other, one number for each part."""
+    num_devices: int
+    """How many devices of the whole run divide a global batch. A process may have several."""
+    local_devices: Sequence[int]
+    """The numbers of this process's devices among all of them, from 0."""
     device_shares: tuple[int, ...] | None = (1,)
-    """Of this process's devices; None: they are still to be measured."""
+    """The shares of this process's devices. None if they still have to be measured."""
     num_micro_batches: int
-    """Into which a global batch is cut at least, where it has the samples."""
+    """A global batch is divided into at least this many micro-batches if it has enough samples."""
     statistics_group: str = ""
-    """Name in `run.groups` of the ranks over which BatchNorm takes its statistics; empty: all."""
-    evaluates_together: bool = False
-    """A forward pass without gradients, too, involves other ranks: all of them need to make it."""
-    autotunes: bool = False
-    """`shares="auto"` and `micro_batch_size="auto"` can be found: a wrapped module computes any
-    number of samples without other ranks."""
+    """The name in `run.groups` of the ranks over which BatchNorm computes its statistics. Empty
+    for all ranks."""
+    evaluation_is_collective: bool = False
+    """True if forward passes without gradients involve other ranks too, so that all ranks have to
+    make them."""
+    can_autotune: bool = False
+    """True if `shares="auto"` and `micro_batch_size="auto"` are possible, because a wrapped module
+    computes any number of samples without other ranks."""
     static_graph: bool = False
-    """Every forward pass of the training has to be alike."""
+    """True if every forward pass of the training has to use the same operations."""
     num_virtual_ranks: int | None = None
-    """How many parts of every global batch are computed as if each had a rank of its own, whatever
-    the number of processes; None: the parts are those of the ranks."""
+    """The number of virtual ranks (`session.micro_batch`), which does not depend on the number of
+    processes. None if the strategy has none."""
 
-    def micro_batch_size(self, of_device: int | str | None) -> int | str | None:
-        """The most samples this process computes at a time, of which no device gets more than set.
+    def micro_batch_size(self, per_device: int | str | None) -> int | str | None:
+        """Returns how many samples this process may compute at a time.
 
-        A device's part of m samples is at most ceil(m * its share / all shares).
+        With m samples a device gets at most ceil(m * its share / sum of shares). The result is the
+        largest m with which no device gets more than `per_device` samples.
+
+        Args:
+            per_device: the setting of the user. "auto" and None are returned as they are.
 
         Raises:
             SettingError: the shares are not known yet.
         """
-        if not isinstance(of_device, int) or of_device < 1:
-            return of_device
+        if not isinstance(per_device, int) or per_device < 1:
+            return per_device
         if self.device_shares is None:
             raise SettingError(
-                f"micro_batch_size={of_device} and shares='auto' over several devices of a process",
+                f"micro_batch_size={per_device} and shares='auto' over several devices of a "
+                "process",
                 "how many samples that is over all devices depends on shares not yet known",
                 "set micro_batch_size='auto' too, or give the shares",
             )
-        return of_device * sum(self.device_shares) // max(self.device_shares)
+        return per_device * sum(self.device_shares) // max(self.device_shares)
 
 
 def plan_for(run: Run, rank: DataParallelRank) -> StrategyPlan:
-    """How a global batch is divided over parts that one device computes each.
+    """Returns the plan of a strategy in which one device computes each of the loader's parts.
+
+    Args:
+        run: of this process.
+        rank: the part that this rank computes, and the number of parts.
 
     Raises:
-        SettingError: shares that do not fit.
+        SettingError: the shares do not fit the number of parts.
     """
     return StrategyPlan(
         rank=rank,
         shares=first_shares(run.settings.shares, rank.size),
-        devices=rank.size,
-        own_devices=(rank.rank,),
+        num_devices=rank.size,
+        local_devices=(rank.rank,),
         num_micro_batches=max(run.settings.min_micro_batches, run.settings.num_micro_batches or 1),
     )
 
 
 def open_group(run: Run, name: str, ranks: Tensor) -> dist.ProcessGroup:
-    """Opens a process group of each row of ranks, for the run; this rank's is returned."""
+    """Opens a process group for each row of a table of ranks. All ranks have to call it.
+
+    Args:
+        run: which closes the groups at its end.
+        name: of the group in `run.groups`.
+        ranks: a table that has every rank of the run once, shape `(groups, ranks of a group)`.
+
+    Returns:
+        The group that this rank belongs to.
+    """
     group: dist.ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # type: ignore[no-untyped-call]
     run.groups[name] = group
     return group
 
 
-class Replicas(NamedTuple):
-    """Tensors, by name, that have the same bits on several ranks; those on meta are left out."""
+class EqualTensors(NamedTuple):
+    """Tensors, by name, that must have the same bits on several ranks.
+
+    Tensors on the meta device belong to other ranks and are not compared.
+    """
 
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     group: dist.ProcessGroup | None = None
-    """None: all ranks."""
+    """The ranks that have them. None for all ranks."""
 
     @classmethod
-    def of(cls, module: nn.Module, group: dist.ProcessGroup | None = None) -> Replicas:
-        """All that a module holds."""
+    def of(cls, module: nn.Module, group: dist.ProcessGroup | None = None) -> EqualTensors:
+        """Returns all parameters and buffers of a module."""
         return cls(dict(module.named_parameters()), dict(module.named_buffers()), group)
 
 
@@ -146,38 +173,44 @@ class VirtualRankState(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wrapped:
-    """A module as the user calls it, what was chosen on the way, and what is known of it."""
+class PreparedModule:
+    """A module as `World.prepare` returns it, and what the rest of Lockstep must know about it."""
 
     module: nn.Module
+    """The object that the user calls."""
     choices: list[Choice] = field(default_factory=list)
-    replaced: Sequence[tuple[nn.Parameter, nn.Parameter | None]] = ()
-    """Parameters of the user's module that an optimizer must not hold any more, each with what it
-    holds instead; None: it lives on other ranks."""
+    """What the strategy decided for this module, with its reasons. Rank 0 prints it."""
+    replaced_parameters: Sequence[tuple[nn.Parameter, nn.Parameter | None]] = ()
+    """Parameters of the user's module that an optimizer must not hold any more, each with the
+    parameter that took its place. None if that one is on other ranks."""
     may_unfreeze: bool = False
-    """Parameters that are frozen now may be trained later."""
-    whole: Sequence[nn.Parameter] = ()
-    """What forward passes compute with, where the parameters are shards."""
-    gradients_elsewhere: bool = False
+    """True if parameters that are frozen now may be trained later."""
+    unsharded_parameters: Sequence[nn.Parameter] = ()
+    """The parameters that forward passes use, if the parameters of `module` are shards."""
+    zero_grad_misses_gradients: bool = False
     """True if gradients of micro-batches add up in tensors that no `zero_grad` reaches."""
     gradients_after_backward: bool = False
     """True if gradients are also written after `backward` has returned."""
     units: Mapping[str, nn.Module] = field(default_factory=dict)
-    """Submodules that communicate when they run, by name."""
-    replicas: Callable[[], Iterable[Replicas]] = tuple
-    """What ranks have in common; asked when it is to be compared."""
+    """Submodules that communicate in their forward pass, by name."""
+    equal_tensors: Callable[[], Iterable[EqualTensors]] = tuple
+    """Returns the tensors that must be equal on several ranks; called when they are compared."""
     check_every: int = CHECK_EVERY
-    """Global batches between two comparisons of them; 0: never."""
+    """Global batches between two comparisons of these tensors. 0 for no comparison."""
     extensions: Sequence[Extension] = ()
     """What the strategy does with this module in each step."""
     compressed: CompressedMeans | None = None
-    """How gradients are sent; what it still has to send belongs into checkpoints."""
+    """The compressor of the gradients, if there is one. Checkpoints save its rounding errors."""
     virtual_rank_state: VirtualRankState | None = None
-    """What virtual ranks have of their own of this module; None: there are none."""
+    """Access to the state that each virtual rank has of this module, if there are virtual ranks."""
 
 
-def parameters_changed(found: str) -> UsageError:
-    """The error of parameters that are trained and are not those that were prepared."""
+def changed_parameters_error(found: str) -> UsageError:
+    """Returns the error for trained parameters that are not the ones that were prepared.
+
+    Args:
+        found: which parameters, and how they changed.
+    """
     return UsageError(
         "parameters added, replaced, unfrozen or moved after world.prepare",
         found,
@@ -186,34 +219,53 @@ def parameters_changed(found: str) -> UsageError:
     )
 
 
-_EMPTY_PART = "lockstep: this rank"
+_EMPTY_PART_NOTE = "lockstep: this rank"
+"""How the note of `note_empty_part` begins."""
 
 
-def note_empty_part(error: BaseException | None, present: MicroBatch) -> None:
-    """Says of an error, once, if this rank had no samples where it was raised."""
+def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> None:
+    """Adds a note to an error, once, if this rank had no samples when it was raised.
+
+    Many functions of torch refuse tensors without rows, and their errors do not say why there are
+    none.
+    """
     if not isinstance(error, RuntimeError | ValueError | IndexError | TypeError):
         return
-    told = any(note.startswith(_EMPTY_PART) for note in getattr(error, "__notes__", ()))
-    if told or isinstance(error, LockstepError) or not present.global_samples or present.local_rows:
+    if isinstance(error, LockstepError):
         return
-    found = f"has none of the {present.global_samples} samples of this batch"
-    if present.left_out:
-        found = f"has no samples: the collate function left out all {present.left_out} of its part"
+    if not micro_batch.global_samples or micro_batch.local_rows:
+        return
+    for note in getattr(error, "__notes__", ()):
+        if note.startswith(_EMPTY_PART_NOTE):
+            return
+    found = f"has none of the {micro_batch.global_samples} samples of this batch"
+    if micro_batch.left_out:
+        found = (
+            f"has no samples: the collate function left out all {micro_batch.left_out} of its part"
+        )
     error.add_note(
-        f"{_EMPTY_PART} {found}, so its tensors have the shape (0, *). Functions of torch that "
-        "refuse these get one placeholder row; all else that the script computes beside the "
+        f"{_EMPTY_PART_NOTE} {found}, so its tensors have the shape (0, *). Functions of torch "
+        "that refuse these get one placeholder row; all else that the script computes beside the "
         "prepared model has to be right for any number of samples; or leave short batches out: "
         "drop_last=True."
     )
 
 
-def place(module: nn.Module, device: torch.device) -> list[Choice]:
-    """Moves a module to its device, unless it is spread over several GPUs by hand."""
-    gpus = sorted({str(p.device) for p in module.parameters() if p.device.type == "cuda"})
+def move_to_device(module: nn.Module, device: torch.device) -> list[Choice]:
+    """Moves a module to a device, unless the user has spread it over several GPUs.
+
+    Returns:
+        What is to be printed about it: nothing, or that the module stays on its GPUs.
+    """
+    gpus: set[str] = set()
+    for parameter in module.parameters():
+        if parameter.device.type == "cuda":
+            gpus.add(str(parameter.device))
     if len(gpus) < 2:
         module.to(device)
         return []
-    return [Choice("devices", ", ".join(gpus), "the model is spread over them; left as it is")]
+    reason = "the model is spread over them; left as it is"
+    return [Choice("devices", ", ".join(sorted(gpus)), reason)]
 
 
 class Strategy(ABC):
@@ -222,39 +274,39 @@ class Strategy(ABC):
     name: ClassVar[str]
 
     def plan(self, run: Run) -> StrategyPlan:
-        """How a global batch is divided: here over all ranks, of one device each.
+        """Returns how a global batch is divided; by default over all ranks, with a device each.
 
         Raises:
-            SettingError: the run cannot use this strategy, or shares that do not fit it.
+            SettingError: the run cannot use this strategy, or the shares do not fit it.
         """
         return plan_for(run, DataParallelRank(run.topology.rank, run.topology.size))
 
     @abstractmethod
-    def wrap(self, module: nn.Module, run: Run) -> Wrapped:
-        """The module, on its device, as the user calls it."""
+    def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
+        """Moves a module to its device and prepares it for the run."""
 
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
     ) -> None:
-        """The backward pass of a loss that is weighted already.
+        """Runs the backward pass of a loss that is already weighted.
 
         Args:
-            modules: all that `wrap` has returned.
-            loss: one element.
-            precision: makes the pass, scaling the loss where it must.
-            **options: of `torch.autograd.backward`.
+            modules: all modules that `wrap` has returned.
+            loss: a tensor of one element.
+            precision: scales the loss, if needed, and runs the pass.
+            **options: arguments of `torch.autograd.backward`.
         """
         precision.backward(loss, **options)
 
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-        """The norm of the whole gradient over all ranks, a plain tensor on every rank."""
+        """Returns the norm of the gradient of the whole model, a plain tensor, on every rank."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, norm_type)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Single(Strategy):
-    """One process on one device, plain torch: what all other strategies are compared with."""
+    """One process on one device: plain torch, which all other strategies are compared with."""
 
     name: ClassVar[str] = "single"
 
@@ -266,37 +318,46 @@ class Single(Strategy):
                 f"world size {run.topology.size}: the processes would train apart",
                 "use strategy='ddp', or start one process",
             )
-        return replace(super().plan(run), autotunes=True)
+        return replace(super().plan(run), can_autotune=True)
 
-    def wrap(self, module: nn.Module, run: Run) -> Wrapped:
-        """The module itself, on its device, with nothing around it."""
-        return Wrapped(module=module, choices=place(module, run.device))
+    def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
+        """Returns the module itself, on its device."""
+        return PreparedModule(module=module, choices=move_to_device(module, run.device))
 
 
-class Around(nn.Module):
-    """A wrapper of the user's `module`: attributes of that one are set there, as on one process."""
+class ModuleWrapper(nn.Module):
+    """A wrapper around the user's module, which is its attribute `module`.
 
-    _complete = False
-    """Its own attributes are there."""
+    Attributes that the user sets on the wrapper are set on the user's module if it has them, so
+    that scripts work the same with and without the wrapper.
+    """
+
+    _is_initialized = False
+    """True once the wrapper has all of its own attributes."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets what is not the wrapper's own in the user's module, if it has it."""
-        own = name in self.__dict__ or not self._complete or hasattr(type(self), name)
-        if not own and hasattr(self.module, name):
+        """Sets an attribute of the user's module, or of the wrapper if the module has none such."""
+        belongs_to_wrapper = (
+            not self._is_initialized or name in self.__dict__ or hasattr(type(self), name)
+        )
+        if not belongs_to_wrapper and hasattr(self.module, name):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
 
 
-PLAIN = frozenset(vars(nn.Module()))
-"""Attributes that every module has; what is in them is known, or of no matter."""
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""The attributes that every module has. None of them holds results of a forward pass."""
 
 
-def may_set(part: nn.Module) -> bool:
-    """Whether a forward pass of the user's may set attributes: torch's own layers keep nothing."""
-    return not type(part).__module__.startswith("torch.nn.")
+def may_set_attributes(module: nn.Module) -> bool:
+    """Returns True if a forward pass may set attributes of a module; torch's own layers do not."""
+    return not type(module).__module__.startswith("torch.nn.")
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All that an optimizer holds, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Returns all parameters of an optimizer, in the order of its groups."""
+    parameters: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters

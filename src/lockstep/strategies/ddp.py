@@ -95,9 +95,9 @@ class DDP(base.Strategy):
 
     def plan(self, run: Run) -> base.StrategyPlan:
         """A part of the batch for every rank."""
-        return replace(super().plan(run), autotunes=True, static_graph=self.static_graph)
+        return replace(super().plan(run), can_autotune=True, static_graph=self.static_graph)
 
-    def wrap(self, module: nn.Module, run: Run) -> base.Wrapped:
+    def wrap(self, module: nn.Module, run: Run) -> base.PreparedModule:
         """The module in DDP, with rank 0's parameters and buffers on all ranks.
 
         On one process it is the module itself. One that is spread over several GPUs by hand stays
@@ -108,7 +108,7 @@ class DDP(base.Strategy):
             UsageError: the module is partly on GPUs and partly on the CPU.
             SettingError: `static_graph` with micro-batches, when that shows.
         """
-        choices = base.place(module, run.device)
+        choices = base.move_to_device(module, run.device)
         spread = bool(choices)
         if spread and any(p.device.type != "cuda" for p in module.parameters()):
             raise UsageError(
@@ -117,11 +117,11 @@ class DDP(base.Strategy):
                 "move all its parameters to GPUs",
             )
         if run.topology.size == 1:
-            return base.Wrapped(module=module, choices=choices)
+            return base.PreparedModule(module=module, choices=choices)
         take_from_first([*module.parameters(), *module.buffers()])
         if not any(p.requires_grad for p in module.parameters()):
             choices.append(Choice("ddp", "not wrapped", "no parameter to train"))
-            return base.Wrapped(module=module, choices=choices)
+            return base.PreparedModule(module=module, choices=choices)
         compress = self._compression(module, run)
         wrapped = ExactDDP(
             module,
@@ -148,10 +148,10 @@ class DDP(base.Strategy):
         moving_buffers = MovingBuffers(
             module, run.step, average=self.average_buffers, strategy=type(self).__name__
         )
-        return base.Wrapped(
+        return base.PreparedModule(
             module=wrapped,
             choices=choices,
-            replicas=lambda: [base.Replicas.of(module)],
+            equal_tensors=lambda: [base.EqualTensors.of(module)],
             check_every=self.check_every,
             extensions=[_StepsUnderDDP(wrapped, moving_buffers)],
             compressed=wrapped.compressed,
@@ -281,7 +281,7 @@ class _AroundWrapper:
             )
 
 
-class ExactDDP(base.Around, DistributedDataParallel):
+class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
     """DDP that follows the global batch: it communicates on its last micro-batch alone."""
 
     def __init__(
@@ -321,7 +321,7 @@ class ExactDDP(base.Around, DistributedDataParallel):
         """Bytes that torch's own reduction sends in a backward pass."""
         self._owned: dict[int, list[tuple[str, nn.Parameter]]] = {}
         """Those of `_trained` that an optimizer holds, by its id."""
-        self._complete = True
+        self._is_initialized = True
 
     @never_compiled  # compiled code would keep the process group after the run
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -484,7 +484,7 @@ class ExactDDP(base.Around, DistributedDataParallel):
             return
         here = set(map(id, self.module.parameters()))
         if gone := [name for name, p in owned if p.grad is None and id(p) not in here]:
-            raise base.parameters_changed(
+            raise base.changed_parameters_error(
                 f"{join_first(gone)} replaced; their gradients are not averaged over the ranks"
             )
         if not (self.options.find_unused_parameters or self.options.static_graph):

@@ -38,12 +38,12 @@ from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies.base import (
-    Replicas,
+    EqualTensors,
+    PreparedModule,
     Strategy,
     StrategyPlan,
-    Wrapped,
+    move_to_device,
     open_group,
-    place,
 )
 from lockstep.strategies.diloco_exchange import ACROSS, GROUP, Exchange, cut
 from lockstep.strategies.replication import MovingBuffers, average_gradients, take_from_first
@@ -139,19 +139,19 @@ class DiLoCo(Strategy):
         run.step.num_common_steps = self.start
         return replace(super().plan(run), num_virtual_ranks=self.replicas, statistics_group=GROUP)
 
-    def wrap(self, module: nn.Module, run: Run) -> Wrapped:
+    def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
         """The module itself, on its device, which replicas take turns in.
 
         Raises:
             SettingError: more fragments than parameters.
             UsageError: it holds a sparse tensor.
         """
-        choices = place(module, run.device)
+        choices = move_to_device(module, run.device)
         _share_statistics(module, run)
         if run.topology.size > 1:
             take_from_first([*module.parameters(), *module.buffers()])
         if not any(p.requires_grad for p in module.parameters()):
-            return Wrapped(module=module, choices=choices)
+            return PreparedModule(module=module, choices=choices)
         self._warn_of_statistics(module)
         compress = None if run.settings.uncompressed else self.compress
         turns = _Turns(module, run, replace(self, compress=compress))
@@ -179,10 +179,10 @@ class DiLoCo(Strategy):
                 f"{format_bytes(size)}{pieces}{later}; {rule}",
             ),
         ]
-        return Wrapped(
+        return PreparedModule(
             module=module,
             choices=choices,
-            replicas=turns.equal_tensors,
+            equal_tensors=turns.equal_tensors,
             extensions=[turns],
             virtual_rank_state=turns,
         )
@@ -280,7 +280,7 @@ class _Sent(NamedTuple):
 
 
 class _Turns(Extension):
-    """What the replicas of a module have, those that this process computes; see `Wrapped`."""
+    """What the replicas of a module have, of those that this process computes."""
 
     def __init__(self, module: nn.Module, run: Run, options: DiLoCo) -> None:
         self._module, self._run, self._options = module, run, options
@@ -537,16 +537,16 @@ class _Turns(Extension):
 
     # For guards, checkpoints and the end
 
-    def equal_tensors(self) -> Iterable[Replicas]:
+    def equal_tensors(self) -> Iterable[EqualTensors]:
         """The shared weights are equal everywhere, those of a replica where it is computed."""
         if self._run.topology.size == 1:
             return
         parameters = dict(zip(self._names, self._weights.of(None), strict=True))
         buffers = dict(zip(self._buffer_names, self._buffers.of(None), strict=True))
-        yield Replicas(parameters, buffers)
+        yield EqualTensors(parameters, buffers)
         if self._group is not None and self._weights.begun(self.own[0]):
             own = self._weights.of(self.own[0])
-            yield Replicas(dict(zip(self._names, own, strict=True)), {}, self._group)
+            yield EqualTensors(dict(zip(self._names, own, strict=True)), {}, self._group)
 
     def round_is_over(self) -> bool:
         """Whether the last fragment was applied in the present step; with `start`, all along."""

@@ -53,7 +53,7 @@ from lockstep.distributed.torch_compat import share_meshes_with_copies
 from lockstep.errors import RanksDifferError, SettingError, UsageError
 from lockstep.optim.module_filter import ModuleFilter, repeated_blocks, select_modules
 from lockstep.settings import Choice, check_whole_number
-from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped
+from lockstep.strategies.base import PreparedModule, Strategy, StrategyPlan
 from lockstep.strategies.fsdp_state import Outputs, Replaced, Sharded, check_hooks
 from lockstep.strategies.replication import MovingBuffers, norm_over_ranks, take_from_first
 from lockstep.units import format_bytes
@@ -104,9 +104,9 @@ class FSDP(Strategy):
                 f"torch {torch.__version__} cannot do that",
                 "use every parameter on every rank, or torch 2.13 or later",
             )
-        return replace(super().plan(run), evaluates_together=True)
+        return replace(super().plan(run), evaluation_is_collective=True)
 
-    def wrap(self, module: nn.Module, run: Run) -> Wrapped:
+    def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
         """The same module, its parameters replaced by shards of rank 0's.
 
         On one process it is the module as it was, on its device.
@@ -116,11 +116,11 @@ class FSDP(Strategy):
             UsageError: parameters that cannot be sharded.
         """
         if run.topology.size == 1:
-            return Wrapped(module=module.to(run.device), may_unfreeze=True)
+            return PreparedModule(module=module.to(run.device), may_unfreeze=True)
         if next(module.parameters(), None) is None:
             _take_from_first(list(module.buffers()), run.device)
             nothing = Choice(self.name, "not sharded", "no parameters")
-            return Wrapped(module=module, choices=[nothing], may_unfreeze=True)
+            return PreparedModule(module=module, choices=[nothing], may_unfreeze=True)
         check_parameters(module)
         before = dict(module.named_parameters())
         check_hooks(before)
@@ -157,15 +157,15 @@ class FSDP(Strategy):
         if callable(getattr(module, "save_pretrained", None)):
             save_pretrained_whole(module, run)
         after = dict(module.named_parameters())
-        return Wrapped(
+        return PreparedModule(
             module=module,
             choices=[*choices, shards._replace(value=f"{format_bytes(size)} over {shards.value}")],
-            replaced=[(old, after[name]) for name, old in before.items()],
+            replaced_parameters=[(old, after[name]) for name, old in before.items()],
             may_unfreeze=True,
-            whole=list(held.whole.values()),
-            gradients_elsewhere=not self.accumulate_shards,
+            unsharded_parameters=list(held.whole.values()),
+            zero_grad_misses_gradients=not self.accumulate_shards,
             units=units,
-            replicas=held.replicas,
+            equal_tensors=held.equal_tensors,
             extensions=[held],
         )
 

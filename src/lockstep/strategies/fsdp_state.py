@@ -34,7 +34,12 @@ from lockstep.errors import UsageError
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import check_due
-from lockstep.strategies.base import PLAIN, Replicas, may_set, note_empty_part
+from lockstep.strategies.base import (
+    MODULE_ATTRIBUTES,
+    EqualTensors,
+    may_set_attributes,
+    note_empty_part,
+)
 from lockstep.strategies.fsdp_unused import UnusedParameters
 from lockstep.strategies.replication import MovingBuffers
 from lockstep.wording import join_first
@@ -215,12 +220,12 @@ class Sharded(Extension):
         # Not the mesh of the parameters: torch caches that of an equal one from an earlier run.
         torch_compat.drop_fsdp_groups(self._units, self.mesh)
 
-    def replicas(self) -> Iterator[Replicas]:
+    def equal_tensors(self) -> Iterator[EqualTensors]:
         """Buffers are the same on all ranks; shards, where there are several copies, on some."""
-        yield Replicas({}, dict(self.root.named_buffers()))
+        yield EqualTensors({}, dict(self.root.named_buffers()))
         if self.mesh.ndim > 1:
             shards = {name: p.to_local() for name, p in self._shards.items()}
-            yield Replicas(shards, {}, self.mesh.get_group(0))
+            yield EqualTensors(shards, {}, self.mesh.get_group(0))
 
     def _moved(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Raises UsageError unless a move or conversion of the model leaves it as it is."""
@@ -390,7 +395,9 @@ class Outputs:
     ) -> None:
         theirs = {id(part) for other in others for part in other.modules()}
         self._attributes = [
-            vars(part) for part in unit.modules() if id(part) not in theirs and may_set(part)
+            vars(part)
+            for part in unit.modules()
+            if id(part) not in theirs and may_set_attributes(part)
         ]
         self._second = second
 
@@ -420,7 +427,12 @@ class Outputs:
     def _loose(self, leaves: Sequence[Any]) -> Iterator[Tensor]:
         for leaf in leaves:
             yield from _tensors(leaf, objects=True)
-        own = (v for found in self._attributes for name, v in found.items() if name not in PLAIN)
+        own = (
+            v
+            for found in self._attributes
+            for name, v in found.items()
+            if name not in MODULE_ATTRIBUTES
+        )
         for value in own:
             for tensor in _tensors(value, objects=False):
                 # It may stay there for more passes than this one.

@@ -39,9 +39,9 @@ from lockstep.session.extension import Place
 from lockstep.settings import Choice, check_micro_batches, is_auto
 from lockstep.strategies import sync_batchnorm
 from lockstep.strategies.base import (
+    PreparedModule,
     Strategy,
     StrategyPlan,
-    Wrapped,
     note_empty_part,
     parameters_of,
 )
@@ -79,7 +79,7 @@ class Preparer:
         self.loaders: list[Loader] = run.loaders
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
-        self.wrapped: dict[nn.Module, Wrapped] = {}
+        self.wrapped: dict[nn.Module, PreparedModule] = {}
         """By the modules that `prepare` returned."""
         self.precision = Precision(run.settings.precision, run.device)
         self.sizes: FindsSizes
@@ -251,7 +251,7 @@ class Preparer:
             )
         if micro_batch.opens or training_pass.num_backwards:
             return
-        if any(wrapped.gradients_elsewhere for wrapped in self.wrapped.values()):
+        if any(wrapped.zero_grad_misses_gradients for wrapped in self.wrapped.values()):
             return
         if self.wrapped and not self.optimizers and not self._has_gradients():
             raise _optimizer_not_prepared(
@@ -308,7 +308,7 @@ class Preparer:
             seed=settings.seed,
             collectives=self.run.collectives,
             step=self.run.step,
-            evaluates_together=plan.evaluates_together,
+            evaluates_together=plan.evaluation_is_collective,
             **options,
         )
         number = next(self._loader_numbers)
@@ -358,12 +358,12 @@ class Preparer:
         return wrapped.module
 
     def _remember_parameters(
-        self, parameters_before: Sequence[nn.Parameter], wrapped: Wrapped
+        self, parameters_before: Sequence[nn.Parameter], wrapped: PreparedModule
     ) -> None:
         """Remembers which module parameters belong to, before and after it was wrapped."""
         for parameter in parameters_before:
             self._module_of_parameter[parameter] = wrapped.module
-        for old, new in wrapped.replaced:
+        for old, new in wrapped.replaced_parameters:
             self._replacement[old] = new
             self._module_of_parameter[old] = wrapped.module
             if new is not None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.checkpoint.sharding import copy_to_memory
 from lockstep.errors import CheckpointError
-from lockstep.strategies.base import VirtualRankState, Wrapped
+from lockstep.strategies.base import PreparedModule, VirtualRankState
 from lockstep.training.optimizer import PreparedOptimizer
 
 
@@ -34,7 +34,7 @@ class VirtualRankStates:
         self,
         count: int,
         stores_shared: bool,
-        wrapped: Mapping[nn.Module, Wrapped],
+        wrapped: Mapping[nn.Module, PreparedModule],
         optimizers: Sequence[PreparedOptimizer],
     ) -> None:
         self.count = count

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from lockstep.distributed.process_group import Run
 from lockstep.optim.precision import Precision
 from lockstep.session.extension import Extension
-from lockstep.strategies.base import Wrapped
+from lockstep.strategies.base import PreparedModule
 
 
 class Check(Extension):
@@ -19,7 +19,9 @@ class Check(Extension):
         wrapped: all that `world.prepare` has wrapped; the collection may still grow.
     """
 
-    def __init__(self, run: Run, precision: Precision, wrapped: Collection[Wrapped] = ()) -> None:
+    def __init__(
+        self, run: Run, precision: Precision, wrapped: Collection[PreparedModule] = ()
+    ) -> None:
         self.run = run
         self.precision = precision
         self.wrapped = wrapped

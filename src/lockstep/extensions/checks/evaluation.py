@@ -33,7 +33,7 @@ from lockstep.extensions.checks.base import Check
 from lockstep.extensions.checks.mean_of_batches import divides_sum_by_length
 from lockstep.optim.precision import Precision
 from lockstep.session.micro_batch import MicroBatch
-from lockstep.strategies.base import Wrapped
+from lockstep.strategies.base import PreparedModule
 from lockstep.user_code import Location, format_source_line, user_call, user_location
 from lockstep.wording import format_ranks
 
@@ -79,7 +79,7 @@ class DoubtfulSum(NamedTuple):
 class EvaluationCheck(Check):
     """Compares passes over loaders, and looks at sums of what unprepared loaders gave."""
 
-    def __init__(self, run: Run, precision: Precision, wrapped: Collection[Wrapped]) -> None:
+    def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
         self._compared: list[LoaderPasses] = []
         """This rank's passes at the latest comparison that went into details."""

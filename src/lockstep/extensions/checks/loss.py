@@ -87,7 +87,7 @@ class LossCheck(Check):
     def _gradients(self) -> Iterator[Tensor]:
         """What backward passes have left on this rank, in whatever form."""
         for wrapped in self.wrapped:
-            for parameter in (*wrapped.module.parameters(), *wrapped.whole):
+            for parameter in (*wrapped.module.parameters(), *wrapped.unsharded_parameters):
                 if parameter.grad is not None:
                     # Of a shard this rank's part: what asks a DTensor waits for other ranks.
                     yield own_part(parameter.grad)

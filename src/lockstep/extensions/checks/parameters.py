@@ -20,7 +20,7 @@ from lockstep.errors import warn_about
 from lockstep.extensions.checks.base import Check
 from lockstep.optim.precision import Precision
 from lockstep.session.step import check_due
-from lockstep.strategies.base import Wrapped, parameters_changed
+from lockstep.strategies.base import PreparedModule, changed_parameters_error
 from lockstep.wording import join_first
 
 _Before = tuple[bool, torch.dtype, torch.device]
@@ -30,13 +30,13 @@ _Before = tuple[bool, torch.dtype, torch.device]
 class ParameterCheck(Check):
     """Compares prepared modules with what they were, in the first steps and now and then."""
 
-    def __init__(self, run: Run, precision: Precision, wrapped: Collection[Wrapped]) -> None:
+    def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
         self._before: dict[int, tuple[set[str], MutableMapping[Tensor, _Before]]] = {}
         """Of each module, by its id: the names of its parameters, and what these were."""
         self._warned = False
 
-    def module_prepared(self, wrapped: Wrapped) -> None:
+    def module_prepared(self, wrapped: PreparedModule) -> None:
         """The parameters are to stay as they are now."""
         module = wrapped.module
         plain = plain_names(module)
@@ -60,10 +60,10 @@ class ParameterCheck(Check):
             return
         effect = "their gradients are not averaged over the ranks"
         if not self.run.collectives.alone:
-            raise parameters_changed(f"{join_first(changed)}; {effect}")
+            raise changed_parameters_error(f"{join_first(changed)}; {effect}")
         self._warned = True
         effect = "with several processes their gradients would not be averaged"
-        warn_about(parameters_changed(f"{join_first(changed)}; {effect}"))
+        warn_about(changed_parameters_error(f"{join_first(changed)}; {effect}"))
 
     def _changes(self, module: nn.Module) -> list[str]:
         """In words, of the parameters that are trained."""

@@ -29,7 +29,7 @@ from lockstep.errors import warn
 from lockstep.extensions.checks.base import Check
 from lockstep.optim.precision import Precision
 from lockstep.session.micro_batch import MicroBatch
-from lockstep.strategies.base import Wrapped, parameters_of
+from lockstep.strategies.base import PreparedModule, parameters_of
 from lockstep.user_code import Location, user_location
 from lockstep.wording import join_first
 
@@ -50,7 +50,7 @@ MAX_NUMBERS_OF_PARAMETER = 64
 class PreparationCheck(Check):
     """Looks at what losses reach and at what optimizers hold, where there are several ranks."""
 
-    def __init__(self, run: Run, precision: Precision, wrapped: Collection[Wrapped]) -> None:
+    def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
         self._backwards = 0
         self._right: dict[Location, int] = {}
@@ -98,8 +98,8 @@ class PreparationCheck(Check):
         found: list[Tensor] = []
         for wrapped in self.wrapped:
             found += wrapped.module.parameters()
-            found += wrapped.whole
-            for old, new in wrapped.replaced:
+            found += wrapped.unsharded_parameters
+            for old, new in wrapped.replaced_parameters:
                 found += [old] if new is None else [old, new]
         return found
 

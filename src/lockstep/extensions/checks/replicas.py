@@ -13,7 +13,7 @@ from lockstep.communication import routing
 from lockstep.errors import RanksDifferError
 from lockstep.extensions.checks.base import Check
 from lockstep.session.step import check_due
-from lockstep.strategies.base import Replicas
+from lockstep.strategies.base import EqualTensors
 from lockstep.strategies.replication import fingerprint
 from lockstep.wording import join_first
 
@@ -26,11 +26,11 @@ class ReplicaCheck(Check):
         number = self.run.step.number
         for wrapped in self.wrapped:
             if wrapped.check_every and check_due(number, wrapped.check_every):
-                for replicas in wrapped.replicas():
+                for replicas in wrapped.equal_tensors():
                     check_equal(replicas, f"step {number}")
 
 
-def check_equal(replicas: Replicas, when: str) -> None:
+def check_equal(replicas: EqualTensors, when: str) -> None:
     """Compares tensors over the ranks that have them.
 
     Raises:

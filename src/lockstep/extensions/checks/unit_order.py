@@ -24,7 +24,7 @@ from lockstep.distributed.torch_compat import outside_compiled_code
 from lockstep.errors import RanksDifferError, warn_about
 from lockstep.extensions.checks.base import Check
 from lockstep.optim.precision import Precision
-from lockstep.strategies.base import Wrapped
+from lockstep.strategies.base import PreparedModule
 from lockstep.wording import join_first
 
 _LARGEST = 2**62 - 1
@@ -35,12 +35,12 @@ _AT_CLOSE = timedelta(seconds=5)
 class UnitOrderCheck(Check):
     """Compares what the ranks use of each module with units."""
 
-    def __init__(self, run: Run, precision: Precision, wrapped: Collection[Wrapped]) -> None:
+    def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
         self._uses: dict[int, _Use] = {}
         """Of modules, by the id of each."""
 
-    def module_prepared(self, wrapped: Wrapped) -> None:
+    def module_prepared(self, wrapped: PreparedModule) -> None:
         """Follows its units, where it has some."""
         if wrapped.units:
             self._uses[id(wrapped.module)] = _Use(wrapped)
@@ -60,7 +60,7 @@ class UnitOrderCheck(Check):
 class _Use:
     """What is used of one module: passes of its units, states that were loaded, gradients."""
 
-    def __init__(self, wrapped: Wrapped) -> None:
+    def __init__(self, wrapped: PreparedModule) -> None:
         root = wrapped.module
         self._units = list(wrapped.units)
         self._parameters = dict(root.named_parameters())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import warn
-from lockstep.strategies.base import PLAIN
+from lockstep.strategies.base import MODULE_ATTRIBUTES
 from lockstep.wording import join_first
 
 ForwardState = dict[tuple[str, int], Tensor]
@@ -84,7 +84,7 @@ def forward_state(module: nn.Module) -> ForwardState:
         for name, buffer in part.named_buffers(recurse=False):
             state[prefix + name, 0] = buffer
         for name, value in vars(part).items():
-            if name in PLAIN:
+            if name in MODULE_ATTRIBUTES:
                 continue
             for index, term in enumerate(_loss_terms(value)):
                 state[prefix + name, index] = term

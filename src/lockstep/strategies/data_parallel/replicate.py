@@ -29,7 +29,7 @@ from lockstep.distributed.torch_compat import (
 )
 from lockstep.errors import UsageError
 from lockstep.optim.precision import AutocastForward
-from lockstep.strategies.base import may_set
+from lockstep.strategies.base import may_set_attributes
 from lockstep.strategies.data_parallel.batchnorm import BatchNormOverReplicas
 
 broadcast_coalesced: Any = comm.broadcast_coalesced
@@ -245,7 +245,7 @@ def attributes(module: nn.Module) -> AttributesOfPart:
     """Returns the attributes of every part of a module whose forward the user may have written."""
     found: AttributesOfPart = {}
     for path, part in module.named_modules():
-        if may_set(part):
+        if may_set_attributes(part):
             found[path] = dict(vars(part))
     return found
 

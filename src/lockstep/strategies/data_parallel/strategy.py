@@ -22,7 +22,7 @@ from lockstep.errors import SettingError, UsageError, warn
 from lockstep.session.extension import DeliveredBatch, Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Choice, is_auto
-from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped
+from lockstep.strategies.base import PreparedModule, Strategy, StrategyPlan
 from lockstep.strategies.data_parallel.module import DataParallel
 
 GPU_STREAM_SEED_TAG = 0xD9
@@ -70,16 +70,16 @@ class DP(Strategy):
         return StrategyPlan(
             rank=DataParallelRank(0, 1),
             shares=(1,),
-            devices=example.num_replicas,
-            own_devices=range(example.num_replicas),
+            num_devices=example.num_replicas,
+            local_devices=range(example.num_replicas),
             device_shares=device_shares,
             num_micro_batches=max(
                 run.settings.min_micro_batches, run.settings.num_micro_batches or 1
             ),
-            autotunes=True,
+            can_autotune=True,
         )
 
-    def wrap(self, module: nn.Module, run: Run) -> Wrapped:
+    def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
         """Returns the module in a `DataParallel`.
 
         Raises:
@@ -93,7 +93,7 @@ class DP(Strategy):
             )
         data_parallel = self._make_data_parallel(module.to(run.device), run)
         _seed_gpu_streams(data_parallel, run)
-        return Wrapped(
+        return PreparedModule(
             module=data_parallel,
             choices=self._choices(data_parallel, run),
             extensions=[WeightedMeanWarning(data_parallel)],

@@ -33,7 +33,7 @@ from lockstep.errors import NotOnStageError, RanksDifferError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.session.extension import Extension
 from lockstep.session.step import StepKey, check_due
-from lockstep.strategies.base import Around, Replicas
+from lockstep.strategies.base import EqualTensors, ModuleWrapper
 from lockstep.strategies.pipeline.schedule import Action, Place, order
 from lockstep.strategies.pipeline.split import Arguments
 from lockstep.strategies.pipeline.stage import WHOLE_ELSEWHERE, StagedModel, map_shapes, signature
@@ -50,7 +50,7 @@ from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.wording import count_noun
 
 
-class PipelinedModule(Around):
+class PipelinedModule(ModuleWrapper):
     """What the user calls in the place of the model.
 
     Args:
@@ -86,7 +86,7 @@ class PipelinedModule(Around):
         """What went wrong in the model on this rank, while the others went on."""
         self._begun = 0, 0
         """Passes begun since that many optimizer steps."""
-        self._complete = True
+        self._is_initialized = True
 
     @property
     def device(self) -> torch.device:
@@ -231,10 +231,10 @@ class PipelinedModule(Around):
         if self._moving_buffers is not None:
             self._moving_buffers.follow()
 
-    def replicas(self) -> list[Replicas]:
+    def equal_tensors(self) -> list[EqualTensors]:
         """What equal stages of several pipelines have in common."""
         group = self.replica_group
-        return [] if group is None else [Replicas.of(self.module, group)]
+        return [] if group is None else [EqualTensors.of(self.module, group)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
         """A copy of the weights on this rank (averages of them, say) that can evaluate."""

@@ -34,7 +34,7 @@ from lockstep.distributed.torch_compat import (
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, check_whole_number
-from lockstep.strategies.base import Strategy, StrategyPlan, Wrapped, open_group, plan_for
+from lockstep.strategies.base import PreparedModule, Strategy, StrategyPlan, open_group, plan_for
 from lockstep.strategies.pipeline.module import PipelinedModule, StepsOfPipeline
 from lockstep.strategies.pipeline.schedule import Place
 from lockstep.strategies.pipeline.split import Split, balanced, measure, split, units
@@ -124,10 +124,10 @@ class Pipeline(Strategy):
             plan_for(run, DataParallelRank(place.replica, place.replicas)),
             num_micro_batches=self._micro_batches(run),
             statistics_group="replicas",
-            evaluates_together=True,
+            evaluation_is_collective=True,
         )
 
-    def wrap(self, module: nn.Module, run: Run) -> Wrapped:
+    def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
         """The module cut into stages, of which this rank keeps its own.
 
         Raises:
@@ -137,7 +137,7 @@ class Pipeline(Strategy):
         place = self._place(run.topology)
         if place.positions == 1:
             choice = Choice("pipeline", "one stage", "one process")
-            return Wrapped(module=module.to(run.device), choices=[choice], may_unfreeze=True)
+            return PreparedModule(module=module.to(run.device), choices=[choice], may_unfreeze=True)
         self._check_module(module, run)
         self._share_statistics(module, run)
         take_from_first([*module.parameters(), *module.buffers()])
@@ -155,14 +155,14 @@ class Pipeline(Strategy):
             Choice("stages", f"begin at {', '.join(found.cuts)}", reason),
         ]
         gone, model.gone = model.gone, []  # nothing may keep the whole model in memory
-        return Wrapped(
+        return PreparedModule(
             module=wrapped,
             choices=choices,
-            replaced=[(old, None) for old in gone],
+            replaced_parameters=[(old, None) for old in gone],
             may_unfreeze=True,
-            gradients_elsewhere=True,
+            zero_grad_misses_gradients=True,
             gradients_after_backward=True,
-            replicas=wrapped.replicas,
+            equal_tensors=wrapped.equal_tensors,
             extensions=[StepsOfPipeline(wrapped)],
         )
 

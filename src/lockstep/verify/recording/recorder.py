@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.session.extension import DeliveredBatch, Extension
 from lockstep.session.micro_batch import MicroBatch
-from lockstep.strategies.base import Wrapped
+from lockstep.strategies.base import PreparedModule
 from lockstep.verify.record import UpdateWriter, Way
 from lockstep.verify.recording.calls import CallRecorder
 from lockstep.verify.recording.foreign_steps import ForeignStepRecorder
@@ -56,7 +56,7 @@ class Recorder(Extension):
     # What Lockstep's steps tell
 
     @guarded
-    def module_prepared(self, wrapped: Wrapped) -> None:
+    def module_prepared(self, wrapped: PreparedModule) -> None:
         """`World.prepare` has wrapped a module."""
         module = wrapped.module
         self.by_choice = self.by_choice or vars(module).get("by_choice", "")
