@@ -415,6 +415,12 @@ def test_what_a_backward_pass_computes_again_is_computed_in_the_same_precision(
     assert verdict.word == "EQUAL", verdict.lines()
 
 
+def test_layers_that_derivatives_compute_again_are_no_forward_passes() -> None:
+    verdict = warm.verify(RIGHT / "checkpointed.py", steps=1)
+    (first,) = verdict.reference.updates
+    assert [forward.model for forward in first[0].forwards] == ["Net, forward pass 1"]
+
+
 class Rounded(torch.autograd.Function):
     """Something of a library's that computes in float32, where nobody sees it."""
 

@@ -79,14 +79,16 @@ class LossRecorder:
         self._foreign_steps.record_if_loss_parameters_changed(loss)
         if state.is_first_update and len(state.notes.forward_passes) > 1:
             self._forget_trial_passes(loss)
+        # These are all: derivatives may compute checkpointed parts of the model again below.
+        forward_passes = state.notes.forward_passes
         marks = marks_of(loss)
         self._record_origin(loss, marks)
-        self._record_sample_coupling(loss)
+        self._record_sample_coupling(loss, forward_passes)
         state.update.losses.append(self._value(loss))
         state.update.loss_terms.append(terms_of(loss))
         state.notes.gradients_of_passes.append({})
-        self._record_loss_calls(marks)
-        self._end_forward_passes()
+        self._record_loss_calls(marks, forward_passes)
+        self._end_forward_passes(forward_passes)
 
     def _forget_trial_passes(self, loss: Tensor) -> None:
         """Forgets forward passes that the first loss is not made from.
@@ -118,7 +120,7 @@ class LossRecorder:
         state.record_marks(marks, state.notes.draws_before_forward)
         state.step_draws.record(update)
 
-    def _record_sample_coupling(self, loss: Tensor) -> None:
+    def _record_sample_coupling(self, loss: Tensor, forward_passes: Sequence[ForwardPass]) -> None:
         """Records whether the loss, or a model, lets samples influence each other.
 
         One process with the whole batch is enough to know it.
@@ -130,7 +132,6 @@ class LossRecorder:
         batches = update.batches or update.model_inputs
         if batches:
             samples = int(batches[-1].weights["samples"])
-        forward_passes = self.state.notes.forward_passes
         if not update.loss_compares_samples:
             outputs: list[Tensor] = []
             for forward_pass in forward_passes:
@@ -174,7 +175,9 @@ class LossRecorder:
                 return 0.0
         return value
 
-    def _record_loss_calls(self, marks: Mapping[str, Any]) -> None:
+    def _record_loss_calls(
+        self, marks: Mapping[str, Any], forward_passes: Sequence[ForwardPass]
+    ) -> None:
         """Records what the loss may have been divided by, and the targets of its samples."""
         state = self.state
         calls = state.mode.pop_loss_calls()
@@ -191,13 +194,13 @@ class LossRecorder:
                 if isinstance(value, Tensor | float):
                     summary = summarize(torch.as_tensor(value))
                     state.update.loss_options[f"{option} of {call.line}"] = summary
-        if state.notes.forward_passes:
-            _record_targets(state.notes.forward_passes[0], calls)
+        if forward_passes:
+            _record_targets(forward_passes[0], calls)
 
-    def _end_forward_passes(self) -> None:
+    def _end_forward_passes(self, forward_passes: Sequence[ForwardPass]) -> None:
         """Adds the forward passes before this backward pass to the update."""
         notes = self.state.notes
-        records = [forward_pass.record for forward_pass in notes.forward_passes]
+        records = [forward_pass.record for forward_pass in forward_passes]
         for record in records:
             # A gradient that the script took before, such as a penalty's, is not the loss's.
             record.output_gradients = record.output_gradients[:0]
