@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from lockstep.doctor.base import WARNING, Facts, Finding, verdict
+from lockstep.units import MIB
 from lockstep.wording import count_noun
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -124,7 +125,7 @@ def judge(facts: Facts) -> Finding:
     logs = facts["logs"]
     problems = []
     if shared:
-        size_mib = _total_size(shared) >> 20
+        size_mib = _total_size(shared) // MIB
         files = count_noun(len(shared), "file")
         found = f"/dev/shm holds {size_mib} MiB in {files} of ended processes"
         if facts["sees_all"]:
@@ -133,7 +134,7 @@ def judge(facts: Facts) -> Finding:
             do = "remove them if no container uses this /dev/shm: its processes have other numbers"
         problems.append(Finding(WARNING, found, do))
     if _total_size(logs) > MAX_LOGS_SIZE:
-        size_mib = _total_size(logs) >> 20
+        size_mib = _total_size(logs) // MIB
         runs = count_noun(len(logs), "run")
         found = f"logs of {runs} of more than two weeks ago take {size_mib} MiB"
         problems.append(Finding(WARNING, found, "--fix removes them"))

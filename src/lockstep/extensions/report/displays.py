@@ -148,6 +148,7 @@ def open_display(state: PassState) -> Display:
 
 
 def _open_live_display() -> Live:
+    """Opens the display of `rich` that draws all bars, and lets all printed lines go through it."""
     global _live_display
     from rich.console import Group
     from rich.live import Live
@@ -174,6 +175,7 @@ def _open_live_display() -> Live:
 
 
 def _close_live_display() -> None:
+    """Removes all bars from the terminal. Does nothing if no live display is open."""
     global _live_display
     if _live_display is None:
         return

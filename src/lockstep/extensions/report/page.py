@@ -139,9 +139,13 @@ def _state(start: Start) -> str:
     silent_s = time.time() - start.last_time
     if not start.reached_init:
         return f"not at lockstep.init, {clock(silent_s)} after its start"
-    records = start.records.values()
-    longest_step_s = max(max(record.column("longest_s"), default=0.0) for record in records)
-    steps_per_row = max(max(record.column("steps"), default=1.0) for record in records)
+    # A row is written when its last step has ended. The next one may take a while.
+    longest_step_s = 0.0
+    steps_per_row = 1.0
+    for record in start.records.values():
+        if record.rows:
+            longest_step_s = max(longest_step_s, record.column("longest_s").max())
+            steps_per_row = max(steps_per_row, record.column("steps").max())
     if silent_s < SILENT_S + 4 * longest_step_s * steps_per_row:
         return "running"
     return f"without a word for {clock(silent_s)}"
