@@ -1,4 +1,8 @@
-"""Checks that a run has something to save, and that what was saved fits what the run has."""
+"""Checks that a run has something to save, and that what was saved fits what the run has.
+
+The *state* is a dictionary of objects by name: modules, optimizers, schedulers and so on. The
+*length* of a scheduler is the number of steps that it was built for.
+"""
 
 from __future__ import annotations
 

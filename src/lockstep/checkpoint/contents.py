@@ -118,6 +118,7 @@ def _split_state(
 
 
 def _check_tensor(path: Path, name: str, value: Tensor) -> None:
+    """Raises CheckpointError for a tensor that cannot be stored, or claims far too much memory."""
     problem = why_unstorable(value)
     if problem is None:
         storage_nbytes = value.untyped_storage().nbytes()

@@ -238,6 +238,7 @@ class _Encoder:
         raise self._error(path, f"is a {kind.__name__}")
 
     def _encode_container(self, value: Any, path: KeyPath) -> Tree:
+        """Returns the tree of a dictionary, list, tuple or size; refuses one that holds itself."""
         if id(value) in self._open_containers:
             raise self._error(path, "contains itself")
         self._open_containers.add(id(value))
@@ -254,6 +255,7 @@ class _Encoder:
             self._open_containers.discard(id(value))
 
     def _encode_dict(self, value: dict[Any, Any], path: KeyPath) -> Tree:
+        """Returns the tree of a dictionary of any class; its tag says which."""
         pairs = []
         for key, item in value.items():
             if not _can_be_key(key):
@@ -304,6 +306,7 @@ class _Encoder:
         return tree
 
     def _encode_numpy(self, value: Any, path: KeyPath) -> Tree:
+        """Stores an array or a number of numpy as a tensor; returns the tensor's tree."""
         try:
             tensor = torch.from_numpy(np.array(value))
         except (TypeError, ValueError):
@@ -388,6 +391,7 @@ class _Decoder:
         return self._decode_tagged(tags[0], tree)
 
     def _decode_tagged(self, tag: str, tree: Any) -> Any:
+        """Returns the value of an object such as {"$tuple": [...]}, whose tag is "$tuple"."""
         content = tree[tag]
         match tag:
             case "$float":
@@ -421,6 +425,10 @@ class _Decoder:
         )
 
     def _decode_tensor(self, tree: Any) -> Tensor | LazyTensor:
+        """Returns the tensor of {"$tensor": name}.
+
+        If the tree has a dtype and a shape too, the tensor is stored as bytes.
+        """
         name = tree["$tensor"]
         if name not in self._tensors:
             raise CheckpointError(
@@ -442,6 +450,7 @@ class _Decoder:
         return self._tensors_from_bytes[name]
 
     def _decode_sharded(self, tree: Any) -> TensorInShards:
+        """Returns the tensor of {"$sharded": name, "dtype": ..., "shape": ...}."""
         name = tree["$sharded"]
         if self._find_shards is None:
             raise ValueError("a tensor in shards where none is expected")

@@ -153,7 +153,8 @@ def _try_lock(descriptor: int, path: Path) -> str | None:
     """Takes the system lock on an open file; it is held until the file is closed.
 
     Returns:
-        A description of another run that has the lock, or None if the lock was taken.
+        None if the lock was taken. Otherwise a description of the run that has it; if the file
+        system has no locks, of the run that the file names, unless that has ended.
     """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,12 +171,17 @@ def _seems_alive(text: bytes, path: Path) -> bool:
     """Returns True if the run that wrote this text into the lock file seems to be alive."""
     try:
         run = layout.parse_object(text)
+        if not run:
+            return False
         if run.get("host") != socket.gethostname():
-            return bool(run) and time.time() - path.stat().st_mtime < MAX_SAVE_AGE_S
+            # The process cannot be looked up, but every save changes the time of the file.
+            last_save_age_s = time.time() - path.stat().st_mtime
+            return last_save_age_s < MAX_SAVE_AGE_S
         process = psutil.Process(int(run["pid"]))
         # Another process may have the same number now, but then it has another start time.
-        is_same = abs(process.create_time() - float(run["started"])) < MAX_CLOCK_CHANGE_S
-        return bool(is_same) and process.pid != os.getpid()
+        difference_s = abs(process.create_time() - float(run["started"]))
+        is_same_process = difference_s < MAX_CLOCK_CHANGE_S
+        return bool(is_same_process) and process.pid != os.getpid()
     except (psutil.Error, KeyError, ValueError, TypeError):
         return False
 

@@ -66,6 +66,7 @@ class SignalRequests:
             self._previous_handlers[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """The handler of both signals: notes the request, or ends the process."""
         if os.getpid() != self._owner_pid:
             # A child, such as a worker of a DataLoader: schedulers may signal all processes.
             if number != signal.SIGUSR1:

@@ -233,6 +233,7 @@ class Rounds:
                 sender_of_part[part] = _first_rank_with(files, machine_of_rank)
 
         def read_files_of_this_machine() -> dict[int | None, Any]:
+            """Reads the parts that this rank needs or sends to others."""
             states = {}
             for part, files in files_of_part.items():
                 is_needed = rank in ranks_in_need[part] or sender_of_part.get(part) == rank
@@ -303,11 +304,13 @@ def _from_tensors(tensors: Mapping[str, Any]) -> Any:
 def _overwrite(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a file in place, so that the memory which it has already is used again.
 
-    The header's length is 0 while it is written.
+    The length of the header, at the beginning of the file, is 0 until everything else is written:
+    a file that is not whole has no header that could be read.
     """
+    zero_length = bytes(HEADER_LENGTH_BYTES)
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        os.pwrite(descriptor, bytes(HEADER_LENGTH_BYTES), 0)
+        os.pwrite(descriptor, zero_length, 0)
         header, *values = file_content(path, tensors)
         os.lseek(descriptor, HEADER_LENGTH_BYTES, os.SEEK_SET)
         storage.write(descriptor, header[HEADER_LENGTH_BYTES:])
@@ -322,15 +325,16 @@ def _overwrite(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _read_part(path: Path, part: int | None) -> Any:
     """Reads the shared state, or the state of one virtual rank, from a file."""
-    entries = read_header(path)
-    tree = _read_tree(entries)
+    tensors = read_header(path)
+    tree = _read_tree(tensors)
     if part is SHARED_STATE:
         part_tree = tree["shared"]
     else:
-        # `encode` writes a dictionary with numbers as keys as a list of pairs.
-        part_tree = dict(tree["replicas"]["$dict"])[part]
-    return copy_to_memory(decode(part_tree, entries))
+        # `encode` writes a dictionary whose keys are numbers as {"$dict": [[number, tree], ...]}.
+        tree_of_virtual_rank = dict(tree["replicas"]["$dict"])
+        part_tree = tree_of_virtual_rank[part]
+    return copy_to_memory(decode(part_tree, tensors))
 
 
-def _read_tree(entries: Mapping[str, LazyTensor]) -> Any:
-    return json.loads(entries[TREE_NAME].read().numpy().tobytes())
+def _read_tree(tensors: Mapping[str, LazyTensor]) -> Any:
+    return json.loads(tensors[TREE_NAME].read().numpy().tobytes())

@@ -257,13 +257,19 @@ def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> 
             which those that it does not store are None; or a dictionary by parameter number.
     """
     if state_name in manifest["modules"]:
-        stored = {key: tree for key, tree in entries["$ordered"] if tree is not None}
+        # Both trees are {"$ordered": [[tensor name, tree], ...]} with all names of the module.
+        stored = {name: tree for name, tree in entries["$ordered"] if tree is not None}
         pairs = manifest["modules"][state_name]["$ordered"]
-        pairs[:] = [[key, stored.get(key, tree)] for key, tree in pairs]
+        for pair in pairs:
+            name = pair[0]
+            if name in stored:
+                pair[1] = stored[name]
     else:
-        tree = manifest["training"][state_name]
-        pairs = [*tree["state"].get("$dict", ()), *entries.get("$dict", ())]
-        tree["state"] = {"$dict": sorted(pairs)}
+        # Both are {"$dict": [[parameter number, tree], ...]}, or {} without any entries.
+        optimizer_tree = manifest["training"][state_name]
+        own_pairs = optimizer_tree["state"].get("$dict", [])
+        other_pairs = entries.get("$dict", [])
+        optimizer_tree["state"] = {"$dict": sorted([*own_pairs, *other_pairs])}
 
 
 def _check_files_visible(temporary: Path, files: Mapping[str, int]) -> None:

@@ -242,27 +242,13 @@ class Checkpoint:
         other_writers = [
             rank for rank, summary in enumerate(summaries) if rank > 0 and summary.has_own_tensors
         ]
-        rank = self._collectives.topology.rank
-
-        def prepare() -> tuple[PreparedSave, str | None]:
-            # Rank 0 has waited for the save before. This rank may not have, if `skip` was True.
-            self._writer.finish()
-            if rank > 0 and rank not in other_writers:
-                return PreparedSave(RankPart({}), {}), None
-            part, trees = copy_rank_part(
-                states, self._module_names(), summaries, rank, self._copies.copy
-            )
-            self._copies.finish()
-            if rank > 0:
-                return PreparedSave(part, {}), None
-            manifest = self._manifest(states, summaries[0].metric, trees)
-            temporary = layout.temporary_folder(self.folder, manifest["step"])
-            self._writer.begin(temporary, self._damaged_names)
-            return PreparedSave(part, manifest), temporary.name
-
         try:
             # One exchange: no rank writes before all have their copies and the folder exists.
-            prepared, folder_names = exchange_on_all_ranks(self._collectives, self._action, prepare)
+            prepared, folder_names = exchange_on_all_ranks(
+                self._collectives,
+                self._action,
+                lambda: self._prepare_save(states, summaries, other_writers),
+            )
             self._start_writing(prepared, folder_names[0], other_writers)
         except BaseException:  # also Ctrl-C: the folder may exist, and nobody writes to it
             self._writer.cancel()
@@ -277,28 +263,63 @@ class Checkpoint:
         return path
 
     def _collect_states(self, metric: float | None) -> tuple[dict[str, Any], list[RankSummary]]:
-        """Returns the states of this rank, and the summaries of all ranks."""
-
-        def collect() -> tuple[dict[str, Any], dict[str, Any]]:
-            skip = self._policy.busy == "skip" and self._writer.busy
-            if not skip:
-                self._writer.finish()
-            objects = self._objects()
-            states = self._states_of(objects)
-            partial_keys = keys_of_partial_states(states, objects)
-            summary = RankSummary(
-                skip=skip,
-                metric=metric,
-                rng_state=rng_state_to_text(seeding.rng_state(self._collectives.device)),
-                partial_keys=partial_keys,
-                has_own_tensors=has_own_tensors(states, partial_keys),
-            )
-            return states, asdict(summary)
-
-        states, answers = exchange_on_all_ranks(self._collectives, self._action, collect)
+        """Returns the states of this rank by name, and the summaries of all ranks."""
+        states, answers = exchange_on_all_ranks(
+            self._collectives, self._action, lambda: self._summarize_rank(metric)
+        )
         summaries = [RankSummary(**answer) for answer in answers]
         check_same_metric("checkpoint.save(metric=...)", [summary.metric for summary in summaries])
         return states, summaries
+
+    def _summarize_rank(self, metric: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the states of this rank by name, and a `RankSummary` of them as JSON."""
+        skip = self._policy.busy == "skip" and self._writer.busy
+        if not skip:
+            self._writer.finish()  # waits for the save before, and raises its error
+        objects = self._objects()
+        states = self._states_of(objects)
+        partial_keys = keys_of_partial_states(states, objects)
+        summary = RankSummary(
+            skip=skip,
+            metric=metric,
+            rng_state=rng_state_to_text(seeding.rng_state(self._collectives.device)),
+            partial_keys=partial_keys,
+            has_own_tensors=has_own_tensors(states, partial_keys),
+        )
+        return states, asdict(summary)
+
+    def _prepare_save(
+        self,
+        states: Mapping[str, Any],
+        summaries: Sequence[RankSummary],
+        other_writers: Sequence[int],
+    ) -> tuple[PreparedSave, str | None]:
+        """Copies what this rank stores to host memory; rank 0 also makes the hidden folder.
+
+        Args:
+            states: of this rank, by name.
+            summaries: of all ranks.
+            other_writers: the ranks that write besides rank 0.
+
+        Returns:
+            What this rank writes, and on rank 0 the name of the hidden folder.
+        """
+        rank = self._collectives.topology.rank
+        # Waits for the save before. `_summarize_rank` did so already, unless this rank would have
+        # left this save out and rank 0 would not.
+        self._writer.finish()
+        if rank > 0 and rank not in other_writers:
+            return PreparedSave(RankPart({}), {}), None
+        part, trees = copy_rank_part(
+            states, self._module_names(), summaries, rank, self._copies.copy
+        )
+        self._copies.finish()
+        if rank > 0:
+            return PreparedSave(part, {}), None
+        manifest = self._manifest(states, summaries[0].metric, trees)
+        temporary = layout.temporary_folder(self.folder, manifest["step"])
+        self._writer.begin(temporary, self._damaged_names)
+        return PreparedSave(part, manifest), temporary.name
 
     def _start_writing(
         self, prepared: PreparedSave, folder_name: str, other_writers: Sequence[int]
@@ -476,15 +497,13 @@ class Checkpoint:
         """Resumes the round that is in memory; returns False if the folder has something newer."""
         action = "resuming from memory"
 
-        def look() -> tuple[None, dict[str, Any]]:
+        def report() -> tuple[None, dict[str, Any]]:
+            """What this rank has in memory, which virtual ranks it computes, what is on disk."""
             latest = layout.latest(self.folder)
-            return None, {
-                **rounds.report(),
-                "own": virtual_ranks.own,
-                "disk": -1 if latest is None else layout.step_of(latest),
-            }
+            step_on_disk = -1 if latest is None else layout.step_of(latest)
+            return None, {**rounds.report(), "own": virtual_ranks.own, "disk": step_on_disk}
 
-        _, reports = exchange_on_all_ranks(self._collectives, action, look)
+        _, reports = exchange_on_all_ranks(self._collectives, action, report)
         chosen = choose_round(reports, virtual_ranks.count)
         if chosen is None:
             return False
@@ -637,6 +656,13 @@ class Checkpoint:
     def _manifest(
         self, states: Mapping[str, Any], metric: float | None, trees: Mapping[str, Any]
     ) -> dict[str, Any]:
+        """Returns the manifest of this save, except the list of files, which is not known yet.
+
+        Args:
+            states: of this rank, by name.
+            metric: what `save` was given.
+            trees: of the modules and of the training, from `copy_rank_part`.
+        """
         from lockstep import __version__  # the package itself imports this module
 
         if metric is not None and not math.isfinite(metric):

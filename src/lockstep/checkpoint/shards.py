@@ -88,6 +88,7 @@ class TensorInShards(LazyTensor):
             return torch.empty(0, dtype=self.dtype)
         if len(self.shards) == 1:
             return self.shards[0].values.read_range(begin, end)
+        # `read_box` reads whole rows, of the first dimension.
         row_shape = self.shape[1:]
         row_numel = math.prod(row_shape)
         first_row = begin // row_numel
@@ -138,6 +139,8 @@ def join_shards(
     Raises:
         ValueError: a shard is outside of the tensor, or the shards overlap or leave gaps.
     """
+    # Shards without elements may be anywhere. If the sizes of the others add up to that of the
+    # tensor, and none overlap, they leave no gaps.
     with_elements = [shard for shard in shards if 0 not in shard.sizes]
     with_elements.sort(key=lambda shard: shard.offsets)
     for shard in with_elements:

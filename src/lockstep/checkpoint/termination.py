@@ -35,6 +35,7 @@ class _Watcher:
         self._thread.start()
 
     def _watch(self) -> None:
+        """Runs in the thread: ends the process by the first signal that has our handler."""
         while True:
             number = os.read(self._read_end, 1)[0]
             if number == 0:  # written by `close`

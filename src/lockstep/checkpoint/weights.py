@@ -343,16 +343,17 @@ def _batches(values: Mapping[str, Any], needs_memory: Set[str]) -> list[dict[str
         needs_memory: the names of values that are copied before they are loaded. The others go
             from a mapped file into a plain tensor directly.
     """
+    # "block.0.weight" and "block.0.bias" are parameters of the module "block.0".
     names_of_module = group_by_key((name.rpartition(".")[0], name) for name in values)
-    sized_groups = []
-    for names in names_of_module.values():
+    sizes_of_modules = []
+    for module, names in names_of_module.items():
         num_bytes = sum(values[name].nbytes for name in names if name in needs_memory)
-        sized_groups.append((names, num_bytes))
+        sizes_of_modules.append((module, num_bytes))
     batches = []
-    for groups in group_by_size(sized_groups, MAX_BYTES_IN_MEMORY):
+    for modules in group_by_size(sizes_of_modules, MAX_BYTES_IN_MEMORY):
         batch = {}
-        for names in groups:
-            for name in names:
+        for module in modules:
+            for name in names_of_module[module]:
                 batch[name] = values[name]
         batches.append(batch)
     return batches

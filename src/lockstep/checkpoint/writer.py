@@ -73,6 +73,7 @@ class Writer:
         """Starts a thread that does the work. The thread before must have ended."""
 
         def run() -> None:
+            """Runs in the thread: keeps the error, if the work raises one."""
             try:
                 work()
                 self._unfinished_folder = None
@@ -173,6 +174,7 @@ class Writer:
                 timeout_s = 0.0
 
         def finish_and_release() -> None:
+            """Finishes, and releases the lock on the folder whatever happens."""
             try:
                 self.finish(timeout_s)
             finally:

@@ -189,7 +189,9 @@ def read_dcp(folder: Path) -> dict[str, Any]:
             raise ValueError(f"it has more than {MAX_METADATA_BYTES} bytes")
         metadata = state_of_record(unpickle(content), "Metadata")
         entries = _read_entries(folder, metadata)
-        return _nest(entries, metadata.get("planner_data"))
+        # DCP flattens what it saves; its planner keeps the keys that led to each entry.
+        keys_of_entries = metadata.get("planner_data")
+        return _nest(entries, keys_of_entries)
     except Exception as error:  # a damaged pickle may lead to any
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise unreadable(

@@ -81,6 +81,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
     """Makes records of the objects of a pickle, and refuses all names but `ALLOWED_NAMES`."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Called by `pickle` for each name in the file; returns what stands for it."""
         full_name = f"{module}.{name}"
         if full_name not in ALLOWED_NAMES:
             raise ValueError(f"it names {full_name[:120]}, which is not expected there")

@@ -147,6 +147,7 @@ def read_source(
 
 
 def _read_dcp_folder(path: Path, name: str | None) -> Source:
+    """Reads a folder of torch's distributed checkpoint. `name`: one model of several."""
     tree = read_dcp(path)
     states = _find_states(path, tree, name)
     files = {path / METADATA}
@@ -285,6 +286,7 @@ def _walk_states(content: Any, place: str, max_depth: int) -> Iterator[FoundStat
 
 
 def _no_weights_error(path: Path, content: Any) -> CheckpointError:
+    """Returns the error of a file without weights; it says what the file holds instead."""
     held = type(content).__name__
     if isinstance(content, Mapping):
         keys = [short(repr(key)) for key in content if isinstance(key, str)]
@@ -419,6 +421,7 @@ def _shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindSha
         return _read_header_of(path, manifest, name, rank)
 
     def find_shards(tensor_name: str, dtype: torch.dtype, shape: Shape) -> TensorInShards:
+        """Returns the tensor with the shards that the manifest lists for it."""
         shards = []
         for rank, offsets, sizes in places_of_tensor.get(tensor_name, ()):
             stored = header_of_rank(rank)[tensor_name]
