@@ -1,9 +1,13 @@
-"""torch's DistributedDataParallel with exact weighting, and with its silent traps made loud.
+"""torch's DistributedDataParallel with the exact weighting of Lockstep, and with checks.
 
-Communication: the parameters of rank 0 are broadcast once; every backward pass that closes a
-global batch averages the gradients bucket by bucket while it still runs (Li et al., VLDB 2020).
-Nothing is sent for the other micro-batches, and nothing in a forward pass, so one rank may evaluate
-alone. Buffers that move are taken from rank 0 after each step (`replication`).
+DDP collects gradients in *buckets*. In the last micro-batch of a global batch each bucket is
+averaged over the ranks as soon as it is complete, while the backward pass still runs (Li et al.,
+VLDB 2020). The other micro-batches send nothing: their gradients add up on each rank. The
+parameters of rank 0 are broadcast once. Forward passes send nothing, so that one rank may evaluate
+alone. Buffers that forward passes change are taken from rank 0 after each step (`replication`).
+
+Several mistakes would give wrong gradients without an error: a forward pass that bypasses the
+wrapper, parameters without gradient, a second DDP around the model. They raise errors here.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ from lockstep.units import format_bytes
 from lockstep.wording import join_first
 
 _TORCH_BUCKET_MIB = 25
-"""Of `bucket_cap_mb=None`, which also makes the first bucket small: sending begins early."""
+"""The size of a bucket with `bucket_cap_mb=None`. Torch then also makes the first bucket small, so
+that sending begins early."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,23 +64,25 @@ class DDP(base.Strategy):
     name: ClassVar[str] = "ddp"
 
     bucket_cap_mb: float | None = None
-    """Size of a gradient bucket in MiB; None: torch's default."""
+    """Size of a gradient bucket in MiB. None for torch's default."""
     find_unused_parameters: bool = False
-    """Look for parameters without gradient in every step; costs a walk over the graph."""
+    """Look for parameters without gradient in every step, which takes a walk over the graph."""
     static_graph: bool = False
-    """The same parameters are used in every step: torch may then reorder more freely."""
+    """Promise that every step uses the same parameters. Torch may then reorder more freely."""
     average_buffers: str | Sequence[str] = ()
     """Names, or patterns of names, of buffers that are averaged over the ranks after each step,
     weighted by samples, instead of taken from rank 0. Right for running means over samples, such as
     the statistics of InstanceNorm; not for sums, counts and codebooks."""
     check_every: int = CHECK_EVERY
-    """Global batches between comparisons of the replicas (besides steps 1, 2, 3, 10); 0: never."""
+    """Global batches between comparisons of the replicas, besides steps 1, 2, 3 and 10. 0 for no
+    comparison."""
     compress: Compression | None = None
-    """How gradients are sent to other machines, or to other ranks where there is one machine."""
+    """How gradients are compressed on their way to other machines. With one machine: on their way
+    to other ranks."""
     powersgd_rank: int = 1
-    """Columns of the matrices that stand for a gradient."""
+    """PowerSGD: the number of columns of the two matrices that approximate a gradient."""
     powersgd_start: int = 100
-    """Global batches before that begins, as in the code of its authors."""
+    """PowerSGD: how many global batches are sent uncompressed first, as in its authors' code."""
 
     def __post_init__(self) -> None:
         if self.compress is not None and self.compress not in get_args(Compression):
@@ -94,23 +101,22 @@ class DDP(base.Strategy):
         check_whole_number(f"check_every={self.check_every}", self.check_every, 0)
 
     def plan(self, run: Run) -> base.StrategyPlan:
-        """A part of the batch for every rank."""
+        """Returns a plan in which every rank computes a part of each batch."""
         return replace(super().plan(run), can_autotune=True, static_graph=self.static_graph)
 
     def wrap(self, module: nn.Module, run: Run) -> base.PreparedModule:
-        """The module in DDP, with rank 0's parameters and buffers on all ranks.
+        """Wraps a module in DDP and gives it rank 0's parameters and buffers on all ranks.
 
-        On one process it is the module itself. One that is spread over several GPUs by hand stays
-        where it is, and its gradients are averaged there. One without parameters to train is not
-        wrapped, because there is nothing to average, but made equal.
+        On one process the module is not wrapped. Nor is it without trainable parameters, because
+        then there is nothing to average. A module that the user has spread over several GPUs stays
+        there.
 
         Raises:
             UsageError: the module is partly on GPUs and partly on the CPU.
-            SettingError: `static_graph` with micro-batches, when that shows.
         """
         choices = base.move_to_device(module, run.device)
-        spread = bool(choices)
-        if spread and any(p.device.type != "cuda" for p in module.parameters()):
+        is_on_several_gpus = bool(choices)
+        if is_on_several_gpus and any(p.device.type != "cuda" for p in module.parameters()):
             raise UsageError(
                 "world.prepare of a module on several GPUs and on the CPU",
                 "DDP averages gradients on devices of one type",
@@ -123,28 +129,30 @@ class DDP(base.Strategy):
             choices.append(Choice("ddp", "not wrapped", "no parameter to train"))
             return base.PreparedModule(module=module, choices=choices)
         compress = self._compression(module, run)
+        device_ids = None
+        if run.device.type == "cuda" and not is_on_several_gpus:
+            device_ids = [run.device.index]
         wrapped = ExactDDP(
             module,
             run,
             self,
             compress,
-            device_ids=[run.device.index] if run.device.type == "cuda" and not spread else None,
+            device_ids=device_ids,
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             gradient_as_bucket_view=True,
             init_sync=False,
         )
-        size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        in_place = Choice(
-            "gradients", format_bytes(size), "averaged in buckets during backward, in place"
-        )
-        choices += [in_place, self._bucket_choice(size)]
+        num_bytes = _gradient_bytes(module)
+        reason = "averaged in buckets during backward, in place"
+        choices.append(Choice("gradients", format_bytes(num_bytes), reason))
+        choices.append(self._bucket_choice(num_bytes))
         if compress is not None:
-            told = (
-                f"gradients {compression.sent_between(run.device)}; not the numbers of one device"
+            sent = f"gradients {compression.sent_between(run.device)}"
+            choices.append(
+                Choice("compression", compress, f"{sent}; not the numbers of one device")
             )
-            choices.append(Choice("compression", compress, told))
         moving_buffers = MovingBuffers(
             module, run.step, average=self.average_buffers, strategy=type(self).__name__
         )
@@ -160,18 +168,19 @@ class DDP(base.Strategy):
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
     ) -> None:
-        """The backward pass.
+        """Runs the backward pass of a loss that is already weighted.
 
         Raises:
-            UsageError: a sparse table was not used, and torch cannot leave it out.
+            UsageError: an embedding with sparse gradients was not used, and torch cannot skip it.
         """
         try:
             super().backward(modules, loss, precision, **options)
         except RuntimeError as error:
             if "Expected sparse gradient to be defined" not in str(error):
                 raise
-            wrapped = [getattr(module, "module", module) for module in modules]
-            sparse = [name for module in wrapped for name in sparse_weights(module)]
+            sparse: list[str] = []
+            for module in modules:
+                sparse += sparse_weights(getattr(module, "module", module))
             raise UsageError(
                 "a backward pass that does not use every embedding with sparse gradients",
                 f"on this rank the loss does not use all of {join_first(sparse)}, and torch cannot "
@@ -182,10 +191,10 @@ class DDP(base.Strategy):
             ) from error
 
     def _compression(self, module: nn.Module, run: Run) -> Compression | None:
-        """How the gradients of a module are sent.
+        """Returns how the gradients of a module are compressed, None for not at all.
 
         Raises:
-            SettingError: they cannot be sent so.
+            SettingError: the option does not work with this module or precision.
         """
         if self.compress is None or run.settings.uncompressed:
             return None
@@ -204,72 +213,93 @@ class DDP(base.Strategy):
             )
         return self.compress
 
-    def _bucket_choice(self, size: int) -> Choice:
+    def _bucket_choice(self, num_bytes: int) -> Choice:
+        """Returns the line about the bucket size for a model with this many bytes of gradients."""
         if self.bucket_cap_mb is not None:
             return Choice("bucket", f"{self.bucket_cap_mb:g} MiB", "as set")
         reason = "torch's default: large enough to fill a link, small enough to overlap"
-        if size <= 2**20 * _TORCH_BUCKET_MIB:
+        if num_bytes <= 2**20 * _TORCH_BUCKET_MIB:
             reason = "torch's default; one holds all"
         return Choice("bucket", f"{_TORCH_BUCKET_MIB} MiB", reason)
 
 
-class _BucketMeans:
-    """What a communication hook of DDP does: the mean over the ranks, in the bucket itself.
+class _BucketAverager:
+    """A communication hook of DDP that averages the gradients of a bucket over the ranks, in place.
 
-    Between machines the buckets are on their way together, until the last one is there.
+    Ranks of one machine average through shared memory. Between machines the hook only starts the
+    exchange of a bucket, so that several buckets are on their way at the same time; it waits for
+    all of them in the last bucket.
+
+    Args:
+        shared: the shared memory of the ranks of this machine, if they use it.
     """
 
     def __init__(self, shared: SharedMemory | None) -> None:
         self._shared = shared
         self._scale = 1.0 / dist.get_world_size()
-        self._under_way: list[Callable[[], None]] = []
+        self._unfinished: list[Callable[[], None]] = []
+        """Called in the last bucket, in order: they wait for an exchange or set a future's result.
+        """
 
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        gradients, means = bucket.buffer(), torch.futures.Future[Tensor]()
-        if gradients.layout is not torch.strided:  # those of `Embedding(sparse=True)`
+        """Averages a bucket; torch calls this in the backward pass.
+
+        Returns:
+            A future of the averaged gradients.
+        """
+        gradients = bucket.buffer()
+        if gradients.layout is not torch.strided:  # gradients of `Embedding(sparse=True)`
             work = dist.all_reduce(gradients.mul_(self._scale), async_op=True)
             future = cast(dist.Work, work).get_future()
             return future.then(lambda reduced: reduced.value()[0])
+        averages = torch.futures.Future[Tensor]()
         if bucket.index() == 0:
-            self._under_way.clear()  # of a backward pass that has raised
-        if self._shared is not None and self._shared.across is None:
+            # If a backward pass has raised, its buckets are still here.
+            self._unfinished.clear()
+        if self._shared is not None and self._shared.across is None:  # a single machine
             self._shared.all_reduce(gradients, scale=self._scale)
-            means.set_result(gradients)
-            return means
+            averages.set_result(gradients)
+            return averages
         if self._shared is None:
-            end = routing.start_all_reduce(gradients.mul_(self._scale))
+            wait = routing.start_all_reduce(gradients.mul_(self._scale))
         else:
-            end = self._shared.start_all_reduce(gradients, scale=self._scale)
-        self._under_way += [end, partial(means.set_result, gradients)]
+            wait = self._shared.start_all_reduce(gradients, scale=self._scale)
+        self._unfinished.append(wait)
+        self._unfinished.append(partial(averages.set_result, gradients))
         if bucket.is_last():
-            for each in self._under_way:
-                each()
-            self._under_way.clear()
-        return means
+            for finish in self._unfinished:
+                finish()
+            self._unfinished.clear()
+        return averages
 
 
-class _AroundWrapper:
-    """A pre-hook of the wrapped module: refuses forward passes that go around the wrapper.
+class _ForwardGuard:
+    """A forward pre-hook of the user's module, which refuses calls that bypass the DDP wrapper.
 
-    It counts those that do not.
+    It also counts the forward passes of the wrapper. The counts are here because attributes of a
+    plain object are much faster to set than those of a module.
+
+    Args:
+        module: the user's module.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self._module = (lambda: None) if module is None else weakref.ref(module)
-        self.allowed = False
-        # Counted here, as the attributes of a module are slow to set.
-        self.forwards = 0
-        """Forward passes with gradients."""
-        self.at_backward = 0
-        """How many there were at the last backward pass."""
+        self.is_allowed = False
+        """True while the wrapper calls the module."""
+        self.num_forwards = 0
+        """Forward passes of the wrapper with gradients."""
+        self.num_forwards_at_backward = 0
+        """What `num_forwards` was at the last backward pass."""
 
-    def __reduce__(self) -> tuple[type[_AroundWrapper], tuple[()]]:
-        """Copies of the module may be called; nor is the process group part of them."""
-        return _AroundWrapper, ()
+    def __reduce__(self) -> tuple[type[_ForwardGuard], tuple[()]]:
+        """Copies and pickles it as a guard that allows everything: copied modules may be called."""
+        return _ForwardGuard, ()
 
     @outside_compiled_code
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if self.allowed or module is not self._module():
+        """Raises UsageError for a training forward pass that did not go through the wrapper."""
+        if self.is_allowed or module is not self._module():
             return
         if torch.is_grad_enabled() and module.training:
             raise UsageError(
@@ -282,7 +312,15 @@ class _AroundWrapper:
 
 
 class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
-    """DDP that follows the global batch: it communicates on its last micro-batch alone."""
+    """DDP that communicates only in the last micro-batch of a global batch.
+
+    Args:
+        module: the user's module.
+        run: of this process.
+        options: the strategy's.
+        compress: how gradients are compressed, None for not at all.
+        **torch_options: arguments of `DistributedDataParallel`.
+    """
 
     def __init__(
         self,
@@ -295,54 +333,64 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         super().__init__(module, **torch_options)
         self.run = run
         self.options = options
-        self._around = _AroundWrapper(module)
-        module.register_forward_pre_hook(self._around)
-        self._seen: dict[int, int] = {}
-        """Forward passes at the last step of each optimizer, by its id."""
-        shared = routing.shared_memory() if run.device.type == "cpu" else None
-        self._means: _BucketMeans | CompressedMeans | None = None
-        timed = run.link is not None or run.settings.report is not None
-        if shared is not None or (timed and run.device.type == "cpu"):
-            # to know how long is waited for others
-            self._means = _BucketMeans(shared)
-        """What averages the gradients from the first step on, where the user registers nothing."""
-        self.compressed: CompressedMeans | None = None
+        self._guard = _ForwardGuard(module)
+        module.register_forward_pre_hook(self._guard)
+        self._forwards_at_last_step: dict[int, int] = {}
+        """The number of forward passes at the last step of each optimizer, by its id."""
+        self._trained: list[tuple[str, nn.Parameter]] = []
+        """The trainable parameters, with their names."""
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                self._trained.append((name, parameter))
+        self._trained_by_optimizer: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        """Those of `_trained` that an optimizer has, by the optimizer's id."""
         self.by_choice = ""
-        """What the user has chosen although it gives other numbers, and `verify` has left out."""
+        """An option that changes results and that `verify` therefore switches off, in words."""
         if options.compress is not None and run.settings.uncompressed:
             self.by_choice = f"gradients are sent as {options.compress}"
-        self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.compressed: CompressedMeans | None = None
+        self._averager: _BucketAverager | CompressedMeans | None = None
+        """Becomes DDP's communication hook in the first forward pass, unless the user registers
+        another hook before."""
         if compress is not None:
             parameters = [parameter for _, parameter in self._trained]
-            options_of = options.powersgd_rank, options.powersgd_start
-            self._means = self.compressed = CompressedMeans(parameters, compress, *options_of)
-        size = sum(p.numel() * p.element_size() for _, p in self._trained)
-        self._sent = 0 if self._means else all_reduce_bytes(size, run.topology.size)
-        """Bytes that torch's own reduction sends in a backward pass."""
-        self._owned: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        """Those of `_trained` that an optimizer holds, by its id."""
+            self.compressed = CompressedMeans(
+                parameters, compress, options.powersgd_rank, options.powersgd_start
+            )
+            self._averager = self.compressed
+        elif run.device.type == "cpu":
+            shared = routing.shared_memory()
+            # Our own hook also measures how long this rank waits for others.
+            is_measured = run.link is not None or run.settings.report is not None
+            if shared is not None or is_measured:
+                self._averager = _BucketAverager(shared)
+        self._bytes_per_backward = 0
+        """What torch's own reduction sends in a backward pass. Our hooks count for themselves."""
+        if self._averager is None:
+            self._bytes_per_backward = all_reduce_bytes(_gradient_bytes(module), run.topology.size)
         self._is_initialized = True
 
     @never_compiled  # compiled code would keep the process group after the run
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward pass; without gradients it involves no other rank."""
+        """Runs the forward pass of the module; without gradients it involves no other rank."""
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
-        allowed_before = self._begin_forward()
+        was_allowed = self._begin_forward()
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
-            self._note_where(error)
+            self._explain(error)
             raise
         finally:
-            self._around.allowed = allowed_before
+            self._guard.is_allowed = was_allowed
 
     @outside_compiled_code
     def _begin_forward(self) -> bool:
-        """Sets torch to what the micro-batch needs, and allows the pass through the wrapped module.
+        """Prepares torch's DDP for the current micro-batch, and lets the guard allow the pass.
 
         Returns:
-            Whether such a pass was allowed before; the caller restores that.
+            True if the guard allowed it before already, as in a forward pass within another one.
+            The caller restores that.
 
         Raises:
             UsageError: the run is closed, or the gradients would be averaged twice.
@@ -361,149 +409,185 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "both average the gradients, so they would come out too small",
                 "leave DistributedDataParallel out: call the object that world.prepare returned",
             )
-        if self._means is not None:
-            # A lambda: torch refuses annotations that are text, as those of this file are.
-            self.register_comm_hook(self._means, lambda means, bucket: means(bucket))
-        present = self.run.step.micro_batch
-        if self.options.static_graph and not present.last:
+        if self._averager is not None:
+            # A lambda without annotations, because torch refuses annotations that are strings, as
+            # all of this file are (`from __future__ import annotations`).
+            self.register_comm_hook(self._averager, lambda averager, bucket: averager(bucket))
+        micro_batch = self.run.step.micro_batch
+        if self.options.static_graph and not micro_batch.last:
             raise SettingError(
                 "DDP(static_graph=True) with micro-batches",
                 "torch then needs to communicate in every backward pass",
                 "leave static_graph or micro_batch_size out",
             )
-        if self.require_backward_grad_sync is not present.last:
-            self.require_backward_grad_sync = present.last
-        self._around.forwards += 1
-        allowed_before = self._around.allowed
-        self._around.allowed = True
-        return allowed_before
+        if self.require_backward_grad_sync is not micro_batch.last:
+            self.require_backward_grad_sync = micro_batch.last
+        self._guard.num_forwards += 1
+        was_allowed = self._guard.is_allowed
+        self._guard.is_allowed = True
+        return was_allowed
 
     @outside_compiled_code
-    def _note_where(self, error: Exception) -> None:
-        """Adds to an error of the forward pass what is known of this rank's part of the batch."""
-        present = self.run.step.micro_batch
-        add_memory_advice(error, present.local_rows)
-        base.note_empty_part(error, present)
+    def _explain(self, error: Exception) -> None:
+        """Adds notes to an error of the forward pass: too little memory, or no samples here."""
+        micro_batch = self.run.step.micro_batch
+        add_memory_advice(error, micro_batch.local_rows)
+        base.note_empty_part(error, micro_batch)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the user's module in place, with the arguments of `torch.compile`.
 
-        Torch would compile the call of this wrapper, which only breaks the graph: what the wrapper
-        does around the module's forward pass is not for a graph.
+        Torch would compile the call of this wrapper instead. That only breaks the graph, because
+        what the wrapper does around the module's forward pass cannot be compiled.
         """
         self.module.compile(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What the user's module has, as on one process, where it is what `prepare` returns."""
+        """Looks up an attribute of the wrapper, or else of the user's module.
+
+        On one process `World.prepare` returns the user's module itself, so scripts use its
+        attributes.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # not there yet
+            if name == "module":  # not set yet, so asking it would never end
                 raise
             return getattr(self.module, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy of the user's module alone: nobody averages the gradients of copies."""
-        made: nn.Module = copy.deepcopy(self.module, memo)
-        return made
+        """Copies only the user's module: gradients of copies are not averaged."""
+        module: nn.Module = copy.deepcopy(self.module, memo)
+        return module
 
     def __copy__(self) -> nn.Module:
-        """A shallow copy of the user's module, which has the same parameters."""
-        made: nn.Module = copy.copy(self.module)
-        return made
+        """Returns a shallow copy of the user's module, which has the same parameters."""
+        module: nn.Module = copy.copy(self.module)
+        return module
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., nn.Module], Any]:
-        """Pickles the user's module alone, as `__deepcopy__` copies it.
+        """Pickles only the user's module.
 
-        So `torch.save(model)` writes what it writes on one process, and no process group is needed
-        to load it.
+        `torch.save(model)` then writes the same as on one process, and the file can be loaded
+        without a process group.
         """
         return _user_module, (self.module,)
 
     def expect_backward(self, loss: Tensor) -> None:
-        """Before a backward pass: lets torch await it where the last forward pass did not.
+        """Makes torch await the backward pass that is about to run.
 
-        Torch awaits one backward pass, that of the last forward pass. The gradients of a second one
-        would stay on this rank.
+        Torch prepares its reducer for one backward pass in each forward pass. If a loop calls
+        backward twice after one forward pass, or once after two, the reducer is prepared again
+        here; otherwise the gradients would stay on this rank.
+
+        Args:
+            loss: of that backward pass.
         """
-        around = self._around
-        fresh = around.forwards - around.at_backward
-        around.at_backward = around.forwards
-        if self.require_backward_grad_sync:
-            traffic.sent += self._sent
-        if fresh == 1 or not around.forwards or not self.require_backward_grad_sync:
+        guard = self._guard
+        forwards_since_backward = guard.num_forwards - guard.num_forwards_at_backward
+        guard.num_forwards_at_backward = guard.num_forwards
+        if not self.require_backward_grad_sync:
             return
-        used = self.options.find_unused_parameters and not self.options.static_graph
-        await_another_backward(self, [loss] if used else [])
+        traffic.sent += self._bytes_per_backward
+        if forwards_since_backward == 1 or guard.num_forwards == 0:
+            return
+        looks_for_unused = self.options.find_unused_parameters and not self.options.static_graph
+        await_another_backward(self, [loss] if looks_for_unused else [])
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Torch's; the user's own takes the place of shared memory."""
+        """Registers a communication hook of the user, which then averages instead of ours.
+
+        Raises:
+            UsageError: gradients are compressed, which is a hook as well.
+        """
         if self.compressed is not None and state is not self.compressed:
             raise UsageError(
                 "register_comm_hook of a model that was prepared with DDP(compress=...)",
                 "either sends the gradients in a way of its own",
                 "leave one of them out",
             )
-        self._means, self._sent = None, 0
+        self._averager = None
+        self._bytes_per_backward = 0
         super().register_comm_hook(state, hook)
 
     def release(self) -> None:
-        """Drops what keeps the process group, and so its threads, alive.
+        """Drops all references to the process group, so that its threads end with the run.
 
-        A Gloo thread that outlives the group may still want the interpreter's lock, to drop a
-        tensor, while the interpreter is shutting down; Python then ends the thread in the middle
-        of C++, and the process aborts ("terminate called without an active exception").
+        A thread of Gloo that outlives the run may ask for the interpreter's lock, to free a tensor,
+        while the interpreter shuts down. Python then ends the thread in the middle of C++, and the
+        process aborts ("terminate called without an active exception").
         """
-        self.reducer = self.logger = self.process_group = None  # type: ignore[assignment]
-        self._means = self.compressed = None
+        self.reducer = None  # type: ignore[assignment]
+        self.logger = None
+        self.process_group = None  # type: ignore[assignment]
+        self._averager = None
+        self.compressed = None
 
     def will_sync_module_buffers(self) -> bool:
-        """Never before a forward pass, which torch asks about: they are shared after each step."""
+        """Tells torch not to send buffers before a forward pass: they are sent after each step."""
         return False
 
     def check_gradients(self, optimizer: Optimizer) -> None:
-        """Raises UsageError where a step would use gradients that are not the global batch's."""
+        """Raises UsageError if gradients that an optimizer would use were not averaged."""
         key = id(optimizer)
-        if key not in self._owned:
-            held = set(map(id, base.parameters_of(optimizer)))
-            self._owned[key] = [(name, p) for name, p in self._trained if id(p) in held]
-        owned = self._owned[key]
-        missing = [name for name, parameter in owned if parameter.grad is None]
-        fresh = self._around.forwards > self._seen.get(key, 0)
-        self._seen[key] = self._around.forwards
-        if len(missing) == len(owned):
+        if key not in self._trained_by_optimizer:
+            ids = {id(parameter) for parameter in base.parameters_of(optimizer)}
+            self._trained_by_optimizer[key] = [
+                (name, parameter) for name, parameter in self._trained if id(parameter) in ids
+            ]
+        trained = self._trained_by_optimizer[key]
+        missing = [name for name, parameter in trained if parameter.grad is None]
+        num_forwards = self._guard.num_forwards
+        has_run_forward = num_forwards > self._forwards_at_last_step.get(key, 0)
+        self._forwards_at_last_step[key] = num_forwards
+        if len(missing) == len(trained):
             return
-        if not fresh:
+        if not has_run_forward:
             raise UsageError(
                 "a backward pass whose forward pass did not go through the prepared model",
                 "its gradients stayed on this rank: they were not averaged",
                 "call the object that world.prepare returned, not its .module or a method of it",
                 code="LS302",
             )
-        if not missing:
-            return
-        here = set(map(id, self.module.parameters()))
-        if gone := [name for name, p in owned if p.grad is None and id(p) not in here]:
+        if missing:
+            self._check_missing(trained, missing)
+
+    def _check_missing(
+        self, trained: Sequence[tuple[str, nn.Parameter]], missing: Sequence[str]
+    ) -> None:
+        """Raises UsageError if it is not right that some parameters have no gradient.
+
+        Args:
+            trained: the names and parameters that an optimizer has.
+            missing: the names of those without gradient.
+        """
+        ids_in_module = {id(parameter) for parameter in self.module.parameters()}
+        replaced: list[str] = []
+        for name, parameter in trained:
+            if parameter.grad is None and id(parameter) not in ids_in_module:
+                replaced.append(name)
+        if replaced:
             raise base.changed_parameters_error(
-                f"{join_first(gone)} replaced; their gradients are not averaged over the ranks"
+                f"{join_first(replaced)} replaced; their gradients are not averaged over the ranks"
             )
-        if not (self.options.find_unused_parameters or self.options.static_graph):
-            sparse = [name for name in sparse_weights(self.module) if name in missing]
-            raise UsageError(
-                "an optimizer step while some parameters have no gradient",
-                f"{len(missing)} of {len(owned)} were not used for the loss: "
-                f"{join_first(missing)}; DDP waits for them, so others may not be averaged either",
-                _advice_on_unused(sparse),
-                code="LS301",
-            )
+        if self.options.find_unused_parameters or self.options.static_graph:
+            return
+        sparse = [name for name in sparse_weights(self.module) if name in missing]
+        raise UsageError(
+            "an optimizer step while some parameters have no gradient",
+            f"{len(missing)} of {len(trained)} were not used for the loss: "
+            f"{join_first(missing)}; DDP waits for them, so others may not be averaged either",
+            _advice_on_unused(sparse),
+            code="LS301",
+        )
 
 
 class _StepsUnderDDP(Extension):
-    """What happens in a step with one module under DDP.
+    """Calls a module under DDP, and its buffers, at the events of a step.
 
     Args:
         module: the wrapped module.
-        moving_buffers: its buffers that forward passes change.
+        moving_buffers: keeps the buffers that forward passes change equal on all ranks.
     """
 
     def __init__(self, module: ExactDDP, moving_buffers: MovingBuffers) -> None:
@@ -511,7 +595,7 @@ class _StepsUnderDDP(Extension):
         self.moving_buffers = moving_buffers
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Lets torch await this backward pass."""
+        """Makes torch await this backward pass."""
         self._module.expect_backward(weighted_loss)
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
@@ -530,21 +614,30 @@ class _StepsUnderDDP(Extension):
 
 
 def _user_module(module: nn.Module) -> nn.Module:
-    """What a pickled `ExactDDP` is loaded as."""
+    """Returns its argument. A pickled `ExactDDP` is loaded by calling this with the module."""
     return module
 
 
+def _gradient_bytes(module: nn.Module) -> int:
+    """Returns the size of all gradients of a module."""
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+
+
 def sparse_weights(module: nn.Module) -> list[str]:
-    """The names of the parameters whose gradients are sparse: weights of embeddings."""
-    return [
-        f"{name}.weight" if name else "weight"
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
-    ]
+    """Returns the names of the parameters with sparse gradients: the weights of some embeddings."""
+    names: list[str] = []
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            names.append(f"{name}.weight" if name else "weight")
+    return names
 
 
 def _advice_on_unused(sparse: Sequence[str]) -> str:
-    """What to do about parameters that the loss does not use, some of them sparse."""
+    """Returns what to do about parameters that the loss does not use.
+
+    Args:
+        sparse: the names of those that have sparse gradients.
+    """
     advice = (
         "use them, freeze them with requires_grad_(False) before world.prepare, or pass "
         "strategy=lockstep.strategies.DDP(find_unused_parameters=True)"
