@@ -51,9 +51,8 @@ MAY_WRITE_ENVIRONMENT = {"distributed.network"}
 MAY_PRINT = ("cli.", "extensions.report.")
 # Modules that still use private names of torch, with the reason. The list must shrink to nothing.
 PRIVATE_NAMES_ELSEWHERE = {
-    "checkpoint.contents": "the name that torch.compile gives a module, in names of stored weights",
-    "checkpoint.formats.pytorch": "classes that a pickled file of torch's names",
-    "checkpoint.modules": "the name that torch.compile gives a module, in names of stored weights",
+    "checkpoint.formats.dcp": "a class that the files of torch.distributed.checkpoint name",
+    "checkpoint.formats.dcp_metadata": "a function that these files name",
     "run.start.source_hints": "a module of torch's that a script's source may import",
     "run.watch.activity": "functions of torch's that are looked for in stacks",
     "run.watch.stacks": "functions of torch's that are looked for in stacks",

@@ -444,6 +444,7 @@ def test_a_module_says_that_it_was_compiled():
     assert not torch_compat.is_compiled(layer)
     around = torch.compile(layer, backend="eager")
     assert torch_compat.is_compiled(around)
+    assert dict(around.named_children()) == {torch_compat.COMPILED_CHILD_NAME: layer}
     assert torch_compat.without_compile(around) is layer
     assert torch_compat.without_compile(layer) is layer
     assert not torch_compat.is_compiled_in_place(around)

@@ -25,6 +25,7 @@ from lockstep.checkpoint.formats.safetensors_files import (
 )
 from lockstep.checkpoint.lazy_tensor import LazyTensor
 from lockstep.checkpoint.name_matching import remove_parts
+from lockstep.distributed.torch_compat import COMPILED_CHILD_NAME
 from lockstep.errors import CheckpointError, SettingError
 
 DTYPE_OF_OPTION = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -152,8 +153,8 @@ def _new_names(
 
 
 def _without_prefix(name: str, prefix: str) -> str:
-    if prefix == "_orig_mod.":  # torch.compile puts it around parts of a model too
-        return remove_parts(name, ["_orig_mod"])
+    if prefix == f"{COMPILED_CHILD_NAME}.":  # parts of a model may be compiled too
+        return remove_parts(name, [COMPILED_CHILD_NAME])
     return name.removeprefix(prefix)
 
 

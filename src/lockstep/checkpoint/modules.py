@@ -15,7 +15,11 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lockstep.checkpoint.sharding import reshard
-from lockstep.distributed.torch_compat import set_state_dict_metadata, state_dict_metadata
+from lockstep.distributed.torch_compat import (
+    COMPILED_CHILD_NAME,
+    set_state_dict_metadata,
+    state_dict_metadata,
+)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -78,8 +82,8 @@ def _wrapped_child(module: nn.Module) -> str | None:
     """Returns the name of a wrapper's child; None if the module is no wrapper."""
     # getattr would not do: a compiled module passes it on to the module inside.
     children = dict(module.named_children())
-    if "_orig_mod" in children:  # of torch.compile
-        return "_orig_mod"
+    if COMPILED_CHILD_NAME in children:
+        return COMPILED_CHILD_NAME
     if isinstance(module, DistributedDataParallel | DataParallel):
         return "module"
     if getattr(type(module), "wraps_module", False):

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from lockstep.checkpoint.differences import OptionalShape
+from lockstep.distributed.torch_compat import COMPILED_CHILD_NAME
 
-WRAPPER_PARTS = ("_orig_mod", "module")
+WRAPPER_PARTS = (COMPILED_CHILD_NAME, "module")
 """Parts of names that wrappers add anywhere in a model."""
 PREFIX_PARTS = frozenset({*WRAPPER_PARTS, "model", "net"})
 """Parts that may stand at the beginning of all names."""
@@ -85,7 +86,7 @@ def match_names(file: Mapping[str, OptionalShape], model: Mapping[str, OptionalS
     best = Match({}, 0, ())
     best_score = (-1, -1, 0)
     model_prefixes = _known_prefixes(model)
-    for removed_parts in ((), ("_orig_mod",), ("module",), WRAPPER_PARTS):
+    for removed_parts in ((), (COMPILED_CHILD_NAME,), ("module",), WRAPPER_PARTS):
         inner_names = {name: remove_parts(name, removed_parts) for name in file}
         if len(set(inner_names.values())) < len(inner_names):
             continue  # two names would become one

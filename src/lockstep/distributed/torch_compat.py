@@ -73,6 +73,10 @@ def __getattr__(name: str) -> Any:
 
 # The compiler
 
+COMPILED_CHILD_NAME = "_orig_mod"
+"""The name of the original module in the one that `torch.compile` returns, and so a part of the
+names of its weights."""
+
 
 def never_compiled(function: Callable[P, T], *, recursive: bool = False) -> Callable[P, T]:
     """Torch's compiler leaves this function alone.
@@ -268,15 +272,15 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether it is what `torch.compile(model)` gave, or `model.compile()` was called."""
-    return is_compiled_in_place(module) or "_orig_mod" in module._modules
+    return is_compiled_in_place(module) or COMPILED_CHILD_NAME in module._modules
 
 
 def without_compile(module: nn.Module) -> nn.Module:
     """The user's module inside of what `torch.compile(model)` gave; any other module itself."""
     # Not by getattr: wrappers answer for what is inside of them.
-    if "_orig_mod" not in module._modules:
+    if COMPILED_CHILD_NAME not in module._modules:
         return module
-    inner: nn.Module = module._modules["_orig_mod"]  # type: ignore[assignment]
+    inner: nn.Module = module._modules[COMPILED_CHILD_NAME]  # type: ignore[assignment]
     return inner
 
 
@@ -302,7 +306,7 @@ def let_compile_again(module: nn.Module) -> None:
     if not compiler_is_loaded():
         return
     for part in module.modules():
-        if "_orig_mod" in part._modules:
+        if COMPILED_CHILD_NAME in part._modules:
             for mark in _MARKS_OF_COMPILED_MODULES:
                 vars(part).pop(mark, None)
 
