@@ -125,12 +125,13 @@ class Determinism:
         lowers_precision = (
             bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         )
-        if func in NARROWING_METHODS:
+        if func in NARROWING_METHODS:  # tensor.float() becomes tensor.double()
             if lowers_precision:
                 self.switched_off[CONVERSIONS] += 1
             return Tensor.double, args, kwargs
         if name == "view":  # view(dtype) looks at the same bytes in another way
             return func, args, kwargs
+        # tensor.to(torch.float16) becomes tensor.to(torch.float64)
         values = (*args, *kwargs.values())
         names_narrow_dtype = any(isinstance(v, torch.dtype) and v in WIDE_DTYPES for v in values)
         has_tensor = any(isinstance(value, Tensor) for value in values)

@@ -55,6 +55,7 @@ class LossCall:
             return float(self.targets.numel())
         ignored = self.options.get("ignore_index", IGNORE_INDEX)
         labels = self.targets[self.targets != ignored]
+        # cross_entropy(input, target, weight), by name or by place
         class_weights = self.options.get("weight", self.options.get("argument 3"))
         if isinstance(class_weights, Tensor) and class_weights.dim() == 1:
             return float(class_weights[labels].sum())
@@ -79,15 +80,15 @@ def terms_of(loss: Tensor) -> list[float]:
 
 
 def terms_of_result(name: str, one: Any, other: Any) -> list[float]:
-    """Returns the terms of `one + other`, `one - other`, or of `one` times or by a number.
+    """Returns the terms that the result of a call is the sum of; empty if it is no sum of losses.
+
+    A loss that was not added up is one term. So for losses of 1, 2 and 3, `(a + b) - c` has the
+    terms 1, 2 and -3, and `(a + b) / 2` has 0.5 and 1.
 
     Args:
         name: of the function that is called, such as `add`.
         one: its first argument.
         other: its second argument.
-
-    Returns:
-        An empty list if the result is no such sum of losses.
     """
     if name not in ("add", "add_", "sub", "mul", "div"):
         return []

@@ -238,6 +238,7 @@ class OptimizerRecorder:
         stepped = [(n, p) for n, p in state.models.parameters() if id(p) in parameter_ids]
         update.parameters = copy_arrays(stepped)
         update.buffers = copy_arrays(state.models.buffers())
+        # Since the update before, the script may have written to a parameter or buffer.
         stacks = state.mode.writes.pop_stacks()
         update.write_stacks = {}
         for name, storage in state.watch_writes().items():

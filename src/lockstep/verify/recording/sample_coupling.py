@@ -17,7 +17,7 @@ from torch import Tensor
 
 MAX_VALUES = 10_000_000
 """Larger outputs are not differentiated: it would take too long."""
-MIN_RELATIVE_SLOPE = 1e-9
+MIN_RELATIVE_GRADIENT = 1e-9
 """A gradient below this share of the largest one is rounding."""
 DISTANCE_NODES = ("CdistBackward0", "EuclideanDistBackward0", "PdistBackward0")
 """Autograd nodes that torch cannot differentiate twice, or not where a distance is zero."""
@@ -45,8 +45,8 @@ def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> b
         return False
     # torch raises RuntimeError for a function without a second derivative.
     with suppress(RuntimeError):
-        slopes = torch.autograd.grad(loss, outputs, create_graph=True, materialize_grads=True)
-        if _samples_are_coupled(slopes, outputs, samples):
+        gradients = torch.autograd.grad(loss, outputs, create_graph=True, materialize_grads=True)
+        if _samples_are_coupled(gradients, outputs, samples):
             return True
     return _measures_distances(loss, outputs)
 
@@ -83,14 +83,14 @@ def _samples_are_coupled(
         for result, weight, sample in zip(results, weights, result_samples, strict=True):
             has_bit = (sample >> bit) & 1 == 1
             probe = (result * weight)[has_bit].sum() + probe
-        slopes = torch.autograd.grad(probe, sources, retain_graph=True, materialize_grads=True)
-        largest = max(float(slope.abs().max()) for slope in slopes)
+        gradients = torch.autograd.grad(probe, sources, retain_graph=True, materialize_grads=True)
+        largest = max(float(gradient.abs().max()) for gradient in gradients)
         if not largest:
             continue
         # ... must have no gradient by the samples that have not.
-        for slope, sample in zip(slopes, source_samples, strict=True):
+        for gradient, sample in zip(gradients, source_samples, strict=True):
             lacks_bit = (sample >> bit) & 1 == 0
-            if bool((slope[lacks_bit].abs() > MIN_RELATIVE_SLOPE * largest).any()):
+            if bool((gradient[lacks_bit].abs() > MIN_RELATIVE_GRADIENT * largest).any()):
                 return True
     return False
 
