@@ -63,6 +63,7 @@ def open_contents(
         SettingError: there is no such name.
     """
     source = read_source(path, trust=trust, name=name, everything=everything, lazy=True)
+    # A torch file may hold several states in nested dictionaries, and small ones by chance.
     largest = max(source.states, key=_state_nbytes)
     tensors, extra = _split_state(source.path, largest.state)
 

@@ -54,7 +54,7 @@ def examine(path: Path, *, values: bool = False) -> Health:
             text = layout.manifest_text(path)
             manifest = layout.parse_object(text)
             if manifest.get("format") == layout.FORMAT:
-                layout.check_state(manifest)
+                layout.check_manifest(manifest)
                 tensors_of_files = tensor_names_of_files(manifest)
                 check_seal(text)
         except (ValueError, KeyError, TypeError) as error:
@@ -158,14 +158,14 @@ class Inspection:
     def best(self) -> Path | None:
         """The checkpoint with the best metric, if the run has said what is best."""
         without_problems = []
-        best_is: Any = None
+        smallest_or_largest: Any = None
         for health in self.checkpoints:
             if health.manifest is not None and not health.problems:
                 without_problems.append(health.path)
-                best_is = health.manifest.get("best")  # what the latest says
-        if not best_is:
+                smallest_or_largest = health.manifest.get("best")  # the latest one counts
+        if not smallest_or_largest:
             return None
-        return layout.best(without_problems, best_is)
+        return layout.best(without_problems, smallest_or_largest)
 
     @property
     def sound(self) -> bool:

@@ -272,7 +272,7 @@ def trees_of_files(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {**manifest["modules"], TRAINING: manifest["training"]}
 
 
-def check_state(manifest: Mapping[str, Any]) -> None:
+def check_manifest(manifest: Mapping[str, Any]) -> None:
     """Checks that a manifest has the state of a run, in the form that all readers rely on.
 
     Raises:
@@ -288,6 +288,7 @@ def check_state(manifest: Mapping[str, Any]) -> None:
         raise ValueError("it names files outside of its folder")
     if not isinstance(manifest.get("checksums"), dict):
         raise ValueError("it lacks the checksums of its files")
+    # {module: {tensor: [[rank, offsets, sizes], ...]}}
     try:
         for places_of_tensor in manifest.get("shards", {}).values():
             for places in places_of_tensor.values():
@@ -325,7 +326,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"read it with Lockstep {manifest.get('lockstep', 'of the version that saved it')}",
         )
     try:
-        check_state(manifest)
+        check_manifest(manifest)
         check_seal(manifest_text(path))
     except (OSError, ValueError) as error:
         raise _damaged_error(path, f"its manifest is damaged: {error}") from None

@@ -39,11 +39,13 @@ def load_saved_state(
     """
     options_of_groups = _tensor_options(optimizer)
     entries = saved["state"]
+    # Torch would take text and arrays for lists, so it gets None in their place.
     safe_entries = {
         number: map_leaves(_none_if_taken_for_list, entry) for number, entry in entries.items()
     }
     optimizer.load_state_dict({**saved, "state": safe_entries})
 
+    # Puts back what torch has changed, and what it did not get.
     for number, parameter in _numbered_parameters(optimizer, saved):
         if number not in entries or parameter not in optimizer.state:
             continue

@@ -261,14 +261,24 @@ class Rounds:
 def _ranks_in_need(
     chosen: StoredRound, wanted_by_rank: Sequence[Sequence[int]]
 ) -> dict[int | None, list[int]]:
-    """Returns which ranks need each part of a round. All ranks need the shared state."""
-    ranks: dict[int | None, list[int]] = {SHARED_STATE: list(range(len(wanted_by_rank)))}
-    for part in chosen.files:
-        ranks[part] = []
+    """Returns which ranks need each part of a round: the shared state, or one virtual rank's.
+
+    All ranks need the shared state. For a virtual rank that is lost, a rank needs the state of its
+    substitute.
+
+    Args:
+        chosen: the round.
+        wanted_by_rank: the virtual ranks that each rank computes.
+    """
+    all_ranks = list(range(len(wanted_by_rank)))
+    ranks_of_part: dict[int | None, list[int]] = {SHARED_STATE: all_ranks}
+    for virtual_rank in chosen.files:
+        ranks_of_part[virtual_rank] = []
     for rank, wanted in enumerate(wanted_by_rank):
-        for part in {chosen.substitutes[number] for number in wanted}:
-            ranks[part].append(rank)
-    return ranks
+        needed = {chosen.substitutes[virtual_rank] for virtual_rank in wanted}
+        for virtual_rank in needed:
+            ranks_of_part[virtual_rank].append(rank)
+    return ranks_of_part
 
 
 def _first_rank_with(files: Mapping[int, str], machine_of_rank: Sequence[int]) -> int:

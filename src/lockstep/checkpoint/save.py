@@ -225,9 +225,16 @@ def write_checkpoint(
 def _complete_manifest(
     manifest: Mapping[str, Any], reports: Mapping[int, Report]
 ) -> dict[str, Any]:
-    """Returns the manifest with the files, shards and entries of all ranks."""
-    files: dict[str, int] = {}
+    """Returns the manifest with the files, shards and entries of all ranks.
+
+    Args:
+        manifest: what rank 0 knew before the parts were written. The entries that rank 0 lacks are
+            put into its trees.
+        reports: what each rank has written.
+    """
+    files: dict[str, int] = {}  # sizes
     checksums: dict[str, str] = {}
+    # {module: {tensor: [[rank, offsets, sizes], ...]}}
     shards: dict[str, dict[str, list[Any]]] = {}
     for rank, report in reports.items():
         for file, (size, checksum) in report["files"].items():

@@ -71,11 +71,13 @@ class TensorInShards(LazyTensor):
             in_result = slices_of(common, offsets)
             in_shard = slices_of(common, shard.offsets)
             # Only the rows (of the first dimension) that are needed are read.
-            rows = in_shard[0]
-            row_numel = math.prod(shard.sizes[1:])
+            rows, *other_slices = in_shard
+            row_shape = shard.sizes[1:]
+            row_numel = math.prod(row_shape)
             flat = shard.values.read_range(rows.start * row_numel, rows.stop * row_numel)
-            values = flat.reshape(rows.stop - rows.start, *shard.sizes[1:])
-            result[in_result].copy_(values[(slice(None), *in_shard[1:])])
+            needed_rows = flat.reshape(rows.stop - rows.start, *row_shape)
+            all_rows = slice(None)
+            result[in_result].copy_(needed_rows[(all_rows, *other_slices)])
         return result
 
     def read_range(self, begin: int, end: int) -> Tensor:

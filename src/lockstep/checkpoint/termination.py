@@ -119,7 +119,7 @@ def end_by(number: int) -> None:
         for cleanup in list(_cleanups):
             with suppress(Exception):
                 cleanup()
-        # signal.signal would raise an error outside of the main thread.
+        # C's function signal(), because Python's raises an error outside of the main thread.
         default_action = ctypes.c_void_p(0)
         ctypes.CDLL(None).signal(number, default_action)
         os.kill(os.getpid(), number)
