@@ -240,7 +240,9 @@ def _top_of_stack(heights: Mapping[str, Floats]) -> float:
     """
     totals = np.sum([*heights.values()], axis=0)
     top = min(float(totals.max()), 4 * float(np.median(totals)))
-    return top * 1.05 or 1.0
+    if top == 0:
+        return 1.0
+    return top * 1.05
 
 
 def slow_ranks(start: Start) -> str:
