@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.batch.plan import permuted, permutes, plan_epoch, shuffled
+from lockstep.batch.plan import plan_epoch
+from lockstep.batch.shuffling import is_permuted, permuted_indices, shuffled_indices
 
 MASK = 2**64 - 1
 
@@ -49,7 +50,7 @@ def test_many_at_a_time_are_what_one_at_a_time_is(length):
     keys = keys_of(length % 97)
     places = min(length, 200)
     for begin in {0, length // 2 - places // 2, length - places}:
-        found = permuted(begin, begin + places, length, keys)
+        found = permuted_indices(begin, begin + places, length, keys)
         assert found.dtype == np.int64
         expected = [naive(p, length, keys.tolist()) for p in range(begin, begin + places)]
         assert found.tolist() == expected
@@ -59,11 +60,11 @@ def test_many_at_a_time_are_what_one_at_a_time_is(length):
 @given(st.integers(1, 3000), st.integers(0, 99), st.data())
 def test_every_index_once_however_it_is_read(length, number, data):
     keys = keys_of(number)
-    whole = permuted(0, length, length, keys)
+    whole = permuted_indices(0, length, length, keys)
     assert sorted(whole.tolist()) == list(range(length))
     begin = data.draw(st.integers(0, length))
     end = data.draw(st.integers(begin, length))
-    assert permuted(begin, end, length, keys).tolist() == whole[begin:end].tolist()
+    assert permuted_indices(begin, end, length, keys).tolist() == whole[begin:end].tolist()
 
 
 def test_the_order_is_pinned_for_all_time():
@@ -92,7 +93,7 @@ def test_batches_read_together_are_those_read_alone(length, size, shuffle, drop_
     for start in {0, len(plan) // 2, max(0, len(plan) - 1), len(plan)}:
         assert [batch.tolist() for batch in plan.batches(start)] == alone[start:]
         assert plan.sizes(start) == set(map(len, alone[start:]))
-        assert plan.left(start) == sum(map(len, alone[start:]))
+        assert plan.num_samples_from(start) == sum(map(len, alone[start:]))
     seen = sorted(itertools.chain.from_iterable(alone))
     assert len(seen) == len(set(seen)) == (length // size * size if drop_last else length)
 
@@ -100,7 +101,8 @@ def test_batches_read_together_are_those_read_alone(length, size, shuffle, drop_
 @pytest.mark.parametrize("length", [3, 4, 5])
 def test_all_orders_of_a_few_samples_come_equally_often(length):
     draws = 60 * math.factorial(length)
-    found = Counter(tuple(shuffled(length, seed=n, epoch=length).tolist()) for n in range(draws))
+    orders = (shuffled_indices(length, seed=n, epoch=length) for n in range(draws))
+    found = Counter(tuple(order.tolist()) for order in orders)
     assert len(found) == math.factorial(length)
     assert abs(normal([found[order] - 60 for order in found], 60)) < 4
 
@@ -150,7 +152,7 @@ def epochs(length: int, number: int = 24) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("length", [16_385, 30_011, 65_536])
 def test_it_is_as_random_as_a_permutation_of_torch(length):
-    assert permutes(length)
+    assert is_permuted(length)
     assert {name: far for name, far in oddities(epochs(length)).items() if abs(far) > 4.5} == {}
 
 
@@ -158,7 +160,7 @@ def test_torch_passes_the_same_tests_and_worse_orders_do_not():
     length, generator = 20_011, torch.Generator().manual_seed(1)
     torchs = [torch.randperm(length, generator=generator).numpy() for _ in range(24)]
     assert max(map(abs, oddities(torchs).values())) < 4.5
-    two = [permuted(0, length, length, keys_of(n, rounds=2)) for n in range(24)]
+    two = [permuted_indices(0, length, length, keys_of(n, rounds=2)) for n in range(24)]
     assert max(map(abs, oddities(two).values())) > 20
     affine = [(np.arange(length) * (7001 + 2 * n) + n) % length for n in range(24)]
     assert max(map(abs, oddities(affine).values())) > 20

@@ -7,17 +7,17 @@ import math
 import numpy as np
 import pytest
 
-from lockstep.batch.plan import parts, split_batch
+from lockstep.batch.plan import part_sizes, split_batch
 from lockstep.batch.shares import (
-    alike,
+    are_equally_fast,
     choose_shares,
-    confirmed,
-    enough,
+    choose_shares_by_times,
+    confirm_shares,
     first_micro_batch,
     largest_that_fits,
-    parse_micro_batch,
-    shares_by_times,
+    parse_micro_batch_size,
     step_seconds,
+    times_are_sufficient,
 )
 from lockstep.errors import SettingError
 
@@ -64,14 +64,14 @@ def test_a_very_slow_rank_keeps_a_share():
 @pytest.mark.parametrize("limit", [5, 17, 40, 99])
 def test_no_rank_gets_more_than_fits(limit):
     shares = chosen((1.0, 3.0), batch=100, limits=[limit, None])
-    assert parts(100, shares)[0] <= limit
-    assert parts(100, shares)[0] > limit * 0.85 or limit == 99
+    assert part_sizes(100, shares)[0] <= limit
+    assert part_sizes(100, shares)[0] > limit * 0.85 or limit == 99
     assert chosen((1.0, 1.0), batch=100, limits=[limit, 100 - limit]) is not None
 
 
 def test_limits_that_leave_no_choice():
     shares = choose_shares([1.0, 1.0, 1.0], (1, 1, 1), 101, [50, 37, 14])
-    assert parts(101, shares) == [50, 37, 14]
+    assert part_sizes(101, shares) == [50, 37, 14]
     with pytest.raises(SettingError, match="micro_batch_size='auto' too"):
         chosen((1.0, 1.0), batch=100, limits=[50, 49])
 
@@ -99,11 +99,11 @@ def searched(rng: np.random.Generator, kind: str, seconds: tuple[float, ...]) ->
     free = [None] * len(seconds)
     while shares not in tried and len(tried) < 3:
         every = [[own * factor for factor in noisy(rng, kind, 20)] for own in seconds]
-        taken = next(n for n in range(1, 21) if enough([each[:n] for each in every]))
+        taken = next(n for n in range(1, 21) if times_are_sufficient([each[:n] for each in every]))
         times = [each[:taken] for each in every]
         tried[shares] = step_seconds(times, shares, 64, free)
-        shares = shares_by_times(times, shares, 64, free)
-    return confirmed(tried, shares)
+        shares = choose_shares_by_times(times, shares, 64, free)
+    return confirm_shares(tried, shares)
 
 
 @pytest.mark.parametrize("kind", MEASURED)
@@ -119,28 +119,30 @@ def test_noise_does_not_part_equal_ranks_nor_hide_one_that_is_twice_as_fast(kind
 
 def test_quiet_ranks_are_measured_five_times_and_told_apart():
     quiet = [[1.00, 1.01, 1.0, 1.02, 1.01], [1.4, 1.42, 1.41, 1.4, 1.43]]
-    assert [enough([each[:n] for each in quiet]) for n in (1, 4, 5)] == [False, False, True]
-    assert not alike(quiet)
-    assert shares_by_times(quiet, (1, 1), 1000, FREE) == (7, 5)
-    assert not enough([quiet[0], [1.4, 1.9, 2.0, 1.4, 1.9]])
+    assert not times_are_sufficient([each[:1] for each in quiet])
+    assert not times_are_sufficient([each[:4] for each in quiet])
+    assert times_are_sufficient(quiet)
+    assert not are_equally_fast(quiet)
+    assert choose_shares_by_times(quiet, (1, 1), 1000, FREE) == (7, 5)
+    assert not times_are_sufficient([quiet[0], [1.4, 1.9, 2.0, 1.4, 1.9]])
 
 
 def test_ranks_that_are_alike_get_even_shares_as_far_as_these_fit():
     times = [[1.0, 1.5, 1.6], [1.4, 1.4, 1.9]]
-    assert alike(times)
-    assert shares_by_times(times, (3, 2), 100, FREE) == (1, 1)
-    fitting = shares_by_times(times, (1, 1), 100, [40, None])
-    assert parts(100, fitting)[0] <= 40
+    assert are_equally_fast(times)
+    assert choose_shares_by_times(times, (3, 2), 100, FREE) == (1, 1)
+    fitting = choose_shares_by_times(times, (1, 1), 100, [40, None])
+    assert part_sizes(100, fitting)[0] <= 40
 
 
 def test_shares_must_have_been_faster_than_the_first():
     tried = {(1, 1): 1.05, (1, 2): 1.0, (1, 3): 1.1}
-    assert confirmed(tried, (1, 4)) == confirmed(tried, (1, 2)) == (1, 1)
-    assert confirmed({**tried, (1, 1): 1.2}, (1, 4)) == (1, 2)
-    assert confirmed({**tried, (1, 1): 2.0}, (1, 3)) == (1, 3)  # where it came to rest
+    assert confirm_shares(tried, (1, 4)) == confirm_shares(tried, (1, 2)) == (1, 1)
+    assert confirm_shares({**tried, (1, 1): 1.2}, (1, 4)) == (1, 2)
+    assert confirm_shares({**tried, (1, 1): 2.0}, (1, 3)) == (1, 3)  # where it came to rest
     even = step_seconds([[2.0, 3.0], [1.0, 4.0]], (1, 1), 8, [3, None])
-    assert confirmed({(1, 1): even, (1, 2): 9.0}, (1, 2)) == (1, 2)  # even ones do not fit
-    assert confirmed({(1, 1): even}, (1, 3)) == (1, 3)
+    assert confirm_shares({(1, 1): even, (1, 2): 9.0}, (1, 2)) == (1, 2)  # even ones do not fit
+    assert confirm_shares({(1, 1): even}, (1, 3)) == (1, 3)
     assert step_seconds([[2.0, 3.0], [1.0, 4.0]], (1, 2), 9, [3, None]) == 6.0
 
 
@@ -148,7 +150,7 @@ def test_parts_are_those_of_the_plan():
     for batch in (1, 2, 7, 64, 101):
         for shares in ((1,), (1, 1), (2, 3), (0, 1), (5, 1, 3)):
             piece = split_batch(batch, shares)[0]
-            assert parts(batch, shares) == (piece[:, 1] - piece[:, 0]).tolist()
+            assert part_sizes(batch, shares) == (piece[:, 1] - piece[:, 0]).tolist()
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 30, 64, 1000])
@@ -192,8 +194,8 @@ def test_the_first_micro_batch_gives_every_rank_with_a_share_something():
 
 
 def test_a_micro_batch_is_a_number_or_auto():
-    assert parse_micro_batch(7) == 7
-    assert parse_micro_batch("auto") is parse_micro_batch(None) is None
+    assert parse_micro_batch_size(7) == 7
+    assert parse_micro_batch_size("auto") is parse_micro_batch_size(None) is None
     for wrong in (2.5, True, "7", "all"):
         with pytest.raises(SettingError, match="whole number of samples"):
-            parse_micro_batch(wrong)
+            parse_micro_batch_size(wrong)

@@ -1,184 +1,53 @@
-"""Was every sample of the plan trained once, and is it another order every epoch?
+"""Was every sample of the plan trained once, and is the order another one in every epoch?
 
-Samples are counted, not stored: how many were delivered, and a sum over their indices that does not
-depend on the order and takes no sample for another. What was delivered to all ranks together must
-be what the plan has. The ranks compare in the optimizer step that follows the end of a pass, where
-they are together: after the first two passes, and then whenever 1000 more global batches are done.
+Samples are counted, not stored: a *tally* has how many there were, and a *checksum* over their
+indices, which does not depend on the order. What all ranks together were handed must be what the
+plan has. The ranks compare in the optimizer step that follows the end of a pass, when they are
+together: after the first two passes, and then whenever 1000 more global batches are done.
 """
 
 from __future__ import annotations
 
 import zlib
+from dataclasses import astuple, dataclass
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import Sampler, SequentialSampler
 
-from lockstep.batch.plan import CustomPlan, Indices, Plan
+from lockstep.batch.indices import Indices
+from lockstep.batch.plan import CustomPlan, Plan
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import DataError, RanksDifferError, warn
 from lockstep.session.micro_batch import MicroBatch
 
-_FIRST_PASSES = 2
-_STEPS = 1000
-_AT_ONCE = 2**14
-"""Samples that are added up at a time."""
-_NONE = np.empty(0, np.int64)
-_BY_CHANCE = 10
-"""Distinct samples from which on a random order comes twice in less than one of a million cases."""
+NUM_FIRST_PASSES_COMPARED = 2
+STEPS_BETWEEN_COMPARISONS = 1000
+SAMPLES_TALLIED_AT_ONCE = 2**14
+MIN_DISTINCT_SAMPLES = 10
+"""So many samples come in the same random order twice in less than one of a million cases."""
+_NO_SAMPLES = np.empty(0, np.int64)
+_MODULUS = 2**64
 
 
-class _OpenPass:
-    """A pass that goes on. Indices are added up some thousands at a time, and let go of."""
+@dataclass
+class _Tally:
+    """How many samples there were, and their checksum."""
 
-    def __init__(self, epoch: int, start: int, plan: Plan) -> None:
-        self.epoch, self.start, self.plan = epoch, start, plan
-        self.next = start
-        """The global batch of the plan that comes next."""
-        self.order = 0
-        """A CRC-32 over the plan's samples, in their order."""
-        self.tallies = np.zeros((2, 2), np.uint64)
-        """Planned and delivered: how many samples, and their checksum."""
-        self._waiting: tuple[list[Indices], list[Indices]] = ([], [])
-        self._count = 0
+    count: int = 0
+    checksum: int = 0
 
-    def add(self, position: int, samples: Indices, micro: MicroBatch, whole: Indices) -> None:
-        """What this rank gets of a micro-batch, and the whole global batch."""
-        planned, delivered = self._waiting
-        delivered.append(samples)
-        if micro.last and position == self.next:
-            planned.append(whole)
-            self.next += 1
-            self._count += len(whole)
-            if self._count >= _AT_ONCE:
-                self.count()
-
-    def count(self) -> None:
-        """Adds up what waits."""
-        planned, delivered = (np.concatenate([_NONE, *some]) for some in self._waiting)
-        self.tallies += [_tally(planned), _tally(delivered)]
-        self.order = zlib.crc32(planned.data, self.order)
-        self._waiting, self._count = ([], []), 0
+    def add(self, other: _Tally) -> None:
+        self.count += other.count
+        self.checksum = (self.checksum + other.checksum) % _MODULUS
 
 
-class Coverage:
-    """What one loader has delivered on this rank.
-
-    Args:
-        sampler, batch_sampler: the user's own; None, both: the order is Lockstep's.
-    """
-
-    def __init__(
-        self, sampler: Sampler[int] | None, batch_sampler: Sampler[list[int]] | None
-    ) -> None:
-        order = sampler if batch_sampler is None else batch_sampler
-        self._may_repeat = (  # an order written down is meant
-            order is None or hasattr(order, "__getitem__") or type(order) is SequentialSampler
-        )
-        self._tallies = np.zeros((2, 2), np.uint64)
-        """Of what the passes had that are not compared yet: planned, and delivered here."""
-        self._open: _OpenPass | None = None
-        """The latest pass; one around it is not compared."""
-        self._orders = 0
-        """A CRC-32 over the orders of all passes that count."""
-        self._last: tuple[int, int] | None = None
-        """The epoch of the last pass, and the CRC-32 of its order."""
-        self._passes = self._steps = 0
-        self._due = False
-
-    def begin(self, epoch: int, start: int, plan: Plan) -> None:
-        """A pass that trains begins, at a global batch of its plan."""
-        self._open = _OpenPass(epoch, start, plan)
-        if not self._may_repeat and isinstance(plan, CustomPlan):
-            now = epoch, zlib.crc32(np.ascontiguousarray(plan.order).data)
-            if self._last is not None and now == (self._last[0] + 1, self._last[1]):
-                self._warn_of_repetition(epoch, plan.order)
-            self._last = now
-
-    def add(
-        self,
-        epoch: int,
-        position: int,
-        samples: Indices,
-        micro: MicroBatch,
-        whole: Indices | None,
-    ) -> None:
-        """A micro-batch of a pass is delivered on this rank.
-
-        Args:
-            epoch: of the pass.
-            position: its global batch, of the epoch.
-            samples: this rank's of it, shape `(n,)`.
-            micro: the micro-batch.
-            whole: the samples of its global batch on all ranks; None: of a stream.
-        """
-        found = self._open
-        if found is not None and whole is not None and found.epoch == epoch:
-            found.add(position, samples, micro, whole)
-            if micro.last and position == len(found.plan) - 1:
-                self._end(found)
-
-    def settle(self, collectives: Collectives) -> None:
-        """Compares with the other ranks where that is due; on all ranks in the same step.
-
-        Args:
-            collectives: of the run.
-
-        Raises:
-            RanksDifferError: the ranks went through different orders.
-            DataError: together they did not get what the plan has.
-        """
-        if not self._due:
-            return
-        self._due, self._steps = False, 0
-        mine = [self._orders, *self._tallies.flatten().tolist()]
-        self._orders = 0
-        self._tallies[:] = 0
-        rows = collectives.exchange(mine)
-        _check_orders(rows)
-        delivered = [row[3:5] for row in rows[: collectives.data_parallel.size]]
-        together, planned = np.array(delivered, np.uint64).sum(axis=0).tolist(), mine[1:3]
-        if together != planned:
-            same = together[0] == planned[0]
-            raise DataError(
-                "every sample of an epoch's plan once",
-                f"all ranks together got {together[0]} samples, the plan has {planned[0]}"
-                + (": some came twice, and others not at all" if same else ""),
-                "give every rank's loader the same shares and micro_batch_size, and do not change "
-                "its sampler while a pass is running",
-                code="LS102" if together[0] < planned[0] else "LS101",
-            )
-
-    def _end(self, done: _OpenPass) -> None:
-        self._open = None
-        done.count()
-        done.tallies[0, 0] = done.plan.left(done.start)  # whatever was handed out
-        self._tallies += done.tallies
-        self._orders = zlib.crc32(done.order.to_bytes(4, "little"), self._orders)
-        self._passes += 1
-        self._steps += len(done.plan) - done.start
-        self._due = self._passes <= _FIRST_PASSES or self._steps >= _STEPS
-
-    def _warn_of_repetition(self, epoch: int, order: Indices) -> None:
-        self._may_repeat = True  # it is said once
-        if bool((order[:-1] <= order[1:]).all()) or len(np.unique(order)) < _BY_CHANCE:
-            return
-        warn(
-            "a sampler of your own",
-            f"epoch {epoch} has the same order of samples as epoch {epoch - 1}",
-            "let it draw from torch.randperm or from a generator that it keeps, or tell it the "
-            "epoch (set_epoch); shuffle=True of the DataLoader needs no sampler",
-            code="LS103",
-        )
-
-
-def _tally(samples: Indices) -> npt.NDArray[np.uint64]:
-    """How many they are, and their checksum; tallies add up."""
-    return np.array([len(samples), checksum(samples)], np.uint64)
+def tally(samples: Indices) -> _Tally:
+    """Returns the tally of some samples."""
+    return _Tally(len(samples), checksum(samples))
 
 
 def checksum(samples: Indices) -> int:
-    """A 64-bit sum over scrambled indices, which is the same in any order.
+    """Returns a 64-bit sum over scrambled indices, which is the same in any order.
 
     Sums of the indices themselves, and of their squares, agree for many different samples.
     """
@@ -190,13 +59,204 @@ def checksum(samples: Indices) -> int:
     return int(words.sum())
 
 
-def _check_orders(rows: list[list[int]]) -> None:
-    orders = [row[:3] for row in rows]
-    if any(order != orders[0] for order in orders):
-        raise RanksDifferError(
-            "a sampler that gives every rank the same order",
-            ", ".join(f"rank {rank}: order {row[0]:08x}" for rank, row in enumerate(orders)),
-            "seed it alike on all ranks and do not let it look at the rank or the clock; each rank "
-            "gets its part of the global batch from the loader",
-            code="LS105",
+class _OpenPass:
+    """A pass that is under way. Its samples are tallied some thousands at a time.
+
+    Args:
+        epoch: of the pass.
+        start: the position of its first global batch.
+        plan: the global batches of the epoch.
+    """
+
+    def __init__(self, epoch: int, start: int, plan: Plan) -> None:
+        self.epoch = epoch
+        self.start = start
+        self.plan = plan
+        self.next_position = start
+        """The position of the global batch that comes next."""
+        self.order_checksum = 0
+        """A CRC-32 over the planned samples, in their order."""
+        self.planned = _Tally()
+        """Of the global batches on all ranks."""
+        self.delivered = _Tally()
+        """Of what this rank was handed."""
+        self._planned_samples: list[Indices] = []
+        """Samples that are not tallied yet."""
+        self._delivered_samples: list[Indices] = []
+        self._num_planned_samples = 0
+
+    def add(
+        self, position: int, samples: Indices, micro_batch: MicroBatch, global_batch: Indices
+    ) -> None:
+        """Adds what this rank was handed of a micro-batch; see `Coverage.add`."""
+        self._delivered_samples.append(samples)
+        if micro_batch.last and position == self.next_position:
+            self._planned_samples.append(global_batch)
+            self.next_position += 1
+            self._num_planned_samples += len(global_batch)
+            if self._num_planned_samples >= SAMPLES_TALLIED_AT_ONCE:
+                self.tally_samples()
+
+    def tally_samples(self) -> None:
+        """Tallies the samples that were added since the last time, and forgets them."""
+        planned = np.concatenate([_NO_SAMPLES, *self._planned_samples])
+        delivered = np.concatenate([_NO_SAMPLES, *self._delivered_samples])
+        self.planned.add(tally(planned))
+        self.delivered.add(tally(delivered))
+        self.order_checksum = zlib.crc32(planned.data, self.order_checksum)
+        self._planned_samples = []
+        self._delivered_samples = []
+        self._num_planned_samples = 0
+
+
+class Coverage:
+    """What one loader has handed out on this rank.
+
+    Args:
+        sampler, batch_sampler: the user's own. If both are None, the order is Lockstep's.
+    """
+
+    def __init__(
+        self, sampler: Sampler[int] | None, batch_sampler: Sampler[list[int]] | None
+    ) -> None:
+        custom_order = sampler if batch_sampler is None else batch_sampler
+        # A sequence of indices, and the dataset's order, are meant to be the same in every epoch.
+        self._may_repeat = (
+            custom_order is None
+            or hasattr(custom_order, "__getitem__")
+            or type(custom_order) is SequentialSampler
         )
+        self._planned = _Tally()
+        """Of the passes that were not compared yet, on all ranks."""
+        self._delivered = _Tally()
+        """Of the same passes, on this rank."""
+        self._open_pass: _OpenPass | None = None
+        """The latest pass. If it began inside another one, that one is not compared."""
+        self._orders_checksum = 0
+        """A CRC-32 over the orders of the passes that were not compared yet."""
+        self._last_order: tuple[int, int] | None = None
+        """The epoch of the last pass in a custom order, and the CRC-32 of its order."""
+        self._num_passes = 0
+        self._steps_since_comparison = 0
+        self._comparison_is_due = False
+
+    def begin(self, epoch: int, start: int, plan: Plan) -> None:
+        """A pass that trains begins, at position `start` of the epoch."""
+        self._open_pass = _OpenPass(epoch, start, plan)
+        if not self._may_repeat and isinstance(plan, CustomPlan):
+            order_checksum = zlib.crc32(np.ascontiguousarray(plan.order).data)
+            if self._last_order == (epoch - 1, order_checksum):
+                self._warn_of_repetition(epoch, plan.order)
+            self._last_order = (epoch, order_checksum)
+
+    def add(
+        self,
+        epoch: int,
+        position: int,
+        samples: Indices,
+        micro_batch: MicroBatch,
+        global_batch: Indices | None,
+    ) -> None:
+        """A micro-batch of a pass is handed out on this rank.
+
+        Args:
+            epoch: of the pass.
+            position: of its global batch in the epoch.
+            samples: the indices of this rank's samples of it, shape `(n,)`.
+            micro_batch: the micro-batch.
+            global_batch: the indices of all samples of its global batch; None for a stream.
+        """
+        open_pass = self._open_pass
+        if open_pass is None or global_batch is None or open_pass.epoch != epoch:
+            return
+        open_pass.add(position, samples, micro_batch, global_batch)
+        if micro_batch.last and position == len(open_pass.plan) - 1:
+            self._end(open_pass)
+
+    def _end(self, ended_pass: _OpenPass) -> None:
+        """Adds a pass that has come to its end to what will be compared."""
+        self._open_pass = None
+        ended_pass.tally_samples()
+        # What the plan has counts, whatever was handed out.
+        ended_pass.planned.count = ended_pass.plan.num_samples_from(ended_pass.start)
+        self._planned.add(ended_pass.planned)
+        self._delivered.add(ended_pass.delivered)
+        order_checksum = ended_pass.order_checksum.to_bytes(4, "little")
+        self._orders_checksum = zlib.crc32(order_checksum, self._orders_checksum)
+        self._num_passes += 1
+        self._steps_since_comparison += len(ended_pass.plan) - ended_pass.start
+        is_first_pass = self._num_passes <= NUM_FIRST_PASSES_COMPARED
+        is_late = self._steps_since_comparison >= STEPS_BETWEEN_COMPARISONS
+        self._comparison_is_due = is_first_pass or is_late
+
+    def settle(self, collectives: Collectives) -> None:
+        """Compares with the other ranks if that is due, which it is on all ranks in the same step.
+
+        Args:
+            collectives: of the run.
+
+        Raises:
+            RanksDifferError: the ranks went through different orders.
+            DataError: together they did not get what the plan has.
+        """
+        if not self._comparison_is_due:
+            return
+        planned = self._planned
+        delivered = self._delivered
+        orders_checksum = self._orders_checksum
+        self._planned = _Tally()
+        self._delivered = _Tally()
+        self._orders_checksum = 0
+        self._comparison_is_due = False
+        self._steps_since_comparison = 0
+        mine = ([orders_checksum, planned.count, planned.checksum], astuple(delivered))
+        rows = collectives.exchange(mine)
+        _check_same_orders([order for order, _ in rows])
+        delivered_to_all = _Tally()
+        for _, (count, checksum_on_rank) in rows[: collectives.data_parallel.size]:
+            delivered_to_all.add(_Tally(count, checksum_on_rank))
+        if delivered_to_all == planned:
+            return
+        found = f"all ranks together got {delivered_to_all.count} samples, "
+        found += f"the plan has {planned.count}"
+        if delivered_to_all.count == planned.count:
+            found += ": some came twice, and others not at all"
+        raise DataError(
+            "every sample of an epoch's plan once",
+            found,
+            "give every rank's loader the same shares and micro_batch_size, and do not change "
+            "its sampler while a pass is running",
+            code="LS102" if delivered_to_all.count < planned.count else "LS101",
+        )
+
+    def _warn_of_repetition(self, epoch: int, order: Indices) -> None:
+        """Warns once of a random order that is the same as in the epoch before."""
+        self._may_repeat = True
+        is_sorted = bool((order[:-1] <= order[1:]).all())
+        if is_sorted or len(np.unique(order)) < MIN_DISTINCT_SAMPLES:
+            return
+        warn(
+            "a sampler of your own",
+            f"epoch {epoch} has the same order of samples as epoch {epoch - 1}",
+            "let it draw from torch.randperm or from a generator that it keeps, or tell it the "
+            "epoch (set_epoch); shuffle=True of the DataLoader needs no sampler",
+            code="LS103",
+        )
+
+
+def _check_same_orders(orders: list[list[int]]) -> None:
+    """Raises RanksDifferError if ranks went through different orders.
+
+    Args:
+        orders: for each rank the checksum of its orders, and what they have in all.
+    """
+    if all(order == orders[0] for order in orders):
+        return
+    shown = [f"rank {rank}: order {order[0]:08x}" for rank, order in enumerate(orders)]
+    raise RanksDifferError(
+        "a sampler that gives every rank the same order",
+        ", ".join(shown),
+        "seed it alike on all ranks and do not let it look at the rank or the clock; each rank "
+        "gets its part of the global batch from the loader",
+        code="LS105",
+    )

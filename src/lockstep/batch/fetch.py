@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from lockstep.batch.plan import Indices
+from lockstep.batch.indices import Indices
 from lockstep.distributed.seeding import preserve_rng_state, seed_sample
 
 MicroBatchKey = tuple[int, Indices]

@@ -28,6 +28,7 @@ from lockstep.batch.data_identity import check_fingerprint, read_fingerprint
 from lockstep.batch.device_copy import to_device
 from lockstep.batch.fetch import Fetch
 from lockstep.batch.fingerprint import Fingerprint
+from lockstep.batch.indices import ceil_div
 from lockstep.batch.micro_batches import (
     MicroBatchPlan,
     PlannedMicroBatch,
@@ -35,9 +36,10 @@ from lockstep.batch.micro_batches import (
     Segment,
 )
 from lockstep.batch.no_rows import marked
-from lockstep.batch.plan import CustomPlan, Plan, ceil_div, permutes
+from lockstep.batch.plan import CustomPlan, Plan
 from lockstep.batch.pytree import emptied, map_tensors, storages
 from lockstep.batch.rows import RowCounter
+from lockstep.batch.shuffling import is_permuted
 from lockstep.batch.source import SHARDING, Source
 from lockstep.batch.weighing import Weighing, Weight, scale_by_weight
 from lockstep.batch.workers import Workers
@@ -52,7 +54,7 @@ from lockstep.settings import Choice
 from lockstep.user_code import Location, user_location
 
 SHUFFLE_VERSION = 1
-"""Version of the order in which large datasets are shuffled (`plan.permuted`)."""
+"""Version of the order in which large datasets are shuffled (`shuffling`)."""
 SOME_RANKS_SKIP = "in this pass some rank has no samples of some batch and skips it"
 """Why collectives are refused in a pass without gradients."""
 MAX_RANKS_IN_CHOICE = 8
@@ -311,7 +313,7 @@ class Loader:
             "seed": self.seed,
             "shuffle": int(self.source.shuffle),
         }
-        if self.source.shuffle and permutes(self.source.length):
+        if self.source.shuffle and is_permuted(self.source.length):
             identity["version of the order"] = SHUFFLE_VERSION
         return identity
 

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lockstep.batch.autotune_request import AutotuneRequest
+from lockstep.batch.indices import Indices, ceil_div
 from lockstep.batch.plan import (
-    Indices,
     Plan,
-    ceil_div,
     micro_batches_needed,
     split_batch,
     virtual_ranks_of,

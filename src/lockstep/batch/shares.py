@@ -1,8 +1,11 @@
 """What `shares="auto"` and `micro_batch_size="auto"` decide from measurements: pure functions.
 
-The measuring is done by `extensions.autotune`, in the first global batch that is trained on. It can
-be, because shares and micro-batches change how a global batch is computed and never what: the
-loader hands out a first micro-batch, which is profiled, and the rest is divided by what was found.
+*Shares* say how a global batch is divided over the ranks, one whole number a rank. The *times* of a
+rank are seconds for one sample, taken again and again by all ranks in the same moments.
+
+`extensions.autotune` measures them in the first global batch that is trained on. It can do so
+because shares and micro-batches change how a global batch is computed and never what: the loader
+hands out a first micro-batch, which is measured, and the rest is divided by what was found.
 """
 
 from __future__ import annotations
@@ -13,38 +16,41 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.batch.plan import Indices, parse_shares, parts, split_batch
+from lockstep.batch.indices import Indices
+from lockstep.batch.plan import parse_shares, part_sizes, split_batch
 from lockstep.errors import SettingError
 from lockstep.settings import is_auto
 
-_WORTH = 1.08
-"""Shares are changed where a step gets this much faster: two equal devices never measure alike."""
-_FEWEST, _MOST = 5, 20
-_STEADY = 1.05
-"""Times are taken 5 times, and up to 20 times where one is usually more than 5 % above its best."""
-_NEAR = 1.02
-"""The smallest whole numbers are taken that come this near to the best division."""
-_PARTS = 12
+MIN_SPEEDUP = 1.08
+"""Shares are changed if a step gets this much faster: two equal devices never measure alike."""
+MIN_TIMES = 5
+MAX_TIMES = 20
+STEADY_RATIO = 1.05
+"""No more times are taken if the median of every rank is at most this multiple of its shortest."""
+NEARLY_IDEAL_RATIO = 1.02
+"""The smallest whole numbers are taken with which a step takes at most this multiple of the ideal
+time."""
+MAX_SUM_PER_RANK = 12
 """Whole numbers are tried up to this sum, times the number of ranks."""
-_FIRST = 2
-"""Samples a rank in the micro-batch that is profiled: what fits nowhere else, and enough for
-BatchNorm."""
+SAMPLES_TO_MEASURE = 2
+"""Samples a rank in the micro-batch that is measured: few, because it is not known yet how many fit
+into memory, and enough for BatchNorm."""
 
 
-def first_shares(shares: str | Sequence[int] | None, size: int) -> tuple[int, ...]:
-    """As `parse_shares`; equal ones for `"auto"`, until they are measured.
+def initial_shares(shares: str | Sequence[int] | None, size: int) -> tuple[int, ...]:
+    """Returns shares as `parse_shares` does; for `"auto"` equal ones, until they are measured.
 
     Raises:
-        SettingError: as there.
+        SettingError: see `parse_shares`.
     """
     return parse_shares(None if is_auto(shares) else shares, size)
 
 
-def parse_micro_batch(value: Any) -> int | None:
-    """The number of samples, None for `"auto"`.
+def parse_micro_batch_size(value: Any) -> int | None:
+    """Returns the number of samples; None for None and `"auto"`.
 
     Raises:
-        SettingError: something else.
+        SettingError: the value is something else.
     """
     if value is None or is_auto(value):
         return None
@@ -60,103 +66,137 @@ def parse_micro_batch(value: Any) -> int | None:
 def first_micro_batch(
     count: int, shares: tuple[int, ...], planned: Indices, most: int | None, *, whole: bool
 ) -> Indices | None:
-    """The part of a global batch that is handed out before everything is known.
+    """Returns the part of a global batch that is handed out to be measured.
 
     Args:
         count: samples of the global batch.
         shares: one a rank.
         planned: begin and end of each part, shape `(micro-batches, ranks, 2)`, as `split_batch`
-            gives them.
-        most: samples that a rank computes at a time; None: any number.
-        whole: take the first micro-batch that is planned; else two samples a rank.
+            returns it.
+        most: the most samples that a rank computes at a time; None: any number.
+        whole: True to take the first micro-batch that is planned; False to take two samples a rank.
 
     Returns:
-        Shape `(1, ranks, 2)`. None: some rank that has a share would have no sample of it.
+        Begin and end of each rank's part, shape `(1, ranks, 2)`; None: some rank that has a share
+        would have no sample of it.
     """
     if whole:
-        first = planned[:1]
+        split = planned[:1]
     else:
-        ranks = tuple(int(share > 0) for share in shares)
-        first = split_batch(min(count, min(_FIRST, most or _FIRST) * sum(ranks)), ranks)
-    sizes = first[0, :, 1] - first[0, :, 0]
-    return first if all(n or not share for n, share in zip(sizes, shares, strict=True)) else None
+        # The same number of samples on each rank that has a share.
+        equal_shares = tuple(1 if share > 0 else 0 for share in shares)
+        samples_of_rank = SAMPLES_TO_MEASURE
+        if most:
+            samples_of_rank = min(samples_of_rank, most)
+        split = split_batch(min(count, samples_of_rank * sum(equal_shares)), equal_shares)
+    sizes = split[0, :, 1] - split[0, :, 0]
+    for size, share in zip(sizes, shares, strict=True):
+        if share and not size:
+            return None
+    return split
 
 
 def largest_that_fits(fits: Callable[[int], bool], known: int, most: int) -> int:
-    """The largest size that fits, to about a tenth: by doubling, then by halving what is between.
+    """Finds the largest size that fits, to about a tenth.
+
+    Sizes are doubled until one does not fit; then what is in between is halved.
 
     Args:
         fits: tries a size.
         known: a size that fits.
-        most: the largest that is wanted.
+        most: the largest size that is wanted.
 
     Returns:
-        `most` where that fits.
+        A size that fits: `most`, if that fits.
     """
-    good, bad = min(known, most), most + 1
-    while good < most and bad > most:
-        size = min(2 * good, most)
-        good, bad = (size, bad) if fits(size) else (good, size)
-    while bad <= most and bad - good > max(1, good // 10):
-        size = (good + bad) // 2
-        good, bad = (size, bad) if fits(size) else (good, size)
-    return good
+    fitting = min(known, most)
+    too_large = most + 1  # no size is known not to fit
+    while fitting < most and too_large > most:
+        size = min(2 * fitting, most)
+        if fits(size):
+            fitting = size
+        else:
+            too_large = size
+    while too_large <= most and too_large - fitting > max(1, fitting // 10):
+        size = (fitting + too_large) // 2
+        if fits(size):
+            fitting = size
+        else:
+            too_large = size
+    return fitting
 
 
-def enough(times: Sequence[Sequence[float]]) -> bool:
-    """Whether shares can be chosen from these times of each rank, or more have to be taken."""
-    taken = len(times[0])
-    steady = all(np.median(each) <= _STEADY * min(each) for each in times)
-    return taken >= _MOST or (taken >= _FEWEST and steady)
+def times_are_sufficient(times: Sequence[Sequence[float]]) -> bool:
+    """Returns True if shares can be chosen from these times of each rank.
 
-
-def alike(times: Sequence[Sequence[float]]) -> bool:
-    """Whether the spread of the times hides how the ranks differ, if they do.
-
-    It does where each rank has been as fast at times as any other usually is: no shortest time is
-    above the median of another rank.
+    Otherwise more times have to be taken.
     """
-    return bool(max(map(min, times)) <= min(map(np.median, times)))
+    num_times = len(times[0])
+    if num_times >= MAX_TIMES:
+        return True
+    if num_times < MIN_TIMES:
+        return False
+    return all(np.median(of_rank) <= STEADY_RATIO * min(of_rank) for of_rank in times)
 
 
-def shares_by_times(
+def are_equally_fast(times: Sequence[Sequence[float]]) -> bool:
+    """Returns True if the ranks differ less than the times of one rank do.
+
+    Then every rank has been as fast at times as any other rank usually is: no shortest time is
+    longer than the median of another rank.
+
+    Args:
+        times: of each rank.
+    """
+    shortest = [min(times_of_rank) for times_of_rank in times]
+    medians = [np.median(times_of_rank) for times_of_rank in times]
+    return bool(max(shortest) <= min(medians))
+
+
+def choose_shares_by_times(
     times: Sequence[Sequence[float]],
     present: tuple[int, ...],
     batch_size: int,
     limits: Sequence[int | None],
 ) -> tuple[int, ...]:
-    """The shares by the shortest times; even ones, as far as these fit, where ranks are `alike`.
+    """Chooses shares by the shortest times; equal ones if the ranks are equally fast.
 
-    What else runs on a machine makes a time longer and never shorter.
+    The shortest times count, because whatever else runs on a machine makes a time longer and never
+    shorter.
 
     Args:
-        times: of each rank for a sample, taken by all ranks in the same moments.
-        present: as in `choose_shares`, which raises SettingError.
-        batch_size: likewise.
-        limits: likewise.
+        times: of each rank.
+        present: see `choose_shares`, which raises SettingError.
+        batch_size: see `choose_shares`.
+        limits: see `choose_shares`.
     """
-    if alike(times):
-        even = (1,) * len(times)
-        return choose_shares(even, even, batch_size, limits)
-    return choose_shares([min(each) for each in times], present, batch_size, limits)
+    if are_equally_fast(times):
+        equal = (1,) * len(times)
+        return choose_shares(equal, equal, batch_size, limits)
+    shortest = [min(times_of_rank) for times_of_rank in times]
+    return choose_shares(shortest, present, batch_size, limits)
 
 
-def confirmed(seconds: Mapping[tuple[int, ...], float], last: tuple[int, ...]) -> tuple[int, ...]:
-    """The shares that a search ends with: what its times led to has to hold when it is measured.
+def confirm_shares(
+    seconds: Mapping[tuple[int, ...], float], last: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Returns the shares with which a search ends: new ones only if they were measured as faster.
 
-    A device that needs nearly the same time for few samples as for many seems the slower for each
-    of them the fewer it gets, and would be given fewer still.
+    A device that needs nearly the same time for few samples as for many seems slower for each of
+    them the fewer it gets, and would be given fewer still.
 
     Args:
-        seconds: of a step, by the shares that were tried, in their order; infinite: they do not
-            fit.
+        seconds: of a step, for the shares that were tried, in their order; infinite if they do not
+            fit into memory.
         last: the shares that the last times led to.
     """
     first = next(iter(seconds))
     best = last if last in seconds else min(seconds, key=seconds.__getitem__)
     if seconds[best] == math.inf:
         return last
-    return first if seconds[first] <= seconds[best] * _WORTH else best
+    if seconds[first] <= seconds[best] * MIN_SPEEDUP:
+        return first
+    return best
 
 
 def step_seconds(
@@ -165,18 +205,21 @@ def step_seconds(
     batch_size: int,
     limits: Sequence[int | None],
 ) -> float:
-    """What a step takes that waits for the slowest rank; infinite where the shares do not fit.
+    """Returns the seconds of a step, which waits for the slowest rank.
 
     Args:
-        times: of each rank for a sample, measured at these shares.
+        times: of each rank, measured at these shares.
         shares: one a rank.
         batch_size: samples of the global batch.
-        limits: as in `choose_shares`.
+        limits: see `choose_shares`. If the shares do not fit, the result is infinite.
     """
-    of_rank = parts(batch_size, shares)
-    if any(most is not None and n > most for n, most in zip(of_rank, limits, strict=True)):
-        return math.inf
-    return max(n * min(each) for n, each in zip(of_rank, times, strict=True))
+    seconds_of_rank = []
+    samples_of_rank = part_sizes(batch_size, shares)
+    for samples, limit, of_rank in zip(samples_of_rank, limits, times, strict=True):
+        if limit is not None and samples > limit:
+            return math.inf
+        seconds_of_rank.append(samples * min(of_rank))
+    return max(seconds_of_rank)
 
 
 def choose_shares(
@@ -185,61 +228,103 @@ def choose_shares(
     batch_size: int,
     limits: Sequence[int | None],
 ) -> tuple[int, ...]:
-    """Small whole numbers with which all ranks need nearly the same time.
+    """Returns small whole numbers with which all ranks need nearly the same time.
 
     Args:
         seconds: of each rank for a sample.
-        present: the shares as they are; they stay where others are not worth the change.
+        present: the current shares, which are kept unless others are much better.
         batch_size: samples of the global batch.
-        limits: the most samples that each rank can take of it; None: any number.
+        limits: the most samples of it that each rank can take; None: any number.
 
     Raises:
         SettingError: the limits are too low for the batch.
     """
     room = [batch_size if limit is None else limit for limit in limits]
     if sum(room) < batch_size:
+        fitting = [f"{samples} on rank {rank}" for rank, samples in enumerate(room)]
         raise SettingError(
             f"shares='auto' with a global batch of {batch_size}",
-            "of it fit " + ", ".join(f"{n} on rank {r}" for r, n in enumerate(room)),
+            "of it fit " + ", ".join(fitting),
             "set micro_batch_size='auto' too: the batch is then computed in micro-batches",
         )
-    ideal = _ideal(seconds, room, batch_size)
-    ranks = len(present)
-    tried = [present]
-    for total in range(ranks, _PARTS * ranks + 1):
-        tried.append(parse_shares(_whole_numbers(ideal, total), ranks))
-    # What always fits, where small numbers do not: it divides the room that there is.
-    tried.append(parse_shares(room, ranks))
-    needed = {
-        shares: max(n * s for n, s in zip(shares, seconds, strict=True)) / sum(shares) * batch_size
-        for shares in tried
-        if all(n <= most for n, most in zip(parts(batch_size, shares), room, strict=True))
-    }
-    best = max(n * s for n, s in zip(ideal, seconds, strict=True))
-    if needed.get(present, math.inf) <= best * _WORTH:
+    ideal = _ideal_division(seconds, room, batch_size)
+    step_seconds_by_shares: dict[tuple[int, ...], float] = {}
+    for shares in _candidates(ideal, present, room):
+        sizes = part_sizes(batch_size, shares)
+        if all(size <= most for size, most in zip(sizes, room, strict=True)):
+            step_seconds_by_shares[shares] = _slowest(shares, seconds) / sum(shares) * batch_size
+    ideal_seconds = _slowest(ideal, seconds)
+    if step_seconds_by_shares.get(present, math.inf) <= ideal_seconds * MIN_SPEEDUP:
         return present
-    near = (shares for shares, time in needed.items() if time <= best * _NEAR)
-    return next(near, min(needed, key=needed.__getitem__))
+    for shares, step in step_seconds_by_shares.items():
+        if step <= ideal_seconds * NEARLY_IDEAL_RATIO:
+            return shares
+    return min(step_seconds_by_shares, key=step_seconds_by_shares.__getitem__)
 
 
-def _ideal(seconds: Sequence[float], room: Sequence[int], batch_size: int) -> list[float]:
-    """Samples a rank, not whole ones, with which all that are not full need the same time."""
-    found = [0.0] * len(room)
-    free, left = set(range(len(room))), float(batch_size)
-    while free:
-        speed = sum(1 / seconds[r] for r in free)
-        full = {r for r in free if left / seconds[r] / speed > room[r]}
-        for rank in full or free:
-            found[rank] = float(room[rank]) if full else left / seconds[rank] / speed
-        left -= sum(found[rank] for rank in full)
-        free -= full or free
-    return found
+def _candidates(
+    ideal: Sequence[float], present: tuple[int, ...], room: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Returns shares to choose from, those of small numbers first.
+
+    Args:
+        ideal: samples of each rank with which all need the same time.
+        present: the current shares.
+        room: the most samples that each rank can take. In the same proportion they always fit.
+    """
+    num_ranks = len(present)
+    candidates = [present]
+    for total in range(num_ranks, MAX_SUM_PER_RANK * num_ranks + 1):
+        candidates.append(parse_shares(_whole_numbers(ideal, total), num_ranks))
+    candidates.append(parse_shares(room, num_ranks))
+    return candidates
+
+
+def _slowest(samples: Sequence[float], seconds: Sequence[float]) -> float:
+    """Returns the time of the slowest rank.
+
+    Args:
+        samples: that each rank computes.
+        seconds: of each rank for a sample.
+    """
+    return max(count * s for count, s in zip(samples, seconds, strict=True))
+
+
+def _ideal_division(seconds: Sequence[float], room: Sequence[int], batch_size: int) -> list[float]:
+    """Returns samples of each rank, as fractions, with which all ranks need the same time.
+
+    Ranks that have no room for that many get what they have room for, and the others the rest.
+
+    Args:
+        seconds: of each rank for a sample.
+        room: the most samples that each rank can take.
+        batch_size: samples of the global batch.
+    """
+    samples = [0.0] * len(room)
+    open_ranks = set(range(len(room)))
+    num_left = float(batch_size)
+    while open_ranks:
+        samples_per_second = sum(1 / seconds[rank] for rank in open_ranks)
+        full_ranks = set()
+        for rank in open_ranks:
+            if num_left / seconds[rank] / samples_per_second > room[rank]:
+                full_ranks.add(rank)
+        if not full_ranks:
+            for rank in open_ranks:
+                samples[rank] = num_left / seconds[rank] / samples_per_second
+            break
+        for rank in full_ranks:
+            samples[rank] = float(room[rank])
+        num_left -= sum(samples[rank] for rank in full_ranks)
+        open_ranks -= full_ranks
+    return samples
 
 
 def _whole_numbers(ideal: Sequence[float], total: int) -> list[int]:
-    """`total` parts divided nearly as `ideal` is; at least one for each rank."""
+    """Divides `total` nearly in the proportion of `ideal`; at least one for each rank."""
     exact = np.asarray(ideal) * total / sum(ideal)
     numbers = np.maximum(1, np.floor(exact)).astype(int)
     for _ in range(total - int(numbers.sum())):
-        numbers[int(np.argmax(exact - numbers))] += 1
+        most_below = int(np.argmax(exact - numbers))
+        numbers[most_below] += 1
     return [int(number) for number in numbers]

@@ -26,7 +26,7 @@ from lockstep.batch.plan import (
     Plan,
     batches_in_epoch,
     check_batch_size,
-    cut,
+    plan_custom_order,
     plan_epoch,
 )
 from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_sample
@@ -140,7 +140,7 @@ class Source:
                 bounds = np.cumsum([0, *(len(batch) for batch in batches)], dtype=np.int64)
                 return CustomPlan(np.concatenate([np.empty(0, np.int64), *batches]), bounds)
             order = np.fromiter(cast("torch_data.Sampler[int]", self.sampler), dtype=np.int64)
-        return cut(order, self.batch_size, drop_last=self.drop_last)
+        return plan_custom_order(order, self.batch_size, drop_last=self.drop_last)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from lockstep.batch.digest import SAMPLES_COMPARED, batch_digests
 from lockstep.batch.fetch import call_collate
-from lockstep.batch.plan import Indices, ceil_div, split_batch
+from lockstep.batch.indices import Indices, ceil_div
+from lockstep.batch.plan import split_batch
 from lockstep.batch.source import IterableSource
 from lockstep.batch.stream_reader import PassRandomState, StreamReader
 from lockstep.distributed.seeding import preserve_rng_state, seed_sample

@@ -25,15 +25,15 @@ from torch import Tensor, nn
 
 from lockstep.batch.autotune_request import AutotuneRequest, AutotuneResult
 from lockstep.batch.micro_batches import MicroBatchPlan
-from lockstep.batch.plan import parts
+from lockstep.batch.plan import part_sizes
 from lockstep.batch.pytree import map_tensors, tensors
 from lockstep.batch.shares import (
-    alike,
-    confirmed,
-    enough,
+    are_equally_fast,
+    choose_shares_by_times,
+    confirm_shares,
     largest_that_fits,
-    shares_by_times,
     step_seconds,
+    times_are_sufficient,
 )
 from lockstep.distributed.collectives import exchange_on_all_ranks
 from lockstep.distributed.device import is_out_of_memory
@@ -316,7 +316,7 @@ class Autotune(Extension):
             self._say(_shares_in_words(before, after, times, kind))
         if division.request.micro_batch_size_is_open:
             self.found.micro_batch_size = search.micro_batch_size(shares)
-            most = max(parts(division.batch_size, shares))
+            most = max(part_sizes(division.batch_size, shares))
             self._say(_micro_batch_in_words(self.found.micro_batch_size, most))
             self.found.micro_batch_size_is_known = True
         if division.request.shares_are_open:
@@ -395,11 +395,11 @@ class _Search(ProfilingRun):
         while shares not in tried and len(tried) < _DIVISIONS:
             limits = self._everywhere(self._limit, self._own, shares)
             times = self._times(shares)
-            telling = times if alike(times) or not telling else telling
+            telling = times if are_equally_fast(times) or not telling else telling
             room = limits if bound else [None] * self._devices
             tried[shares] = step_seconds(times, shares, batch_size, room)
-            shares = shares_by_times(times, shares, batch_size, room)
-        return before, confirmed(tried, shares), telling
+            shares = choose_shares_by_times(times, shares, batch_size, room)
+        return before, confirm_shares(tried, shares), telling
 
     def micro_batch_size(self, shares: tuple[int, ...]) -> int | None:
         """The most samples a process computes at a time, by the least memory of all; None: all.
@@ -407,7 +407,7 @@ class _Search(ProfilingRun):
         Args:
             shares: of the processes.
         """
-        of_rank = parts(self._division.batch_size, shares)
+        of_rank = part_sizes(self._division.batch_size, shares)
         # Several devices of one process are tried together: one of them holds more than the others.
         together = self._own if len(self._own) == 1 else (None,)
         limits = self._everywhere(self._limit, together, shares)
@@ -417,13 +417,13 @@ class _Search(ProfilingRun):
     def _times(self, shares: tuple[int, ...]) -> list[tuple[float, ...]]:
         """What a sample takes on each device, at its share, again and again."""
         rounds = [self._everywhere(self._seconds, self._own, shares)]
-        while not enough(list(zip(*rounds, strict=True))):
+        while not times_are_sufficient(list(zip(*rounds, strict=True))):
             rounds.append(self._everywhere(self._seconds, self._own, shares))
         return list(zip(*rounds, strict=True))
 
     def _most(self, device: int | None, shares: tuple[int, ...]) -> int:
         """Samples that the device, or the process, would compute at a time."""
-        of_all = parts(self._division.batch_size, shares)
+        of_all = part_sizes(self._division.batch_size, shares)
         part = of_all[self._run.collectives.data_parallel.rank if device is None else device]
         return min(part, self._division.micro_batch_size or part)
 
@@ -534,7 +534,7 @@ def _shares_in_words(
 ) -> str:
     took = [f"{kind} {number} {_time(min(each))}" for number, each in enumerate(times)]
     text = f"a sample took {join_first(took)}"
-    if alike(times):
+    if are_equally_fast(times):
         text += f": no difference, as the times of one {kind} differ as much"
     elif tuple(before) == tuple(after):
         text += "; others do not make a step faster by 8 %"

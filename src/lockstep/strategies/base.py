@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.batch.shares import first_shares
+from lockstep.batch.shares import initial_shares
 from lockstep.communication.compression import CompressedMeans
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank
@@ -109,7 +109,7 @@ def plan_for(run: Run, rank: DataParallelRank) -> StrategyPlan:
     """
     return StrategyPlan(
         rank=rank,
-        shares=first_shares(run.settings.shares, rank.size),
+        shares=initial_shares(run.settings.shares, rank.size),
         num_devices=rank.size,
         local_devices=(rank.rank,),
         num_micro_batches=max(run.settings.min_micro_batches, run.settings.num_micro_batches or 1),

@@ -26,7 +26,7 @@ from lockstep.batch.autotune_request import AutotuneRequest
 from lockstep.batch.loader import Loader
 from lockstep.batch.make_loader import make_loader
 from lockstep.batch.micro_batches import MicroBatchPlan
-from lockstep.batch.shares import first_shares, parse_micro_batch
+from lockstep.batch.shares import initial_shares, parse_micro_batch_size
 from lockstep.batch.source import Source, make_source
 from lockstep.checkpoint.sharding import map_leaves, reshard
 from lockstep.communication.compression import CompressedMeans
@@ -292,7 +292,7 @@ class Preparer:
         request = self.sizes.request(shares, micro_batch_size)
         shares_until_found = plan.shares
         if shares is not None:
-            shares_until_found = first_shares(shares, len(plan.shares))
+            shares_until_found = initial_shares(shares, len(plan.shares))
         loader = make_loader(
             source,
             plan=MicroBatchPlan(
@@ -301,7 +301,9 @@ class Preparer:
                 sizes_vary=source.batch_sampler is not None,
                 data_parallel=self.run.collectives.data_parallel,
                 initial_shares=shares_until_found,
-                initial_micro_batch_size=parse_micro_batch(plan.micro_batch_size(micro_batch_size)),
+                initial_micro_batch_size=parse_micro_batch_size(
+                    plan.micro_batch_size(micro_batch_size)
+                ),
                 min_micro_batches=min_micro_batches,
                 num_virtual_ranks=plan.num_virtual_ranks,
             ),

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.batch.plan import Indices
+from lockstep.batch.indices import Indices
 from lockstep.errors import CheckpointError
 
 FORMAT_VERSION = 1

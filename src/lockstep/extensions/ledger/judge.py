@@ -20,7 +20,7 @@ import numpy as np
 
 from lockstep.batch.digest_matching import first_differing_sample
 from lockstep.batch.fingerprint import Fingerprint, compare
-from lockstep.batch.plan import Indices, ceil_div
+from lockstep.batch.indices import Indices, ceil_div
 from lockstep.errors import CheckpointError
 from lockstep.extensions.ledger.file_format import (
     LEDGER_SUFFIX,

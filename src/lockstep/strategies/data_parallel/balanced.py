@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from lockstep.batch.plan import parts
+from lockstep.batch.plan import part_sizes
 from lockstep.errors import SettingError
 from lockstep.strategies.data_parallel.module import DataParallel
 
@@ -88,7 +88,7 @@ class BalancedDataParallel(DataParallel):
             self._check_not_short(count, self.gpu0_bsz)
         first = min(self.gpu0_bsz, count)
         equal_shares = (1,) * (self.num_replicas - 1)
-        return [first, *parts(count - first, equal_shares)]
+        return [first, *part_sizes(count - first, equal_shares)]
 
     def _check_not_short(self, batch_size: int, gpu0_bsz: int) -> None:
         """Raises SettingError for the second training batch that the first GPU computes alone.

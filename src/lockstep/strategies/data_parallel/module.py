@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.batch.plan import parse_shares, parts
+from lockstep.batch.plan import parse_shares, part_sizes
 from lockstep.batch.pytree import joined, map_tensors, tensors
 from lockstep.distributed.torch_compat import never_compiled
 from lockstep.errors import SettingError, UsageError
@@ -164,7 +164,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
 
     def sizes(self, count: int) -> list[int]:
         """Returns how many of `count` samples each replica computes."""
-        return parts(count, self.shares)
+        return part_sizes(count, self.shares)
 
     @contextmanager
     def only_on(self, device: int) -> Iterator[None]:

@@ -1,0 +1,126 @@
+"""The shuffled order of a dataset: a permutation of its indices, by seed and epoch alone.
+
+Up to `MAX_LENGTH_DRAWN_WHOLE` samples the permutation is drawn as a whole, so all orders are
+equally likely. That of a larger dataset is computed a range of *places* at a time:
+`permuted_indices` says which indices stand at some places of the order. So time and memory do not
+depend on its length.
+
+The algorithm is a generalized Feistel network with cycle walking (Black and Rogaway 2002, "Ciphers
+with Arbitrary Finite Domains", methods 2 and 3). A place is a cell of a table whose numbers of rows
+and columns are each about the square root of the length. The first round moves every cell along its
+row, by a distance that depends on the row and a key; the next one along its column, and so on. Each
+round can be undone, so the rounds together permute the cells. The table may have some more cells
+than there are indices (less than one row). A place that is moved to one of these is moved again,
+until it arrives at an index. The distances are outputs of SplitMix64 (Steele et al. 2014).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.batch.indices import Indices, ceil_div
+
+Words = npt.NDArray[np.uint64]
+
+MAX_LENGTH_DRAWN_WHOLE = 2**14
+NUM_ROUNDS = 6
+"""An even number, so that the last round is along the columns."""
+
+# The constants of SplitMix64. They are numpy's, because Python's would change the dtype.
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+_SHIFT_1 = np.uint64(30)
+_SHIFT_2 = np.uint64(27)
+_SHIFT_3 = np.uint64(31)
+_HALF_WORD = np.uint64(32)
+
+
+def random_words(seed: int, epoch: int, count: int) -> Words:
+    """Returns random 64-bit words, the same on every machine and with every version of numpy.
+
+    numpy promises stable streams for the raw output of its bit generators, not for
+    `Generator.permutation` (NEP 19); a run resumed next year must see the same order.
+    """
+    # A SeedSequence takes words of 32 bits.
+    low_word = seed & 0xFFFFFFFF
+    high_word = seed >> 32
+    generator = np.random.Philox(np.random.SeedSequence([low_word, epoch, high_word]))
+    return generator.random_raw(count)
+
+
+def shuffled_indices(length: int, *, seed: int, epoch: int) -> Indices:
+    """Returns a permutation of `range(length)`, drawn as a whole: random words are sorted."""
+    words = random_words(seed, epoch, length)
+    return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+
+
+def is_permuted(length: int) -> bool:
+    """Returns True if the order of a dataset of this length comes from `permuted_indices`.
+
+    Shorter ones are drawn as a whole: a Feistel network over a handful of indices cannot give all
+    their orders equally often.
+    """
+    return length > MAX_LENGTH_DRAWN_WHOLE
+
+
+def permuted_indices(begin: int, end: int, length: int, keys: Words) -> Indices:
+    """Returns the indices at the places from `begin` to before `end` in a permuted order.
+
+    Args:
+        begin: at least 0.
+        end: at most `length`.
+        length: of the dataset, from 1 to `sys.maxsize`.
+        keys: one random word for each round; an even number of them.
+
+    Returns:
+        Shape `(end - begin,)`.
+    """
+    indices = _move_cells(np.arange(begin, end, dtype=np.uint64), length, keys)
+    while True:
+        outside = np.flatnonzero(indices >= np.uint64(length))
+        if len(outside) == 0:
+            return indices.astype(np.int64)
+        indices[outside] = _move_cells(indices[outside], length, keys)
+
+
+def _move_cells(cells: Words, length: int, keys: Words) -> Words:
+    """Returns where all rounds together move some cells of the table.
+
+    Args:
+        cells: numbers of cells; the table is numbered row by row.
+        length: of the dataset.
+        keys: one word for each round.
+    """
+    num_columns = math.isqrt(length - 1) + 1
+    num_rows = ceil_div(length, num_columns)
+    # In each round the first coordinate moves, by a distance that depends on the second one.
+    moving_size = np.uint64(num_columns)
+    fixed_size = np.uint64(num_rows)
+    fixed = cells // moving_size
+    moving = cells - fixed * moving_size
+    distance = np.empty_like(cells)
+    scratch = np.empty_like(cells)
+    for key in keys:
+        # SplitMix64, computed in place: output number `fixed` of the generator with seed `key`.
+        np.multiply(fixed, _GAMMA, out=distance)
+        distance += key
+        distance ^= np.right_shift(distance, _SHIFT_1, out=scratch)
+        distance *= _MULTIPLIER_1
+        distance ^= np.right_shift(distance, _SHIFT_2, out=scratch)
+        distance *= _MULTIPLIER_2
+        distance ^= np.right_shift(distance, _SHIFT_3, out=scratch)
+        # Its upper half, as a number from 0 to before `moving_size`.
+        distance >>= _HALF_WORD
+        distance *= moving_size
+        distance >>= _HALF_WORD
+        moving += distance
+        # Modulo `moving_size`: a difference below 0 wraps round to a very large number.
+        np.subtract(moving, moving_size, out=scratch)
+        np.minimum(moving, scratch, out=moving)
+        moving, fixed = fixed, moving
+        moving_size, fixed_size = fixed_size, moving_size
+    return fixed * moving_size + moving
