@@ -138,7 +138,7 @@ def train_in_pieces(folder: Path) -> list[tuple[Record, dict[str, Tensor]] | Non
     return parts
 
 
-def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_any_strategy_resumes_the_checkpoint_of_any_other(tmp_path: Path) -> None:
     ((alone, expected),) = run_ranks(train_alone, 1)
     by_rank = run_ranks(
         train_in_pieces,
@@ -174,7 +174,7 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
         assert sorted(epoch) == list(range(SAMPLES))
 
 
-def test_the_weights_alone_come_out_of_it(tmp_path: Path) -> None:
+def test_load_weights_reads_the_checkpoint_of_any_strategy(tmp_path: Path) -> None:
     ((_, expected),) = run_ranks(save_alone, 1, tmp_path)
     bare = model()
     lockstep.load_weights(bare, tmp_path)

@@ -73,7 +73,7 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
 
 
-def test_what_is_saved_is_the_state_of_that_moment(tmp_path: Path, held: Held) -> None:
+def test_save_stores_the_state_at_the_time_of_the_call(tmp_path: Path, held: Held) -> None:
     own = Counter({"mean": torch.ones(3), "list": [1]})
     run = Training(tmp_path, policy=LATER, own=own)
     run.train(2)
@@ -98,7 +98,7 @@ def test_what_is_saved_is_the_state_of_that_moment(tmp_path: Path, held: Held) -
     assert threading.active_count() == 1
 
 
-def test_a_second_save_waits_or_is_left_out(tmp_path: Path, held: Held) -> None:
+def test_a_save_during_another_waits_or_is_skipped(tmp_path: Path, held: Held) -> None:
     skips = Training(tmp_path / "a", policy=Policy(busy="skip"))
     skips.train(1)
     assert skips.checkpoint.save() is not None
@@ -121,7 +121,7 @@ def test_a_second_save_waits_or_is_left_out(tmp_path: Path, held: Held) -> None:
         assert [layout.step_of(p) for p in layout.list_checkpoints(run.checkpoint.folder)] == steps
 
 
-def test_an_error_of_the_writing_is_raised_by_what_comes_next(tmp_path: Path) -> None:
+def test_the_next_call_raises_an_error_of_the_writing_thread(tmp_path: Path) -> None:
     def save(run: Training) -> None:
         run.train(1)
         run.checkpoint.save()
@@ -151,7 +151,7 @@ def test_an_error_of_the_writing_is_raised_by_what_comes_next(tmp_path: Path) ->
     assert len(layout.list_checkpoints(tmp_path)) == 2
 
 
-def test_a_run_that_fails_finishes_what_was_handed_over(tmp_path: Path) -> None:
+def test_a_failed_run_finishes_the_save_that_was_begun(tmp_path: Path) -> None:
     run = Training(tmp_path, policy=LATER)
     run.checkpoint.save()
     run.end(failed=True)
@@ -166,7 +166,7 @@ def test_a_run_that_fails_finishes_what_was_handed_over(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["step-000000000"]
 
 
-def test_memory_for_the_copies_is_used_again() -> None:
+def test_host_copies_use_their_memory_again() -> None:
     copies = HostCopies()
     own = [torch.randn(4, 3), torch.randn(5)[::2], torch.tensor(2.0)]
     fresh = torch.randn(7)
@@ -201,13 +201,13 @@ def test_memory_for_the_copies_is_used_again() -> None:
         ({"busy": "never"}, "while an earlier one is being written"),
     ],
 )
-def test_settings_that_mean_nothing(wrong: dict[str, Any], found: str) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, Any], found: str) -> None:
     with pytest.raises(SettingError) as error:
         Policy(**wrong)
     assert found in error.value.found
 
 
-def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
+def test_the_checkpoint_with_the_best_metric_is_kept(tmp_path: Path) -> None:
     run = Training(tmp_path, policy=Policy(best="min", keep=1, asynchronous=False))
     kept = []
     for metric in (3.0, torch.tensor(1.0), 2.0, float("nan"), 1.0, None):
@@ -220,7 +220,7 @@ def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
         checkpoint_of(tmp_path, {"own": Counter(1)}).best  # noqa: B018
 
 
-def test_every_so_many_steps(tmp_path: Path) -> None:
+def test_step_saves_every_given_number_of_steps(tmp_path: Path) -> None:
     run = Training(tmp_path, policy=Policy(every=3, keep=9))
     saved = []
     for _ in range(7):
@@ -291,7 +291,7 @@ def together(folder: str) -> list[Any]:
     return seen
 
 
-def test_all_ranks_hear_of_errors_and_decide_alike(tmp_path: Path) -> None:
+def test_all_ranks_raise_errors_and_save_in_the_same_steps(tmp_path: Path) -> None:
     zero, one = run_ranks(together, 2, str(tmp_path))
     space = "no space is left for it ([Errno 28] No space left on device)"
     assert zero[:3] == [("CheckpointError", space)] * 3
@@ -315,7 +315,7 @@ def in_a_world(folder: str, how: str) -> None:
         world.close()
 
 
-def test_the_end_of_the_run_waits(tmp_path: Path) -> None:
+def test_the_end_of_the_run_waits_for_the_last_save(tmp_path: Path) -> None:
     for how in ("closes", "raises"):
         run_ranks(in_a_world, 2, str(tmp_path / how), how)
         assert layout.latest(tmp_path / how) is not None
@@ -344,7 +344,7 @@ good.save()
 """
 
 
-def test_a_script_that_just_ends(tmp_path: Path) -> None:
+def test_a_script_that_ends_without_closing_the_run_finishes_its_save(tmp_path: Path) -> None:
     """It finishes what was handed over, and does not end well where that was not possible."""
     (tmp_path / "script.py").write_text(AT_EXIT)
     line = [sys.executable, "script.py"]

@@ -38,7 +38,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_checkpoint_is_complete_and_says_what_it_is(tmp_path: Path) -> None:
+def test_a_checkpoint_is_complete_and_its_manifest_describes_it(tmp_path: Path) -> None:
     path = write(tmp_path / "a" / "b", 120, 1.5)
     assert path == tmp_path / "a" / "b" / "step-000000120"
     assert names(path) == ["manifest.json", "model.safetensors", "training.safetensors"]
@@ -52,7 +52,7 @@ def test_a_checkpoint_is_complete_and_says_what_it_is(tmp_path: Path) -> None:
     assert value_in(path) == 1.5
 
 
-def test_files_may_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+def test_the_umask_decides_who_may_read_the_files(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         path = write(tmp_path, 1, 0.0)
@@ -62,7 +62,7 @@ def test_files_may_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o750
 
 
-def test_the_newest_are_kept_and_numbers_order_them(tmp_path: Path) -> None:
+def test_the_checkpoints_of_the_highest_steps_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 999_999_999, 1_000_000_000):
         write(tmp_path, step, float(step), keep=2)
     assert [layout.step_of(p) for p in layout.list_checkpoints(tmp_path)] == [
@@ -72,14 +72,14 @@ def test_the_newest_are_kept_and_numbers_order_them(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 2
 
 
-def test_the_same_step_is_replaced(tmp_path: Path) -> None:
+def test_a_second_save_of_a_step_replaces_the_first(tmp_path: Path) -> None:
     write(tmp_path, 3, 1.0)
     write(tmp_path, 3, 2.0)
     assert names(tmp_path) == ["step-000000003"]
     assert value_in(tmp_path / "step-000000003") == 2.0
 
 
-def test_a_run_that_did_not_resume_cannot_hide_behind_a_later_step(tmp_path: Path) -> None:
+def test_a_save_before_a_later_checkpoint_is_refused(tmp_path: Path) -> None:
     write(tmp_path, 200, 1.0)
     with pytest.raises(CheckpointError, match="step-000000200 is there already") as caught:
         write(tmp_path, 20, 2.0)
@@ -87,7 +87,7 @@ def test_a_run_that_did_not_resume_cannot_hide_behind_a_later_step(tmp_path: Pat
     assert names(tmp_path) == ["step-000000200"]
 
 
-def test_foreign_things_are_left_alone(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "step-12").mkdir()
     (tmp_path / "step-000000007").write_text("a file of that name")
     (tmp_path / "step-000000009").mkdir()
@@ -140,7 +140,9 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
-def test_what_is_incomplete_is_passed_over(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_incomplete_checkpoints_are_passed_over(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     good, bad = write(tmp_path, 1, 1.0), write(tmp_path, 2, 2.0)
     damage(bad)
     assert layout.latest(tmp_path) == good
@@ -207,7 +209,7 @@ def stop_at(patch: pytest.MonkeyPatch, number: int, error: BaseException) -> lis
     return done
 
 
-def test_there_is_no_other_way_to_the_disk() -> None:
+def test_every_operation_on_the_disk_is_stopped_in_these_tests() -> None:
     """Every function of the module that changes something is among those that are stopped."""
     defined = {
         n for n, v in vars(storage).items() if getattr(v, "__module__", "") == storage.__name__
@@ -218,7 +220,7 @@ def test_there_is_no_other_way_to_the_disk() -> None:
 
 @pytest.mark.parametrize("step", [2, 1], ids=["next step", "same step"])
 @pytest.mark.parametrize("error", [Killed(), OSError(errno.EIO, "broken")], ids=["kill", "error"])
-def test_stopped_anywhere_there_is_a_whole_checkpoint(
+def test_a_save_that_is_stopped_anywhere_leaves_a_complete_checkpoint(
     tmp_path: Path, step: int, error: BaseException
 ) -> None:
     """Stops a second save before each call that changes the disk, then reads and saves again."""
@@ -263,7 +265,7 @@ def test_stopped_anywhere_there_is_a_whole_checkpoint(
         ("create", errno.ENOENT, "went away meanwhile", "still mounted"),
     ],
 )
-def test_what_the_disk_says_is_explained(
+def test_errors_of_the_disk_are_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, found: str, do: str
 ) -> None:
     write(tmp_path, 1, 1.0)
@@ -282,7 +284,7 @@ def test_what_the_disk_says_is_explained(
     assert names(tmp_path) == ["step-000000001"]
 
 
-def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+def test_a_limit_on_the_size_of_files_is_reported(tmp_path: Path) -> None:
     """A real one, set by the system."""
     write(tmp_path, 1, 1.0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -297,12 +299,12 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000000001"]
 
 
-def test_a_dtype_that_safetensors_has_no_name_for(tmp_path: Path) -> None:
+def test_a_dtype_without_a_code_in_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"torch.bits8, which the safetensors format cannot"):
         write_tensors(tmp_path / "x", {"w": torch.empty(2, dtype=torch.bits8)})
 
 
-def test_files_are_as_safetensors_writes_them(tmp_path: Path) -> None:
+def test_written_files_are_equal_to_those_of_safetensors(tmp_path: Path) -> None:
     tensors = {
         "é.weight": torch.randn(3, 2),
         "half": torch.randn(5).bfloat16(),
@@ -319,7 +321,7 @@ def test_files_are_as_safetensors_writes_them(tmp_path: Path) -> None:
     assert written.checksum == f"crc32:{zlib.crc32((tmp_path / 'ours').read_bytes()):08x}"
 
 
-def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
+def test_a_file_with_the_name_of_the_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(CheckpointError, match="a file is where a folder should be"):
@@ -328,6 +330,6 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
             layout.latest(folder)
 
 
-def test_no_folder_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_missing_folder_has_no_checkpoints(tmp_path: Path) -> None:
     assert layout.latest(tmp_path / "none") is None
     assert layout.list_checkpoints(tmp_path / "none") == []

@@ -40,7 +40,7 @@ def values(a: Tensor, b: Tensor, **tolerance: float) -> ValueDifferences:
         ([0.0], [1e-30], 1, 1e-30, 1.0),
     ],
 )
-def test_values(
+def test_differences_of_two_values(
     a: list[float], b: list[float], count: int, absolute: float, relative: float
 ) -> None:
     one, other = (torch.tensor(x, dtype=torch.float64) for x in (a, b))
@@ -50,7 +50,7 @@ def test_values(
     assert (values(other, one).count, values(other, one).absolute) == (count, absolute)
 
 
-def test_tolerance() -> None:
+def test_differences_within_tolerance_do_not_count() -> None:
     a, b = torch.tensor([1.0, 100.0, NAN, INF]), torch.tensor([1.5, 101.0, 1.0, 1.0])
     assert values(a, b, atol=0.6).count == 3
     assert values(a, b, rtol=0.02).count == 3
@@ -63,7 +63,7 @@ def test_tolerance() -> None:
     ["bool", "uint8", "int8", "uint16", "int32", "uint64", "int64", "float16", "bfloat16",
      "float8_e4m3fn", "complex64", "float64"],
 )  # fmt: skip
-def test_every_dtype(dtype: str) -> None:
+def test_every_dtype_can_be_compared(dtype: str) -> None:
     kind = getattr(torch, dtype)
     a = torch.tensor([0, 1, 1, 0]).to(kind)
     b = torch.tensor([0, 1, 0, 0]).to(kind)
@@ -71,7 +71,7 @@ def test_every_dtype(dtype: str) -> None:
     assert values(a, b) == ValueDifferences(1, 1.0, 1.0)
 
 
-def test_integers_that_float64_has_not() -> None:
+def test_integers_beyond_float64_are_compared_exactly() -> None:
     for dtype in (torch.int64, torch.uint64):
         a, b = (torch.tensor([2**53 + i], dtype=torch.int64).view(dtype) for i in (0, 1))
         assert values(a, b).count == 1
@@ -83,7 +83,9 @@ floats = st.floats(width=32) | st.sampled_from([NAN, INF, -INF, 0.0, 1.0])
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(floats, floats), max_size=12), st.integers(1, 5))
-def test_parts_make_no_difference(pairs: list[tuple[float, float]], size: int) -> None:
+def test_the_size_of_chunks_makes_no_difference(
+    pairs: list[tuple[float, float]], size: int
+) -> None:
     a = torch.tensor([a for a, _ in pairs])
     b = torch.tensor([b for _, b in pairs])
     whole = values(a, b)
@@ -97,7 +99,7 @@ def test_parts_make_no_difference(pairs: list[tuple[float, float]], size: int) -
     assert whole.absolute == max([0.0, *(x for x in apart.tolist() if x == x)])
 
 
-def test_what_is_on_one_side(tmp_path: Path) -> None:
+def test_tensors_on_one_side_only_differ(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}, tmp_path / "a.pt")
     torch.save(
         {"b": torch.ones(3), "c": torch.ones(2).half(), "d": torch.ones(1)}, tmp_path / "b.pt"
@@ -112,7 +114,7 @@ def test_what_is_on_one_side(tmp_path: Path) -> None:
     assert pairs["d"].a is None
 
 
-def test_names_that_wrappers_changed() -> None:
+def test_names_that_wrappers_changed_are_paired() -> None:
     a = {name: TensorInMemory(torch.ones(2)) for name in ("x.w", "y.w")}
     b = {f"module.{name}": value for name, value in a.items()} | {
         "more": TensorInMemory(torch.ones(1))

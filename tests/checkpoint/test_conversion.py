@@ -40,7 +40,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
-def test_every_form_into_every_form(tmp_path: Path) -> None:
+def test_every_form_is_converted_into_every_other(tmp_path: Path) -> None:
     model = Tied()
     state = model.state_dict()
     sources = {
@@ -81,7 +81,7 @@ def test_every_form_into_every_form(tmp_path: Path) -> None:
         assert same(other.state_dict(), state)
 
 
-def test_a_part_of_a_larger_storage(tmp_path: Path) -> None:
+def test_only_the_values_of_a_view_are_written(tmp_path: Path) -> None:
     large = torch.arange(100_000.0).reshape(100, 1000)
     state = {"row": large[3], "column": large[:, 3], "t": large[:4, :4].t(), "none": large[:0]}
     torch.save(state, tmp_path / "in.pt")
@@ -92,7 +92,7 @@ def test_a_part_of_a_larger_storage(tmp_path: Path) -> None:
     assert same(load_file(tmp_path / "out.safetensors"), state)
 
 
-def test_dtypes(tmp_path: Path) -> None:
+def test_convert_casts_floats_of_16_bits_and_more(tmp_path: Path) -> None:
     state = {
         "fp32": torch.randn(3),
         "fp64": torch.randn(3, dtype=torch.float64),
@@ -118,7 +118,7 @@ def test_dtypes(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*large.safetensors*"))
 
 
-def test_prefixes(tmp_path: Path) -> None:
+def test_convert_removes_and_adds_prefixes(tmp_path: Path) -> None:
     names = ["module.a._orig_mod.w", "module.b_orig_mod.w", "module.module.c"]
     save_file(
         {n: torch.full((1,), float(i)) for i, n in enumerate(names)}, tmp_path / "i.safetensors"
@@ -150,7 +150,7 @@ def test_prefixes(tmp_path: Path) -> None:
         written(remove_prefixes=["module."])
 
 
-def test_one_of_several_models(tmp_path: Path) -> None:
+def test_convert_takes_one_of_several_models(tmp_path: Path) -> None:
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     step = checkpoint(tmp_path / "run", generator=a, critic=b)
     with pytest.raises(CheckpointError, match="it holds 2 modules: generator, critic"):
@@ -173,7 +173,7 @@ def test_one_of_several_models(tmp_path: Path) -> None:
         open_contents(tmp_path / "two.pt", name="ema")
 
 
-def test_what_is_no_tensor(tmp_path: Path) -> None:
+def test_extra_state_is_written_to_torch_files_only(tmp_path: Path) -> None:
     step = checkpoint(tmp_path / "run", model=WithExtra(2, 2))
     contents = open_contents(step)
     with pytest.raises(CheckpointError, match="_extra_state is no tensor"):
@@ -183,7 +183,7 @@ def test_what_is_no_tensor(tmp_path: Path) -> None:
     assert extra == {"scale": torch.tensor(3.0), "kind": "a"}
 
 
-def test_outputs_that_would_harm(tmp_path: Path) -> None:
+def test_outputs_that_would_overwrite_the_input_are_refused(tmp_path: Path) -> None:
     step = checkpoint(tmp_path / "run", model=nn.Linear(2, 2))
     contents = open_contents(step)
     for out, found in (
@@ -199,7 +199,7 @@ def test_outputs_that_would_harm(tmp_path: Path) -> None:
         convert(contents, tmp_path / "w.pt")
 
 
-def test_not_more_memory_than_one_file_takes(tmp_path: Path) -> None:
+def test_convert_needs_the_memory_of_one_file(tmp_path: Path) -> None:
     """Python's own memory, which is where parts of files are read to."""
     save_file({f"t{i}": torch.zeros(1_000_000) for i in range(8)}, tmp_path / "i.safetensors")
     tracemalloc.start()
@@ -226,7 +226,7 @@ def archive(path: Path, tensors: Any, change: Any, packed: bool = False) -> Path
     return path
 
 
-def test_hostile_torch_files(tmp_path: Path) -> None:
+def test_hostile_torch_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "w.pt"
     four = {"w": torch.zeros(4)}
     # Its shape becomes 2**40, above the four values that are there.
@@ -257,7 +257,9 @@ def test_hostile_torch_files(tmp_path: Path) -> None:
     assert list(open_contents(path, trust=True).tensors) == ["weight", "bias"]
 
 
-def test_a_mapping_larger_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_file_larger_than_memory_is_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A private one is refused by the kernel; a shared one is taken, and nothing is written."""
     path = tmp_path / "w.pt"
     torch.save({"w": torch.ones(4)}, path)

@@ -51,7 +51,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_the_forms_that_people_save(tmp_path: Path) -> None:
+def test_states_saved_in_the_usual_ways_are_read(tmp_path: Path) -> None:
     saved, optimizer = trained()
     state = saved.state_dict()
     prefixed = {f"module.{name}": value for name, value in state.items()}
@@ -71,7 +71,7 @@ def test_the_forms_that_people_save(tmp_path: Path) -> None:
         assert (report.changes[:1] == (f"read {read}",)) is bool(place)
 
 
-def test_only_names_that_are_known(tmp_path: Path) -> None:
+def test_torch_writes_no_other_names_into_the_metadata(tmp_path: Path) -> None:
     """Tells when torch writes its metadata in another way: `ALLOWED_NAMES` has to follow then."""
     saved, optimizer = trained()
     folder = write({"model": saved.state_dict(), "optim": optimizer.state_dict()}, tmp_path)
@@ -87,7 +87,7 @@ def test_only_names_that_are_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-def test_every_dtype_and_layout(tmp_path: Path) -> None:
+def test_tensors_of_every_dtype_and_layout_are_read(tmp_path: Path) -> None:
     state: dict[str, torch.Tensor] = {}
     for name, dtype in DTYPE_OF_PICKLED_NAME.items():
         bits = torch.arange(24, dtype=torch.uint8) % 2
@@ -139,7 +139,7 @@ def values(name: str) -> torch.Tensor:
     return torch.randn(SHAPES[name], generator=generator)
 
 
-def test_shards_of_three_ranks(tmp_path: Path) -> None:
+def test_shards_of_three_ranks_are_joined(tmp_path: Path) -> None:
     run_ranks(write_sharded, 3, tmp_path)
     for which in ("one", "threads"):
         found = dict(tensors_in(read_dcp(tmp_path / which)))
@@ -163,14 +163,14 @@ class WithExtra(nn.Linear):
         self.extra = state
 
 
-def test_an_extra_state_comes_along(tmp_path: Path) -> None:
+def test_extra_state_is_read(tmp_path: Path) -> None:
     saved, fresh = WithExtra(2, 2), WithExtra(2, 2)
     saved.extra = {"scale": 3}
     load_weights(fresh, write({"model": saved.state_dict()}, tmp_path / "saved"))
     assert fresh.extra == {"scale": 3}
 
 
-def test_the_commands_read_it(tmp_path: Path) -> None:
+def test_the_commands_read_a_folder_of_dcp(tmp_path: Path) -> None:
     saved, optimizer = trained()
     state = {"model": saved.state_dict(), "optim": optimizer.state_dict()}
     folder = write(state, tmp_path / "saved")
@@ -187,7 +187,7 @@ def test_the_commands_read_it(tmp_path: Path) -> None:
     assert optim["optim.state.0.exp_avg"].read().shape == (7, 5)
 
 
-def test_a_piece_that_is_not_sound_changes_nothing(tmp_path: Path) -> None:
+def test_a_damaged_shard_leaves_the_model_unchanged(tmp_path: Path) -> None:
     saved, _ = trained()
     folder = write({"model": saved.state_dict()}, tmp_path / "saved")
     file = folder / "__0_0.distcp"

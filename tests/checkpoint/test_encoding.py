@@ -88,22 +88,22 @@ nests = st.recursive(
 
 @settings(deadline=None, max_examples=200)
 @given(nests)
-def test_what_goes_in_comes_out(state: Any) -> None:
+def test_decode_returns_what_was_encoded(state: Any) -> None:
     assert same(state, through(state))
 
 
-def test_the_comparison_of_this_test_can_fail() -> None:
+def test_the_comparison_of_these_tests_can_fail() -> None:
     assert not same({"a": 1}, {"a": True})
     assert not same([0.0], [-0.0])
     assert not same(torch.zeros(2), torch.zeros(2, 1))
 
 
-def test_a_counter_comes_back() -> None:
+def test_a_counter_is_decoded_as_a_counter() -> None:
     assert same(through(Counter({3: 2, 7: 1})), Counter({3: 2, 7: 1}))
 
 
 @pytest.mark.parametrize("dtype", sorted(STORABLE_DTYPES, key=str), ids=str)
-def test_every_dtype_that_is_claimed(dtype: torch.dtype) -> None:
+def test_every_storable_dtype_is_encoded_and_decoded(dtype: torch.dtype) -> None:
     count = 3 * dtype.itemsize
     values = torch.arange(1, count + 1, dtype=torch.uint8)
     if dtype is torch.bool:
@@ -118,7 +118,7 @@ def test_every_dtype_that_is_claimed(dtype: torch.dtype) -> None:
     assert torch.equal(back["one"].reshape(1).view(torch.uint8), values[: dtype.itemsize])
 
 
-def test_bytes_of_a_mapped_file_come_to_an_address_that_fits(tmp_path: Path) -> None:
+def test_tensors_stored_as_bytes_are_aligned_again(tmp_path: Path) -> None:
     values = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128)
     tree, stored, _ = encode({"a": torch.ones(3, dtype=torch.uint8), "b": values})
     safetensors.torch.save_file(stored, tmp_path / "t.safetensors")
@@ -129,7 +129,7 @@ def test_bytes_of_a_mapped_file_come_to_an_address_that_fits(tmp_path: Path) -> 
     assert back.data_ptr() % 8 == 0
 
 
-def test_views_come_back_as_values() -> None:
+def test_views_are_decoded_as_tensors_of_their_own() -> None:
     base = torch.arange(24.0).reshape(4, 6)
     state = {
         "all": base,
@@ -160,7 +160,7 @@ def test_a_plain_tensor_is_not_copied() -> None:
     assert encode({"a": value})[1]["a"].data_ptr() == value.data_ptr()
 
 
-def test_names_that_meet_are_kept_apart() -> None:
+def test_equal_names_get_numbers() -> None:
     state = {
         "a": {"b": torch.tensor(1)},
         "a.b": torch.tensor(2),
@@ -172,7 +172,7 @@ def test_names_that_meet_are_kept_apart() -> None:
     assert same(decode(tree, stored), state)
 
 
-def test_the_versions_of_modules_survive() -> None:
+def test_the_versions_of_modules_are_kept() -> None:
     state = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
     assert through(state)._metadata == state._metadata
     assert through(state)._metadata["0"]["version"] == 2
@@ -207,7 +207,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("state", "found"), REFUSED, ids=[found for _, found in REFUSED])
-def test_what_cannot_be_stored_is_named(state: Any, found: str) -> None:
+def test_errors_name_the_value_that_cannot_be_stored(state: Any, found: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         encode(state)
     assert caught.value.found.startswith(found)
@@ -218,17 +218,17 @@ def test_a_lazy_parameter_is_refused() -> None:
         encode(nn.LazyLinear(2).state_dict())
 
 
-def test_the_same_list_twice_is_no_loop() -> None:
+def test_a_list_that_is_there_twice_is_no_cycle() -> None:
     assert through([shared, shared]) == [[1], [1]]
 
 
-def test_the_message_begins_with_what_the_state_is_called() -> None:
+def test_errors_begin_with_the_name_of_the_state() -> None:
     with pytest.raises(CheckpointError) as caught:
         encode({"x": Odd()}, inside="model")
     assert caught.value.found == "model.x is a Odd"
 
 
-def test_decoding_names_what_is_missing_or_unknown() -> None:
+def test_decode_names_missing_tensors_and_unknown_tags() -> None:
     with pytest.raises(CheckpointError, match="names the tensor 'gone'"):
         decode({"$tensor": "gone"}, {})
     with pytest.raises(CheckpointError, match="kind 'hologram'"):

@@ -354,7 +354,7 @@ def in_shards(places: Any, shape: tuple[int, ...] = (4, 3)) -> Callable[[Path], 
 FULL = [0, [0, 0], [4, 3]]
 
 
-def test_a_tensor_may_be_in_one_shard(tmp_path: Path) -> None:
+def test_a_tensor_in_one_shard_is_read(tmp_path: Path) -> None:
     """What is spoiled below is sound."""
     path = in_shards([FULL])(tmp_path)
     load_weights(net(), path)
@@ -525,7 +525,9 @@ UNTOUCHED = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(outcomes: dict[str, dict[str, str]], case: str) -> None:
+def test_hostile_files_are_refused_by_every_reader(
+    outcomes: dict[str, dict[str, str]], case: str
+) -> None:
     found = dict(outcomes[case])
     assert found.pop("ran") == "False"
     assert int(found.pop("MiB")) < 300
@@ -549,7 +551,9 @@ def test_it_is_refused(outcomes: dict[str, dict[str, str]], case: str) -> None:
         ("pieces that overlap", "its shards overlap, or leave gaps"),
     ],
 )
-def test_it_is_said_why(outcomes: dict[str, dict[str, str]], case: str, said: str) -> None:
+def test_errors_say_why_a_hostile_file_is_refused(
+    outcomes: dict[str, dict[str, str]], case: str, said: str
+) -> None:
     for reader in ("load", "inspect", "diff", "convert"):
         assert said in outcomes[case][reader]
 

@@ -53,7 +53,7 @@ def test_ctrl_c_before_the_thread_writes(tmp_path: Path, monkeypatch: pytest.Mon
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_the_wait_at_the_end_is_interrupted(
+def test_an_interrupted_wait_at_the_end_removes_the_unfinished_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a second Ctrl-C."""
@@ -142,7 +142,7 @@ def another_rank_cannot_hand_over(folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.thorough)])
-def test_another_rank_cannot_hand_over_its_part(tmp_path: Path, size: int) -> None:
+def test_a_rank_that_cannot_prepare_its_part_stops_the_save(tmp_path: Path, size: int) -> None:
     errors = run_ranks(another_rank_cannot_hand_over, size, tmp_path)
     assert all("the disk of rank 1" in found for _, found in errors)
     steps = [layout.step_of(path) for path in layout.list_checkpoints(tmp_path)]
@@ -167,7 +167,7 @@ def saves_weights(path: Path, says: Connection, shard_size: int | None) -> None:
 
 
 @pytest.mark.parametrize("shard_size", [None, 300])
-def test_weights_that_are_half_written_at_sigterm(tmp_path: Path, shard_size: int | None) -> None:
+def test_sigterm_removes_half_written_weights(tmp_path: Path, shard_size: int | None) -> None:
     hears, says = context.Pipe(duplex=False)
     arguments = (tmp_path / "net.safetensors", says, shard_size)
     process = context.Process(target=saves_weights, args=arguments)
@@ -183,7 +183,7 @@ def test_weights_that_are_half_written_at_sigterm(tmp_path: Path, shard_size: in
 
 
 @in_clean_process
-def test_the_end_of_a_child_is_not_that_of_its_parent() -> None:
+def test_a_signal_to_a_child_does_not_end_its_parent() -> None:
     """DataLoaders end their workers by SIGTERM, which are forked with our handler and pipe."""
     called: list[int] = []
 
@@ -268,7 +268,7 @@ def test_sigterm_while_all_ranks_write_and_one_waits_in_c(tmp_path: Path) -> Non
     [("asynchronous", "ddp", "2"), ("synchronous", "fsdp", "2"), ("asynchronous", "fsdp", "3")],
 )
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_to_the_launcher(
+def test_signals_to_the_launcher_leave_no_unfinished_save(
     tmp_path: Path, number: int, saved: str, strategy: str, size: str
 ) -> None:
     (tmp_path / "train.py").write_text(STUCK)

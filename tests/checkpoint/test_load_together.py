@@ -61,7 +61,7 @@ def load_all(folder: Path) -> list[tuple[str, str, dict[str, Tensor]]]:
     return found
 
 
-def test_every_form_into_every_strategy(tmp_path: Path) -> None:
+def test_every_strategy_loads_every_form(tmp_path: Path) -> None:
     expected = write_forms(tmp_path)
     for ranks in zip(*run_ranks(load_all, 2, tmp_path), strict=True):
         together: dict[str, Tensor] = {}
@@ -148,7 +148,7 @@ def load_what_is_missing(folder: Path) -> list[tuple[str, str, bool]]:
     return found
 
 
-def test_a_file_that_one_rank_cannot_read(tmp_path: Path) -> None:
+def test_a_file_that_one_rank_cannot_read_is_loaded_by_none(tmp_path: Path) -> None:
     for rank in "012":
         (tmp_path / rank).mkdir()
         write_forms(tmp_path / rank)
@@ -187,7 +187,7 @@ def read_large(folder: Path) -> dict[str, int]:
     return grown
 
 
-def test_what_is_read_is_not_copied(tmp_path: Path) -> None:
+def test_loading_a_mapped_file_copies_nothing(tmp_path: Path) -> None:
     """Each rank maps the file, so that it is in a machine's memory once."""
     state = {"a": torch.ones(SIZE // 8), "b": torch.ones(SIZE // 8)}
     weights.save_weights(Holder(state), tmp_path / "w.safetensors")
@@ -207,7 +207,9 @@ class Holder(nn.Module):
             self.add_module(name, part)
 
 
-def test_a_folder_of_dcp_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_dcp_is_read_a_few_tensors_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = Holder({f"p{i}": torch.full((100,), float(i)) for i in range(10)})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -226,7 +228,7 @@ def test_a_folder_of_dcp_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(torch.equal(v, saved.state_dict()[n]) for n, v in fresh.state_dict().items())
 
 
-def test_what_is_on_the_meta_device_is_not_on_another_rank(tmp_path: Path) -> None:
+def test_meta_tensors_of_a_bare_model_are_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = net(0)
     write_forms(tmp_path)

@@ -47,7 +47,7 @@ def other(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
     process.join()
 
 
-def test_the_second_run_is_told_of_the_first(tmp_path: Path, other: tuple[Any, Any]) -> None:
+def test_a_second_run_in_a_folder_is_refused(tmp_path: Path, other: tuple[Any, Any]) -> None:
     process, pipe = other
     run = Training(tmp_path)
     with pytest.raises(CheckpointError, match=f"process {process.pid} on {socket.gethostname()}"):
@@ -62,7 +62,7 @@ def test_the_second_run_is_told_of_the_first(tmp_path: Path, other: tuple[Any, A
     run.end()
 
 
-def test_who_resumes_is_told_too_and_may(tmp_path: Path) -> None:
+def test_a_run_may_resume_from_a_folder_that_another_writes(tmp_path: Path) -> None:
     Training(tmp_path).checkpoint.save()
     first = Training(tmp_path)
     first.end()
@@ -82,7 +82,7 @@ def test_who_resumes_is_told_too_and_may(tmp_path: Path) -> None:
     process.join()
 
 
-def test_a_run_that_was_killed_holds_nothing(tmp_path: Path, other: tuple[Any, Any]) -> None:
+def test_a_killed_run_leaves_no_lock(tmp_path: Path, other: tuple[Any, Any]) -> None:
     process, _ = other
     process.kill()
     process.join()
@@ -105,7 +105,9 @@ def test_several_checkpoints_of_one_run_share_the_folder(tmp_path: Path) -> None
     assert not (tmp_path / locks.LOCK_FILE).exists()
 
 
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_system_locks_the_text_of_the_file_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There the text decides, as far as it can be judged."""
 
     def none(*_: Any) -> None:
@@ -146,7 +148,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_folder_that_goes_away(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_folder_that_is_removed_meanwhile_is_reported(tmp_path: Path, asynchronous: bool) -> None:
     """As when its file system is unmounted: nothing is written below the empty mount point."""
     mount = tmp_path / "mount"
     run = Training(mount / "runs", policy=Policy(asynchronous=asynchronous))

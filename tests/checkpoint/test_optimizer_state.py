@@ -99,7 +99,7 @@ def save_and_resume(folder: Path, strategy: str, dtypes: tuple[torch.dtype, ...]
     check_equal(save(folder, strategy, dtypes), resume(folder, strategy, dtypes))
 
 
-def test_a_state_in_another_dtype_than_the_parameters(tmp_path: Path) -> None:
+def test_states_in_another_dtype_than_the_parameters_are_kept(tmp_path: Path) -> None:
     run_ranks(save_and_resume, 2, tmp_path, "fsdp", (BF16, FP32))
 
 
@@ -118,7 +118,7 @@ def test_a_state_in_another_dtype_than_the_parameters(tmp_path: Path) -> None:
         (DiLoCo(replicas=2, every=2), DiLoCo(replicas=2, every=2), (1, 2)),
     ],
 )
-def test_the_dtype_is_kept_across_strategies(
+def test_dtypes_of_optimizer_states_are_kept_across_strategies(
     tmp_path: Path, before: Any, after: Any, sizes: tuple[int, int], dtypes: Any
 ) -> None:
     saved = run_ranks(save, sizes[0], tmp_path, before, dtypes)
@@ -173,7 +173,7 @@ def alike(one: Any, other: Any) -> bool:
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_everything_in_a_state_comes_back_as_it_was(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_everything_in_an_optimizer_state_is_restored(tmp_path: Path, dtype: torch.dtype) -> None:
     model = nn.Linear(3, 2).to(dtype)
     optimizer = Odd(model.parameters())
     optimizer.step()

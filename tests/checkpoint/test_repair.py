@@ -58,7 +58,7 @@ def replace(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def test_nothing_is_wrong(tmp_path: Path) -> None:
+def test_nothing_is_planned_for_sound_checkpoints(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
     assert plan(tmp_path) == []
@@ -103,7 +103,7 @@ BREAK = {
 
 
 @pytest.mark.parametrize("case", BREAK)
-def test_a_broken_tail_goes_and_the_rest_stays(tmp_path: Path, case: str) -> None:
+def test_broken_checkpoints_are_removed_and_sound_ones_stay(tmp_path: Path, case: str) -> None:
     run = tmp_path / "run"
     change, found = BREAK[case]
     save(run, 1)
@@ -121,7 +121,7 @@ def test_a_broken_tail_goes_and_the_rest_stays(tmp_path: Path, case: str) -> Non
     assert plan(run) == []
 
 
-def test_what_was_changed_a_short_time_ago_is_left(tmp_path: Path) -> None:
+def test_recently_changed_checkpoints_are_left_alone(tmp_path: Path) -> None:
     save(tmp_path, 1)
     cut(save(tmp_path, 2) / "model.safetensors")
     [repair] = plan_repairs(tmp_path)
@@ -131,7 +131,7 @@ def test_what_was_changed_a_short_time_ago_is_left(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 2
 
 
-def test_the_last_that_can_be_read_stays(tmp_path: Path) -> None:
+def test_the_last_readable_weights_are_not_removed(tmp_path: Path) -> None:
     """Weights without a manifest are still weights, where there is nothing better."""
     step = save(tmp_path, 1)
     (step / "manifest.json").unlink()
@@ -146,7 +146,7 @@ def test_the_last_that_can_be_read_stays(tmp_path: Path) -> None:
     assert repair.what == "remove"
 
 
-def test_a_list_of_files_is_written_anew(tmp_path: Path) -> None:
+def test_a_wrong_list_of_files_is_rebuilt(tmp_path: Path) -> None:
     save(tmp_path, 1)
     for step, files in ((2, {"model.safetensors": 1, "training.safetensors": 2}), (3, None)):
         path = save(tmp_path, step)
@@ -162,7 +162,7 @@ def test_a_list_of_files_is_written_anew(tmp_path: Path) -> None:
         assert layout.latest(tmp_path) == path
 
 
-def test_saves_that_were_stopped(tmp_path: Path) -> None:
+def test_stopped_saves_are_finished_or_removed(tmp_path: Path) -> None:
     _, two, three = (save(tmp_path, step) for step in (1, 2, 3))
     whole = two.rename(layout.temporary_folder(tmp_path, 2))
     twice = layout.temporary_folder(tmp_path, 1)
@@ -177,14 +177,14 @@ def test_saves_that_were_stopped(tmp_path: Path) -> None:
     assert layout.latest(tmp_path) == tmp_path / "step-000000002"
 
 
-def test_what_another_version_wrote_is_left(tmp_path: Path) -> None:
+def test_checkpoints_of_another_version_are_left_alone(tmp_path: Path) -> None:
     save(tmp_path, 1)
     edit(save(tmp_path, 2), format=9, modules="of another kind")
     [repair] = plan(tmp_path)
     assert (repair.what, repair.why) == ("leave", "its format is 9, this Lockstep reads 1")
 
 
-def test_set_aside_stays_while_it_is_sound(tmp_path: Path) -> None:
+def test_a_replaced_checkpoint_counts_while_it_is_sound(tmp_path: Path) -> None:
     save(tmp_path, 1)
     aside = save(tmp_path, 2).rename(tmp_path / ".step-000000002.replaced")
     assert plan(tmp_path) == []
@@ -192,7 +192,7 @@ def test_set_aside_stays_while_it_is_sound(tmp_path: Path) -> None:
     assert [(r.what, r.path) for r in plan(tmp_path)] == [("remove", aside)]
 
 
-def test_values_are_read_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_examine_reads_values_only_if_asked(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     flip(path / "model.safetensors", -1)
     assert examine(path).problems == ()

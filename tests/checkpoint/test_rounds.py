@@ -50,7 +50,7 @@ def report(machine: int, *kept: tuple[int, Sequence[int]], size: int = 3) -> dic
     return {"machine": machine, "rounds": found}
 
 
-def test_the_latest_round_that_all_have_is_taken() -> None:
+def test_the_latest_complete_round_is_chosen() -> None:
     reports = [report(0, (4, [0]), (8, [0])), report(1, (4, [1]), (8, [1])), report(2, (4, [2]))]
     chosen = choose_round(reports, 3)
     assert chosen is not None
@@ -59,7 +59,7 @@ def test_the_latest_round_that_all_have_is_taken() -> None:
     assert chosen.rng_states == ["of 0", "of 1", "of 2"]
 
 
-def test_without_a_machine_it_is_the_latest_of_the_others() -> None:
+def test_without_a_machine_the_latest_round_of_the_others_is_chosen() -> None:
     chosen = choose_round([report(0, (4, [0]), (8, [0])), report(2, (4, [2]), (8, [2]))], 3)
     assert chosen is not None
     assert (chosen.step, chosen.lost, chosen.substitutes[1]) == (8, [1], 2)
@@ -112,7 +112,7 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_the_round_before(
     assert torch.equal(replicas[0]["its"], shared["value"])
 
 
-def test_what_another_folder_s_checkpoints_have_kept_is_not_seen(memory: Memory) -> None:
+def test_rounds_of_another_folder_are_ignored(memory: Memory) -> None:
     keep(alone(memory, "a"), 4)
     other = alone(memory, "b")
     assert steps(other) == []
@@ -192,7 +192,7 @@ def by_hand(steps: int, instead: dict[int, int]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("places", [(2, 0, 3, 1), (2, 0, 3)], ids=str)
-def test_every_rank_gets_what_its_replicas_need(
+def test_every_rank_gets_the_states_of_its_virtual_ranks(
     memory: Memory, tmp_path: Path, places: Sequence[int]
 ) -> None:
     """The machines come back in another order, or one does not: its replica is lost."""

@@ -165,7 +165,7 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(tmp_path: Path) -> N
     assert whole.scheduler.state_dict() == second.scheduler.state_dict()
 
 
-def test_what_was_resumed_does_not_need_the_files(tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_need_the_files(tmp_path: Path) -> None:
     first = Training(tmp_path)
     first.train(2)
     first.checkpoint.save()
@@ -185,7 +185,7 @@ def test_saving_many_times_keeps_the_newest(tmp_path: Path) -> None:
     assert [layout.step_of(p) for p in layout.list_checkpoints(tmp_path)] == [3, 4]
 
 
-def test_what_is_incomplete_is_said(tmp_path: Path) -> None:
+def test_resume_names_incomplete_checkpoints(tmp_path: Path) -> None:
     run = Training(tmp_path)
     for _ in range(2):
         run.train(1)
@@ -226,7 +226,7 @@ def test_a_flipped_bit_is_found_and_passed_over(tmp_path: Path, name: str) -> No
     assert [layout.step_of(path) for path in layout.list_checkpoints(tmp_path)] == [3, 4]
 
 
-def test_every_byte_of_a_manifest(tmp_path: Path) -> None:
+def test_a_change_of_any_byte_of_a_manifest_is_found(tmp_path: Path) -> None:
     """No change of one goes unseen."""
     path = checkpoint_of(tmp_path, {"own": Counter({"lr": 0.125, "name": "a"})}).save()
     assert path is not None
@@ -241,7 +241,7 @@ def test_every_byte_of_a_manifest(tmp_path: Path) -> None:
     assert not examine(path, values=True).problems
 
 
-def test_nothing_sound_is_no_beginning(tmp_path: Path) -> None:
+def test_resume_raises_if_no_checkpoint_is_sound(tmp_path: Path) -> None:
     run = Training(tmp_path)
     for _ in range(2):
         run.train(1)
@@ -254,7 +254,7 @@ def test_nothing_sound_is_no_beginning(tmp_path: Path) -> None:
     assert "checkpoint repair" in caught.value.do
 
 
-def test_a_schedule_of_another_length(tmp_path: Path) -> None:
+def test_a_schedule_of_another_length_is_refused_or_reported(tmp_path: Path) -> None:
     def schedules(steps: int) -> dict[str, Any]:
         optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
         warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps // 10)
@@ -301,7 +301,7 @@ class Counter:
         self.state = state
 
 
-def test_own_objects(tmp_path: Path) -> None:
+def test_objects_with_a_state_dict_are_saved(tmp_path: Path) -> None:
     state = {"best": float("-inf"), "seen": {3: (1, None)}, "mean": torch.ones(2)}
     Training(tmp_path, own=Counter(state)).checkpoint.save()
     other = Counter()
@@ -310,14 +310,14 @@ def test_own_objects(tmp_path: Path) -> None:
     assert other.state["seen"] == {3: (1, None)}
 
 
-def test_other_names_than_were_saved(tmp_path: Path) -> None:
+def test_other_names_than_were_saved_are_refused(tmp_path: Path) -> None:
     Training(tmp_path, ema=Counter(1)).checkpoint.save()
     with pytest.raises(CheckpointError) as caught:
         Training(tmp_path, scaler=Counter(1)).checkpoint.resume()
     assert caught.value.found == ("not in the checkpoint: scaler; in the checkpoint alone: ema")
 
 
-def test_another_model_changes_nothing(tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_leaves_everything_unchanged(tmp_path: Path) -> None:
     Training(tmp_path).checkpoint.save()
     run = Training(tmp_path)
     run.model.head = nn.Linear(8, 5)
@@ -332,7 +332,7 @@ def test_another_model_changes_nothing(tmp_path: Path) -> None:
     assert all_equal(before[:5], run.values()[:5])
 
 
-def test_another_optimizer(tmp_path: Path) -> None:
+def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     Training(tmp_path).checkpoint.save()
     run = Training(tmp_path)
     run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
@@ -341,7 +341,7 @@ def test_another_optimizer(tmp_path: Path) -> None:
     assert "parameter groups" in caught.value.found
 
 
-def test_a_module_where_another_thing_is_now(tmp_path: Path) -> None:
+def test_a_module_and_another_object_do_not_replace_each_other(tmp_path: Path) -> None:
     Training(tmp_path, ema=Net()).checkpoint.save()
     with pytest.raises(CheckpointError, match=r"ema was a module .* and is a Counter now"):
         Training(tmp_path, ema=Counter(1)).checkpoint.resume()
@@ -351,7 +351,7 @@ def test_a_module_where_another_thing_is_now(tmp_path: Path) -> None:
         Training(tmp_path, ema=Net()).checkpoint.resume()
 
 
-def test_state_that_cannot_be_stored(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
     run = Training(tmp_path, own=Counter({"f": [len]}))
     with pytest.raises(CheckpointError) as caught:
         run.checkpoint.save()
@@ -395,13 +395,15 @@ def test_keep_must_be_a_count(keep: Any) -> None:
         ({"Net": Counter(), "net": Counter()}, "upper and lower case"),
     ],
 )
-def test_what_can_be_given(tmp_path: Path, state: dict[str, Any], found: str) -> None:
+def test_objects_that_cannot_be_saved_are_refused(
+    tmp_path: Path, state: dict[str, Any], found: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         checkpoint_of(tmp_path, state)
     assert found in caught.value.found
 
 
-def test_not_within_an_evaluation(tmp_path: Path) -> None:
+def test_save_and_resume_are_refused_in_an_evaluation_loop(tmp_path: Path) -> None:
     collectives = Collectives(Topology(), CPU)
     run = Training(tmp_path, collectives)
     collectives.blocked = "the ranks may have different numbers of batches"

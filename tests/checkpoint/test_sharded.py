@@ -133,13 +133,13 @@ def resume_alone(folder: Path) -> tuple[dict[str, Tensor], list[Tensor]]:
         return run.weights(), run.moments()
 
 
-def test_what_replicas_have_alike_is_written_once(tmp_path: Path) -> None:
+def test_replicated_shards_are_written_once(tmp_path: Path) -> None:
     run_ranks(save_and_resume, 2, tmp_path, HSDP(shard_size=1))
     (path,) = layout.list_checkpoints(tmp_path)
     assert {*layout.read_manifest(path)["files"]} == {"model.safetensors", "training.safetensors"}
 
 
-def test_each_stage_of_a_pipeline_writes_its_own(tmp_path: Path) -> None:
+def test_each_stage_of_a_pipeline_writes_its_layers(tmp_path: Path) -> None:
     run_ranks(save_and_resume, 2, tmp_path, Pipeline(num_micro_batches=2))
     (path,) = layout.list_checkpoints(tmp_path)
     names = [set(read_header(path / f"model{rank}.safetensors")) for rank in ("", "-rank-00001")]
@@ -171,7 +171,7 @@ def fail_on_rank_1(folder: Path) -> tuple[str, list[str]]:
         return str(error.value.found), left
 
 
-def test_a_rank_that_cannot_write_is_heard_by_all(tmp_path: Path) -> None:
+def test_all_ranks_raise_the_error_of_one_that_cannot_write(tmp_path: Path) -> None:
     (zero, left), (one, _) = run_ranks(fail_on_rank_1, 2, tmp_path)
     assert one.startswith("no space is left for it")
     assert zero == f"rank 1: {one}"
@@ -179,7 +179,7 @@ def test_a_rank_that_cannot_write_is_heard_by_all(tmp_path: Path) -> None:
     assert [layout.step_of(path) for path in layout.list_checkpoints(tmp_path)] == [0, 1]
 
 
-def test_a_rank_that_is_gone_is_not_waited_for_without_end(monkeypatch: Any) -> None:
+def test_rank_0_does_not_wait_for_ever_for_a_rank_that_is_gone(monkeypatch: Any) -> None:
     class Store:
         def check(self, keys: list[str]) -> bool:
             assert keys == ["lockstep/checkpoint/.step/1"]
@@ -194,7 +194,7 @@ def test_a_rank_that_is_gone_is_not_waited_for_without_end(monkeypatch: Any) -> 
         save.RankReports(joined, ".step", [1]).wait(lambda: True)
 
 
-def test_what_ranks_have_told_does_not_stay_in_the_store() -> None:
+def test_reports_of_ranks_do_not_stay_in_the_store() -> None:
     joined: Any = SimpleNamespace(store=dist.HashStore())
     told = save.RankReports(joined, ".step", [1, 2])
     told.send(2, None)
@@ -204,7 +204,7 @@ def test_what_ranks_have_told_does_not_stay_in_the_store() -> None:
     assert not joined.store.check(["lockstep/checkpoint/.step/2"])
 
 
-def test_a_shard_that_is_lost_is_seen(tmp_path: Path) -> None:
+def test_a_damaged_or_missing_shard_is_found(tmp_path: Path) -> None:
     run_ranks(save_and_resume, 2, tmp_path, "fsdp")
     (path,) = layout.list_checkpoints(tmp_path)
     file = path / "training-rank-00001.safetensors"
@@ -216,7 +216,7 @@ def test_a_shard_that_is_lost_is_seen(tmp_path: Path) -> None:
     assert layout.list_checkpoints(tmp_path) == []
 
 
-def test_a_folder_that_rank_0_does_not_see(tmp_path: Path) -> None:
+def test_files_that_rank_0_does_not_see_are_reported(tmp_path: Path) -> None:
     temporary = layout.temporary_folder(tmp_path, 3)
     save.begin_checkpoint(temporary)
     report = {"files": {"model-rank-00001.safetensors": [8, "crc32:0"]}, "boxes": {}, "entries": {}}

@@ -71,7 +71,7 @@ def prefixed(state: dict[str, Any], prefix: str) -> dict[str, Any]:
     return {prefix + name: value for name, value in state.items()}
 
 
-def test_out_and_in(tmp_path: Path) -> None:
+def test_saved_weights_are_loaded(tmp_path: Path) -> None:
     model, other = Net(), Net()
     path = tmp_path / "deep" / "er" / "net.safetensors"
     save_weights(model, path)
@@ -85,7 +85,7 @@ def test_out_and_in(tmp_path: Path) -> None:
     assert report.missing == report.unexpected == report.mismatched == report.changes == ()
 
 
-def test_any_reader_finds_every_name(tmp_path: Path) -> None:
+def test_tied_weights_are_written_under_every_name(tmp_path: Path) -> None:
     model = Tied()
     save_weights(model, tmp_path / "w.safetensors")
     other = Tied(tie=False)
@@ -103,7 +103,9 @@ def test_any_reader_finds_every_name(tmp_path: Path) -> None:
         lambda m: compiled(nn.DataParallel(compiled(m))),
     ],
 )
-def test_wrappers_leave_no_trace(tmp_path: Path, wrap: Callable[[nn.Module], nn.Module]) -> None:
+def test_wrappers_leave_no_trace_in_names(
+    tmp_path: Path, wrap: Callable[[nn.Module], nn.Module]
+) -> None:
     model = Net()
     wrapped = wrap(model)
     assert unwrap(wrapped) is model
@@ -119,7 +121,7 @@ def test_wrappers_leave_no_trace(tmp_path: Path, wrap: Callable[[nn.Module], nn.
     assert equal(third, model)
 
 
-def test_a_wrapped_part_leaves_no_trace(tmp_path: Path) -> None:
+def test_wrapped_parts_leave_no_trace_in_names(tmp_path: Path) -> None:
     model = Net()
     plain = {name: value.clone() for name, value in model.state_dict().items()}
     model.body[0] = compiled(model.body[0])
@@ -161,9 +163,7 @@ PREFIXES = [
 @pytest.mark.parametrize("ours", ["", "model", "net", "module"])
 @pytest.mark.parametrize("prefix", ["", *PREFIXES])
 @pytest.mark.parametrize("kind", ["pt", "safetensors"])
-def test_prefixes_are_taken_off_and_put_on(
-    tmp_path: Path, prefix: str, ours: str, kind: str
-) -> None:
+def test_prefixes_are_removed_and_added(tmp_path: Path, prefix: str, ours: str, kind: str) -> None:
     saved, inner = Net(), Net()
     state = prefixed(saved.state_dict(), prefix)
     path = tmp_path / f"w.{kind}"
@@ -173,7 +173,7 @@ def test_prefixes_are_taken_off_and_put_on(
     assert bool(report.changes) == (prefix != (f"{ours}." if ours else ""))
 
 
-def test_orig_mod_in_the_middle(tmp_path: Path) -> None:
+def test_orig_mod_in_the_middle_of_names_is_removed(tmp_path: Path) -> None:
     saved, model = Net(), Net()
     state = {
         name.replace("body.", "body._orig_mod."): value
@@ -217,7 +217,7 @@ def test_a_common_prefix_is_always_found(model: set[str], prefix: str) -> None:
 
 @pytest.mark.parametrize("name", ["state_dict", "model_state_dict", "model", "net", "weights"])
 @pytest.mark.parametrize("ending", ["pt", "pth", "bin", "ckpt"])
-def test_nested_states(tmp_path: Path, name: str, ending: str) -> None:
+def test_states_under_the_usual_keys_are_found(tmp_path: Path, name: str, ending: str) -> None:
     saved, model = Net(), Net()
     content = {
         "epoch": 3,
@@ -231,7 +231,7 @@ def test_nested_states(tmp_path: Path, name: str, ending: str) -> None:
     assert report.changes[0] == f"read [{name!r}]"
 
 
-def test_nested_twice_and_in_the_old_format(tmp_path: Path) -> None:
+def test_a_state_under_two_keys_in_the_old_format_is_found(tmp_path: Path) -> None:
     saved, model = Net(), Net()
     content = {"model": {"state_dict": OrderedDict(saved.state_dict())}}
     torch.save(content, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
@@ -248,7 +248,7 @@ def checkpoint_of(folder: Path, **modules: nn.Module) -> Path:
 
 
 @pytest.mark.parametrize("which", ["step", "folder"])
-def test_a_checkpoint_of_lockstep(tmp_path: Path, which: str) -> None:
+def test_weights_are_loaded_from_a_checkpoint(tmp_path: Path, which: str) -> None:
     saved = Tied()
     step = checkpoint_of(tmp_path, generator=saved)
     for model in (Tied(), Tied(tie=False)):
@@ -258,7 +258,7 @@ def test_a_checkpoint_of_lockstep(tmp_path: Path, which: str) -> None:
         assert report.changes == ("read generator of step-000000005",)
 
 
-def test_a_checkpoint_of_several_modules(tmp_path: Path) -> None:
+def test_one_of_several_modules_of_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     generator, critic, model = Net(), Net(), Net()
     step = checkpoint_of(tmp_path, generator=generator, critic=critic)
     with pytest.raises(CheckpointError, match="it holds 2 modules: generator, critic"):
@@ -267,7 +267,7 @@ def test_a_checkpoint_of_several_modules(tmp_path: Path) -> None:
     assert equal(model, critic)
 
 
-def test_tied_weights_that_were_saved_once(tmp_path: Path) -> None:
+def test_tied_weights_that_were_saved_once_are_loaded(tmp_path: Path) -> None:
     weight = torch.rand(5, 3)
     save_file({"embedding.weight": weight}, tmp_path / "w.safetensors")
     model = Tied()
@@ -278,7 +278,7 @@ def test_tied_weights_that_were_saved_once(tmp_path: Path) -> None:
         load_weights(Tied(tie=False), tmp_path / "w.safetensors")
 
 
-def test_tied_weights_that_differ_in_the_file(tmp_path: Path) -> None:
+def test_tied_weights_that_differ_in_the_file_are_refused(tmp_path: Path) -> None:
     save_weights(Tied(tie=False), tmp_path / "w.safetensors")
     for strict in (True, False):
         with pytest.raises(CheckpointError, match="one tensor in the model, and differ"):
@@ -324,14 +324,14 @@ def test_strict_says_what_does_not_fit_and_changes_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_never_a_silently_random_model(tmp_path: Path, strict: bool) -> None:
+def test_a_file_that_fits_nothing_is_refused(tmp_path: Path, strict: bool) -> None:
     path = tmp_path / "w.pt"
     torch.save(prefixed(Net().state_dict(), "encoder."), path)
     with pytest.raises(CheckpointError, match=r"9 names 0 fit; .*9 unexpected\n"):
         load_weights(Net(), path, strict=strict)
 
 
-def test_not_strict_needs_half(tmp_path: Path) -> None:
+def test_without_strict_half_of_the_names_must_fit(tmp_path: Path) -> None:
     names = list(Net().state_dict())
 
     def keep(count: int) -> Callable[[dict[str, Any]], object]:
@@ -344,7 +344,7 @@ def test_not_strict_needs_half(tmp_path: Path) -> None:
     assert len(load_weights(Net(), tmp_path / "many.pt", strict=False).matched) == 7
 
 
-def test_batches_counted_by_no_older_torch(tmp_path: Path) -> None:
+def test_a_missing_count_of_batches_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "w.pt"
     saved = altered(lambda state: state.pop("body.1.num_batches_tracked"), path)
     model = Net()
@@ -352,7 +352,7 @@ def test_batches_counted_by_no_older_torch(tmp_path: Path) -> None:
     assert equal(saved, model)
 
 
-def test_a_change_of_type_is_said(tmp_path: Path) -> None:
+def test_conversions_of_dtypes_are_reported(tmp_path: Path) -> None:
     saved, model = Net().half(), Net()
     save_weights(saved, tmp_path / "w.safetensors")
     report = load_weights(model, tmp_path / "w.safetensors")
@@ -391,7 +391,7 @@ def test_a_plain_pickle_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel, lambda m: {"model": m}])
-def test_a_whole_model_needs_trust(tmp_path: Path, wrap: Callable[[Any], Any]) -> None:
+def test_a_pickled_model_needs_trust(tmp_path: Path, wrap: Callable[[Any], Any]) -> None:
     saved, model = Net(), Net()
     torch.save(wrap(saved), tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=r"with more than tensors in it \(.*Net"):
@@ -417,7 +417,7 @@ def save_in_ddp(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["bare", "DataParallel", "DDP"])
-def test_a_whole_model_from_devices_that_are_not_here(tmp_path: Path, wrap: str) -> None:
+def test_a_pickled_model_from_missing_devices_is_loaded(tmp_path: Path, wrap: str) -> None:
     torch.manual_seed(0)
     saved, model, path = Net(), Net(), tmp_path / "w.pt"
     if wrap == "DDP":
@@ -435,7 +435,7 @@ def test_a_whole_model_from_devices_that_are_not_here(tmp_path: Path, wrap: str)
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_the_index_of_several_torch_files(tmp_path: Path, both: bool) -> None:
+def test_an_index_of_torch_files_is_loaded(tmp_path: Path, both: bool) -> None:
     saved, model = Net(), Net()
     state = saved.state_dict()
     names = list(state)
@@ -458,7 +458,7 @@ def test_the_index_of_several_torch_files(tmp_path: Path, both: bool) -> None:
         load_weights(Net(), index)
 
 
-def test_the_folder_of_one_torch_file(tmp_path: Path) -> None:
+def test_a_folder_with_one_torch_file_is_loaded(tmp_path: Path) -> None:
     saved, model = Net(), Net()
     torch.save(saved.state_dict(), tmp_path / "pytorch_model.bin")
     load_weights(model, tmp_path)
@@ -467,7 +467,7 @@ def test_the_folder_of_one_torch_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors", "w.bin"])
 @pytest.mark.parametrize("trust", [True, False])
-def test_what_cannot_be_read(tmp_path: Path, name: str, trust: bool) -> None:
+def test_unreadable_files_are_reported(tmp_path: Path, name: str, trust: bool) -> None:
     path = tmp_path / name
     with pytest.raises(CheckpointError, match="it is not there"):
         load_weights(Net(), path, trust=trust)
@@ -482,7 +482,7 @@ def test_what_cannot_be_read(tmp_path: Path, name: str, trust: bool) -> None:
         load_weights(Net(), path, trust=trust)
 
 
-def test_a_file_without_weights(tmp_path: Path) -> None:
+def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "model": {"lr": 0.1}}, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match="it holds a dict with 'epoch', 'model'"):
         load_weights(Net(), tmp_path / "w.pt")
@@ -490,7 +490,7 @@ def test_a_file_without_weights(tmp_path: Path) -> None:
         load_weights(Net(), tmp_path)
 
 
-def test_a_model_without_memory(tmp_path: Path) -> None:
+def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     save_weights(Net(), tmp_path / "w.safetensors")
     with torch.device("meta"):
         model = Net()
@@ -498,7 +498,7 @@ def test_a_model_without_memory(tmp_path: Path) -> None:
         load_weights(model, tmp_path / "w.safetensors")
 
 
-def test_a_model_whose_shapes_come_with_the_file(tmp_path: Path) -> None:
+def test_lazy_parameters_get_their_shapes_from_the_file(tmp_path: Path) -> None:
     saved, model = nn.Linear(4, 2), nn.LazyLinear(2)
     save_weights(saved, tmp_path / "w.safetensors")
     load_weights(model, tmp_path / "w.safetensors")
@@ -515,7 +515,7 @@ class WithExtra(nn.Linear):
         self.extra = state
 
 
-def test_extra_state(tmp_path: Path) -> None:
+def test_extra_state_is_loaded_and_not_saved_as_safetensors(tmp_path: Path) -> None:
     saved, model = WithExtra(2, 2), WithExtra(2, 2)
     saved.extra = {"scale": 3}
     with pytest.raises(CheckpointError, match="_extra_state is a dict"):
@@ -530,7 +530,9 @@ def test_extra_state(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32, torch.float4_e2m1fn_x2])
-def test_a_dtype_that_safetensors_cannot_hold(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_dtype_that_safetensors_cannot_hold_is_refused(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     """No file is written that nothing can open; a checkpoint and a file of torch hold it."""
 
     def model(first: int) -> nn.Module:

@@ -30,7 +30,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_several_files_out_and_in(tmp_path: Path) -> None:
+def test_weights_are_saved_to_several_files_and_loaded(tmp_path: Path) -> None:
     model, path = net(), tmp_path / "deep" / "w.safetensors"
     save_weights(model, path, shard_size=300)
     index = path.with_name("w.safetensors.index.json")
@@ -51,7 +51,7 @@ def test_several_files_out_and_in(tmp_path: Path) -> None:
         assert equal(model, other)
 
 
-def test_in_place_of_what_was_there(tmp_path: Path) -> None:
+def test_new_weights_replace_the_former_files(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     (tmp_path / "w-other.safetensors").write_bytes(b"not ours")
     for size, count in ((None, 1), (300, 3), (150, 5), (300, 3), (None, 1)):
@@ -63,7 +63,9 @@ def test_in_place_of_what_was_there(tmp_path: Path) -> None:
     assert names(tmp_path) == ["w-other.safetensors", "w.safetensors"]
 
 
-def test_stopped_at_any_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_stopped_at_any_rename_leaves_old_or_new_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The old weights or the new ones, and never a mixture."""
     path, old, new = tmp_path / "w.safetensors", net(), net()
     save_weights(old, path, shard_size=300)
@@ -91,7 +93,7 @@ def test_stopped_at_any_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert equal(other, new if allowed == 3 else old)
 
 
-def test_killed_before_the_index(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_save_of_weights_do_no_harm(tmp_path: Path) -> None:
     """Nothing cleans up after a kill; what is left over is in nobody's way."""
     path, old = tmp_path / "w.safetensors", net()
     save_weights(old, path, shard_size=300)
@@ -121,7 +123,7 @@ def test_killed_before_the_index(tmp_path: Path) -> None:
         ("other.safetensors", "does not hold it"),
     ],
 )
-def test_an_index_that_leads_elsewhere(tmp_path: Path, place: object, found: str) -> None:
+def test_an_index_of_files_elsewhere_is_refused(tmp_path: Path, place: object, found: str) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     save_file({"weight": torch.ones(2, 2)}, tmp_path / "secret.safetensors")
@@ -133,20 +135,20 @@ def test_an_index_that_leads_elsewhere(tmp_path: Path, place: object, found: str
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', "[" * 100_000, "\udcff"])
-def test_no_index(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "w.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(CheckpointError, match="it is no index of weights"):
         load_weights(nn.Linear(2, 2), tmp_path / "w.json")
 
 
-def test_tensors_that_an_index_leaves_out(tmp_path: Path) -> None:
+def test_an_index_that_leaves_tensors_out_is_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2, 2), "more": torch.ones(1)}, tmp_path / "a.safetensors")
     (tmp_path / "w.json").write_text(json.dumps({"weight_map": {"weight": "a.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"does not name 1 tensors of its files \(more\)"):
         load_weights(nn.Linear(2, 2, bias=False), tmp_path / "w.json")
 
 
-def test_one_files_tensors_at_a_time(tmp_path: Path) -> None:
+def test_the_tensors_of_one_file_are_in_memory_at_a_time(tmp_path: Path) -> None:
     """Each file is written before the tensors of the next are asked for."""
     seen: list[int] = []
 
@@ -165,7 +167,7 @@ def test_one_files_tensors_at_a_time(tmp_path: Path) -> None:
         write_weights(tmp_path, pieces, None)
 
 
-def test_sizes() -> None:
+def test_sizes_of_shards_are_parsed() -> None:
     for text, size in {
         "5GB": 5 * 10**9,
         "1.5 MiB": 1572864,
@@ -179,7 +181,7 @@ def test_sizes() -> None:
             parse_shard_size(wrong)
 
 
-def test_another_dtype(tmp_path: Path) -> None:
+def test_weights_are_saved_in_another_dtype(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     save_weights(model, path, dtype=torch.bfloat16)

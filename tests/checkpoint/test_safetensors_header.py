@@ -29,7 +29,7 @@ def file_of(path: Path, header: Any, data: int = 24, length: int | None = None) 
     return path
 
 
-def test_every_dtype_in_parts(tmp_path: Path) -> None:
+def test_tensors_of_every_dtype_are_read_in_ranges(tmp_path: Path) -> None:
     tensors: dict[str, Tensor] = {}
     for code, dtype in DTYPE_OF_CODE.items():
         bits = torch.arange(24, dtype=torch.uint8) % 2
@@ -95,7 +95,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_headers(tmp_path: Path, case: str) -> None:
+def test_hostile_headers_are_refused(tmp_path: Path, case: str) -> None:
     content, found = HOSTILE[case]
     path = file_of(tmp_path / "w.safetensors", content)
     tracemalloc.start()
@@ -111,13 +111,13 @@ def test_hostile_headers(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("length", [25 + 60, 2**40, 2**64 - 1])
-def test_a_header_longer_than_the_file(tmp_path: Path, length: int) -> None:
+def test_a_header_longer_than_the_file_is_refused(tmp_path: Path, length: int) -> None:
     path = file_of(tmp_path / "w.safetensors", {"w": W}, length=length)
     with pytest.raises(CheckpointError):
         read_header(path)
 
 
-def test_cut_anywhere(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
     path = file_of(tmp_path / "w.safetensors", {"w": W})
     whole = path.read_bytes()
     assert read_header(path)
@@ -151,7 +151,7 @@ def test_a_flipped_bit_is_refused_or_does_no_harm(
     }
 
 
-def test_a_file_that_becomes_shorter_meanwhile(tmp_path: Path) -> None:
+def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.ones(8)}, path)
     entry = read_header(path)["w"]
