@@ -21,7 +21,7 @@ from lockstep.batch.epochs import Epochs
 from lockstep.batch.loader import Loader
 from lockstep.batch.source import Shard, make_source
 from lockstep.batch.weighing import Weight
-from lockstep.communication.link import traffic
+from lockstep.communication.traffic import traffic
 from lockstep.distributed import process_group
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import main_process_first

@@ -13,9 +13,11 @@ from ranks import in_gloo_group, run_ranks
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.communication import compression
-from lockstep.communication.compression import BLOCK, LowRankSum, QuantizedSum, decode, encode
-from lockstep.communication.link import traffic
+from lockstep.communication import compressed_means, quantize
+from lockstep.communication.low_rank_sum import LowRankSum
+from lockstep.communication.quantize import BLOCK, decode, encode
+from lockstep.communication.quantized_sum import QuantizedSum
+from lockstep.communication.traffic import traffic
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies import DDP
 
@@ -60,8 +62,8 @@ def test_numbers_come_back_as_far_as_their_bytes_tell(
 @pytest.mark.parametrize("method", ["int8", "int4"])
 def test_long_vectors_are_encoded_as_their_parts_are(method: Any) -> None:
     generator = torch.Generator().manual_seed(0)
-    given = torch.randn(2, 3 * compression._IN_CACHE + BLOCK, generator=generator)
-    lost, short = torch.empty_like(given), 2 * compression._IN_CACHE
+    given = torch.randn(2, 3 * quantize.VALUES_IN_CACHE + BLOCK, generator=generator)
+    lost, short = torch.empty_like(given), 2 * quantize.VALUES_IN_CACHE
     found = decoded(encode(given, method, lost), method)
     for part in (slice(0, short), slice(short, None)):
         own = given[:, part].contiguous()
@@ -406,8 +408,8 @@ def test_what_cannot_be_compressed_is_refused() -> None:
 def test_gradients_are_put_together_in_the_order_in_which_they_come() -> None:
     made = [torch.zeros(2**20), torch.zeros(3), torch.zeros(2**20), torch.zeros(2**20)]
     made.append(torch.zeros(5, dtype=torch.float64))
-    found = compression._units(made)
+    found = compressed_means._divide_into_units(made)
     assert [list(map(len, unit)) for unit in found] == [[5], [2**20], [2**20], [3, 2**20]]
     small = [torch.zeros(64, 256) for _ in range(12)]
-    assert [len(unit) for unit in compression._units(small)] == [3, 3, 3, 3]
-    assert len(compression._units(small[:2])) == 1
+    assert [len(unit) for unit in compressed_means._divide_into_units(small)] == [3, 3, 3, 3]
+    assert len(compressed_means._divide_into_units(small[:2])) == 1

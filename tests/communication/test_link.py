@@ -12,21 +12,20 @@ from problems import mean_loss, mlp, tensors
 from ranks import in_gloo_group, run_ranks
 
 import lockstep
-from lockstep.communication.link import (
-    Compressed,
-    Link,
+from lockstep.communication.link import Link, measure
+from lockstep.communication.traffic import all_reduce_bytes
+from lockstep.extensions.report.network_forecast import (
+    CompressionCost,
     Network,
-    advice,
-    all_reduce_bytes,
-    alternatives,
-    measure,
+    describe_network,
+    describe_slow_machine,
+    forecast_methods,
     run_delay_s,
-    slow_machine,
     step_seconds,
 )
 
 GIGABIT = Link(0.0001, 125e6)
-COMPRESSIONS = {"bf16": Compressed(0.5), "int8": Compressed(0.258)}
+COMPRESSIONS = {"bf16": CompressionCost(0.5), "int8": CompressionCost(0.258)}
 
 
 @pytest.mark.parametrize("bandwidth", [1e5, 12.5e6, 125e6, 1.25e9, 1e11])
@@ -70,8 +69,8 @@ def seen(waiting_s: float, **other: object) -> Network:
     return Network(waiting_s=waiting_s, gradient_bytes=44_000_000, **values)  # type: ignore[arg-type]
 
 
-def times(found: Network, link: Link = GIGABIT, **other: Compressed) -> dict[str, float]:
-    return {name: t for name, t, _ in alternatives(found, link, {**COMPRESSIONS, **other})}
+def times(found: Network, link: Link = GIGABIT, **other: CompressionCost) -> dict[str, float]:
+    return {name: t for name, t, _ in forecast_methods(found, link, {**COMPRESSIONS, **other})}
 
 
 def test_other_methods_are_predicted_from_what_was_seen() -> None:
@@ -81,9 +80,11 @@ def test_other_methods_are_predicted_from_what_was_seen() -> None:
     assert found["bf16"] == pytest.approx(total / (0.08 + 0.176), rel=0.002)
     assert found["int8"] == pytest.approx(total / (0.08 + 0.352 * 0.258), rel=0.002)
     assert found["diloco every=50"] == pytest.approx(total / (0.08 + 0.352 / 50), rel=0.001)
-    same = [name for name, _, same in alternatives(seen(sending), GIGABIT, COMPRESSIONS) if same]
+    same = [
+        name for name, _, same in forecast_methods(seen(sending), GIGABIT, COMPRESSIONS) if same
+    ]
     assert same == ["hierarchical"]
-    slower = times(seen(sending), bf16=Compressed(0.5, encode_s=1.0))
+    slower = times(seen(sending), bf16=CompressionCost(0.5, encode_s=1.0))
     assert slower["bf16"] < 1 < slower["int8"]
 
 
@@ -123,10 +124,10 @@ def test_a_thread_that_has_no_core_is_seen() -> None:
 
 
 def test_what_would_help_is_said_where_a_fifth_of_a_step_is_waiting() -> None:
-    assert advice(seen(0.019), GIGABIT, COMPRESSIONS) == (
+    assert describe_network(seen(0.019), GIGABIT, COMPRESSIONS) == (
         "a step computes for 80 ms and waits for other machines for 19 ms (19%)"
     )
-    assert advice(seen(0.528), GIGABIT, COMPRESSIONS).startswith(
+    assert describe_network(seen(0.528), GIGABIT, COMPRESSIONS).startswith(
         "a step computes for 80 ms and waits for other machines for 528 ms (87%); "
         "hierarchical: same numbers, about 1.4 times as fast; "
         "bf16: other numbers, about 2.4 times as fast; int8: "
@@ -134,12 +135,14 @@ def test_what_would_help_is_said_where_a_fifth_of_a_step_is_waiting() -> None:
 
 
 def test_the_machine_that_the_others_wait_for_is_named() -> None:
-    assert slow_machine(0.3, {"a": 0.22, "b": 0.06, "c": 0.2}) == (
+    assert describe_slow_machine(0.3, {"a": 0.22, "b": 0.06, "c": 0.2}) == (
         "b is slower than the others: a step computes there for 240 ms, elsewhere for 100 ms at "
         "most; look at what else runs there, or give it less to do by shares"
     )
-    assert slow_machine(0.3, {"a": 0.25, "b": 0.2}) == "", "all wait for the network"
-    assert slow_machine(0.3, {"a": 0.2, "b": 0.01, "c": 0.02}) == "", "two are slow, and one fast"
+    assert describe_slow_machine(0.3, {"a": 0.25, "b": 0.2}) == "", "all wait for the network"
+    assert describe_slow_machine(0.3, {"a": 0.2, "b": 0.01, "c": 0.02}) == "", (
+        "two are slow, and one fast"
+    )
 
 
 def trained(measured: bool, slow: int | None = None) -> str:

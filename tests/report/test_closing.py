@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.communication.link import Traffic
+from lockstep.communication.traffic import Traffic
 from lockstep.extensions.report.closing import print_closing
 from lockstep.session.step import Step
 

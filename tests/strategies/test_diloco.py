@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 
 import lockstep
 from lockstep.batch.plan import plan_epoch
-from lockstep.communication.link import traffic
+from lockstep.communication.traffic import traffic
 from lockstep.errors import (
     CheckpointError,
     LockstepError,

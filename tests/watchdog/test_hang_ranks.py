@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.communication.compression import QuantizedSum
+from lockstep.communication.quantized_sum import QuantizedSum
 from lockstep.run.watch.hang import find
 from lockstep.run.watch.messages import render
 from lockstep.run.watch.straggler import find_straggler

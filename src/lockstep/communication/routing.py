@@ -1,4 +1,9 @@
-"""Which way a collective takes: shared memory on one machine, torch.distributed everywhere else."""
+"""Chooses the way that a collective takes: shared memory on one machine, else torch.distributed.
+
+The group of all ranks, and groups of all ranks of one machine, communicate through shared memory if
+`use_shared_memory` was called and the tensor is on the CPU. In all functions `group=None` is the
+group of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +14,31 @@ from typing import cast
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.communication.link import all_reduce_bytes, traffic
 from lockstep.communication.shared_memory import SharedMemory
+from lockstep.communication.traffic import all_reduce_bytes, traffic
 
-_TAG = 1_047_113
-"""Of what `start_all_to_all` sends, so that it is not taken for what a user's program sends."""
+# The tag of what `start_all_to_all` sends, so that it is not taken for what a user's program sends.
+ALL_TO_ALL_TAG = 1_047_113
+# Backends all-gather in a ring, in which each rank waits for one after the other. If there are more
+# ranks than this, a small tensor on the CPU goes to the group's first rank, and from there on in a
+# tree.
+MAX_RING_RANKS = 8
+MAX_SMALL_BYTES = 2**12
 
-_RING, _SMALL_BYTES = 8, 2**12
-"""Backends all-gather in a ring, where each rank waits for one after the other. What is small and
-on the CPU goes by the group's first rank where there are more ranks: to it, and from there in a
-tree."""
-
-_shared: SharedMemory | None = None
+_shared_memory: SharedMemory | None = None
 
 
 def shared_memory() -> SharedMemory | None:
-    """That of all ranks, where they have some."""
-    return _shared
+    """Returns the shared memory of the ranks, or None if they do not use any."""
+    return _shared_memory
 
 
 def use_shared_memory(shared: SharedMemory | None) -> None:
-    """From now on the group of all ranks communicates by it; None: by its backend again."""
-    global _shared
-    if _shared is not None:
-        _shared.close()
-    _shared = shared
+    """Lets the ranks communicate through shared memory from now on; None: by the backend again."""
+    global _shared_memory
+    if _shared_memory is not None:
+        _shared_memory.close()
+    _shared_memory = shared
 
 
 def all_reduce(
@@ -41,26 +46,34 @@ def all_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """`torch.distributed.all_reduce`; None is the group of all ranks."""
-    shared = _shared if _shared is not None and _shared.takes(tensor, op) else None
-    if shared is not None and group is None:
-        shared.all_reduce(tensor, op)
-    elif shared is not None and _on_this_machine(group, shared):
-        shared.start_all_reduce(tensor, op, between=_stays_here)()
-    else:
-        traffic.block(partial(dist.all_reduce, tensor, op, group))
+    """Reduces a tensor over a group, in place, as `torch.distributed.all_reduce` does."""
+    shared = _shared_memory
+    if shared is not None and shared.takes(tensor, op):
+        if group is None:
+            shared.all_reduce(tensor, op)
+            return
+        if _is_group_of_machine(group, shared):
+            wait = shared.start_all_reduce(tensor, op, between=_no_other_machines)
+            wait()
+            return
+    traffic.block(partial(dist.all_reduce, tensor, op, group))
 
 
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Callable[[], None]:
-    """The sum over a group, None being all ranks, in two halves: what this returns waits for it.
+    """Begins to sum up a tensor over a group, in place.
 
-    Between them others may be started; all are to be ended in the same order.
+    Other sums may be started before this one is waited for; all are to be waited for in the order
+    in which they were started.
+
+    Returns:
+        A function that waits for the sum.
     """
-    if _shared is not None and _shared.takes(tensor):
+    shared = _shared_memory
+    if shared is not None and shared.takes(tensor):
         if group is None:
-            return _shared.start_all_reduce(tensor)
-        if _on_this_machine(group, _shared):
-            return _shared.start_all_reduce(tensor, between=_stays_here)
+            return shared.start_all_reduce(tensor)
+        if _is_group_of_machine(group, shared):
+            return shared.start_all_reduce(tensor, between=_no_other_machines)
     work = cast(dist.Work, dist.all_reduce(tensor, group=group, async_op=True))
     traffic.sent += all_reduce_bytes(tensor.nbytes, dist.get_world_size(group))
     return partial(traffic.wait, work.wait)
@@ -69,69 +82,83 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
 def start_all_to_all(
     received: Tensor, sent: Tensor, group: dist.ProcessGroup | None = None
 ) -> Callable[[], None]:
-    """Row r of `sent` goes to rank r of the group, and its row for this rank comes into `received`.
+    """Begins to send row r of `sent` to rank r of the group.
 
-    What this returns waits until `received` is there.
+    Returns:
+        A function that waits until `received` has in row r what rank r has sent to this rank.
     """
-    own, size = dist.get_rank(group), len(sent)
-    traffic.sent += (size - 1) * sent[0].nbytes
+    own_rank = dist.get_rank(group)
+    num_ranks = len(sent)
+    traffic.sent += (num_ranks - 1) * sent[0].nbytes
     works: list[dist.Work | None]
     if sent.is_cuda:
         works = [dist.all_to_all_single(received, sent.contiguous(), group=group, async_op=True)]
     else:
-        received[own].copy_(sent[own])
-        others = [(own + distance) % size for distance in range(1, size)]
-        # In Gloo's all_to_all each rank sends before it receives. Its word that it is ready to
-        # receive then waits behind what it sends, so only one side sends at a time, and a slow link
-        # is half idle.
-        works = [dist.irecv(received[r], group=group, group_src=r, tag=_TAG) for r in others]
-        works += [dist.isend(sent[r], group=group, group_dst=r, tag=_TAG) for r in others]
+        # Not Gloo's own all_to_all: in it each rank sends before it receives. Its word that it is
+        # ready to receive then waits behind what it sends, so only one side sends at a time, and a
+        # slow link is half idle.
+        received[own_rank].copy_(sent[own_rank])
+        other_ranks = [(own_rank + distance) % num_ranks for distance in range(1, num_ranks)]
+        works = []
+        for rank in other_ranks:
+            row = received[rank]
+            works.append(dist.irecv(row, group=group, group_src=rank, tag=ALL_TO_ALL_TAG))
+        for rank in other_ranks:
+            works.append(dist.isend(sent[rank], group=group, group_dst=rank, tag=ALL_TO_ALL_TAG))
 
-    def exchange() -> None:
+    def wait() -> None:
         for work in works:
             traffic.wait(cast(dist.Work, work).wait)
 
-    return exchange
+    return wait
 
 
 def all_gather(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fills `rows`, one for each rank of the group, with their tensors; None: of all ranks."""
-    here = _shared is not None and _on_this_machine(group, _shared)
-    if _shared is not None and here and _shared.takes(tensor) and _shared.takes(rows):
-        _shared.all_gather(rows, tensor)
-    elif len(rows) > _RING and _may_go_by_first(tensor):
-        traffic.block(partial(_all_gather_by_first, rows, tensor, group))
+    """Fills `rows`, one for each rank of the group, with the ranks' tensors."""
+    shared = _shared_memory
+    if (
+        shared is not None
+        and _is_group_of_machine(group, shared)
+        and shared.takes(tensor)
+        and shared.takes(rows)
+    ):
+        shared.all_gather(rows, tensor)
+    elif len(rows) > MAX_RING_RANKS and _is_small(tensor):
+        traffic.block(partial(_all_gather_by_first_rank, rows, tensor, group))
     else:
         traffic.block(partial(dist.all_gather, list(rows), tensor, group))
 
 
-def _may_go_by_first(tensor: Tensor) -> bool:
-    """Whether it is small enough for `_all_gather_by_first`; Gloo gathers no complex numbers."""
-    on_cpu = tensor.device.type == "cpu"
-    return on_cpu and tensor.nbytes <= _SMALL_BYTES and not tensor.is_complex()
+def _is_small(tensor: Tensor) -> bool:
+    """Returns True if the first rank may gather a tensor; Gloo gathers no complex numbers."""
+    is_on_cpu = tensor.device.type == "cpu"
+    return is_on_cpu and tensor.nbytes <= MAX_SMALL_BYTES and not tensor.is_complex()
 
 
-def _all_gather_by_first(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    taken = list(rows) if dist.get_rank(group) == 0 else None
-    dist.gather(tensor, taken, group=group, group_dst=0)
+def _all_gather_by_first_rank(
+    rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None
+) -> None:
+    gathered = list(rows) if dist.get_rank(group) == 0 else None
+    dist.gather(tensor, gathered, group=group, group_dst=0)
     dist.broadcast(rows, group=group, group_src=0)
 
 
 def broadcast(tensor: Tensor, source: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """`torch.distributed.broadcast` from a rank of the group; None is the group of all ranks."""
-    if _shared is not None and _on_this_machine(group, _shared) and _shared.takes(tensor):
-        _shared.broadcast(tensor, source)
+    """Copies the tensor of a rank of the group to the others, as `torch.distributed.broadcast`."""
+    shared = _shared_memory
+    if shared is not None and _is_group_of_machine(group, shared) and shared.takes(tensor):
+        shared.broadcast(tensor, source)
     else:
         traffic.block(partial(dist.broadcast, tensor, group=group, group_src=source))
 
 
-def _on_this_machine(group: dist.ProcessGroup | None, shared: SharedMemory) -> bool:
-    """Whether a group is that of the ranks that share memory, all of them."""
+def _is_group_of_machine(group: dist.ProcessGroup | None, shared: SharedMemory) -> bool:
+    """Returns True if a group consists of all ranks that share the memory."""
     if group is None:
         return shared.across is None
     return dist.get_process_group_ranks(group) == shared.ranks
 
 
-def _stays_here(mine: Tensor) -> Callable[[], None]:
-    """In the place of an exchange with the other machines."""
+def _no_other_machines(shard: Tensor) -> Callable[[], None]:
+    """Stands for the exchange with other machines, in a sum over one machine."""
     return lambda: None

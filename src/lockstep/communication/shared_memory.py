@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.communication.link import all_reduce_bytes, traffic
+from lockstep.communication.traffic import all_reduce_bytes, traffic
 from lockstep.errors import RanksDifferError
 from lockstep.wording import format_ranks
 

@@ -25,8 +25,9 @@ from torch.distributed import Store
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep.communication import routing
-from lockstep.communication.link import Link, measure, traffic
+from lockstep.communication.link import Link, measure
 from lockstep.communication.shared_memory import open_shared_memory
+from lockstep.communication.traffic import traffic
 from lockstep.distributed import network
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.device import choose_device
@@ -217,7 +218,7 @@ def _open(
         interface = open_group(topology, backend, device, joined.store, timeout=timeout)
         choices.append(Choice("backend", "nccl" if "nccl" in backend else backend, reason))
         choices.append(Choice("network", *interface))
-    traffic.begin()
+    traffic.reset()
     collectives = Collectives(topology, device)
     if joined is not None:
         choices.append(_share_memory(collectives, settings, timeout))

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.batch.shares import initial_shares
-from lockstep.communication.compression import CompressedMeans
+from lockstep.communication.compressed_means import CompressedMeans
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank
 from lockstep.errors import LockstepError, SettingError, UsageError

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lockstep.communication import compression, routing
-from lockstep.communication.compression import CompressedMeans, Compression
-from lockstep.communication.link import all_reduce_bytes, traffic
+from lockstep.communication import routing
+from lockstep.communication.compressed_means import CompressedMeans, Compression
+from lockstep.communication.quantized_sum import describe_peers
 from lockstep.communication.shared_memory import SharedMemory
+from lockstep.communication.traffic import all_reduce_bytes, traffic
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import (
@@ -149,7 +150,7 @@ class DDP(base.Strategy):
         choices.append(Choice("gradients", format_bytes(num_bytes), reason))
         choices.append(self._bucket_choice(num_bytes))
         if compress is not None:
-            sent = f"gradients {compression.sent_between(run.device)}"
+            sent = f"gradients {describe_peers(run.device)}"
             choices.append(
                 Choice("compression", compress, f"{sent}; not the numbers of one device")
             )

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.batch.plan import virtual_ranks_of
-from lockstep.communication.compression import Method
+from lockstep.communication.quantize import Method
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import outside_compiled_code, write_counts
 from lockstep.errors import CheckpointError, SettingError, UsageError, unknown_choice_error, warn

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.communication import routing
-from lockstep.communication.compression import BLOCK, Method, decode, encode
+from lockstep.communication.quantize import BLOCK, Method, decode, encode
 from lockstep.distributed.process_group import Run, carrier_device
 from lockstep.errors import SettingError
 from lockstep.strategies.replication import start_sum

@@ -29,7 +29,7 @@ from lockstep.batch.micro_batches import MicroBatchPlan
 from lockstep.batch.shares import initial_shares, parse_micro_batch_size
 from lockstep.batch.source import Source, make_source
 from lockstep.checkpoint.sharding import map_leaves, reshard
-from lockstep.communication.compression import CompressedMeans
+from lockstep.communication.compressed_means import CompressedMeans
 from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import BatchNorm, let_compile_again, without_compile

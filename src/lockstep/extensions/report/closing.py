@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.communication.link import Traffic
+from lockstep.communication.traffic import Traffic
 from lockstep.extensions.report.analysis import STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
 from lockstep.extensions.report.console import duration, print_line, rate, thousands
 from lockstep.session.step import Step

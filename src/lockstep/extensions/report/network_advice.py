@@ -1,7 +1,7 @@
 """Advice on the network, printed once after the first steps of a run on several machines.
 
 It says how much of a step is *waiting* for other machines, how much faster compression or another
-strategy would be (`communication.link` estimates it), and whether one machine is slower than the
+strategy would be (`network_forecast` estimates it), and whether one machine is slower than the
 others.
 """
 
@@ -14,17 +14,17 @@ import time
 from dataclasses import dataclass
 
 from lockstep.communication import routing
-from lockstep.communication.compression import costs
-from lockstep.communication.link import (
-    Link,
-    Network,
-    advice,
-    run_delay_s,
-    slow_machine,
-    traffic,
-)
+from lockstep.communication.link import Link
+from lockstep.communication.traffic import traffic
 from lockstep.distributed.process_group import Run
 from lockstep.extensions.report.console import print_line
+from lockstep.extensions.report.network_forecast import (
+    Network,
+    describe_network,
+    describe_slow_machine,
+    measure_compression_costs,
+    run_delay_s,
+)
 from lockstep.session.extension import Extension
 
 WARMUP_STEPS = 3  # in which buckets are made and caches filled
@@ -90,9 +90,11 @@ class NetworkAdvice(Extension):
             waiting_of_machine[name] = min(least, seconds)
         network = self._describe_network(step_s, min(waiting_of_machine.values()), delay_s)
         num_gradients = network.gradient_bytes // BYTES_PER_GRADIENT
-        compressions = costs(num_gradients // network.local_size, self._link.machines)
-        print_line(f"  network     {advice(network, self._link, compressions)}")
-        warning = slow_machine(step_s, waiting_of_machine)
+        compressions = measure_compression_costs(
+            num_gradients // network.local_size, self._link.machines
+        )
+        print_line(f"  network     {describe_network(network, self._link, compressions)}")
+        warning = describe_slow_machine(step_s, waiting_of_machine)
         if warning:
             print_line(f"  network     {warning}")
 

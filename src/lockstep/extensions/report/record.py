@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.communication.link import traffic
+from lockstep.communication.traffic import traffic
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.rank_files import open_rank_file
 from lockstep.errors import on_warning, warn

@@ -1,0 +1,226 @@
+"""What other ways of training would gain on the network between machines, predicted from what was
+seen in the first steps.
+
+A step is taken to be computing, and sending that is partly hidden behind the backward pass. What
+was seen counts more than what was measured of the link: all waiting was for what was sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from lockstep.communication.link import Link
+from lockstep.communication.quantize import BLOCK, Method, decode, encode
+from lockstep.communication.traffic import all_reduce_bytes
+
+DILOCO_STEPS_BETWEEN_EXCHANGES = 50
+# If waiting takes more than this share of a step, something can be done about it.
+NOTABLE_SHARE_OF_STEP = 0.2
+# A method that would make a step only a little faster is not named.
+MIN_NAMED_SPEEDUP = 1.05
+# At most this many values are encoded to see how long it takes.
+MAX_VALUES_TRIED = 2**23
+
+
+def run_delay_s() -> float:
+    """Returns the seconds that this thread was ready to run and had no core; 0 if not known.
+
+    On Linux this is the second field of `schedstat`; see the kernel's sched-stats.rst.
+    """
+    try:
+        nanoseconds = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0.0
+    return nanoseconds / 1e9
+
+
+class Network(NamedTuple):
+    """What was seen of a step in the first steps."""
+
+    compute_s: float
+    """Seconds of a step without those of waiting."""
+    waiting_s: float
+    """Seconds of a step in which the rank that waits least waits for other machines."""
+    gradient_bytes: int
+    """Bytes of the gradients of the whole model in float32."""
+    local_size: int
+    """Ranks of each machine."""
+    hierarchical: bool
+    """True if the ranks of a machine sum up before one of them sends."""
+    compressed: bool = False
+    """True if gradients are sent compressed."""
+    run_delay_s: float = 0.0
+    """Part of `compute_s` in which the training had no core. On machines with no more cores than
+    ranks the threads of the backend had it, in proportion to what they send."""
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of a step that is waiting."""
+        return self.waiting_s / (self.compute_s + self.waiting_s)
+
+    def sent_bytes(self, machines: int, *, hierarchical: bool) -> float:
+        """Returns what each machine sends for one all-reduce of all gradients."""
+        num_senders = machines if hierarchical else machines * self.local_size
+        return all_reduce_bytes(self.gradient_bytes, num_senders)
+
+
+class CompressionCost(NamedTuple):
+    """What a compression of gradients costs."""
+
+    sent_share: float
+    """The bytes that it sends, as a share of those in float32."""
+    encode_s: float = 0.0
+    """Seconds of a step that encoding takes."""
+
+
+class Forecast(NamedTuple):
+    """What another method of training would give."""
+
+    method: str
+    speedup: float
+    """How many times as fast a step would be."""
+    same_numbers: bool
+    """True if the training has the same numbers as now."""
+
+
+def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCost]:
+    """Measures what a `QuantizedSum` of `count` values costs a rank.
+
+    Returns:
+        The cost by method.
+    """
+    num_values = max(BLOCK, min(count, MAX_VALUES_TRIED) // BLOCK * BLOCK)
+    values = torch.ones(1, num_values)
+    decoded = torch.empty_like(values)
+    lost = torch.empty_like(values)
+    costs: dict[str, CompressionCost] = {}
+    methods: tuple[tuple[Method, torch.Tensor | None], ...] = (("bf16", None), ("int8", lost))
+    for _ in range(3):  # the first time, memory is new and slow
+        for method, lost_by_method in methods:
+            begin_s = time.perf_counter()
+            decoded.copy_(values)
+            copied_s = time.perf_counter()
+            encoded = encode(decoded, method, lost_by_method)
+            encoded_s = time.perf_counter()
+            decode(encoded, method, decoded)
+            end_s = time.perf_counter()
+            # Gradients are put together, summed up, and taken apart; each peer also encodes the sum
+            # of its chunk, and what comes is decoded twice.
+            seconds = (
+                3 * (copied_s - begin_s)
+                + (encoded_s - copied_s) * (1 + 1 / peers)
+                + 2 * (end_s - encoded_s)
+            )
+            cost = CompressionCost(encoded.nbytes / values.nbytes, seconds * count / num_values)
+            costs[method] = min(cost, costs.get(method, cost))
+    return costs
+
+
+def step_seconds(compute_s: float, nbytes: float, link: Link, *, hidden_s: float = 0.0) -> float:
+    """Returns how long a step takes.
+
+    Args:
+        compute_s: seconds of computing, with encoding.
+        nbytes: what each machine sends in an all-reduce: in two halves, one after the other.
+        link: between the machines.
+        hidden_s: seconds of the sending that go on while gradients are still computed.
+    """
+    sending_s = nbytes / link.bandwidth + 2 * link.latency_s
+    return compute_s + max(0.0, sending_s - hidden_s)
+
+
+def forecast_methods(
+    seen: Network, link: Link, compressions: Mapping[str, CompressionCost]
+) -> list[Forecast]:
+    """Predicts what other methods of training would give on this link.
+
+    Args:
+        seen: what was seen of the present method.
+        link: as it was measured.
+        compressions: the cost of each, by name.
+    """
+    if seen.compressed:
+        return []  # how much of a step is encoding is not known
+    sent_now = seen.sent_bytes(link.machines, hierarchical=seen.hierarchical)
+    measured_sending_s = sent_now / link.bandwidth + 2 * link.latency_s
+    # The sending took at least as long as was waited for it. About half of the computing is the
+    # backward pass, so no more of the sending than that can have been hidden.
+    sending_s = max(measured_sending_s, seen.waiting_s)
+    sending_s = min(sending_s, seen.waiting_s + seen.compute_s / 2)
+    hidden_s = sending_s - seen.waiting_s
+    slowdown = sending_s / measured_sending_s
+    link_as_seen = Link(link.latency_s * slowdown, link.bandwidth / slowdown, link.machines)
+    sent_by_machine = seen.sent_bytes(link.machines, hierarchical=True)
+    step_now_s = seen.compute_s + seen.waiting_s
+    forecasts: list[Forecast] = []
+    if seen.local_size > 1 and not seen.hierarchical:
+        step_s = step_seconds(seen.compute_s, sent_by_machine, link_as_seen, hidden_s=hidden_s)
+        forecasts.append(Forecast("hierarchical", step_now_s / step_s, same_numbers=True))
+    for name, cost in compressions.items():
+        # The threads of the backend have the core for as long as they send.
+        run_delay_gained_s = seen.run_delay_s * (1.0 - cost.sent_share)
+        compute_s = seen.compute_s - run_delay_gained_s + cost.encode_s
+        sent_bytes = sent_by_machine * cost.sent_share
+        step_s = step_seconds(compute_s, sent_bytes, link_as_seen, hidden_s=hidden_s)
+        forecasts.append(Forecast(name, step_now_s / step_s, same_numbers=False))
+    # DiLoCo exchanges once in many steps, and nothing hides that exchange.
+    exchange_s = seen.run_delay_s + step_seconds(0.0, sent_by_machine, link_as_seen)
+    step_s = seen.compute_s - seen.run_delay_s + exchange_s / DILOCO_STEPS_BETWEEN_EXCHANGES
+    name = f"diloco every={DILOCO_STEPS_BETWEEN_EXCHANGES}"
+    forecasts.append(Forecast(name, step_now_s / step_s, same_numbers=False))
+    return forecasts
+
+
+def describe_network(seen: Network, link: Link, compressions: Mapping[str, CompressionCost]) -> str:
+    """Says what the network takes of a step, and if that is over a fifth, what would help."""
+    text = (
+        f"a step computes for {_format_seconds(seen.compute_s)} and waits for other machines for "
+        f"{_format_seconds(seen.waiting_s)} ({seen.waiting_share:.0%})"
+    )
+    if seen.waiting_share <= NOTABLE_SHARE_OF_STEP:
+        return text
+    parts = [text]
+    for forecast in forecast_methods(seen, link, compressions):
+        if forecast.speedup < MIN_NAMED_SPEEDUP:
+            continue
+        numbers = "same" if forecast.same_numbers else "other"
+        parts.append(
+            f"{forecast.method}: {numbers} numbers, about {forecast.speedup:.1f} times as fast"
+        )
+    return "; ".join(parts)
+
+
+def describe_slow_machine(step_s: float, waited_s: Mapping[str, float]) -> str:
+    """Names the machine that all others wait for; empty if none stands out.
+
+    What the network takes is waited for on all machines. What one machine takes longer than the
+    others is waited for on all but that one.
+
+    Args:
+        step_s: seconds of a step.
+        waited_s: how many of them each machine waits for others, by its name.
+    """
+    machines = sorted(waited_s, key=lambda machine: waited_s[machine])
+    slowest = machines[0]
+    next_slowest = machines[1]
+    if waited_s[next_slowest] - waited_s[slowest] <= NOTABLE_SHARE_OF_STEP * step_s:
+        return ""
+    computing_there = _format_seconds(step_s - waited_s[slowest])
+    computing_elsewhere = _format_seconds(step_s - waited_s[next_slowest])
+    return (
+        f"{slowest} is slower than the others: a step computes there for {computing_there}, "
+        f"elsewhere for {computing_elsewhere} "
+        "at most; look at what else runs there, or give it less to do by shares"
+    )
+
+
+def _format_seconds(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.0f} ms" if seconds >= 0.01 else f"{milliseconds:.2g} ms"
