@@ -1,7 +1,7 @@
 """For test suites: `assert_same` compares a function on several processes with one process.
 
-It does what `lockstep verify` does for a script. A `Way` says on how many processes and with which
-settings the function is run; the *reference* is the run on one process.
+It does what `lockstep verify` does for a script. A `RunConfig` says on how many processes and with
+which settings the function is run; the *reference* is the run on one process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from lockstep.errors import RankFailedError
 from lockstep.run.start.spawn import launch
 from lockstep.run.start.worker import Script
 from lockstep.verify.rank import main
-from lockstep.verify.record import Way, record
-from lockstep.verify.verdict import check_reference, judge
+from lockstep.verify.reference_check import check_reference
+from lockstep.verify.run_config import RunConfig
+from lockstep.verify.run_record import record_run
+from lockstep.verify.verdict import judge
 from lockstep.wording import count_noun
 
 __all__ = ["assert_same"]
@@ -68,17 +70,17 @@ def assert_same(
     replaced_settings = dict(given_settings)
     if accumulate is not None:
         replaced_settings["min_micro_batches"] = replaced_settings.pop("accumulate")
-    way = Way(
+    way = RunConfig(
         name=", ".join(name_parts),
         nproc=nproc,
         script=Script(path=function_name),
         steps=steps,
         precision=precision,
-        instead=replaced_settings,
+        overrides=replaced_settings,
     )
     training = partial(fn, *args)
 
-    def run(folder: Path, way: Way) -> str:
+    def run(folder: Path, way: RunConfig) -> str:
         """Runs the function in one way; returns what went wrong."""
         try:
             launch(main, (folder, training), way.nproc, timeout=timeout, env=way.environment())
@@ -87,8 +89,8 @@ def assert_same(
         return ""
 
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        reference_way = way.alone(nproc if batch_per_process else 1)
-        reference = record(reference_way, Path(folder) / "reference", run)
+        reference_way = way.reference(nproc if batch_per_process else 1)
+        reference = record_run(reference_way, Path(folder) / "reference", run)
         check_reference(
             reference,
             f"assert_same({function_name})",
@@ -96,7 +98,7 @@ def assert_same(
             f"{function_name} here",
             "function",
         )
-        recorded = record(way, Path(folder) / "other", run)
+        recorded = record_run(way, Path(folder) / "other", run)
         verdict = judge(reference, recorded)
     if verdict.word != "EQUAL":
         raise AssertionError("\n".join(verdict.lines()))

@@ -19,8 +19,9 @@ from lockstep.cli.verify import command
 from lockstep.cli.verify_progress import VerifyProgress
 from lockstep.errors import UsageError
 from lockstep.run.start.worker import Script
-from lockstep.verify.record import Recorded, Way
-from lockstep.verify.verdict import check_reference
+from lockstep.verify.reference_check import check_reference
+from lockstep.verify.run_config import RunConfig
+from lockstep.verify.run_record import RunRecord
 
 TRAINS = """
 import argparse
@@ -144,7 +145,7 @@ def test_while_it_works_it_says_how_far_it_is(
 ) -> None:
     now = 100.0
 
-    def run(folder: Path, way: Way, tell: Callable[[int], None]) -> str:
+    def run(folder: Path, way: RunConfig, tell: Callable[[int], None]) -> str:
         nonlocal now
         for seconds, steps in [(0, 0), (8, 0), (2, 1), (1, 1), (9, 2), (31, 2), (9, 3)]:
             now += seconds
@@ -152,11 +153,11 @@ def test_while_it_works_it_says_how_far_it_is(
         return ""
 
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr("lockstep.verify.record.by_command", run)
+    monkeypatch.setattr("lockstep.verify.run_processes.run_by_command", run)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     progress = VerifyProgress(2)
     for name in ("1 process", "2 processes"):
-        progress.run(Path(), Way(name=name, nproc=1, script=Script(path="train.py")))
+        progress.run(Path(), RunConfig(name=name, nproc=1, script=Script(path="train.py")))
     printed = capsys.readouterr().err
     said = re.findall(r"run .*?(?=\x1b|\n)", printed)
     assert (len(said), printed.count("\n")) == ((14, 0) if terminal else (6, 6))
@@ -191,7 +192,9 @@ def test_an_option_after_the_script_that_the_script_does_not_know(
 ) -> None:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lockstep.verify.record.record", lambda way, *_: Recorded(way, [], error))
+    monkeypatch.setattr(
+        "lockstep.verify.run_record.record_run", lambda way, *_: RunRecord(way, [], error)
+    )
     result = CliRunner().invoke(command, ["train.py", "--nproc=2"])
     assert isinstance(result.exception, UsageError)
     assert ("--nproc=2 stands after train.py" in str(result.exception)) is hinted
@@ -207,19 +210,19 @@ def test_an_option_after_the_script_that_the_script_does_not_know(
     ],
 )
 def test_advice_where_there_is_nothing_to_compare_with(error: str, advice: str) -> None:
-    way = Way(name="1 process", nproc=1, script=Script(path="train.py"))
+    way = RunConfig(name="1 process", nproc=1, script=Script(path="train.py"))
     with pytest.raises(UsageError, match=re.escape(advice)):
-        check_reference(Recorded(way, [], error), "verify", [], "lockstep run train.py", "script")
+        check_reference(RunRecord(way, [], error), "verify", [], "lockstep run train.py", "script")
 
 
 def test_lockstep_s_settings_are_for_scripts_that_use_it() -> None:
     asked = ["--strategy"]
     update: Any = object()
-    way = Way(name="1 process", nproc=1, script=Script(path="train.py"))
-    run = Recorded(way, [[update]])
+    way = RunConfig(name="1 process", nproc=1, script=Script(path="train.py"))
+    run = RunRecord(way, [[update]])
     with pytest.raises(UsageError, match="does not train by Lockstep"):
         check_reference(run, "verify", asked, "", "script")
-    check_reference(replace(run, of_lockstep=True), "verify", asked, "", "script")
+    check_reference(replace(run, uses_lockstep=True), "verify", asked, "", "script")
     check_reference(run, "verify", [], "", "script")
 
 

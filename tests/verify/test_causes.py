@@ -12,10 +12,12 @@ from lockstep.verify.catalogue import ENTRIES
 from lockstep.verify.cause import Cause
 from lockstep.verify.causes import cause_of
 from lockstep.verify.compare import Divergence, find_divergences
-from lockstep.verify.record import Recorded, Way
+from lockstep.verify.run_config import RunConfig
+from lockstep.verify.run_record import RunRecord
+from lockstep.verify.self_checks import findings_without_reference
 from lockstep.verify.tolerance import FLOAT32, FLOAT64
 from lockstep.verify.training_record import Batch, Forward, RankUpdate, ScriptCall, Update
-from lockstep.verify.verdict import Verdict, judge, of_run
+from lockstep.verify.verdict import Verdict, judge
 
 RANDOM = np.random.default_rng(1)
 ONE, OTHER = RANDOM.normal(size=(6, 4)), RANDOM.normal(size=(6, 4))
@@ -643,8 +645,8 @@ def test_a_rate_names_the_line_and_the_rank() -> None:
 def verdict(
     reference: Sequence[Sequence[RankUpdate]], other: Sequence[Sequence[RankUpdate]]
 ) -> Verdict:
-    way = Way(name="2 processes", nproc=2, script=Script(path="train.py"))
-    runs = [Recorded(way, list(map(Update, updates))) for updates in (reference, other)]
+    way = RunConfig(name="2 processes", nproc=2, script=Script(path="train.py"))
+    runs = [RunRecord(way, list(map(Update, updates))) for updates in (reference, other)]
     return judge(*runs)
 
 
@@ -761,8 +763,8 @@ def test_an_order_that_repeats_is_said_where_the_numbers_are_equal() -> None:
 
 def test_of_a_second_pass_with_the_same_order_is_spoken_only_where_there_may_be_one() -> None:
     untold = [Update([update(WHOLE, taken(4, 1, 7, 0, 3, 2, order_fixed=True))])]
-    assert of_run(untold, FLOAT64, stopped=False) == []
-    (finding,) = of_run(untold, FLOAT64, stopped=True)
+    assert findings_without_reference(untold, FLOAT64, was_stopped=False) == []
+    (finding,) = findings_without_reference(untold, FLOAT64, was_stopped=True)
     assert finding.lines("also")[:2] == [
         "  also    LS103: without set_epoch a second pass would have the same order",
         "  seen    DistributedSampler was told no epoch before its first pass, and no second was "

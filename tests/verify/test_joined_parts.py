@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from lockstep.run.start.worker import Script
-from lockstep.verify.record import Recorded, Way
-from lockstep.verify.shards import joined, outcomes_agree
+from lockstep.verify.accepted_differences import updates_leave_same_parameters
+from lockstep.verify.joined_parts import join_parts
+from lockstep.verify.run_config import RunConfig
+from lockstep.verify.run_record import RunRecord
 from lockstep.verify.tolerance import FLOAT64
 from lockstep.verify.training_record import RankUpdate, ScriptCall, Update
 from lockstep.verify.verdict import Verdict, judge
@@ -54,15 +56,15 @@ FINALS = [held(2)], [held(2), held(2)]
 def verdict(
     other: Sequence[Update], finals: Any = FINALS, reference: Sequence[Update] = REFERENCE
 ) -> Verdict:
-    way = Way(name="2 processes", nproc=2, script=Script(path="train.py"))
-    one = Recorded(way.alone(), [*reference], finals=finals[0])
-    return judge(one, Recorded(way, [*other], finals=finals[1]))
+    way = RunConfig(name="2 processes", nproc=2, script=Script(path="train.py"))
+    one = RunRecord(way.reference(), [*reference], final_sums=finals[0])
+    return judge(one, RunRecord(way, [*other], final_sums=finals[1]))
 
 
 def test_gradients_that_no_update_used_are_no_finding() -> None:
     found = verdict(AVERAGES_IN_STEP)
     assert found.word == "EQUAL"
-    assert found.but.startswith("where an optimizer's step begins each rank has gradients")
+    assert found.accepted.startswith("where an optimizer's step begins each rank has gradients")
 
 
 def test_updates_that_leave_other_parameters_are_found() -> None:
@@ -77,7 +79,7 @@ def test_updates_that_leave_other_parameters_are_found() -> None:
 def test_parameters_that_never_move_prove_nothing() -> None:
     one = [Update(replace(r, parameter_sums=held(0)) for r in u) for u in REFERENCE]
     many = [Update(replace(r, parameter_sums=held(0)) for r in u) for u in AVERAGES_IN_STEP]
-    assert not outcomes_agree(one, many, ([held(0)], [held(0)] * 2), FLOAT64)
+    assert not updates_leave_same_parameters(one, many, ([held(0)], [held(0)] * 2), FLOAT64)
 
 
 def test_a_sum_that_adam_hides_is_seen_in_what_it_keeps() -> None:
@@ -104,22 +106,22 @@ def test_a_rank_that_others_step_for_has_no_say() -> None:
 
 def of_parts(parts: Sequence[np.ndarray], name: str, whole: np.ndarray = WHOLE) -> Any:
     one = [Update([RankUpdate(initial={name: whole}, unwrapped=[name])])]
-    return joined(one, [Update(RankUpdate(initial={name: p}, unwrapped=[name]) for p in parts)])
+    return join_parts(one, [Update(RankUpdate(initial={name: p}, unwrapped=[name]) for p in parts)])
 
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_parts_are_joined_to_what_one_process_has(axis: int) -> None:
     found = of_parts(np.array_split(WHOLE, 2, axis=axis), "Net/w")
-    assert (found.parts, found.unknown) == (("Net/w",), "")
-    for rank in found.other[0]:
+    assert (found.joined_names, found.unknown) == (("Net/w",), "")
+    for rank in found.parallel_run[0]:
         assert np.array_equal(rank.initial["Net/w"], WHOLE)
 
 
 def test_slices_of_a_flat_buffer_may_end_with_zeros() -> None:
     flat = np.arange(1.0, 6.0)
     found = of_parts(np.split(np.append(flat, 0.0), 3), "/parameter 1 of optimizer 1", flat)
-    assert (found.parts, found.unknown) == ((), "")
-    assert np.array_equal(found.other[0][2].initial["/parameter 1 of optimizer 1"], flat)
+    assert (found.joined_names, found.unknown) == ((), "")
+    assert np.array_equal(found.parallel_run[0][2].initial["/parameter 1 of optimizer 1"], flat)
 
 
 def test_of_other_parts_nothing_is_known() -> None:

@@ -9,18 +9,20 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.run.start.worker import Script
-from lockstep.verify.record import Recorded, UpdateWriter, Way, record
+from lockstep.verify.rank_files import UpdateWriter
+from lockstep.verify.run_config import RunConfig
+from lockstep.verify.run_record import RunRecord, record_run
 from lockstep.verify.training_record import RankUpdate
 
-TWO = Way(name="2 processes", nproc=2, script=Script(path="train.py"))
+TWO = RunConfig(name="2 processes", nproc=2, script=Script(path="train.py"))
 
 
 def recorded(
     folder: Path, *ends: tuple[int, BaseException | None], steps: Sequence[int] = ()
-) -> Recorded:
+) -> RunRecord:
     """A run whose ranks end so, one after the other, after so many steps."""
 
-    def start(run: Path, way: Way) -> str:
+    def start(run: Path, way: RunConfig) -> str:
         for rank, error in ends:
             writer = UpdateWriter(run, rank)
             for _ in range(dict(enumerate(steps)).get(rank, 0)):
@@ -28,7 +30,7 @@ def recorded(
             writer.end(error)
         return "one\ntwo\n"
 
-    return record(TWO, folder / "run", start)
+    return record_run(TWO, folder / "run", start)
 
 
 def test_the_error_that_came_first_is_told_with_its_line(tmp_path: Path) -> None:
@@ -93,33 +95,33 @@ def test_a_rank_that_ended_before_the_others_is_the_finding(tmp_path: Path) -> N
 def test_a_rank_that_waited_for_one_that_was_stopped_has_not_failed(
     tmp_path: Path, until: str, passes: int, steps: tuple[int, int], code: str, idle: Sequence[int]
 ) -> None:
-    def start(run: Path, way: Way) -> str:
+    def start(run: Path, way: RunConfig) -> str:
         for rank in range(2):
             writer = UpdateWriter(run, rank)
             for number in range(steps[rank]):
                 writer.write(RankUpdate(step=number))
             if rank == 0:
-                writer.end(None, until=until, passes=0)
+                writer.end(None, stopped_at=until, backward_passes=0)
             else:
-                writer.end(RuntimeError("Connection closed by peer"), passes=passes)
+                writer.end(RuntimeError("Connection closed by peer"), backward_passes=passes)
         return ""
 
-    run = record(TWO, tmp_path / "run", start)
-    assert (run.code, bool(run.error), run.idle) == (code, bool(code), idle)
+    run = record_run(TWO, tmp_path / "run", start)
+    assert (run.code, bool(run.error), run.idle_ranks) == (code, bool(code), idle)
     if idle:
         assert [update[1].stepped for update in run.updates] == [False] * 3
 
 
 def test_a_rank_that_is_left_as_it_was_is_found_though_nothing_failed(tmp_path: Path) -> None:
-    def start(run: Path, way: Way) -> str:
+    def start(run: Path, way: RunConfig) -> str:
         for rank in range(2):
             writer = UpdateWriter(run, rank)
             for number in range(0 if rank else 3):
                 writer.write(RankUpdate(step=number))
-            writer.end(None, passes=3 * rank, passes_without_step=3 * rank)
+            writer.end(None, backward_passes=3 * rank, backward_passes_without_step=3 * rank)
         return ""
 
-    run = record(TWO, tmp_path / "run", start)
+    run = record_run(TWO, tmp_path / "run", start)
     assert run.code == "LS304"
     assert "of rank 1 have not changed in 3 backward passes" in run.error
 

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from lockstep.errors import RecordingFailedError
 from lockstep.run.start.worker import Script
-from lockstep.verify.record import UpdateWriter, Way, record
+from lockstep.verify.rank_files import UpdateWriter
 from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.forwards import ForwardRecorder
 from lockstep.verify.recording.function_mode import FunctionMode
 from lockstep.verify.recording.larger_batches import merge_batches
 from lockstep.verify.recording.losses import LossRecorder
 from lockstep.verify.recording.state import ForwardPass, RecorderState, RecordingFailed
+from lockstep.verify.run_config import RunConfig
+from lockstep.verify.run_record import record_run
 from lockstep.verify.training_record import Forward
 from lockstep.verify.verdict import Verdict
 
@@ -115,7 +117,7 @@ def test_what_is_compiled_is_compared_uncompiled(tmp_path: Path) -> None:
     script.write_text(REBUILT.replace("torch.nn.Linear(6, 1)", compiled))
     verdict = warm.verify(script, batch_times=2)
     assert samples(verdict) == [12, 12, 12]
-    assert "torch.compile" in verdict.reference.notes
+    assert "torch.compile" in verdict.reference.switched_off
 
 
 @pytest.mark.thorough
@@ -321,8 +323,8 @@ def test_gradients_are_those_that_a_closure_has_computed(tmp_path: Path) -> None
     scaled = CLOSURE.replace("loss = ", "loss = size * ").replace(".grad)", ".grad.div_(size**2))")
     script.write_text(scaled)
     verdict = warm.verify(script)
-    assert (verdict.word, verdict.but.split()[:3]) == ("EQUAL", ["the", "loss", "is"])
-    assert verdict.but.endswith("with equal gradients and parameters")
+    assert (verdict.word, verdict.accepted.split()[:3]) == ("EQUAL", ["the", "loss", "is"])
+    assert verdict.accepted.endswith("with equal gradients and parameters")
 
 
 WRAPPED = """
@@ -529,14 +531,14 @@ def test_an_error_of_the_recorders_own_is_told_as_that(
     assert caught.value.code == 5
     assert "AttributeError" in losses.state.internal_error
     folder = tmp_path / "run"
-    way = Way(name="1 process", nproc=1, script=Script(path="train.py"))
+    way = RunConfig(name="1 process", nproc=1, script=Script(path="train.py"))
 
-    def start(folder: Path, way: Way) -> str:
-        UpdateWriter(folder, 0).end(caught.value, internal=losses.state.internal_error)
+    def start(folder: Path, way: RunConfig) -> str:
+        UpdateWriter(folder, 0).end(caught.value, internal_error=losses.state.internal_error)
         return ""
 
     with pytest.raises(RecordingFailedError, match="this says nothing about the script") as told:
-        record(way, folder, start)
+        record_run(way, folder, start)
     assert told.value.exit_code == 5
 
 

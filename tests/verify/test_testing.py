@@ -25,7 +25,8 @@ from lockstep.run.start.worker import Script
 from lockstep.strategies import DDP
 from lockstep.testing import assert_same
 from lockstep.verify.rank import main
-from lockstep.verify.record import Way, record
+from lockstep.verify.run_config import RunConfig
+from lockstep.verify.run_record import record_run
 from lockstep.verify.verdict import judge
 
 pytestmark = pytest.mark.launcher
@@ -100,14 +101,14 @@ def test_a_function_that_trains_alike_in_every_way() -> None:
 @in_clean_process
 def test_compressed_gradients_are_a_choice_and_all_else_is_compared(tmp_path: Path) -> None:
     program = partial(by_copies(train), 0.1, DDP(compress="int8"))
-    way = Way(name="2 processes", nproc=2, script=Script(path="train"))
+    way = RunConfig(name="2 processes", nproc=2, script=Script(path="train"))
 
-    def start(folder: Path, way: Way) -> str:
+    def start(folder: Path, way: RunConfig) -> str:
         launch(main, (folder, program), way.nproc, env=way.environment())
         return ""
 
-    reference = record(way.alone(), tmp_path / "reference", start)
-    verdict = judge(reference, record(way, tmp_path / "other", start))
+    reference = record_run(way.reference(), tmp_path / "reference", start)
+    verdict = judge(reference, record_run(way, tmp_path / "other", start))
     first, second, *_ = verdict.lines()
     assert first == (
         "DIFFERENT by choice: gradients are sent as int8; all else is compared without"

@@ -16,7 +16,8 @@ from ranks import HANG_S, _store, context, rank_environment
 
 from lockstep.run.start.worker import Script
 from lockstep.verify.rank import main
-from lockstep.verify.record import Way, record
+from lockstep.verify.run_config import RunConfig
+from lockstep.verify.run_record import record_run
 from lockstep.verify.verdict import Verdict, judge
 
 
@@ -32,25 +33,25 @@ def verify(
 ) -> Verdict:
     """Compares a script on one process with the script on `nproc`, in float64 or float32."""
     program = Script(path=str(script), arguments=arguments)
-    several = Way(name=f"{nproc} processes", nproc=nproc, script=program, steps=steps)
+    several = RunConfig(name=f"{nproc} processes", nproc=nproc, script=program, steps=steps)
     several = replace(several, precision=precision)
     with tempfile.TemporaryDirectory() as folder:
-        alone = replace(several.alone(batch_times), seconds=seconds)
+        alone = replace(several.reference(batch_times), seconds=seconds)
         if same_samples:
             kept = Path(folder) / "batches"
-            other = record(replace(several, batches=kept), Path(folder) / "other", start)
-            alone = replace(alone, batches=kept, steps=other.steps)
-            return judge(record(alone, Path(folder) / "reference", start), other)
-        reference = record(alone, Path(folder) / "reference", start)
-        if reference.until:
+            other = record_run(replace(several, batches_folder=kept), Path(folder) / "other", start)
+            alone = replace(alone, batches_folder=kept, steps=other.steps)
+            return judge(record_run(alone, Path(folder) / "reference", start), other)
+        reference = record_run(alone, Path(folder) / "reference", start)
+        if reference.stopped_at:
             several = replace(several, steps=reference.steps)
-        other = record(several, Path(folder) / "other", start)
+        other = record_run(several, Path(folder) / "other", start)
     assert not reference.error, reference
     assert reference.updates, reference
     return judge(reference, other)
 
 
-def start(folder: Path, way: Way) -> str:
+def start(folder: Path, way: RunConfig) -> str:
     """Runs a script on processes of this machine; returns what they printed."""
     with _store(way.nproc) as port:
         processes = [

@@ -1,8 +1,8 @@
 """`lockstep verify`: checks whether a script computes on several processes what it does on one.
 
-A `Way` says on how many processes and with which settings the script is run. The *reference* is the
-run on one process; every other way is compared with it and gets a *verdict*: EQUAL, DIFFERENT,
-FAILED or NOT KNOWN.
+A `RunConfig` says on how many processes and with which settings the script is run. The *reference*
+is the run on one process; every other run is compared with it and gets a *verdict*: EQUAL,
+DIFFERENT, FAILED or NOT KNOWN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from lockstep.cli.verify_progress import VerifyProgress
 from lockstep.errors import SettingError, UsageError
 
 if TYPE_CHECKING:
-    from lockstep.verify.record import Recorded, Way
+    from lockstep.verify.run_config import RunConfig
+    from lockstep.verify.run_record import RunRecord
 
 
 # Without --steps, the reference makes steps until one of these is reached.
@@ -91,12 +92,12 @@ def command(
     first difference is named with its likely cause.
     """
     reference_way, *ways = _plan_ways(script, args, options)
-    num_runs = 1 + len(ways) + len([way for way in ways if way.apart])
+    num_runs = 1 + len(ways) + len([way for way in ways if way.trains_replicas])
     names = "; ".join(way.name for way in (reference_way, *ways))
     # Printed before torch is imported, which takes seconds.
     click.echo(f"{num_runs} runs of {script}: {names}", err=True)
 
-    from lockstep.verify.record import record
+    from lockstep.verify.run_record import record_run
     from lockstep.verify.verdict import judge
 
     run = VerifyProgress(num_runs).run
@@ -110,33 +111,33 @@ def command(
             # The run on several processes stores its batches, and the reference trains on them.
             batches = folder / "batches"
             steps = options["steps"] or DEFAULT_STEPS_WITH_SAME_SAMPLES
-            way = replace(ways[0], batches=batches, steps=steps)
-            run_with_same_samples = record(way, folder / "0", run)
-            if run_with_same_samples.until:
+            way = replace(ways[0], batches_folder=batches, steps=steps)
+            run_with_same_samples = record_run(way, folder / "0", run)
+            if run_with_same_samples.stopped_at:
                 # It was stopped, so the reference is stopped after as many steps.
                 reference_steps = run_with_same_samples.steps
             else:
                 reference_steps = reference_way.steps
             reference_way = replace(
-                reference_way, batches=batches, seconds=None, steps=reference_steps
+                reference_way, batches_folder=batches, seconds=None, steps=reference_steps
             )
-        reference = record(reference_way, folder / "reference", run)
+        reference = record_run(reference_way, folder / "reference", run)
         _check_arguments(ctx, reference, script, args)
         _check_reference(reference, script, args, options)
-        if reference.until and not options["same_samples"]:
+        if reference.stopped_at and not options["same_samples"]:
             # The reference was stopped, so the others are stopped after as many steps. If it came
             # to its end, the others run to theirs: they may make more steps.
             ways = [replace(way, steps=reference.steps) for way in ways]
         for number, way in enumerate(ways):
             compared_with = reference
-            if way.apart:
-                compared_with = record(way.alone(), folder / f"reference {number}", run)
+            if way.trains_replicas:
+                compared_with = record_run(way.reference(), folder / f"reference {number}", run)
                 _check_reference(compared_with, script, args, options)
-            recorded = run_with_same_samples or record(way, folder / str(number), run)
+            recorded = run_with_same_samples or record_run(way, folder / str(number), run)
             verdict = judge(compared_with, recorded)
             verdicts.append(verdict)
             print_for_people(verdict.lines(), as_json)
-            switched_off = verdict.other.notes
+            switched_off = verdict.other.switched_off
             if number == 0 and switched_off:
                 text = f"  switched off for the comparison: {', '.join(switched_off)}"
                 print_for_people([text], as_json)
@@ -148,7 +149,7 @@ def command(
 
 
 def _check_arguments(
-    ctx: click.Context, reference: Recorded, script: str, args: tuple[str, ...]
+    ctx: click.Context, reference: RunRecord, script: str, args: tuple[str, ...]
 ) -> None:
     """Raises UsageError if the script refused its arguments and they have an option of verify."""
     from lockstep.cli.run import misplaced_option
@@ -162,7 +163,7 @@ def _check_arguments(
 
 
 def _check_reference(
-    reference: Recorded, script: str, args: tuple[str, ...], options: dict[str, Any]
+    reference: RunRecord, script: str, args: tuple[str, ...], options: dict[str, Any]
 ) -> None:
     """Raises UsageError if the reference failed, or cannot be compared with.
 
@@ -172,7 +173,7 @@ def _check_reference(
         args: the arguments of the script.
         options: the options of the command.
     """
-    from lockstep.verify.verdict import check_reference
+    from lockstep.verify.reference_check import check_reference
 
     module = ["-m"] if options["module"] else []
     command_without_verify = shlex.join(["lockstep", "run", *module, script, *args])
@@ -189,7 +190,7 @@ def _check_reference(
     )
 
 
-def _plan_ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[Way]:
+def _plan_ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[RunConfig]:
     """Returns the way of the reference, and then those that are compared with it.
 
     Raises:
@@ -199,7 +200,8 @@ def _plan_ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> l
     from lockstep.run.start.script import check_script
     from lockstep.run.start.source_hints import read_script
     from lockstep.run.start.worker import Script
-    from lockstep.verify.record import OWN_PROCESSES, Way
+    from lockstep.verify.run_config import RunConfig
+    from lockstep.verify.unsupported import OWN_PROCESSES_HINT
 
     if options["same_samples"]:
         _check_options_with_same_samples(options)
@@ -210,28 +212,28 @@ def _plan_ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> l
         raise UsageError(
             f"lockstep verify {script}",
             "the script starts its ranks itself, as by mp.spawn, and those are not seen",
-            OWN_PROCESSES,
+            OWN_PROCESSES_HINT,
         )
     nproc = options["nproc"]
-    several = Way(
+    several = RunConfig(
         name=f"{nproc} processes",
         nproc=nproc,
         script=replace(program, local_rank_flag=source.local_rank_flag),
         steps=options["steps"] or DEFAULT_STEPS,
         precision=options["precision"],
     )
-    reference = several.alone(nproc if options["batch_per_process"] else 1)
+    reference = several.reference(nproc if options["batch_per_process"] else 1)
     if options["steps"] is None:
         reference = replace(reference, seconds=DEFAULT_SECONDS)
     ways = [reference, several]
     if options["accumulate"]:
         count = options["accumulate"]
         name = f"{several.name}, {count} micro-batches"
-        ways.append(replace(several, name=name, instead={"min_micro_batches": count}))
+        ways.append(replace(several, name=name, overrides={"min_micro_batches": count}))
     if options["shares"]:
         shares = options["shares"]
         name = f"{several.name}, shares {shares}"
-        ways.append(replace(several, name=name, instead={"shares": shares}))
+        ways.append(replace(several, name=name, overrides={"shares": shares}))
     for strategy in options["strategy"]:
         # With dp one process computes on all of its devices.
         processes = 1 if strategy.partition(":")[0] == "dp" else nproc
@@ -240,7 +242,7 @@ def _plan_ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> l
                 several,
                 name=f"strategy {strategy}",
                 nproc=processes,
-                instead={"strategy": strategy},
+                overrides={"strategy": strategy},
             )
         )
     return ways

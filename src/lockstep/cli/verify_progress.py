@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from lockstep.verify.record import Way
+    from lockstep.verify.run_config import RunConfig
 
 PRINT_INTERVAL_S = 30.0  # if it is no terminal
 CLEAR_LINE = "\r\x1b[K"
@@ -43,26 +43,26 @@ class VerifyProgress:
         self._first_step_end_s = 0.0
         self._next_print_s = 0.0
 
-    def run(self, folder: Path, way: Way) -> str:
+    def run(self, folder: Path, way: RunConfig) -> str:
         """Runs the script in one way, and returns what it printed.
 
         Args:
             folder: where the run puts what it records.
             way: on how many processes, with which settings.
         """
-        from lockstep.verify.record import by_command
+        from lockstep.verify.run_processes import run_by_command
 
         self._run_number += 1
         self._run_begin_s = time.monotonic()
         self._num_steps = -1
         try:
-            return by_command(folder, way, partial(self._update, way))
+            return run_by_command(folder, way, partial(self._update, way))
         finally:
             self._expected_run_s = time.monotonic() - self._run_begin_s
             if self._on_terminal:
                 click.echo(CLEAR_LINE, nl=False, err=True)
 
-    def _update(self, way: Way, num_steps: int) -> None:
+    def _update(self, way: RunConfig, num_steps: int) -> None:
         """Is called again and again during a run, with the number of steps that it has made."""
         now = time.monotonic()
         elapsed_s = now - self._run_begin_s
@@ -81,7 +81,7 @@ class VerifyProgress:
             self._next_print_s = now + PRINT_INTERVAL_S
             click.echo(self._line(way, now), err=True)
 
-    def _remaining_s(self, way: Way, num_steps: int, elapsed_s: float) -> float:
+    def _remaining_s(self, way: RunConfig, num_steps: int, elapsed_s: float) -> float:
         """Estimates the rest of the run. The first step, which takes longer, does not count."""
         seconds_per_step = (elapsed_s - self._first_step_end_s) / max(1, num_steps - 1)
         remaining_s = seconds_per_step * (way.steps - num_steps)
@@ -89,7 +89,7 @@ class VerifyProgress:
             remaining_s = min(remaining_s, way.seconds)
         return remaining_s
 
-    def _line(self, way: Way, now: float) -> str:
+    def _line(self, way: RunConfig, now: float) -> str:
         max_steps = f"at most {way.steps}" if way.seconds else str(way.steps)
         run = f"run {self._run_number} of {self._num_runs}, {way.name}"
         return f"{run}: step {self._num_steps} of {max_steps}, {self._time_left(now)}"

@@ -1,7 +1,7 @@
 """The program that `lockstep verify` starts on every rank: it runs the script and records it.
 
 The command starts it with `lockstep run` in the place of the script. The folder that it is given
-says how to run the script (the `Way`), and gets the records of this rank.
+says how to run the script (the `RunConfig`), and gets the records of this rank.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 from lockstep.distributed.seeding import seed_everything
 from lockstep.run.start.worker import run_as_main
 from lockstep.verify.feed import BatchReader, BatchWriter
-from lockstep.verify.record import UpdateWriter, Way, read_way
+from lockstep.verify.rank_files import UpdateWriter
 from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.function_mode import FunctionMode
 from lockstep.verify.recording.patches import install
 from lockstep.verify.recording.recorder import Recorder
+from lockstep.verify.run_config import RunConfig, read_run_config
 
 
 def main(folder: Path, program: Callable[[], object] | None = None) -> None:
@@ -32,20 +33,20 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
     Raises:
         BaseException: what the script raises.
     """
-    way = read_way(folder)
+    config = read_run_config(folder)
     rank = int(os.environ.get("RANK", "0"))
     writer = UpdateWriter(folder, rank)
     # A script that seeds nothing draws other numbers in every process, but the same in every run.
     seed_everything(rank)
-    determinism = Determinism(double=way.precision == "fp64")
+    determinism = Determinism(double=config.precision == "fp64")
     mode = FunctionMode(determinism)
-    recorder = Recorder(writer, way, mode)
-    kept_batches = _kept_batches(way, rank)
-    install(recorder, mode, way, folder / "saved", kept_batches)
+    recorder = Recorder(writer, config, mode)
+    kept_batches = _kept_batches(config, rank)
+    install(recorder, mode, config, folder / "saved", kept_batches)
     error: BaseException | None = None
     try:
         if program is None:
-            run_as_main(way.script)
+            run_as_main(config.script)
         else:
             program()
     except BaseException as caught:
@@ -60,13 +61,13 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
         writer.end(error, determinism.notes(), **end)
 
 
-def _kept_batches(way: Way, rank: int) -> BatchWriter | BatchReader | None:
+def _kept_batches(config: RunConfig, rank: int) -> BatchWriter | BatchReader | None:
     """Returns what writes batches, or reads those of the run on several processes, if asked to."""
-    if way.batches is None:
+    if config.batches_folder is None:
         return None
-    if way.nproc == 1:
-        return BatchReader(way.batches)
-    return BatchWriter(way.batches, rank)
+    if config.nproc == 1:
+        return BatchReader(config.batches_folder)
+    return BatchWriter(config.batches_folder, rank)
 
 
 def _describe_end(recorder: Recorder) -> dict[str, Any]:
@@ -74,17 +75,17 @@ def _describe_end(recorder: Recorder) -> dict[str, Any]:
     final_parameters = recorder.final_parameters()
     state = recorder.state
     return {
-        "of_lockstep": bool(state.models.prepared_ids),
-        "until": state.stopped_at,
+        "uses_lockstep": bool(state.models.prepared_ids),
+        "stopped_at": state.stopped_at,
         "by_choice": recorder.by_choice,
-        "started": recorder.own_process_line,
-        "internal": state.internal_error,
-        "kept_batches": recorder.line_of_loader_not_enlarged,
-        "loaders": recorder.inputs.number_of_torch_loaders,
-        "passes": recorder.backward_passes,
-        "passes_without_step": recorder.backward_passes_without_step,
-        "ways": list(state.branches.pop_outcomes().items()),
-        "final": {name: array.tolist() for name, array in final_parameters.items()},
+        "own_process_line": recorder.own_process_line,
+        "internal_error": state.internal_error,
+        "unenlarged_loader_line": recorder.line_of_loader_not_enlarged,
+        "num_loaders": recorder.inputs.number_of_torch_loaders,
+        "backward_passes": recorder.backward_passes,
+        "backward_passes_without_step": recorder.backward_passes_without_step,
+        "branch_outcomes": list(state.branches.pop_outcomes().items()),
+        "final_sums": {name: array.tolist() for name, array in final_parameters.items()},
     }
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lockstep.strategies.base import parameters_of
 from lockstep.user_code import user_line
-from lockstep.verify.record import LEAST_STEPS
 from lockstep.verify.recording.foreign_steps import ForeignStepRecorder
 from lockstep.verify.recording.gradients import GradientRecorder
 from lockstep.verify.recording.loss_calls import LossCall, line_of_loss, terms_of
@@ -31,6 +30,7 @@ from lockstep.verify.recording.sample_coupling import (
 )
 from lockstep.verify.recording.state import ForwardPass, RecorderState, guarded
 from lockstep.verify.recording.tensor_values import summarize, summarize_rows
+from lockstep.verify.run_config import MIN_STEPS
 
 MAX_RECORDED_FORWARD_PASSES = 256
 """The latest forward passes of an update are recorded, so many at most."""
@@ -150,7 +150,7 @@ class LossRecorder:
             model = forward_pass.record.model
             if forward_pass.hidden is None or self._couples_samples.get(model):
                 continue
-            is_early = self.state.writer.count < LEAST_STEPS and not self._coupling_is_slow
+            is_early = self.state.writer.count < MIN_STEPS and not self._coupling_is_slow
             if not is_early and model in self._couples_samples:
                 continue
             begun = time.monotonic()

@@ -59,7 +59,6 @@ from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.user_code import is_user_file, user_line
 from lockstep.verify.feed import BatchReader, BatchWriter, Fed
 from lockstep.verify.files import FilesBefore
-from lockstep.verify.record import Way, refuse_groups, refuse_own_ranks
 from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.draws import moved_streams, stream_digests
 from lockstep.verify.recording.function_mode import FunctionMode
@@ -67,6 +66,8 @@ from lockstep.verify.recording.larger_batches import CannotEnlargeError, enlarge
 from lockstep.verify.recording.optimizers import ParameterGroup
 from lockstep.verify.recording.recorder import Recorder
 from lockstep.verify.recording.saved_files import SavedFiles
+from lockstep.verify.run_config import RunConfig
+from lockstep.verify.unsupported import refuse_larger_groups, refuse_own_ranks
 from lockstep.world import World
 
 # Since torch 2.13 some collectives have a second name.
@@ -104,7 +105,7 @@ INDICES_ATTRIBUTE = "_lockstep_indices"
 def install(
     recorder: Recorder,
     mode: FunctionMode,
-    way: Way,
+    config: RunConfig,
     folder: Path,
     kept_batches: BatchWriter | BatchReader | None = None,
 ) -> None:
@@ -113,11 +114,11 @@ def install(
     Args:
         recorder: is told of everything.
         mode: sees every call of torch's functions.
-        way: how the script is run.
+        config: how the script is run.
         folder: for the files that the script saves.
         kept_batches: where batches are written to, or read from.
     """
-    _refuse_own_ranks(recorder, way.nproc)
+    _refuse_own_ranks(recorder, config.nproc)
     recorder.state.branches.install()
     add_to_every_run(recorder)
     register_optimizer_step_pre_hook(recorder.optimizers.before_step)
@@ -135,8 +136,8 @@ def install(
     if kept_batches is not None:
         _number_loaders(kept_batches)
     _watch_loaders(recorder, mode, kept_batches)
-    if way.batch_times > 1:
-        _enlarge_batches(recorder, way.batch_times)
+    if config.batch_times > 1:
+        _enlarge_batches(recorder, config.batch_times)
     if mode.determinism.double:
         _compute_in_float64(mode)
     _disable_compile(mode.determinism)
@@ -575,14 +576,14 @@ def _refuse_own_ranks(recorder: Recorder, nproc: int) -> None:
         caller = sys._getframe(1)
         if is_user_file(caller.f_code.co_filename):
             recorder.note_own_process(user_line() or "")
-            run = partial(refuse_groups, nproc, process.run)
+            run = partial(refuse_larger_groups, nproc, process.run)
             process.run = run  # type: ignore[method-assign]
         plain_start(process)
         vars(process).pop("run", None)  # it refers to the process, which would outlive its use
 
     replace_start_processes(refuse_own_ranks)
     BaseProcess.start = start  # type: ignore
-    refuse_groups(nproc)
+    refuse_larger_groups(nproc)
 
 
 # Helpers

@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.session.extension import DeliveredBatch, Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import PreparedModule
-from lockstep.verify.record import UpdateWriter, Way
+from lockstep.verify.rank_files import UpdateWriter
 from lockstep.verify.recording.calls import CallRecorder
 from lockstep.verify.recording.foreign_steps import ForeignStepRecorder
 from lockstep.verify.recording.forwards import ForwardRecorder
@@ -23,6 +23,7 @@ from lockstep.verify.recording.inputs import InputRecorder
 from lockstep.verify.recording.losses import LossRecorder
 from lockstep.verify.recording.optimizers import OptimizerRecorder
 from lockstep.verify.recording.state import RecorderState, guarded
+from lockstep.verify.run_config import RunConfig
 from lockstep.verify.tolerance import Array
 
 
@@ -31,12 +32,12 @@ class Recorder(Extension):
 
     Args:
         writer: writes the updates of this rank.
-        way: how the script is run, and after how many steps it ends.
+        config: how the script is run, and after how many steps it ends.
         mode: sees every call of torch's functions.
     """
 
-    def __init__(self, writer: UpdateWriter, way: Way, mode: FunctionMode) -> None:
-        self.state = RecorderState(writer, way, mode)
+    def __init__(self, writer: UpdateWriter, config: RunConfig, mode: FunctionMode) -> None:
+        self.state = RecorderState(writer, config, mode)
         self.calls = CallRecorder(self.state)
         self.inputs = InputRecorder(self.state)
         self.gradients = GradientRecorder(self.state, self.calls)

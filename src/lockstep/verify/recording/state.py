@@ -22,13 +22,14 @@ from torch.optim import Optimizer
 
 from lockstep.errors import LockstepError, RecordingFailedError
 from lockstep.session.micro_batch import MicroBatch
-from lockstep.verify.record import LEAST_STEPS, LOST_PEER, UpdateWriter, Way
+from lockstep.verify.rank_files import LOST_PEER_PATTERN, UpdateWriter
 from lockstep.verify.recording.branches import Branches
 from lockstep.verify.recording.draws import moved_streams, stream_digests
 from lockstep.verify.recording.function_mode import FunctionMode
 from lockstep.verify.recording.marks import BATCH_NORM, MODEL_CALL, STATISTIC
 from lockstep.verify.recording.models import Models
 from lockstep.verify.recording.tensor_values import storage_of
+from lockstep.verify.run_config import MIN_STEPS, RunConfig
 from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import Batch, Forward, RankUpdate
 
@@ -65,7 +66,7 @@ def guarded(method: Method) -> Method:
         except LockstepError:
             raise
         except Exception as error:
-            has_lost_connection = re.search(LOST_PEER, str(error))
+            has_lost_connection = re.search(LOST_PEER_PATTERN, str(error))
             if has_lost_connection:
                 raise
             if not part.state.internal_error:
@@ -167,20 +168,20 @@ class RecorderState:
 
     Args:
         writer: writes the updates of this rank.
-        way: how the script is run, and after how many steps it ends.
+        config: how the script is run, and after how many steps it ends.
         mode: sees every call of torch's functions.
     """
 
     internal_error = ""
     """The traceback of an error of the recorder itself."""
 
-    def __init__(self, writer: UpdateWriter, way: Way, mode: FunctionMode) -> None:
+    def __init__(self, writer: UpdateWriter, config: RunConfig, mode: FunctionMode) -> None:
         self.writer = writer
         self.mode = mode
         self.models = Models()
         self.branches = Branches()
         self.step_draws = StepDraws(mode)
-        self._way = way
+        self._config = config
 
         self.update = RankUpdate()
         """The update that is being recorded."""
@@ -249,11 +250,11 @@ class RecorderState:
         raise Finished(0)
 
     def _is_enough(self, steps: int) -> bool:
-        if steps >= self._way.steps:
+        if steps >= self._config.steps:
             return True
-        if self._way.seconds is None or steps < LEAST_STEPS:
+        if self._config.seconds is None or steps < MIN_STEPS:
             return False
-        return time.monotonic() > self._first_step_time + self._way.seconds
+        return time.monotonic() > self._first_step_time + self._config.seconds
 
     def _is_inside_global_batch(self) -> bool:
         """True if virtual ranks have not all stepped for the current global batch."""

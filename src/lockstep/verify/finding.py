@@ -1,0 +1,135 @@
+"""A finding of `lockstep verify`: a cause, and where the runs differ by it, in words and as JSON.
+
+Steps are counted from 1 here, as people do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.verify.catalogue import ENTRIES, cure_lines
+from lockstep.verify.cause import Cause, format_items, script_names
+from lockstep.verify.causes import KINDS
+from lockstep.verify.compare import Divergence
+from lockstep.verify.training_record import RankUpdate
+
+MAX_MODELS_OF_OPTIMIZER = 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause, and the difference that it explains."""
+
+    cause: Cause
+    # None if the script ended with an error, or if it is wrong whatever a reference says.
+    case: Divergence | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors that the cause is about, as the script knows them."""
+        if self.cause.names:
+            return script_names(self.cause.names)
+        if self.case is not None:
+            return script_names(self.case.names)
+        return []
+
+    @property
+    def title(self) -> str:
+        """What is wrong, in one line; empty if the cause is not in the catalogue."""
+        entry = ENTRIES.get(self.cause.code)
+        if entry is None:
+            return ""
+        return self.cause.title or entry.title
+
+    @property
+    def place(self) -> str:
+        """Where the runs differ: "gradients (2 of 4), step 3 of optimizer 2 (SGD of Net)"."""
+        case = self.case
+        if case is None:
+            return ""
+        text = KINDS[case.kind].description
+        if case.kind == "length":
+            return text
+        if case.names:
+            text += f" ({len(case.names)} of {case.num_compared})"
+        update = case.expected[0]
+        text += f", step {update.step + 1}"
+        has_several_optimizers = len({ranks[0].optimizer for ranks in case.reference_run}) > 1
+        if has_several_optimizers:
+            text += f" of optimizer {update.optimizer + 1}"
+            if update.optimizer_class:
+                text += f" ({_describe_optimizer(update)})"
+        return text
+
+    @property
+    def step(self) -> int | None:
+        """The step in which the runs differ, from 1."""
+        case = self.case
+        if case is None:
+            return None
+        if case.kind == "length":
+            return case.update_index + 1
+        return case.expected[0].step + 1
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the finding in plain values."""
+        values: dict[str, Any] = {
+            "code": self.cause.code,
+            "title": self.title,
+            "what": "" if self.case is None else self.case.kind,
+            "step": self.step,
+            "names": self.names,
+            "seen": list(self.cause.evidence),
+        }
+        if self.cause.ratio is not None:
+            values["ratio"] = self.cause.ratio
+        return values
+
+    def lines(self, heading: str = "cause", *, by_lockstep: bool | None = None) -> list[str]:
+        """Returns the finding in lines for people.
+
+        Args:
+            heading: the first word of the line with the code.
+            by_lockstep: whether the script uses Lockstep, which decides what it is told to write
+                instead; None: the lines only point at the catalogue.
+        """
+        lines = []
+        entry = ENTRIES.get(self.cause.code)
+        if entry is not None:
+            lines.append(f"  {heading:7} {entry.code}: {self.title}")
+        for sentence in self.cause.evidence:
+            lines += _with_label("seen", sentence.splitlines())
+        if self.names:
+            lines.append(f"  where   {format_items(self.names)}")
+        if entry is None:
+            return lines
+        if by_lockstep is None:
+            lines.append(f"  do      lockstep explain {entry.code} says what to write instead")
+        else:
+            cure = _with_label("do", cure_lines(entry, by_lockstep=by_lockstep))
+            lines += [line.rstrip() for line in cure]
+            lines.append(f"  more    lockstep explain {entry.code}")
+        return lines
+
+
+def _with_label(label: str, texts: list[str]) -> list[str]:
+    """Puts a label before the first line and indents the others."""
+    first, *others = texts
+    lines = [f"  {label:7} {first}"]
+    for text in others:
+        lines.append(f"          {text}")
+    return lines
+
+
+def _describe_optimizer(update: RankUpdate) -> str:
+    """Names an optimizer by its class and the models that it trains: "SGD of Net and Head"."""
+    models: dict[str, None] = {}
+    for name in (*update.gradients, *update.parameters):
+        model = name.partition("/")[0]
+        if model:
+            models[model] = None
+    if not models:
+        return update.optimizer_class
+    first_models = list(models)[:MAX_MODELS_OF_OPTIMIZER]
+    return f"{update.optimizer_class} of {' and '.join(first_models)}"

@@ -1,0 +1,69 @@
+"""Checks that the run on one process gives something to compare with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from lockstep.errors import UsageError
+from lockstep.verify.run_record import RunRecord
+from lockstep.verify.unsupported import OWN_PROCESSES_HINT
+
+# What torch says if two tensors have different dtypes: "expected m1 and m2 to have the same dtype".
+_DTYPE_ERROR = re.compile("(?i)dtype|double")
+
+
+def check_reference(
+    reference: RunRecord,
+    was_set: str,
+    lockstep_options: Sequence[str],
+    command: str,
+    subject: str,
+) -> None:
+    """Checks that the reference trained, and by Lockstep if that is needed.
+
+    Args:
+        reference: the run on one process.
+        was_set: what the user asked for, for the error's first line.
+        lockstep_options: options that were given and work only for training by Lockstep.
+        command: runs it without comparing.
+        subject: what was run, such as "script".
+
+    Raises:
+        UsageError: it failed, made no step, or does not train by Lockstep.
+    """
+    found = ""
+    advice = f"make this work: {command}"
+    if reference.error:
+        found = _describe_failure(reference)
+        if OWN_PROCESSES_HINT in reference.error:
+            advice = OWN_PROCESSES_HINT
+        elif reference.config.precision == "fp64" and _DTYPE_ERROR.search(reference.error):
+            advice = f"the {subject} names dtypes itself; try precision fp32"
+    elif not reference.updates:
+        found = "it made no optimizer step on one process"
+        advice = "give it arguments with which it trains"
+    elif lockstep_options and not reference.uses_lockstep:
+        options = ", ".join(lockstep_options)
+        found = f"it does not train by Lockstep, so nothing would come of {options}"
+        advice = f"leave it out, or let the {subject} use lockstep.init and world.prepare"
+    started_processes = bool(reference.own_process_line) and not reference.updates
+    if started_processes and advice != OWN_PROCESSES_HINT:
+        line = reference.own_process_line
+        found = f"{found.rstrip()}\nit started processes of its own, which are not seen: {line}"
+        advice = f"{OWN_PROCESSES_HINT}; else {advice}"
+    if found:
+        indented = found.rstrip().replace("\n", "\n         ")
+        raise UsageError(was_set, indented, advice)
+
+
+def _describe_failure(reference: RunRecord) -> str:
+    """Returns the error and the last output, without the advice that the error may end with."""
+    error_lines = []
+    for line in reference.error.splitlines():
+        if OWN_PROCESSES_HINT not in line:
+            error_lines.append(line)
+    output_lines = [f"| {line}" for line in reference.output.splitlines()]
+    error = "\n".join(error_lines)
+    output = "\n".join(output_lines)
+    return f"on one process it ended with {error}\n{output}"

@@ -1,0 +1,56 @@
+"""Starts the processes of one run with `lockstep run`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.verify.rank_files import count_steps
+from lockstep.verify.run_config import RunConfig
+
+PROGRESS_INTERVAL_S = 0.2
+
+
+def _ignore_progress(num_steps: int) -> None:
+    pass
+
+
+def run_by_command(
+    folder: Path,
+    config: RunConfig,
+    show_progress: Callable[[int], None] = _ignore_progress,
+) -> str:
+    """Runs the script with `lockstep run` and returns what it printed.
+
+    Args:
+        folder: of the run, with its configuration.
+        config: how the script is run.
+        show_progress: called several times a second with the number of steps so far.
+    """
+    command = [
+        *(sys.executable, "-m", "lockstep.cli.main", "run"),
+        *("--nproc", str(config.nproc)),
+        *("-m", "lockstep.verify.rank", str(folder)),
+    ]
+    with subprocess.Popen(
+        command,
+        env=config.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        try:
+            while True:
+                show_progress(count_steps(folder))
+                with suppress(subprocess.TimeoutExpired):
+                    output, _ = process.communicate(timeout=PROGRESS_INTERVAL_S)
+                    # The launcher's first line says how it starts the processes.
+                    return output.partition("\n")[2]
+        except BaseException:
+            process.kill()
+            raise

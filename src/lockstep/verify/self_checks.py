@@ -1,0 +1,138 @@
+"""Finds what is wrong with a run by itself, whatever the reference says."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+from lockstep.verify.cause import Cause
+from lockstep.verify.causes import cause_of
+from lockstep.verify.compare import Divergence
+from lockstep.verify.finding import Finding
+from lockstep.verify.rules.model_inputs import all_ranks_had_the_same
+from lockstep.verify.tolerance import Tolerance
+from lockstep.verify.training_record import Batch, Update
+
+# Fewer samples may come in the same order twice by chance.
+MIN_SAMPLES_OF_REPEATED_ORDER = 6
+
+
+def cause_or_failure(case: Divergence) -> Cause:
+    """Returns the cause of a difference. If a rule fails it is LS210, as there is a difference."""
+    try:
+        return cause_of(case)
+    except Exception as error:
+        function = traceback.extract_tb(error.__traceback__)[-1].name
+        text = (
+            f"a rule of `lockstep verify` itself has failed, in {function}: "
+            f"{type(error).__name__}: {error}"
+        )
+        return Cause("LS210", (text, "please report it"))
+
+
+def findings_without_reference(
+    updates: Sequence[Update], tolerance: Tolerance, *, was_stopped: bool = True
+) -> list[Finding]:
+    """Returns what is wrong with a run by itself.
+
+    These are ranks with different gradients or parameters, the same inputs on all ranks, optimizers
+    that were not prepared, and orders of samples that repeat.
+
+    Args:
+        updates: of the run.
+        tolerance: what counts as equal.
+        was_stopped: whether the script was stopped after enough steps. Only then a sampler whose
+            epoch was not set before the first pass is reported: a script that has come to its end
+            makes no second pass.
+    """
+    findings: list[Finding] = []
+    for number, update in enumerate(updates):
+        if not findings:
+            findings += _ranks_that_differ(updates, number, tolerance)
+        findings += _same_inputs_on_all_ranks(update)
+        if any(rank.optimizer_unprepared for rank in update):
+            step = update[0].step + 1
+            text = f"optimizer {update[0].optimizer + 1} of the script, in step {step}"
+            findings.append(Finding(Cause("LS407", (text,))))
+    repeated_order = _repeated_order(updates)
+    if repeated_order:
+        findings.append(Finding(Cause("LS103", (repeated_order,))))
+    elif was_stopped and _last_order_is_fixed(updates):
+        text = "DistributedSampler was told no epoch before its first pass, and no second was begun"
+        # A sampler may still be told its epoch later, so the title says less than the entry's.
+        title = "without set_epoch a second pass would have the same order"
+        findings.append(Finding(Cause("LS103", (text,), title=title)))
+    return findings
+
+
+def _ranks_that_differ(
+    updates: Sequence[Update], number: int, tolerance: Tolerance
+) -> list[Finding]:
+    """Returns a finding if ranks have different parameters before an update, or gradients in it."""
+    update = updates[number]
+    names_by_kind = {
+        "replicas": update.replicas_that_differ(),
+        "gradients": update.ranks_that_differ("gradients", tolerance),
+    }
+    for kind, names in names_by_kind.items():
+        if names:
+            num_compared = len(update.merged("gradients"))
+            case = Divergence(updates, updates, tolerance, number, kind, tuple(names), num_compared)
+            return [Finding(cause_or_failure(case), case)]
+    return []
+
+
+def _same_inputs_on_all_ranks(update: Update) -> list[Finding]:
+    """Returns LS101, or LS108 for an IterableDataset, if all ranks computed the same inputs.
+
+    Ranks that hold parts of a model are rightly given the same inputs, so all must hold it whole.
+    Samples with known indices are compared with the reference instead.
+    """
+    models_are_whole = all(rank.gradients.keys() <= rank.parameter_sums.keys() for rank in update)
+    if not models_are_whole or any(batch.ids for batch in update.batches):
+        return []
+    counts_of_ranks = []
+    for rank in update:
+        if rank.contributes:
+            counts: Counter[str] = Counter()
+            for batch in rank.batches:
+                counts.update(batch.contents)
+            counts_of_ranks.append(counts)
+    if not all_ranks_had_the_same(counts_of_ranks):
+        return []
+    is_stream = all(batch.iterable for batch in update.batches)
+    code = "LS108" if is_stream else "LS101"
+    text = f"in step {update[0].step + 1} every rank computed the same inputs"
+    return [Finding(Cause(code, (text,)))]
+
+
+def _indexed_batches_of_rank_0(updates: Sequence[Update]) -> list[Batch]:
+    return [batch for update in updates for batch in update[0].batches if batch.ids]
+
+
+def _repeated_order(updates: Sequence[Update]) -> str:
+    """Says that an epoch begins in the order of the one before; empty if none does.
+
+    An order that only ascends is that of the dataset, and no shuffling.
+    """
+    order_of_epoch: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for batch in _indexed_batches_of_rank_0(updates):
+        order_of_epoch[batch.loader, batch.epoch] += batch.ids or ()
+    for (loader, epoch), order in order_of_epoch.items():
+        order_before = order_of_epoch.get((loader, epoch - 1), [])
+        num_compared = min(len(order), len(order_before))
+        beginning = order_before[:num_compared]
+        if num_compared < MIN_SAMPLES_OF_REPEATED_ORDER or beginning != order[:num_compared]:
+            continue
+        is_shuffled = any(index > next_index for index, next_index in pairwise(beginning))
+        if is_shuffled:
+            return f"epoch {epoch + 1} begins with the samples of epoch {epoch}, in their order"
+    return ""
+
+
+def _last_order_is_fixed(updates: Sequence[Update]) -> bool:
+    """Returns whether the last batch is from a shuffling DistributedSampler without an epoch."""
+    batches = _indexed_batches_of_rank_0(updates)
+    return bool(batches) and batches[-1].order_fixed
