@@ -510,7 +510,7 @@ def process_groups() -> tuple[list[str], list[str]]:
         group = model._get_fsdp_state()._fsdp_param_group
         before = [k for k, v in vars(group.mesh_info).items() if isinstance(v, dist.ProcessGroup)]
         assert isinstance(model, FSDPModule)
-        assert len(wrapped.whole) == len(list(model.parameters()))
+        assert len(wrapped.unsharded_parameters) == len(list(model.parameters()))
     after = [k for k, v in vars(group.mesh_info).items() if isinstance(v, dist.ProcessGroup)]
     return before, after
 

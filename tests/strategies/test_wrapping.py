@@ -13,7 +13,7 @@ import lockstep
 from lockstep.errors import SettingError
 
 if TYPE_CHECKING:
-    from lockstep.strategies.fsdp import Blocks
+    from lockstep.strategies.fsdp_blocks import Blocks
 
 
 class Block(nn.Module):

@@ -1,0 +1,77 @@
+"""Makes methods of other libraries work on models whose parameters are shards.
+
+`fully_shard` replaces the parameters of a model by DTensors, of which each rank has a shard. Some
+methods expect whole parameters: `save_pretrained` of Hugging Face's models would write shards, and
+torch's `AveragedModel` would mix shards and plain tensors in one call. They are replaced here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
+
+from lockstep.checkpoint.modules import plain_state_dict
+from lockstep.checkpoint.weights import gather_on_main
+from lockstep.distributed.collectives import run_on_all_ranks
+from lockstep.distributed.process_group import Run
+
+
+def save_pretrained_whole(module: Any, run: Run) -> None:
+    """Makes `save_pretrained`, a method of Hugging Face's models, write whole weights.
+
+    All ranks have to call the new one: rank 0 gathers the weights on the CPU and writes them.
+    """
+    original = module.save_pretrained
+
+    def save_pretrained(save_directory: Any, *args: Any, **options: Any) -> Any:
+        if options.get("state_dict") is not None:
+            return original(save_directory, *args, **options)
+        state = plain_state_dict(module)
+        gather_on_main(state, run.collectives)
+
+        def write() -> Any:
+            if not run.topology.is_main:
+                return None
+            # Libraries differ in what save_pretrained takes, but all call the model's state_dict.
+            vars(module)["state_dict"] = lambda *_, **__: OrderedDict(state)
+            try:
+                return original(save_directory, *args, **options)
+            finally:
+                del vars(module)["state_dict"]
+
+        return run_on_all_ranks(run.collectives, f"saving weights to {save_directory}", write)
+
+    module.save_pretrained = save_pretrained
+
+
+def average_shards_separately(module: AveragedModel) -> None:
+    """Lets `AveragedModel(use_buffers=True)` average parameters that are shards.
+
+    It passes parameters and buffers to one call of `multi_avg_fn`, but torch cannot compute with
+    DTensors and plain tensors in one list. So they are passed in two calls.
+    """
+    average = module.multi_avg_fn
+    if average is None:
+        # `avg_fn` is called for each tensor. Without one torch would average lists on GPUs.
+        module.avg_fn = module.avg_fn or get_swa_avg_fn()  # type: ignore[no-untyped-call]
+        return
+
+    def average_separately(
+        averaged: Sequence[Tensor], current: Sequence[Tensor], num_averaged: Tensor | int
+    ) -> None:
+        for are_shards in (True, False):
+            chosen_averaged: list[Tensor] = []
+            chosen_current: list[Tensor] = []
+            for average_tensor, current_tensor in zip(averaged, current, strict=True):
+                if isinstance(average_tensor, DTensor) is are_shards:
+                    chosen_averaged.append(average_tensor)
+                    chosen_current.append(current_tensor)
+            if chosen_averaged:
+                average(chosen_averaged, chosen_current, num_averaged)
+
+    module.multi_avg_fn = average_separately

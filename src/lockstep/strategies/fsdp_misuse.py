@@ -1,0 +1,161 @@
+"""Errors for what a script cannot do with a model that is sharded by FSDP.
+
+After `fully_shard` each rank has only a shard of every parameter, the parameter objects from before
+are of no use, and gradients reach the shards without autograd. Many things that are right for a
+plain model would then give wrong results without an error: hooks on gradients are not called,
+penalties on old parameters are 0, copies are not averaged. They are refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, SupportsIndex
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lockstep.distributed import torch_compat
+from lockstep.errors import UsageError
+from lockstep.wording import join_first
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Raises UsageError if a parameter cannot be sharded."""
+    for name, parameter in module.named_parameters():
+        problem = _problem_with(parameter)
+        if problem is not None:
+            found, advice = problem
+            raise UsageError(f"world.prepare of the parameter {name!r}", found, advice)
+    for name, layer in module.named_modules():
+        if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if layer.sparse and layer.weight.requires_grad:
+            raise UsageError(
+                f"world.prepare of {name!r}, an embedding with sparse gradients",
+                "gradients of shards are dense",
+                "leave sparse=True out, or use strategy='ddp'",
+            )
+
+
+def _problem_with(parameter: nn.Parameter) -> tuple[str, str] | None:
+    """Returns why a parameter cannot be sharded and what to do about it, or None."""
+    if isinstance(parameter, DTensor):
+        return "is sharded already", "give a plain module to world.prepare, once"
+    if parameter.is_meta:
+        return "is on the meta device and has no values", "build the model on the CPU"
+    if parameter.dim() == 0:
+        return "has no dimension to cut", "make it a parameter of shape (1,)"
+    if not parameter.numel():
+        return "has no elements", "leave it out, or make it a buffer"
+    return None
+
+
+def check_dtypes(units: Sequence[nn.Module]) -> None:
+    """Raises UsageError if the gradients of one unit have several dtypes.
+
+    The gradients of a unit are sent in one tensor.
+
+    Args:
+        units: units inside others come first; a parameter belongs to the first that has it.
+    """
+    ids_in_earlier_units: set[int] = set()
+    for unit in units:
+        name_of_dtype: dict[Any, str] = {}
+        ids_in_unit: set[int] = set()
+        for name, parameter in unit.named_parameters():
+            if parameter.requires_grad and id(parameter) not in ids_in_earlier_units:
+                name_of_dtype[parameter.dtype] = name
+                ids_in_unit.add(id(parameter))
+        if len(name_of_dtype) > 1:
+            raise UsageError(
+                f"world.prepare of a {type(unit).__name__} with parameters of several dtypes",
+                ", ".join(f"{name} is {dtype}" for dtype, name in name_of_dtype.items()),
+                "convert them to one dtype, freeze them (requires_grad_(False)), or choose blocks=",
+            )
+        ids_in_earlier_units |= ids_in_unit
+
+
+def check_hooks(parameters: Mapping[str, Tensor], *, num_own_hooks: int = 0) -> None:
+    """Raises UsageError if the user has hooks on gradients, because nothing would call them.
+
+    Args:
+        parameters: by name.
+        num_own_hooks: how many hooks of Lockstep's each of them has.
+    """
+    hooked: list[str] = []
+    for name, parameter in parameters.items():
+        if torch_compat.gradient_hooks(parameter) > num_own_hooks:
+            hooked.append(name)
+    if hooked:
+        raise UsageError(
+            "hooks on the gradients of a sharded model's parameters",
+            f"those of {join_first(hooked)} are not called: gradients of shards do not come from "
+            "autograd",
+            "read or change gradients between world.backward and optimizer.step",
+        )
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter that a shard has replaced in the model. Any operation on it raises UsageError.
+
+    It has no elements and no gradient any more. Without an error its norm would be 0, and so would
+    a penalty on it.
+    """
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise UsageError(
+            "a parameter that was taken from a model before world.prepare",
+            "a shard has taken its place in the model",
+            "take it from the prepared model: model.parameters(), model.head.weight",
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "a parameter that was replaced in world.prepare"
+
+
+def refuse_autograd_gradient(name: str, gradient: Tensor) -> None:
+    """A hook of a shard's gradient, which raises UsageError.
+
+    Autograd brings a gradient to a shard only if the loss uses the shard itself. In a forward pass
+    of the model, torch puts whole parameters in its place.
+
+    Args:
+        name: of the parameter.
+        gradient: what autograd brings.
+    """
+    raise outside_forward_error(f"{name} was a shard there, or made whole from shards")
+
+
+def outside_forward_error(found: str) -> UsageError:
+    """Returns the error for a loss that uses shards outside of the model's forward pass."""
+    return UsageError(
+        "a loss computed from a parameter of a sharded model, outside of its forward pass",
+        f"{found}: such a gradient is neither averaged over the ranks nor weighted",
+        "compute it in the model's forward pass, where parameters are whole, and return it; "
+        "for a penalty on weights there is weight_decay of the optimizer",
+    )
+
+
+def refuse_copies(unit: nn.Module) -> None:
+    """Makes `copy.deepcopy`, `copy.copy` and pickling of a unit raise UsageError."""
+    vars(unit)["__deepcopy__"] = _refuse_deepcopy
+    vars(unit)["__reduce_ex__"] = _refuse_pickle
+
+
+def _refuse_deepcopy(memo: Any) -> NoReturn:
+    raise UsageError(
+        "a copy of a sharded model",
+        "its parameters are gathered and averaged for this very object",
+        "copy the model first and prepare both: ema = copy.deepcopy(model); "
+        "model, ema = world.prepare(model, ema)",
+    )
+
+
+def _refuse_pickle(protocol: SupportsIndex) -> NoReturn:
+    raise UsageError(
+        "torch.save, pickle or copy.copy of a sharded model",
+        "this rank has only its shards of the parameters, and they are bound to this run",
+        "save the weights instead, on all ranks together: lockstep.save_weights(model, path); or "
+        "all that is needed to resume: world.checkpoint(path, model=model, ...)",
+    )

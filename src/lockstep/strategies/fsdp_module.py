@@ -1,0 +1,353 @@
+"""Follows the steps of a training with a module that is sharded by torch's `fully_shard`.
+
+`fully_shard` divides a module into *units*, whose parameters are gathered when they run. The
+parameters that an optimizer has are *shards* (DTensors); those that forward passes use are *whole*.
+Before the last micro-batch of a global batch, gradients add up in the whole parameters. In the last
+one torch averages them over the ranks and moves them to the shards. `ShardedModule` tells torch
+which micro-batch it is, frees gathered parameters in time, and refuses what would go wrong without
+an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lockstep.distributed import torch_compat
+from lockstep.distributed.process_group import Run
+from lockstep.errors import UsageError
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import StepKey, check_due
+from lockstep.strategies.base import EqualTensors, note_empty_part
+from lockstep.strategies.fsdp_misuse import (
+    check_hooks,
+    outside_forward_error,
+    refuse_autograd_gradient,
+    refuse_copies,
+)
+from lockstep.strategies.fsdp_unused import UnusedParameters
+from lockstep.strategies.replication import MovingBuffers
+from lockstep.wording import join_first
+
+
+class ShardedModule(Extension):
+    """A sharded module during the training.
+
+    Args:
+        units: the modules that `fully_shard` was applied to, by name. The last one is the whole
+            model, and its name is empty.
+        mesh: of the ranks.
+        run: of this process.
+        keep_gathered: gathered parameters stay until the last micro-batch has run backward.
+        accumulate_shards: gradients are averaged in every micro-batch.
+        find_unused_parameters: ranks may use different parameters.
+        moving_buffers: keeps buffers that forward passes change equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, nn.Module],
+        mesh: DeviceMesh,
+        run: Run,
+        *,
+        keep_gathered: bool,
+        accumulate_shards: bool,
+        find_unused_parameters: bool,
+        moving_buffers: MovingBuffers,
+    ) -> None:
+        self._mesh = mesh
+        self._run = run
+        self._keep_gathered = keep_gathered
+        self._accumulate_shards = accumulate_shards
+        self._moving_buffers = moving_buffers
+        self._units: list[Any] = list(units.values())
+        root = self._units[-1]
+        self._root = root
+        self.whole_parameters = _whole_parameters(units)
+        """The parameters that forward passes use, by name."""
+        torch_compat.make_fsdp_root(root)
+        self._shards: dict[str, DTensor] = dict(root.named_parameters())
+        self._unused: UnusedParameters | None = None
+        if find_unused_parameters:
+            root.set_reduce_scatter_unused_params(True)
+            whole_parameters = [self.whole_parameters[name] for name in self._shards]
+            self._unused = UnusedParameters(list(root.parameters()), whole_parameters)
+        self._storages = {name: shard.untyped_storage() for name, shard in self._shards.items()}
+        """The storages of the shards. If the user sets `parameter.data`, it is another object."""
+        self._names_with_hook: set[str] = set()
+        """The shards whose gradient hook refuses gradients that autograd brings."""
+        self._refuse_autograd_gradients()
+        self._step_key: StepKey | None = None
+        """The optimizer step that the latest pass belonged to."""
+        self._averages_gradients = True
+        """True if torch is set to average gradients in the next backward pass."""
+        self._is_double_backward = False
+        """True if units stay gathered because a backward pass will itself be differentiated."""
+        self._forward_is_running = False
+        """True while torch runs the forward pass. Not while it is still refused before it begins.
+        """
+        self._has_failed = False
+        """True if a forward pass has raised and torch cannot reset the model."""
+        self._is_released = False
+        root.register_forward_pre_hook(self._before_forward, prepend=True)
+        root.register_forward_hook(self._after_forward, always_call=True)
+        root.register_load_state_dict_pre_hook(self._before_load)
+        torch_compat.replace_apply(root, self._refuse_conversion)
+        for unit in self._units:
+            refuse_copies(unit)
+
+    def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Sets torch for this micro-batch. Raises UsageError for a loss made of shards."""
+        if isinstance(weighted_loss, DTensor):
+            raise outside_forward_error("the loss is a DTensor, as parameters are")
+        self._follow_micro_batch()
+        if self._unused is not None:
+            self._unused.before_backward()
+
+    def backward_ended(self, micro_batch: MicroBatch) -> None:
+        """Frees gathered units, and removes gradients of parameters that no rank has used."""
+        self._end_double_backward()
+        if self._unused is not None and self._averages_gradients:
+            self._unused.end_round()
+
+    def _follow_micro_batch(self) -> None:
+        """Sets torch to what the current micro-batch needs."""
+        step = self._run.step
+        if self._step_key != step.key:
+            self._step_key = step.key
+            if not self._averages_gradients:
+                # The loop has left the global batch before its last micro-batch.
+                for parameter in self.whole_parameters.values():
+                    parameter.grad = None
+                if self._unused is not None:
+                    self._unused.forget_round()
+        is_last = step.micro_batch.last
+        if is_last is self._averages_gradients:
+            return
+        self._averages_gradients = is_last
+        self._root.set_is_last_backward(is_last)
+        if not self._accumulate_shards:
+            self._root.set_requires_gradient_sync(is_last)
+        if self._keep_gathered:
+            self._root.set_reshard_after_backward(is_last)
+
+    def begin_double_backward(self) -> None:
+        """Keeps units gathered, because a backward pass is differentiated and needs them again."""
+        if not self._is_double_backward:
+            self._is_double_backward = True
+            self._root.set_reshard_after_backward(False)
+            self._root.set_reshard_after_forward(False)
+
+    def _end_double_backward(self) -> None:
+        """Lets units be freed again, after the backward pass of a loss."""
+        if not self._is_double_backward:
+            return
+        self._is_double_backward = False
+        frees_after_backward = self._averages_gradients or not self._keep_gathered
+        self._root.set_reshard_after_backward(frees_after_backward)
+        if not self._keep_gathered:
+            # Not the root's, as torch does it: backward begins with the parameters of the root.
+            for unit in self._units[:-1]:
+                unit.set_reshard_after_forward(True, recurse=False)
+        if frees_after_backward:
+            self._reshard()
+
+    def _reshard(self) -> None:
+        """Frees all gathered parameters."""
+        for unit in self._units:
+            unit.reshard()
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Frees gathered parameters, which the step would make out of date, and checks gradients.
+
+        Raises:
+            UsageError: gradients were not averaged, or the user has changed parameters in a way
+                that has no effect.
+        """
+        if self._root not in modules:
+            return
+        self._check_failed()
+        self._end_double_backward()
+        self._reshard()
+        not_averaged: list[str] = []
+        for name, parameter in self.whole_parameters.items():
+            if parameter.grad is not None:
+                not_averaged.append(name)
+        if not_averaged:
+            raise UsageError(
+                "a backward pass around the outputs of a sharded model",
+                f"the gradients of {join_first(not_averaged)} stayed on this rank: when the last "
+                "backward pass of the global batch ended, torch did not know that they were there",
+                "compute the loss of every micro-batch from what the model returns, in tensors, "
+                "tuples, lists or dicts",
+            )
+        if self._unused is not None:
+            self._unused.before_step()
+        if check_due(self._run.step.number + 1):
+            self._refuse_autograd_gradients()
+            self._check_shards()
+
+    def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Makes buffers that forward passes change equal on all ranks."""
+        if self._root in modules:
+            self._moving_buffers.follow()
+
+    def _check_failed(self) -> None:
+        """Raises UsageError if a forward pass has raised and torch cannot reset the model."""
+        if self._has_failed:
+            raise UsageError(
+                "a sharded model whose forward pass has raised",
+                f"torch {torch.__version__} cannot take up such a model",
+                "let the error end the run, or use torch 2.13 or later",
+            )
+
+    def _refuse_autograd_gradients(self) -> None:
+        """Registers hooks that refuse gradients from autograd, for parameters that are trained."""
+        for name, shard in self._shards.items():
+            if shard.requires_grad and name not in self._names_with_hook:
+                self._names_with_hook.add(name)
+                hook = partial(refuse_autograd_gradient, name)
+                shard.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _check_shards(self) -> None:
+        """Raises UsageError if the user has changed shards in a way that has no effect."""
+        check_hooks(self._shards, num_own_hooks=1)
+        replaced: list[str] = []
+        for name, shard in self._shards.items():
+            if shard.untyped_storage() is not self._storages[name]:
+                replaced.append(name)
+        if replaced:
+            raise UsageError(
+                "parameter.data = ... of a sharded model",
+                f"it has no effect on {join_first(replaced)}: the shards are elsewhere",
+                "write into them, under torch.no_grad(): parameter.copy_(...), .clamp_(...)",
+            )
+
+    def release(self) -> None:
+        """Drops references to the process group, so that its threads end with the run.
+
+        `ExactDDP.release` says what happens otherwise.
+        """
+        self._is_released = True
+        # Not the mesh of the parameters: torch caches meshes, so it may be that of an earlier run.
+        torch_compat.drop_fsdp_groups(self._units, self._mesh)
+
+    def equal_tensors(self) -> Iterator[EqualTensors]:
+        """Yields the buffers, equal on all ranks, and under HSDP the shards, equal on some."""
+        yield EqualTensors({}, dict(self._root.named_buffers()))
+        if self._mesh.ndim > 1:
+            shards = {name: shard.to_local() for name, shard in self._shards.items()}
+            yield EqualTensors(shards, {}, self._mesh.get_group(0))
+
+    def _refuse_conversion(self, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Raises UsageError if `module.to(...)` or a similar method would change a tensor.
+
+        Args:
+            convert: what the method does with a tensor. It returns the same tensor if there is
+                nothing to change.
+            recurse: given by torch, not used.
+        """
+        shards = [shard.to_local() for shard in self._shards.values()]
+        for tensor in [*shards, *self._root.buffers()]:
+            if convert(tensor) is not tensor:
+                raise UsageError(
+                    "a model moved or converted after world.prepare",
+                    f"its shards stay in {tensor.dtype} on {tensor.device}",
+                    "do it before world.prepare, or choose precision= in lockstep.init",
+                    code="LS303",
+                )
+        return self._root
+
+    def _before_load(
+        self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
+    ) -> None:
+        """Raises UsageError if a state that is loaded has whole tensors in the place of shards."""
+        whole: list[str] = []
+        for name in self._shards:
+            loaded = state.get(prefix + name)
+            if isinstance(loaded, Tensor) and not isinstance(loaded, DTensor):
+                whole.append(name)
+        if whole:
+            raise UsageError(
+                "load_state_dict of a sharded model with the state of a whole one",
+                f"{join_first(whole)} would have to be cut, alike on all ranks",
+                "load it before world.prepare, or with lockstep.load_weights(model, path)",
+            )
+
+    def _freeze_shards(self) -> None:
+        """Freezes or unfreezes shards as the user has done with the whole parameters.
+
+        While units stay gathered, the model's parameters are the whole ones.
+        """
+        for name, parameter in self._root.named_parameters():
+            if name in self._shards and not isinstance(parameter, DTensor):
+                self._shards[name].requires_grad_(parameter.requires_grad)
+
+    @torch_compat.outside_compiled_code
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        """Sets torch for the current micro-batch, before the model's forward pass."""
+        if self._is_released:
+            raise UsageError(
+                "a forward pass of a sharded model after world.close()",
+                "its parameters are on all ranks, and the process group is closed",
+                "evaluate before closing; world.checkpoint keeps whole weights",
+            )
+        self._run.collectives.check_turn("a forward pass of a sharded model")
+        self._check_failed()
+        if torch.is_grad_enabled():
+            self._follow_micro_batch()
+            if self._unused is not None:
+                self._unused.before_forward()
+            if self._keep_gathered and not self._run.step.micro_batch.first:
+                self._freeze_shards()
+        self._forward_is_running = True
+
+    @torch_compat.outside_compiled_code
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Frees parameters after an evaluation, and resets torch if the forward pass has raised."""
+        was_running = self._forward_is_running
+        self._forward_is_running = False
+        # Torch also calls this hook, without output, if the forward pass has raised.
+        error = sys.exception() if output is None else None
+        if error is None:
+            if not torch.is_grad_enabled() and not self._is_double_backward:
+                # Torch keeps the root's parameters for a backward pass, and a step would make them
+                # out of date.
+                self._reshard()
+            return
+        if not was_running:
+            return
+        note_empty_part(error, self._run.step.micro_batch)
+        # Without a reset torch would go on as if this pass still ran, with its old parameters.
+        reset = getattr(self._root, "reset_iter_state", None)
+        if reset is None:
+            self._has_failed = True
+        else:
+            reset()
+
+
+def _whole_parameters(units: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """Returns the parameters that torch puts into the modules while they run, by name.
+
+    Torch makes them when a unit is gathered for the first time. Later it keeps the objects and
+    only frees their memory. Each unit is gathered here because parameters that are made in a
+    forward pass under `torch.inference_mode()` could never be trained.
+    """
+    whole_parameters: dict[str, nn.Parameter] = {}
+    unit: Any
+    for unit_name, unit in units.items():
+        unit.unshard()
+        for name, parameter in unit.named_parameters(prefix=unit_name):
+            if not isinstance(parameter, DTensor):
+                whole_parameters[name] = parameter
+        unit.reshard()
+    return whole_parameters

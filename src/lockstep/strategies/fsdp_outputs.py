@@ -1,0 +1,140 @@
+"""Shows torch's FSDP all tensors that leave a unit in a forward pass.
+
+A *unit* is a submodule that `fully_shard` was applied to. Torch puts hooks on the tensors that a
+unit returns in lists, tuples and dicts; in the backward pass these hooks gather the unit's
+parameters and average its gradients. Tensors may leave a unit in other ways: in an object (such as
+a `torch.distributions` object) or as an attribute of one of its modules (`self.aux_loss`). If a
+gradient came back only through these, the unit would compute with memory that was freed already.
+
+So each unit gets two forward hooks of ours, one before torch's own and one after it. The first adds
+such tensors to the output, where torch finds them, and the second removes them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.distributed import torch_compat
+from lockstep.strategies.base import MODULE_ATTRIBUTES, may_set_attributes
+
+_SHOWN_BY = "_lockstep_shown_by"
+"""The attribute of a tensor that has the ids of the `UnitOutputs` that have shown it to torch."""
+_MAX_DEPTH = 4
+"""How deep objects inside of objects are searched for tensors."""
+
+
+class UnitOutputs:
+    """Two forward hooks of one unit, to be registered before and after `fully_shard` is applied.
+
+    Args:
+        unit: the module, before `fully_shard`.
+        inner_units: units inside of it, which have hooks of their own.
+    """
+
+    def __init__(self, unit: nn.Module, inner_units: Sequence[nn.Module]) -> None:
+        ids_in_inner_units: set[int] = set()
+        for inner_unit in inner_units:
+            ids_in_inner_units.update(id(module) for module in inner_unit.modules())
+        self._attributes: list[dict[str, Any]] = []
+        """The attributes of the unit's modules."""
+        for module in unit.modules():
+            if id(module) not in ids_in_inner_units and may_set_attributes(module):
+                self._attributes.append(vars(module))
+        self.on_double_backward: Callable[[], None] | None = None
+        """Called in a backward pass that will itself be differentiated (`create_graph=True`)."""
+
+    @torch_compat.outside_compiled_code
+    def before_torch(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Returns the output and, beside it, all other tensors through which gradients may come.
+
+        Outputs that are views are replaced by tensors that share their memory but are no views: an
+        operation in place on a view would drop torch's hooks, and torch warns of each.
+        """
+        if not torch.is_grad_enabled():
+            return output
+        leaves, structure = torch_compat.pytree.tree_flatten(output)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and torch_compat.is_view(leaf):
+                leaves[index] = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
+        ids_in_output = {id(leaf) for leaf in leaves}
+        hidden_tensors = [t for t in self._hidden_tensors(leaves) if id(t) not in ids_in_output]
+        for tensor in [*leaves, *hidden_tensors]:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._notice_double_backward)  # type: ignore[no-untyped-call]
+        return torch_compat.pytree.tree_unflatten(leaves, structure), hidden_tensors
+
+    @torch_compat.outside_compiled_code
+    def after_torch(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Returns the output without the tensors that `before_torch` has added."""
+        return output[0] if torch.is_grad_enabled() else output
+
+    def _hidden_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """Returns tensors inside objects of the output, and those that modules keep as attributes.
+
+        A tensor that stays an attribute for several forward passes is returned only once.
+        """
+        tensors: list[Tensor] = []
+        for leaf in leaves:
+            _collect_tensors(leaf, tensors, search_objects=True)
+        in_attributes: list[Tensor] = []
+        for attributes in self._attributes:
+            for name, value in attributes.items():
+                if name not in MODULE_ATTRIBUTES:
+                    _collect_tensors(value, in_attributes, search_objects=False)
+        for tensor in in_attributes:
+            shown_by = vars(tensor).setdefault(_SHOWN_BY, set())
+            if id(self) not in shown_by:
+                shown_by.add(id(self))
+                tensors.append(tensor)
+        return tensors
+
+    def _notice_double_backward(self, gradient: Tensor) -> None:
+        if torch.is_grad_enabled() and self.on_double_backward is not None:
+            self.on_double_backward()
+
+
+def _collect_tensors(
+    value: Any, tensors: list[Tensor], *, search_objects: bool, depth: int = _MAX_DEPTH
+) -> None:
+    """Adds to a list all tensors inside a value that were computed with gradients.
+
+    Args:
+        value: a tensor, a container, a dataclass, or anything else.
+        tensors: the list.
+        search_objects: also search the attributes of objects of any other class.
+        depth: how many levels of containers and objects are searched.
+    """
+    if isinstance(value, Tensor):
+        if value.grad_fn is not None:
+            tensors.append(value)
+        return
+    if depth == 0:
+        return
+    children: Sequence[Any] = ()
+    if isinstance(value, Mapping):
+        children = list(value.values())
+    elif isinstance(value, list | tuple):
+        children = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        children = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif search_objects and not isinstance(value, nn.Module | type):
+        children = list(getattr(value, "__dict__", {}).values())
+    for child in children:
+        _collect_tensors(child, tensors, search_objects=search_objects, depth=depth - 1)
+
+
+class _Alias(torch.autograd.Function):
+    """The identity. Its result shares the memory of its argument and is no view for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
