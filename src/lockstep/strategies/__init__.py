@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import Single as Single
     from lockstep.strategies.data_parallel.strategy import DP as DP
     from lockstep.strategies.ddp import DDP as DDP
-    from lockstep.strategies.diloco import DiLoCo as DiLoCo
+    from lockstep.strategies.diloco.strategy import DiLoCo as DiLoCo
     from lockstep.strategies.fsdp import FSDP as FSDP
     from lockstep.strategies.fsdp import HSDP as HSDP
     from lockstep.strategies.pipeline.strategy import Pipeline as Pipeline
@@ -26,7 +26,7 @@ MODULE_OF_CLASS = {
     "FSDP": "lockstep.strategies.fsdp",
     "HSDP": "lockstep.strategies.fsdp",
     "Pipeline": "lockstep.strategies.pipeline.strategy",
-    "DiLoCo": "lockstep.strategies.diloco",
+    "DiLoCo": "lockstep.strategies.diloco.strategy",
 }
 CLASS_OF_NAME = {class_name.lower(): class_name for class_name in MODULE_OF_CLASS}
 """The options class of each name that `strategy=` and `--strategy` take."""

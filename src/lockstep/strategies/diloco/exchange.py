@@ -1,0 +1,183 @@
+"""What processes exchange under DiLoCo: means over all virtual ranks.
+
+A *virtual rank* trains a copy of the model of its own (the user's option calls it a replica). A
+process computes one or several virtual ranks, or several processes compute one together. Values
+are averaged by one all-reduce. Quantized values are gathered instead, and every process adds up the
+same rows in the order of the virtual ranks, so the result does not depend on the number of
+processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.batch.plan import ceil_div
+from lockstep.communication import routing
+from lockstep.communication.quantize import BLOCK, Method, decode, encode
+from lockstep.distributed.process_group import Run, carrier_device
+from lockstep.errors import SettingError
+from lockstep.strategies.replication import start_sum
+from lockstep.wording import count_noun
+
+SAME_VIRTUAL_RANKS = "replica"
+"""Name of the process group of the ranks that compute the same virtual ranks as this one."""
+ACROSS_VIRTUAL_RANKS = "across replicas"
+"""Name of the process group with one rank of each of the groups above."""
+
+
+class Exchange:
+    """Averages over all virtual ranks of a run.
+
+    The methods start an average and return a function that waits for it. These functions must be
+    called in the order in which the averages were started, on all ranks.
+    """
+
+    def __init__(self, run: Run, num_virtual_ranks: int) -> None:
+        self._run = run
+        self._num_virtual_ranks = num_virtual_ranks
+
+    def start_means(self, sums: Sequence[Tensor]) -> Callable[[], None]:
+        """Starts to replace sums over this rank's virtual ranks by the means over all of them."""
+        num_ranks = self._run.topology.size
+        end_sum = start_sum(sums) if num_ranks > 1 else None
+        # A virtual rank that several ranks compute is in the sum once for each of them.
+        num_summands = max(self._num_virtual_ranks, num_ranks)
+
+        def wait() -> None:
+            if end_sum is not None:
+                end_sum()
+            for tensor in sums:
+                tensor.div_(num_summands)
+
+        return wait
+
+    def start_quantized_means(
+        self,
+        vectors: Sequence[Tensor],
+        errors: Sequence[Tensor | None],
+        means: Sequence[Tensor],
+        method: Method,
+    ) -> tuple[Sequence[Tensor | None], Callable[[], None]]:
+        """Quantizes a vector of each virtual rank, and starts to fill `means` with their means.
+
+        Args:
+            vectors: one for each virtual rank of this process.
+            errors: the quantization error of each virtual rank's previous vector, which is added
+                to its vector (error feedback); None: there was none.
+            means: tensors that are filled; together they have as many values as a vector.
+            method: how values are quantized.
+
+        Returns:
+            The new quantization errors (with bf16, which has no error feedback, `errors`), and the
+            function that waits for the means.
+        """
+        length = len(vectors[0])
+        padding = -length % BLOCK
+        if length == 0:  # `encode` needs at least one block
+            padding = BLOCK
+        values = F.pad(torch.stack([*vectors]), (0, padding))
+        for row, error in zip(values, errors, strict=True):
+            if error is not None:
+                row += error
+        lost = None if method == "bf16" else torch.empty_like(values)
+        finish_gather = self._start_gather(encode(values, method, lost))
+
+        def wait() -> None:
+            total = torch.zeros_like(values[:1])
+            decoded = torch.empty_like(values[:1])
+            rows = finish_gather().to(total.device)
+            for row in torch.split(rows, 1):
+                total += decode(row, method, decoded)
+            mean = total[0, :length].div_(self._num_virtual_ranks)
+            parts = torch.split(mean, [tensor.numel() for tensor in means])
+            for tensor, part in zip(means, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+        new_errors: Sequence[Tensor | None] = errors if lost is None else [*lost]
+        return new_errors, wait
+
+    def _start_gather(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Starts to gather the encoded rows of all virtual ranks, in their order.
+
+        Ranks that compute the same virtual rank divide its row: each sends some of the columns to
+        the other virtual ranks, and then they exchange what they have received.
+
+        Args:
+            rows: one for each virtual rank of this process.
+
+        Returns:
+            A function that waits, and returns all rows. Where some processes have a virtual rank
+            less than others, rows of zeros are among them, which decode to zeros.
+        """
+        across = self._run.groups.get(ACROSS_VIRTUAL_RANKS)
+        if across is None or dist.get_world_size(across) == 1:
+            return lambda: rows
+        num_columns = rows.shape[1]
+        num_peers = dist.get_world_size(across)
+        rows_per_peer = ceil_div(self._num_virtual_ranks, num_peers)
+        sent = F.pad(rows, (0, 0, 0, rows_per_peer - len(rows)))
+        sent = sent.to(carrier_device(rows.device, across))
+
+        same_group = self._run.groups.get(SAME_VIRTUAL_RANKS)
+        num_sharing = dist.get_world_size(same_group)
+        if num_sharing > 1:
+            width = ceil_div(num_columns, num_sharing)
+            padded = F.pad(sent, (0, width * num_sharing - num_columns))
+            column_parts = torch.split(padded, width, 1)
+            sent = column_parts[dist.get_rank(same_group)].contiguous()
+
+        received = sent.new_empty(num_peers * rows_per_peer, sent.shape[1])
+        same_for_every_peer = sent.view(1, -1).expand(num_peers, -1)
+        finish_exchange = routing.start_all_to_all(
+            received.view(num_peers, -1), same_for_every_peer, across
+        )
+
+        def finish() -> Tensor:
+            finish_exchange()
+            if num_sharing == 1:
+                return received
+            gathered = received.new_empty(num_sharing, *received.shape)
+            routing.all_gather(gathered, received, same_group)
+            return torch.cat(list(gathered), 1)[:, :num_columns].contiguous()
+
+        return finish
+
+
+def split_into_fragments(sizes: Sequence[int], num_fragments: int) -> list[list[int]]:
+    """Splits a list of tensors into fragments of nearly equal size.
+
+    Args:
+        sizes: the number of elements of each tensor.
+        num_fragments: how many fragments there are to be.
+
+    Returns:
+        The indices of the tensors of each fragment. They are consecutive; no fragment is empty.
+
+    Raises:
+        SettingError: there are fewer tensors than fragments.
+    """
+    num_tensors = len(sizes)
+    if num_fragments > max(1, num_tensors):
+        raise SettingError(
+            f"DiLoCo(fragments={num_fragments})",
+            f"the model has {count_noun(num_tensors, 'parameter')} to train",
+            "use fewer fragments",
+        )
+    size_before = [0, *itertools.accumulate(sizes)]
+    total = size_before[-1]
+    bounds = [0]
+    for number_of_bound in range(1, num_fragments):
+        ideal = total * number_of_bound / num_fragments
+        # At least one tensor for the fragment before, and for each of those that follow.
+        lowest = bounds[-1] + 1
+        highest = num_tensors - (num_fragments - number_of_bound)
+        candidates = range(lowest, highest + 1)
+        bounds.append(min(candidates, key=lambda bound: abs(size_before[bound] - ideal)))
+    bounds.append(num_tensors)
+    return [list(range(begin, end)) for begin, end in itertools.pairwise(bounds)]

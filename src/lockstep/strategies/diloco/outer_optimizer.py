@@ -1,0 +1,194 @@
+"""DiLoCo's outer optimizer: merges what the virtual ranks have learned into the shared weights.
+
+It is SGD with Nesterov momentum. Its gradient is the *pseudo-gradient*: the mean over all virtual
+ranks of (shared weights - weights of the virtual rank). The weights are exchanged in *fragments*,
+lists of parameters, given by their indices. A fragment that was sent and not yet applied is *in
+flight*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.communication.quantize import Method
+from lockstep.errors import CheckpointError
+from lockstep.strategies.diloco.exchange import Exchange
+from lockstep.strategies.diloco.tensor_versions import SHARED, TensorVersions
+from lockstep.wording import count_noun
+
+WEIGHT_OF_OWN_VALUES = 0.5
+"""Where fragments are applied later than they were sent, a virtual rank goes on with this part of
+its own weights and the rest of the shared ones (alpha in the paper)."""
+
+
+class FragmentInFlight(NamedTuple):
+    """A fragment that was sent and is not applied yet."""
+
+    due_step: int
+    """The step in which it is applied."""
+    pseudo_gradients: list[Tensor]
+    """One per parameter of the fragment; complete once `wait` was called."""
+    wait: Callable[[], None]
+
+
+def _already_complete() -> None:
+    """Takes the place of `wait` in a fragment whose pseudo-gradients are complete."""
+
+
+class OuterOptimizer:
+    """Exchanges fragments of the weights, and applies them to the shared weights.
+
+    Args:
+        weights: the weights of the virtual ranks and the shared ones.
+        virtual_ranks: the numbers of those that this process computes.
+        fragments: the indices of the parameters of each fragment.
+        exchange: averages over all virtual ranks.
+        learning_rate: of the outer optimizer.
+        momentum: of the outer optimizer.
+        compress: how pseudo-gradients are sent; None: as they are.
+        delays: True if fragments are applied later than they are sent.
+    """
+
+    def __init__(
+        self,
+        weights: TensorVersions,
+        virtual_ranks: Sequence[int],
+        fragments: list[list[int]],
+        exchange: Exchange,
+        *,
+        learning_rate: float,
+        momentum: float,
+        compress: Method | None,
+        delays: bool,
+    ) -> None:
+        self._weights = weights
+        self._virtual_ranks = virtual_ranks
+        self._fragments = fragments
+        self._exchange = exchange
+        self._learning_rate = learning_rate
+        self._momentum = momentum
+        self._compress = compress
+        self._delays = delays
+        self._velocity: dict[int, Tensor] = {}
+        """The momentum buffer of each parameter, by its index."""
+        self._in_flight: dict[int, FragmentInFlight] = {}
+        self._quantization_errors: dict[int, dict[int, Tensor]] = {}
+        """By virtual rank and fragment: the error of what was sent last, to be added next time."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets momentum, errors, and what is in flight: the shared weights are new ones."""
+        self._velocity = {}
+        self._in_flight = {}
+        self._quantization_errors = {number: {} for number in self._virtual_ranks}
+
+    def send(self, fragment: int, due_step: int) -> None:
+        """Starts the exchange of a fragment, which is to be applied in the step `due_step`."""
+        indices = self._fragments[fragment]
+        shared = self._weights.values(SHARED)
+        weights_of_virtual_ranks = [self._weights.values(n) for n in self._virtual_ranks]
+        pseudo_gradients: list[Tensor] = []
+        if self._compress is None:
+            for index in indices:
+                total = torch.zeros_like(shared[index])
+                for weights in weights_of_virtual_ranks:
+                    total += shared[index] - weights[index]
+                pseudo_gradients.append(total)
+            wait = self._exchange.start_means(pseudo_gradients)
+        else:
+            pseudo_gradients = [torch.empty_like(shared[index]) for index in indices]
+            vectors: list[Tensor] = []
+            for weights in weights_of_virtual_ranks:
+                differences = [(shared[index] - weights[index]).reshape(-1) for index in indices]
+                vectors.append(torch.cat(differences))
+            errors = [self._quantization_errors[n].get(fragment) for n in self._virtual_ranks]
+            new_errors, wait = self._exchange.start_quantized_means(
+                vectors, errors, pseudo_gradients, self._compress
+            )
+            for number, error in zip(self._virtual_ranks, new_errors, strict=True):
+                if error is not None:
+                    self._quantization_errors[number][fragment] = error
+        self._in_flight[fragment] = FragmentInFlight(due_step, pseudo_gradients, wait)
+
+    def due_fragments(self, step: int) -> list[int]:
+        """Returns the fragments in flight that are to be applied in this step or before."""
+        due: list[int] = []
+        for fragment, in_flight in self._in_flight.items():
+            if in_flight.due_step <= step:
+                due.append(fragment)
+        return due
+
+    def apply(self, fragment: int) -> None:
+        """Takes the outer step for a fragment in flight, and updates the virtual ranks' weights."""
+        in_flight = self._in_flight.pop(fragment)
+        in_flight.wait()
+        shared = self._weights.values(SHARED)
+        indices = self._fragments[fragment]
+        for index, gradient in zip(indices, in_flight.pseudo_gradients, strict=True):
+            update = gradient
+            if self._momentum:
+                if index not in self._velocity:
+                    self._velocity[index] = torch.zeros_like(gradient)
+                velocity = self._velocity[index].mul_(self._momentum).add_(gradient)
+                update = gradient.add(velocity, alpha=self._momentum)  # Nesterov
+            shared[index].sub_(update, alpha=self._learning_rate)
+            for number in self._virtual_ranks:
+                weight = self._weights.values(number)[index]
+                if self._delays:  # it was trained further since the fragment was sent
+                    weight.lerp_(shared[index], 1.0 - WEIGHT_OF_OWN_VALUES)
+                else:
+                    weight.copy_(shared[index])
+
+    def wait(self) -> None:
+        """Waits until the pseudo-gradients of all fragments in flight are complete."""
+        for fragment, in_flight in self._in_flight.items():
+            in_flight.wait()
+            self._in_flight[fragment] = in_flight._replace(wait=_already_complete)
+
+    def drop_in_flight(self) -> None:
+        """Forgets the fragments in flight without waiting for them."""
+        self._in_flight = {}
+
+    def shared_state(self) -> dict[str, Any]:
+        """Returns the part of the state that is equal on all ranks, for a checkpoint."""
+        self.wait()
+        sent: list[list[Any]] = []
+        for fragment, in_flight in self._in_flight.items():
+            sent.append([fragment, in_flight.due_step, in_flight.pseudo_gradients])
+        return {"fragments": len(self._fragments), "momentum": self._velocity, "sent": sent}
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if a shared state was saved with another number of fragments."""
+        num_fragments = len(self._fragments)
+        num_saved = saved["fragments"]
+        if num_fragments != num_saved:
+            raise CheckpointError(
+                f"resuming with DiLoCo(fragments={num_fragments})",
+                f"the checkpoint is of a round in {count_noun(num_saved, 'fragment')}, and holds "
+                "what is still to be exchanged of each",
+                f"continue with fragments={num_saved}; or begin anew from the shared weights: "
+                "lockstep.load_weights(model, folder)",
+            )
+
+    def load_shared_state(self, saved: Mapping[str, Any], device: torch.device) -> None:
+        """Loads what `shared_state` returned."""
+        self._velocity = {index: value.to(device) for index, value in saved["momentum"].items()}
+        for fragment, due_step, pseudo_gradients in saved["sent"]:
+            on_device = [gradient.to(device) for gradient in pseudo_gradients]
+            self._in_flight[fragment] = FragmentInFlight(due_step, on_device, _already_complete)
+
+    def quantization_errors(self, virtual_rank: int) -> dict[int, Tensor]:
+        """Returns the errors of a virtual rank, by fragment."""
+        return self._quantization_errors[virtual_rank]
+
+    def load_quantization_errors(
+        self, virtual_rank: int, errors: Mapping[int, Tensor], device: torch.device
+    ) -> None:
+        """Loads what `quantization_errors` returned."""
+        self._quantization_errors[virtual_rank] = {
+            fragment: error.to(device) for fragment, error in errors.items()
+        }

@@ -1,0 +1,214 @@
+"""The strategy `diloco`: virtual ranks train apart, and are merged every so many steps.
+
+A *virtual rank* (the user's option calls it a replica) trains its own copy of the model on an equal
+part of every global batch, with an inner optimizer of its own. Their number is part of the recipe,
+as the global batch is; results do not depend on the number of processes. Every `every` steps, one
+*round*, the outer optimizer merges them into the *shared* weights, and all go on from these.
+
+The outer optimizer, SGD with Nesterov momentum, takes the mean over virtual ranks of (shared
+weights - weights of the virtual rank) as gradient of the shared weights (Douillard et al.,
+"DiLoCo", arXiv 2311.08105, algorithm 1). Without momentum and at a rate of 1 this is local SGD
+(Stich, arXiv 1805.09767), which may begin later (post-local SGD, Lin et al., arXiv 1808.07217).
+
+The model may be exchanged in fragments, one after the other, and what was sent be applied some
+steps later, while training goes on. A virtual rank then takes the mean of its own weights and the
+shared ones ("Streaming DiLoCo", Douillard et al., arXiv 2501.18512, algorithm 2, with alpha = 0.5).
+
+Communication between virtual ranks: one all-reduce of a fragment when it is due, nothing else. If
+differences are compressed, one all-gather of the quantized differences instead; the quantization
+error is added to what is sent next (error feedback, Karimireddy et al., arXiv 1901.09847). Ranks
+that compute one virtual rank together average its gradient in each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from lockstep.batch.plan import ceil_div
+from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import outside_compiled_code
+from lockstep.errors import SettingError, warn
+from lockstep.settings import Choice
+from lockstep.strategies.base import (
+    PreparedModule,
+    Strategy,
+    StrategyPlan,
+    move_to_device,
+    open_group,
+)
+from lockstep.strategies.diloco.exchange import ACROSS_VIRTUAL_RANKS, SAME_VIRTUAL_RANKS
+from lockstep.strategies.diloco.options import DiLoCoOptions
+from lockstep.strategies.diloco.training import DiLoCoTraining
+from lockstep.strategies.replication import take_from_first
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
+from lockstep.units import format_bytes
+from lockstep.wording import count_noun
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(DiLoCoOptions, Strategy):
+    """The strategy `diloco`, with its options.
+
+    Raises:
+        SettingError: a value out of range, or two that do not go together.
+    """
+
+    name: ClassVar[str] = "diloco"
+
+    def plan(self, run: Run) -> StrategyPlan:
+        """Plans one part of every global batch for each virtual rank.
+
+        Raises:
+            SettingError: a world size that does not fit, or precision fp16.
+        """
+        num_ranks = run.topology.size
+        if num_ranks > self.replicas and num_ranks % self.replicas != 0:
+            raise SettingError(
+                f"DiLoCo(replicas={self.replicas}) on {num_ranks} processes",
+                "each process computes one or more replicas, or each replica is computed by "
+                "equally many processes",
+                f"start at most {self.replicas} processes, or a multiple of it; the numbers depend "
+                "on replicas alone",
+            )
+        if run.settings.precision == "fp16":
+            raise SettingError(
+                "strategy='diloco' with precision='fp16'",
+                "its loss scaler would skip steps of one replica and not of the others",
+                "use precision='bf16', which needs none",
+            )
+        if num_ranks > 1:
+            ranks_per_group = max(1, num_ranks // self.replicas)
+            # Each row has the ranks that compute the same virtual ranks.
+            ranks = torch.arange(num_ranks).view(-1, ranks_per_group)
+            open_group(run, SAME_VIRTUAL_RANKS, ranks)
+            if self.compress:
+                open_group(run, ACROSS_VIRTUAL_RANKS, ranks.T)
+        run.step.num_common_steps = self.start
+        return replace(
+            super().plan(run),
+            num_virtual_ranks=self.replicas,
+            statistics_group=SAME_VIRTUAL_RANKS,
+        )
+
+    def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
+        """Returns the module itself, on its device, in which virtual ranks take turns.
+
+        Raises:
+            SettingError: there are more fragments than parameters.
+            UsageError: the module holds a sparse tensor.
+        """
+        choices = move_to_device(module, run.device)
+        _set_statistics_group(module, run)
+        if run.topology.size > 1:
+            take_from_first([*module.parameters(), *module.buffers()])
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return PreparedModule(module=module, choices=choices)
+        self._warn_of_statistics(module)
+        untyped: Any = module  # for attributes and methods without types
+        options = self
+        if run.settings.uncompressed:
+            options = replace(self, compress=None)
+            if self.compress is not None:
+                # `lockstep verify` compares without compression, and says so.
+                untyped.by_choice = f"differences of replicas are sent as {self.compress}"
+        training = DiLoCoTraining(module, run, options)
+        module.register_forward_pre_hook(ModuleHook(training.before_forward))
+        untyped.register_state_dict_pre_hook(ModuleHook(training.put_shared_values))
+        untyped.register_load_state_dict_pre_hook(ModuleHook(training.forget_virtual_ranks))
+        size_bytes = sum(p.numel() * p.element_size() for p in training.parameters)
+        choices += options._choices(run.topology.size, size_bytes)
+        return PreparedModule(
+            module=module,
+            choices=choices,
+            equal_tensors=training.equal_tensors,
+            extensions=[training],
+            virtual_rank_state=training,
+        )
+
+    def _choices(self, num_ranks: int, size_bytes: int) -> list[Choice]:
+        """Describes the virtual ranks and the exchange, for the block of choices.
+
+        Args:
+            num_ranks: the world size.
+            size_bytes: of the parameters that are exchanged.
+        """
+        if self.replicas <= num_ranks:
+            where = f"each on {count_noun(num_ranks // self.replicas, 'process')}"
+        else:
+            fewest = self.replicas // num_ranks
+            most = ceil_div(self.replicas, num_ranks)
+            number = count_noun(fewest, "replica")
+            if fewest != most:
+                number = f"{fewest} or {most} replicas"
+            where = f"{number} on each process, in turn"
+        exchanged = format_bytes(size_bytes)
+        if self.compress is not None:
+            exchanged += f" as {self.compress}"
+        if self.fragments > 1:
+            exchanged += f" in {self.fragments} fragments"
+        if self.delay > 0:
+            exchanged += f", applied {count_noun(self.delay, 'step')} later"
+        rule = f"outer SGD, rate {self.outer_lr:g}, Nesterov momentum {self.outer_momentum:g}"
+        return [
+            Choice("replicas", str(self.replicas), f"train apart; {where}"),
+            Choice("exchange", f"every {count_noun(self.every, 'step')}", f"{exchanged}; {rule}"),
+        ]
+
+    def _warn_of_statistics(self, module: nn.Module) -> None:
+        """Warns if the outer optimizer moves weights further than the running statistics.
+
+        Running statistics become the mean over virtual ranks. The weights do so only with
+        outer_lr=1 and without momentum.
+        """
+        weights_are_means = self.outer_lr == 1.0 and not self.outer_momentum
+        training_layers = [layer for layer in module.modules() if layer.training]
+        has_statistics = any(
+            getattr(layer, "running_mean", None) is not None for layer in training_layers
+        )
+        if weights_are_means or not has_statistics:
+            return
+        warn(
+            f"DiLoCo(outer_lr={self.outer_lr:g}, outer_momentum={self.outer_momentum:g}) of a "
+            "model with BatchNorm",
+            "running statistics are the mean over the replicas, but the outer optimizer takes "
+            "the weights further, so the two do not match when the model is evaluated or saved",
+            "recompute them before you evaluate or save: update_bn(batches, model) of "
+            "torch.optim.swa_utils, the same batches on every rank; or use GroupNorm, or "
+            "outer_lr=1, outer_momentum=0",
+        )
+
+
+def _set_statistics_group(module: nn.Module, run: Run) -> None:
+    """Has the user's SyncBatchNorm layers take statistics over one virtual rank's samples."""
+    group = run.groups.get(SAME_VIRTUAL_RANKS)
+    for layer in module.modules():
+        if group is not None and isinstance(layer, nn.SyncBatchNorm):
+            convert(layer, group)
+        if isinstance(layer, SyncBatchNorm) and layer.process_group is None:
+            layer.process_group = group
+
+
+class ModuleHook:
+    """A hook of a module, which does nothing on copies of the module and on pickled ones.
+
+    Args:
+        call: called without arguments whenever the hook is; None: nothing happens.
+    """
+
+    def __init__(self, call: Callable[[], None] | None = None) -> None:
+        self._call = call
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        """Is used by `copy` and `pickle`: a copy is a hook that does nothing."""
+        return ModuleHook, ()
+
+    @outside_compiled_code
+    def __call__(self, *args: Any) -> None:
+        """Is called by torch, with the module and other arguments that are not needed."""
+        if self._call is not None:
+            self._call()

@@ -1,0 +1,63 @@
+"""Several versions of the values of a module's tensors, one of which is in the module at a time.
+
+A process may train several virtual ranks with one module. Each has a *version* of the weights and
+of the buffers: its own values, named by its number. The version `SHARED` has the values that all
+virtual ranks have in common. Versions change places by swapping the tensors' memory, not by copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+Version = int | None
+"""The number of a virtual rank, or `SHARED`."""
+
+SHARED = None
+
+
+class TensorVersions:
+    """Versions of some tensors of a module.
+
+    Args:
+        get_tensors: returns the module's present tensors (a module may replace its buffers).
+    """
+
+    def __init__(self, get_tensors: Callable[[], Sequence[Tensor]]) -> None:
+        self._get_tensors = get_tensors
+        self.in_module: Version = SHARED
+        """The version whose values are in the module."""
+        self._stored: dict[Version, list[Tensor]] = {}
+        """The values of all other versions that exist."""
+
+    def values(self, version: Version) -> list[Tensor]:
+        """Returns the values of a version; one that does not exist yet begins with the shared ones.
+
+        Writing to them changes the version.
+        """
+        if version == self.in_module:
+            return [tensor.data for tensor in self._get_tensors()]
+        if version not in self._stored:
+            self._stored[version] = [value.clone() for value in self.values(SHARED)]
+        return self._stored[version]
+
+    def put_in_module(self, version: Version) -> None:
+        """Puts the values of a version into the module, and stores those that are there."""
+        if version == self.in_module:
+            return
+        new_values = self.values(version)
+        self._stored[self.in_module] = self.values(self.in_module)
+        for tensor, value in zip(self._get_tensors(), new_values, strict=True):
+            tensor.data = value
+        self._stored.pop(version, None)
+        self.in_module = version
+
+    def exists(self, virtual_rank: int) -> bool:
+        """Returns True if a virtual rank has values of its own."""
+        return virtual_rank == self.in_module or virtual_rank in self._stored
+
+    def keep_only_shared(self) -> None:
+        """Drops the versions of all virtual ranks, so that they begin with the shared values."""
+        self.put_in_module(SHARED)
+        self._stored.clear()

@@ -1,0 +1,447 @@
+"""What DiLoCo does with a module in each step of a training.
+
+A *virtual rank* trains its own copy of the model on a fixed part of every global batch (the user's
+option calls it a replica). The virtual ranks of a process take turns in one module: from the first
+micro-batch of a virtual rank to its optimizer step, its weights, buffers and gradients are in the
+module; otherwise the *shared* weights are. A *round* is the time between two exchanges. Before the
+step `start` all virtual ranks *train one model*: they share the weights and average every gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.batch.plan import virtual_ranks_of
+from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import write_counts
+from lockstep.errors import UsageError, warn
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.strategies.base import EqualTensors
+from lockstep.strategies.diloco.exchange import (
+    SAME_VIRTUAL_RANKS,
+    Exchange,
+    split_into_fragments,
+)
+from lockstep.strategies.diloco.options import DiLoCoOptions
+from lockstep.strategies.diloco.outer_optimizer import OuterOptimizer
+from lockstep.strategies.diloco.tensor_versions import SHARED, TensorVersions
+from lockstep.strategies.replication import MovingBuffers, average_gradients, take_from_first
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+from lockstep.wording import count_noun
+
+
+class DiLoCoTraining(Extension):
+    """Puts the values of the virtual ranks into a module in turn, and runs the exchanges.
+
+    Args:
+        module: the module, on its device.
+        run: the run.
+        options: of the strategy.
+    """
+
+    def __init__(self, module: nn.Module, run: Run, options: DiLoCoOptions) -> None:
+        self._module = module
+        self._run = run
+        self._options = options
+        self._step = run.step
+        num_ranks = run.topology.size
+        num_virtual_ranks = options.replicas
+        self.own: Sequence[int] = virtual_ranks_of(run.topology.rank, num_ranks, num_virtual_ranks)
+        """The numbers of the virtual ranks that this process computes."""
+        self._group: dist.ProcessGroup | None = None
+        """The ranks that compute the same virtual rank, if there are several."""
+        self._moving_buffers: MovingBuffers | None = None
+        if num_ranks // num_virtual_ranks > 1:
+            self._group = run.groups.get(SAME_VIRTUAL_RANKS)
+        if self._group is not None:
+            self._moving_buffers = MovingBuffers(module, run.step, self._group)
+        self._exchange = Exchange(run, num_virtual_ranks)
+
+        self._parameter_names: list[str] = []
+        self.parameters: list[nn.Parameter] = []
+        """The parameters that are trained."""
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                self._parameter_names.append(name)
+                self.parameters.append(parameter)
+        self._weights = TensorVersions(lambda: self.parameters)
+        self._buffer_names = [name for name, _ in module.named_buffers()]
+        self._buffer_places = [_owner_and_attribute(module, name) for name in self._buffer_names]
+        self._buffers = TensorVersions(self._present_buffers)
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self._outer_optimizer = OuterOptimizer(
+            self._weights,
+            self.own,
+            split_into_fragments(sizes, options.fragments),
+            self._exchange,
+            learning_rate=options.outer_lr,
+            momentum=options.outer_momentum,
+            compress=options.compress,
+            delays=options.delay > 0,
+        )
+
+        self._owner_of_gradients = self.own[0]
+        """The virtual rank to which the gradients in the module belong."""
+        self._stored_gradients: dict[int, list[Tensor | None]] = {}
+        """Gradients of the other virtual ranks."""
+        self._optimizers: list[Optimizer] = []
+        """The optimizers that hold parameters of the module."""
+        self._stepped_optimizers: set[int] = set()
+        """The `id` of each optimizer that has stepped for the present virtual rank."""
+        self._global_batch_is_unfinished = False
+        """True if a virtual rank has stepped for the global batch, and it is not finished."""
+        self._last_virtual_rank_began = False
+        """True if the last micro-batch of the global batch has begun."""
+        self._writes_to_shared: list[int] = []
+        """The write count of each parameter when the shared weights were put into the module."""
+
+    # Whose values are in the module
+
+    def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
+        """Remembers the optimizers that hold parameters of the module."""
+        if self._module in modules:
+            self._optimizers.append(optimizer.inner)
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Puts the values of the micro-batch's virtual rank into the module.
+
+        Raises:
+            UsageError: some virtual ranks have not stepped for the global batch before this one.
+        """
+        if micro_batch.first and self._global_batch_is_unfinished:
+            if not self._last_virtual_rank_began:
+                raise UsageError(
+                    "a training loop that was left between the replicas of a global batch",
+                    "some of them have made their step, and others have not",
+                    "leave the loop where world.is_last_micro_batch is true, or by what changes "
+                    "once per global batch, such as world.step",
+                )
+            self._finish_global_batch()
+        self._last_virtual_rank_began = micro_batch.last
+        if micro_batch.opens:
+            self._stepped_optimizers.clear()
+        self._put_present_values()
+
+    def before_forward(self) -> None:
+        """Puts the shared values into the module for an evaluation inside the training loop."""
+        is_training = torch.is_grad_enabled() or self._module.training
+        if not is_training:
+            self.put_shared_values()
+        elif not self._all_optimizers_stepped:
+            self._put_present_values()
+
+    def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Puts the weights of the forward pass back, in case an evaluation came in between.
+
+        Raises:
+            UsageError: no loader or no optimizer is prepared.
+        """
+        if not (self._step.in_training_loop and self._optimizers):
+            raise UsageError(
+                "training under strategy='diloco' without a prepared loader and optimizer",
+                "the loader says which replica a micro-batch belongs to, and the optimizer when "
+                "that has made its step",
+                "train on what world.prepare(model, optimizer, loader) returned",
+            )
+        self._put_present_values()
+
+    def backward_ended(self, micro_batch: MicroBatch) -> None:
+        """Averages gradients over the ranks that compute the virtual rank, before its step.
+
+        While the virtual ranks train one model, over all ranks. A gradient that was averaged after
+        an earlier backward pass of the same step is equal on these ranks, so it does not change.
+        """
+        present = self._step.micro_batch
+        if not present.closes:
+            return
+        if present.virtual_rank is None:
+            if self._run.topology.size > 1:
+                average_gradients(self.parameters)
+        elif self._group is not None:
+            average_gradients(self.parameters, self._group)
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Puts the virtual rank's weights back, in case an evaluation came in between.
+
+        Raises:
+            UsageError: the optimizer has stepped for this virtual rank before.
+        """
+        if self._module not in modules:
+            return
+        if id(optimizer) in self._stepped_optimizers:
+            raise UsageError(
+                f"several steps of {type(optimizer).__name__} in a global batch",
+                "under strategy='diloco' replicas meet after a number of global batches, and each "
+                "makes one step in it",
+                "call optimizer.step() once for each batch of the loader",
+            )
+        self._put_present_values()
+        train_one_model = self._step.micro_batch.virtual_rank is None
+        if train_one_model and not self._global_batch_is_unfinished:
+            self._average_buffers()
+            self._buffers.put_in_module(SHARED)
+        self._global_batch_is_unfinished = True
+        self._stepped_optimizers.add(id(optimizer))
+
+    def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """After the last optimizer's step for the last virtual rank, exchanges what is due."""
+        if self._module not in modules or not self._all_optimizers_stepped:
+            return
+        if self._moving_buffers is not None:
+            self._moving_buffers.follow()
+        if self._step.micro_batch.last:
+            self._finish_global_batch()
+
+    def pass_ended(self) -> None:
+        """Puts the shared values into the module."""
+        self.put_shared_values()
+
+    def put_shared_values(self) -> None:
+        """Puts the shared weights and buffers into the module."""
+        self._buffers.put_in_module(SHARED)
+        if self._weights.in_module is not SHARED:
+            self._weights.put_in_module(SHARED)
+            self._writes_to_shared = write_counts(self.parameters)
+
+    def _put_present_values(self) -> None:
+        """Puts what the present micro-batch is computed with into the module."""
+        if self._step.virtual_rank is None:
+            return
+        number = self._step.virtual_rank.number
+        self._buffers.put_in_module(number)
+        train_one_model = self._step.micro_batch.virtual_rank is None
+        if train_one_model:
+            return
+        if self._weights.in_module is SHARED and self._weights.exists(number):
+            self._check_shared_weights_are_unchanged()
+        self._weights.put_in_module(number)
+        if number != self._owner_of_gradients:
+            self._swap_gradients(number)
+
+    def _swap_gradients(self, number: int) -> None:
+        """Stores the gradients that are in the module, and puts those of a virtual rank there."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        self._stored_gradients[self._owner_of_gradients] = gradients
+        none: list[Tensor | None] = [None] * len(self.parameters)
+        new_gradients = self._stored_gradients.pop(number, none)
+        for parameter, gradient in zip(self.parameters, new_gradients, strict=True):
+            parameter.grad = gradient
+        self._owner_of_gradients = number
+
+    def _check_shared_weights_are_unchanged(self) -> None:
+        """Raises UsageError if the user has written to the shared weights: that would be lost."""
+        if self._writes_to_shared and self._writes_to_shared != write_counts(self.parameters):
+            raise UsageError(
+                "weights changed by hand under strategy='diloco'",
+                "outside of a step the model holds the shared weights, and the replicas go on from "
+                "their own until the next exchange",
+                "change them in a hook of the optimizer: register_step_post_hook; or load a state "
+                "dict, with which all replicas begin anew",
+            )
+
+    @property
+    def _all_optimizers_stepped(self) -> bool:
+        """True if all optimizers have stepped for the present virtual rank."""
+        return len(self._stepped_optimizers) == len(self._optimizers)
+
+    # The exchange
+
+    @torch.no_grad()
+    def _finish_global_batch(self) -> None:
+        """Exchanges what is due after the steps of all virtual ranks for a global batch."""
+        self._global_batch_is_unfinished = False
+        for fragment in self._outer_optimizer.due_fragments(self._step.number):
+            self._apply(fragment)
+        steps_apart = self._step.number - self._options.start
+        if steps_apart > 0:
+            for fragment in self._fragments_to_send(steps_apart):
+                self._outer_optimizer.send(fragment, self._step.number + self._options.delay)
+                if self._options.delay == 0:
+                    self._apply(fragment)
+        self.put_shared_values()
+
+    def _fragments_to_send(self, steps_apart: int) -> list[int]:
+        """Returns the fragments that are sent after this number of steps of training apart.
+
+        In each round of `every` steps the fragments are sent at equal intervals, the last one at
+        the end of the round.
+        """
+        every = self._options.every
+        to_send: list[int] = []
+        for fragment in range(self._options.fragments):
+            step_in_round = (fragment + 1) * every // self._options.fragments
+            if steps_apart % every == step_in_round % every:
+                to_send.append(fragment)
+        return to_send
+
+    def _apply(self, fragment: int) -> None:
+        """Applies a fragment; with the last one of a round, the buffers are averaged too."""
+        self._outer_optimizer.apply(fragment)
+        if fragment == self._options.fragments - 1:
+            self._average_buffers()
+
+    @torch.no_grad()
+    def _average_buffers(self) -> None:
+        """Replaces all versions of each floating-point buffer by their mean over virtual ranks.
+
+        Other buffers, such as counters, are taken from the first virtual rank. A buffer that is
+        equal everywhere keeps its bits.
+        """
+        shared = self._buffers.values(SHARED)
+        buffers_of_virtual_ranks = [self._buffers.values(number) for number in self.own]
+        averaged: list[Tensor] = []
+        sums_of_differences: list[Tensor] = []
+        taken_from_first: list[Tensor] = []
+        for index, buffer in enumerate(shared):
+            if buffer.is_floating_point():
+                total = torch.zeros_like(buffer)
+                for buffers in buffers_of_virtual_ranks:
+                    total += _difference(buffer, buffers[index])
+                averaged.append(buffer)
+                sums_of_differences.append(total)
+            else:
+                buffer.copy_(buffers_of_virtual_ranks[0][index])
+                taken_from_first.append(buffer)
+        wait = self._exchange.start_means(sums_of_differences)
+        wait()
+        for buffer, mean_difference in zip(averaged, sums_of_differences, strict=True):
+            buffer.sub_(mean_difference)
+        if taken_from_first and self._run.topology.size > 1:
+            take_from_first(taken_from_first)
+        for buffers in buffers_of_virtual_ranks:
+            for index, buffer in enumerate(shared):
+                buffers[index].copy_(buffer)
+
+    # For checks, checkpoints and the end of the run
+
+    def equal_tensors(self) -> Iterable[EqualTensors]:
+        """Yields the tensors that must be equal on several ranks.
+
+        The shared weights are equal on all ranks, those of a virtual rank on the ranks that compute
+        it.
+        """
+        if self._run.topology.size == 1:
+            return
+        shared_weights = self._weights.values(SHARED)
+        shared_buffers = self._buffers.values(SHARED)
+        yield EqualTensors(
+            dict(zip(self._parameter_names, shared_weights, strict=True)),
+            dict(zip(self._buffer_names, shared_buffers, strict=True)),
+        )
+        number = self.own[0]
+        if self._group is not None and self._weights.exists(number):
+            weights = self._weights.values(number)
+            weight_by_name = dict(zip(self._parameter_names, weights, strict=True))
+            yield EqualTensors(weight_by_name, {}, self._group)
+
+    def round_is_over(self) -> bool:
+        """Returns True if the last fragment of a round was applied in the present step."""
+        steps_apart = self._step.number - self._options.start
+        return steps_apart % self._options.every == self._options.delay
+
+    def shared_state(self) -> Any:
+        """Returns the state of the outer optimizer, and the fragments in flight."""
+        return self._outer_optimizer.shared_state()
+
+    def check(self, shared: Any) -> None:
+        """Raises CheckpointError if a shared state was saved with another number of fragments."""
+        self._outer_optimizer.check(shared)
+
+    def virtual_rank_state(self, number: int) -> Any:
+        """Returns the weights and buffers of a virtual rank; no weights if it has the shared ones.
+
+        It also returns the errors of quantization that are to be added to what it sends next.
+        """
+        has_weights = self._weights.exists(number)
+        return {
+            "weights": self._weights.values(number) if has_weights else None,
+            "buffers": self._buffers.values(number),
+            "lost": self._outer_optimizer.quantization_errors(number),
+        }
+
+    @torch.no_grad()
+    def load(self, shared: Any, states: Mapping[int, Any]) -> None:
+        """Loads what `shared_state` and `virtual_rank_state` returned."""
+        self.forget_virtual_ranks()
+        device = self._run.device
+        self._outer_optimizer.load_shared_state(shared, device)
+        for number, state in states.items():
+            self._outer_optimizer.load_quantization_errors(number, state["lost"], device)
+            _load_values(self._weights, number, state["weights"])
+            _load_values(self._buffers, number, state["buffers"])
+
+    def forget_virtual_ranks(self) -> None:
+        """Drops what virtual ranks have of their own: all begin with the module's new weights."""
+        self._weights.keep_only_shared()
+        self._buffers.keep_only_shared()
+        self._writes_to_shared = []
+        self._stored_gradients = {}
+        self._outer_optimizer.reset()
+
+    def close(self, failed: bool) -> None:
+        """Waits for what is in flight, and warns if the last steps are in no exchange."""
+        if not failed:
+            self._outer_optimizer.wait()
+        self._outer_optimizer.drop_in_flight()
+        if failed:
+            return
+        every = self._options.every
+        delay = self._options.delay
+        steps_apart = self._step.number - self._options.start
+        num_applied_rounds = max(0, steps_apart - delay) // every
+        steps_in_rounds = num_applied_rounds * every
+        steps_left = steps_apart - steps_in_rounds
+        if steps_left <= delay:
+            return
+        delay_option = f", delay={delay}" if delay > 0 else ""
+        warn(
+            f"DiLoCo(every={every}{delay_option}) for {count_noun(steps_apart, 'step')}",
+            f"the last {count_noun(steps_left, 'step')} of the replicas are not in the shared "
+            "weights, which are evaluated and saved",
+            f"end after {steps_in_rounds + every + delay} steps, when the last exchange has been "
+            "applied",
+        )
+
+    def release(self) -> None:
+        """Drops references to the process group."""
+        group = self._run.groups.get(SAME_VIRTUAL_RANKS)
+        for layer in self._module.modules():
+            if isinstance(layer, SyncBatchNorm) and layer.process_group is group:
+                layer.process_group = None
+        self._group = None
+        self._moving_buffers = None
+
+    def _present_buffers(self) -> list[Tensor]:
+        """Returns the buffers that the module has now; a forward pass may have replaced some."""
+        return [getattr(owner, attribute) for owner, attribute in self._buffer_places]
+
+
+def _owner_and_attribute(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Returns the submodule that holds a buffer of this name, and the attribute there."""
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
+
+
+def _load_values(
+    versions: TensorVersions, virtual_rank: int, values: Sequence[Tensor] | None
+) -> None:
+    """Copies saved values into a virtual rank's version.
+
+    Nothing happens if there are none: then the virtual rank begins with the shared values.
+    """
+    if not values:
+        return
+    for tensor, value in zip(versions.values(virtual_rank), values, strict=True):
+        tensor.copy_(value)
+
+
+def _difference(shared: Tensor, other: Tensor) -> Tensor:
+    """Returns `shared - other`, and 0 where both are equal, even if they are infinite."""
+    return torch.where(shared == other, torch.zeros_like(shared), shared - other)
