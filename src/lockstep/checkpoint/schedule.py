@@ -120,29 +120,35 @@ class SaveSchedule:
         """
         self._requests.listen()
         save = isinstance(self._every, int) and number % self._every == 0
-        if number >= self._next_exchange_step:
-            answers = self._ask_all_ranks(number)
-            if any(answer.stop_requested for answer in answers):
-                return "stop"
-            if answers[0].save_is_due or any(answer.save_requested for answer in answers):
-                save = True
+        stop = False
+        if self._collectives.alone:
+            save_requested = self._requests.take_save()
+            save = save or save_requested or self._is_due()
+            stop = self._requests.stop
+        elif number >= self._next_exchange_step:
+            answers = self._exchange(number)
+            save_requested = any(answer.save_requested for answer in answers)
+            save = save or save_requested or answers[0].save_is_due
+            stop = any(answer.stop_requested for answer in answers)
+        if stop:
+            return "stop"
         return "save" if save else None
 
-    def _ask_all_ranks(self, number: int) -> list[_RankAnswer]:
+    def _is_due(self) -> bool:
+        """Returns True if the time after which to save has passed, by this process's clock."""
+        if not isinstance(self._every, timedelta):
+            return False
+        return self._clock() - self._saved_at_s >= self._every.total_seconds()
+
+    def _exchange(self, number: int) -> list[_RankAnswer]:
         """Returns the answers of all ranks, and sets the step of the next exchange."""
-        now_s = self._clock()
-        save_is_due = False
-        if isinstance(self._every, timedelta):
-            save_is_due = now_s - self._saved_at_s >= self._every.total_seconds()
         num_steps = max(1, number - self._last_exchange_step)
         answer = _RankAnswer(
             save_requested=self._requests.take_save(),
             stop_requested=self._requests.stop,
-            save_is_due=save_is_due,
-            step_time_s=(now_s - self._last_exchange_at_s) / num_steps,
+            save_is_due=self._is_due(),
+            step_time_s=(self._clock() - self._last_exchange_at_s) / num_steps,
         )
-        if self._collectives.alone:
-            return [answer]
         answers = [_RankAnswer(*values) for values in self._collectives.exchange(answer)]
         self._set_steps_between_exchanges(answers[0].step_time_s)
         self._next_exchange_step = number + self.steps_between_exchanges
