@@ -78,6 +78,7 @@ bench-report: $(VENV)/.installed-report
 
 house:
 	$(PYTHON) tools/house.py
+	$(PYTHON) tools/density.py src/lockstep
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
