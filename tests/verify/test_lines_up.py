@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lockstep.verify.lines_up import lined_up, with_idle_ranks
+from lockstep.verify.lines_up import line_up, with_idle_ranks
 from lockstep.verify.training_record import RankUpdate, Update
 
 RANDOM = np.random.default_rng(2)
@@ -64,7 +64,7 @@ def told(updates: list[Update]) -> list[str]:
 def test_a_step_that_some_ranks_leave_to_others_is_theirs_alone(
     ranks: tuple[str, ...], expected: list[str]
 ) -> None:
-    updates = lined_up([rank_of(text) for text in ranks])
+    updates = line_up([rank_of(text) for text in ranks])
     assert told(updates) == expected
     for update in updates:
         assert len({rank.optimizer for rank in update}) == 1
@@ -98,13 +98,13 @@ def test_a_rank_that_trained_a_model_before_is_known_by_the_step_that_is_alike(
     other = [step(0, 0, 7.0), step(0, 1, 7.0)]
     ranks = [other, other]
     ranks[pretrains] = alone
-    stepped = [[rank.stepped for rank in update] for update in lined_up(ranks)]
+    stepped = [[rank.stepped for rank in update] for update in line_up(ranks)]
     before = [rank == pretrains for rank in range(2)]
     assert stepped == [before, [True, True], [True, True]]
 
 
 def test_a_rank_that_took_no_part_has_not_stepped() -> None:
-    updates = with_idle_ranks(lined_up([rank_of("AA"), rank_of("AA")]), (0, 2))
+    updates = with_idle_ranks(line_up([rank_of("AA"), rank_of("AA")]), (0, 2))
     assert told(updates) == [".A.A", ".A.A"]
     assert not updates[0][0].contributes
 
@@ -115,7 +115,7 @@ def test_of_two_steps_by_one_backward_pass_the_samples_are_those_of_all_ranks() 
         for step in steps:
             step[0].losses = losses
     ranks[0][0][0].parameter_sums = {"Encoder/weight": np.ones(2)}
-    first, second = lined_up(ranks)
+    first, second = line_up(ranks)
     assert first[0].parameter_sums
     assert first[0].contributes
     # Which of the two a loss is of, and what ranks held between them, is not known.

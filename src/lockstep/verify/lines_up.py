@@ -1,7 +1,8 @@
-"""The steps of all ranks, put together to updates: which step of a rank is which of another one.
+"""Lines up the optimizer steps of all ranks, so that steps which belong together form an `Update`.
 
-Ranks may leave the steps of an optimizer to others, as where a probe is trained on rank 0 alone and
-sent to the others. Pure, as `compare` is.
+Usually step 1 of rank 0 belongs to step 1 of rank 1. But ranks may leave the steps of an optimizer
+to others, as with a probe that is trained on rank 0 and sent to the others. A *shared* optimizer is
+one with which all ranks step. A rank that has *missed* a step has a record that says so.
 """
 
 from __future__ import annotations
@@ -17,166 +18,215 @@ from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import RankUpdate, Update
 from lockstep.wording import group_by_key
 
+# What a rank has recorded of one step of one optimizer. If it trains several replicas in turn, each
+# replica has a record.
 Step = list[RankUpdate]
-"""What a rank has recorded of one step of one optimizer. Of replicas that take turns, each has an
-update."""
-OptimizerStep = tuple[int, int]
-"""The number of an optimizer, and of its step."""
+
+# The number of an optimizer, and of its step.
+StepKey = tuple[int, int]
 
 
-def steps_of(updates: Sequence[RankUpdate]) -> list[Step]:
-    """The updates of a rank by optimizer and step."""
-    return [*group_by_key(((each.optimizer, each.step), each) for each in updates).values()]
+def group_by_step(updates: Sequence[RankUpdate]) -> list[Step]:
+    """Groups the records of one rank by optimizer and step."""
+    pairs = [((update.optimizer, update.step), update) for update in updates]
+    return list(group_by_key(pairs).values())
 
 
-def lined_up(ranks: Sequence[list[Step]]) -> list[Update]:
-    """The updates of all ranks.
+def line_up(ranks: Sequence[list[Step]]) -> list[Update]:
+    """Returns the updates that the steps of all ranks form.
 
-    Where all ranks step with the same optimizers, one step of each makes an update. Where a rank
-    never steps with some optimizer, the steps of this optimizer come after the step of a common
-    optimizer that they followed, and the rank counts as one that has not stepped.
+    If all ranks step with the same optimizers, their n-th steps form an update. If a rank never
+    steps with some optimizer, this optimizer's steps come after the step of a shared optimizer that
+    they followed, and the rank has missed them.
+
+    Args:
+        ranks: the steps of each rank.
     """
-    if _step_alike(ranks):
-        return _in_order(ranks)
-    numbered = _with_common_numbers(ranks)
-    present = [{_key(step)[0] for step in steps} for steps in numbered]
-    common = set.intersection(*present)
-    if not common or all(each == common for each in present):
-        return _in_order(ranks)
-    parts = [_split(steps, common) for steps in numbered]
-    count = min(map(len, parts))
-    updates: list[Update] = []
-    for number in range(count):
-        of_ranks = [part[number] for part in parts]
-        if number:  # nothing comes before the first common step but steps of some ranks
-            together = Update(chain(*(steps[0] for steps in of_ranks)))
-            if updates and _share_a_backward_pass(updates[-1], together):
-                updates[-1] = _with_the_pass_of(updates[-1], together)
-                together = _without_the_pass(together)
-            updates.append(together)
-            of_ranks = [steps[1:] for steps in of_ranks]
-        updates += _of_some_ranks(of_ranks)
-    return _begun_by_all(updates)
+    if _have_same_optimizer_classes(ranks):
+        return _line_up_in_order(ranks)
+    renumbered_ranks = _with_shared_numbers(ranks)
+    optimizers_of_ranks = []
+    for steps in renumbered_ranks:
+        optimizers_of_ranks.append({_key_of(step)[0] for step in steps})
+    shared_optimizers = set.intersection(*optimizers_of_ranks)
+    all_are_shared = all(optimizers == shared_optimizers for optimizers in optimizers_of_ranks)
+    if not shared_optimizers or all_are_shared:
+        return _line_up_in_order(ranks)
+
+    # Each section of a rank begins with a step of a shared optimizer. The first one has only steps
+    # that came before all of those.
+    sections_of_ranks = []
+    for steps in renumbered_ranks:
+        sections_of_ranks.append(_split_into_sections(steps, shared_optimizers))
+    num_sections = min(len(sections) for sections in sections_of_ranks)
+    updates = _line_up_steps_of_some_ranks([sections[0] for sections in sections_of_ranks])
+    for number in range(1, num_sections):
+        sections = [of_rank[number] for of_rank in sections_of_ranks]
+        shared_update = Update(chain(*(section[0] for section in sections)))
+        if updates and _share_a_backward_pass(updates[-1], shared_update):
+            updates[-1] = _with_inputs_of_missing_ranks(updates[-1], shared_update)
+            shared_update = _without_inputs(shared_update)
+        updates.append(shared_update)
+        updates += _line_up_steps_of_some_ranks([section[1:] for section in sections])
+    return _with_all_initial_parameters(updates)
 
 
-def _in_order(ranks: Sequence[list[Step]]) -> list[Update]:
+def _line_up_in_order(ranks: Sequence[list[Step]]) -> list[Update]:
+    """Forms an update of the n-th steps of all ranks, up to the rank with the fewest."""
     return [Update(chain(*steps)) for steps in zip(*ranks, strict=False)]
 
 
-def _key(step: Step) -> OptimizerStep:
+def _key_of(step: Step) -> StepKey:
     return step[0].optimizer, step[0].step
 
 
-def _optimizers(steps: Sequence[Step]) -> dict[int, RankUpdate]:
-    """The first update of each optimizer of a rank, by its number."""
-    found: dict[int, RankUpdate] = {}
+def _first_updates(steps: Sequence[Step]) -> dict[int, RankUpdate]:
+    """Returns the first record of each optimizer of a rank, by the optimizer's number."""
+    first_updates: dict[int, RankUpdate] = {}
     for step in steps:
-        found.setdefault(step[0].optimizer, step[0])
-    return found
+        first_updates.setdefault(step[0].optimizer, step[0])
+    return first_updates
 
 
-def _step_alike(ranks: Sequence[list[Step]]) -> bool:
-    """Whether all ranks step with optimizers of the same classes."""
-    kinds = []
+def _have_same_optimizer_classes(ranks: Sequence[list[Step]]) -> bool:
+    """Returns whether all ranks step with optimizers of the same classes."""
+    classes_of_ranks = []
     for steps in ranks:
-        kinds.append(
-            {number: update.optimizer_class for number, update in _optimizers(steps).items()}
-        )
-    return all(each == kinds[0] for each in kinds)
+        classes = {}
+        for number, update in _first_updates(steps).items():
+            classes[number] = update.optimizer_class
+        classes_of_ranks.append(classes)
+    return all(classes == classes_of_ranks[0] for classes in classes_of_ranks)
 
 
-def _with_common_numbers(ranks: Sequence[list[Step]]) -> list[list[Step]]:
-    """The steps of all ranks, with one number for what is one optimizer on several ranks."""
+# One number for what is one optimizer on several ranks
+
+
+def _with_shared_numbers(ranks: Sequence[list[Step]]) -> list[list[Step]]:
+    """Renumbers the optimizers, so that an optimizer has the same number on all ranks."""
     known: dict[int, RankUpdate] = {}
-    numbered = []
+    renumbered_ranks = []
     for steps in ranks:
-        numbers = _matched(_optimizers(steps), known)
-        of_rank = []
+        new_numbers = _match_optimizers(_first_updates(steps), known)
+        renumbered = []
         for step in steps:
-            of_rank.append([replace(each, optimizer=numbers[each.optimizer]) for each in step])
-        numbered.append(of_rank)
-    return numbered
+            renumbered.append(
+                [replace(update, optimizer=new_numbers[update.optimizer]) for update in step]
+            )
+        renumbered_ranks.append(renumbered)
+    return renumbered_ranks
 
 
-def _matched(own: dict[int, RankUpdate], known: dict[int, RankUpdate]) -> dict[int, int]:
-    """The common numbers of a rank's optimizers, by their own; new ones are added to `known`.
+def _match_optimizers(
+    first_updates: dict[int, RankUpdate], known: dict[int, RankUpdate]
+) -> dict[int, int]:
+    """Returns the shared number of each optimizer of a rank, by its own number.
 
-    Optimizers are the same if they hold the same parameters; of several, the one most alike is.
-    Those that hold a part each have the same number and class.
+    Optimizers are the same if they hold the same parameters; of several, the one that is most
+    alike. Optimizers that hold a part each have no parameter in common, but the same number and
+    class.
+
+    Args:
+        first_updates: the first record of each optimizer of the rank.
+        known: the same of optimizers of other ranks, by shared number; new ones are added.
     """
     candidates = []
-    for number, update in own.items():
-        for other, of_others in known.items():
-            shared = len(update.parameters.keys() & of_others.parameters.keys())
-            if shared:
-                # Of several that are equally alike, the first.
-                likeness = (shared, *_likeness(update, of_others), -other, -number)
-                candidates.append((likeness, number, other))
-    numbers: dict[int, int] = {}
-    for _, number, other in sorted(candidates, reverse=True):
-        if number not in numbers and other not in numbers.values():
-            numbers[number] = other
-    for number, update in own.items():
-        if number in numbers:
+    for number, update in first_updates.items():
+        for shared_number, known_update in known.items():
+            num_parameters = len(update.parameters.keys() & known_update.parameters.keys())
+            if num_parameters:
+                likeness = (num_parameters, *_likeness(update, known_update))
+                # Of several that are equally alike, the lowest numbers come first.
+                candidates.append((likeness, -shared_number, -number))
+    shared_numbers: dict[int, int] = {}
+    for _, negative_shared_number, negative_number in sorted(candidates, reverse=True):
+        number = -negative_number
+        shared_number = -negative_shared_number
+        if number not in shared_numbers and shared_number not in shared_numbers.values():
+            shared_numbers[number] = shared_number
+    for number, update in first_updates.items():
+        if number in shared_numbers:
             continue
-        free = number in known and number not in numbers.values()
-        # A rank that has no optimizer, and is sent what others have updated, knows no class.
-        if free and (
-            known[number].optimizer_class == update.optimizer_class
-            or "" in (known[number].optimizer_class, update.optimizer_class)
-        ):
-            numbers[number] = number
+        is_free = number in known and number not in shared_numbers.values()
+        if is_free and _may_have_same_class(known[number], update):
+            shared_numbers[number] = number
         else:
-            numbers[number] = max(known, default=-1) + 1
-            known[numbers[number]] = update
-    return numbers
+            shared_numbers[number] = max(known, default=-1) + 1
+            known[shared_numbers[number]] = update
+    return shared_numbers
 
 
-def _likeness(one: RankUpdate, other: RankUpdate) -> tuple[bool, bool, bool]:
-    """How much the first steps of two optimizers are alike: the more important first.
+def _may_have_same_class(first: RankUpdate, second: RankUpdate) -> bool:
+    """Returns whether two optimizers have one class, as far as it is known.
 
-    Ranks that train together have the same parameters after a step. A rank may have trained them
-    before, by another optimizer of the same class.
+    A rank without an optimizer, which is sent what others have updated, knows no class.
     """
-    names = one.parameters.keys() & other.parameters.keys()
-    left_the_same = all(
-        one.parameters[name].shape == other.parameters[name].shape
-        and np.allclose(one.parameters[name], other.parameters[name], rtol=1e-6, equal_nan=True)
-        for name in names
-    )
-    of_same_options = (
-        list(one.learning_rates) == list(other.learning_rates)
-        and one.group_options == other.group_options
-    )
-    return one.optimizer_class == other.optimizer_class, left_the_same, of_same_options
+    if not first.optimizer_class or not second.optimizer_class:
+        return True
+    return first.optimizer_class == second.optimizer_class
 
 
-def _split(steps: Sequence[Step], common: set[int]) -> list[list[Step]]:
-    """The steps of a rank, in parts that begin with the steps of common optimizers."""
-    parts: list[list[Step]] = [[]]
+def _likeness(first: RankUpdate, second: RankUpdate) -> tuple[bool, bool, bool]:
+    """Returns in what the first steps of two optimizers are alike, the most important first.
+
+    Ranks that train together have the same parameters after a step. But a rank may have trained
+    them before, by another optimizer of the same class.
+    """
+    same_class = first.optimizer_class == second.optimizer_class
+    same_parameters = True
+    for name in first.parameters.keys() & second.parameters.keys():
+        if not _are_close(first.parameters[name], second.parameters[name]):
+            same_parameters = False
+    same_rates = list(first.learning_rates) == list(second.learning_rates)
+    same_options = same_rates and first.group_options == second.group_options
+    return same_class, same_parameters, same_options
+
+
+def _are_close(first: Array, second: Array) -> bool:
+    if first.shape != second.shape:
+        return False
+    return np.allclose(first, second, rtol=1e-6, equal_nan=True)
+
+
+# Steps that only some ranks make
+
+
+def _split_into_sections(steps: Sequence[Step], shared_optimizers: set[int]) -> list[list[Step]]:
+    """Splits the steps of a rank before each step of a shared optimizer."""
+    sections: list[list[Step]] = [[]]
     for step in steps:
-        if _key(step)[0] in common:
-            parts.append([])
-        parts[-1].append(step)
-    return parts
+        optimizer, _ = _key_of(step)
+        if optimizer in shared_optimizers:
+            sections.append([])
+        sections[-1].append(step)
+    return sections
 
 
-def _of_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
-    """Updates that only some ranks have made, between two that all have made."""
-    stepped: dict[OptimizerStep, dict[int, Step]] = defaultdict(dict)
+def _line_up_steps_of_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
+    """Returns updates that only some ranks have made; the others have missed them.
+
+    Args:
+        ranks: the steps of each rank between two updates that all have made.
+    """
+    step_of_rank_by_key: dict[StepKey, dict[int, Step]] = defaultdict(dict)
     for rank, steps in enumerate(ranks):
         for step in steps:
-            stepped[_key(step)][rank] = step
+            step_of_rank_by_key[_key_of(step)][rank] = step
     updates = []
-    for made in stepped.values():
-        missed = missed_by(next(iter(made.values()))[0])
-        of_ranks = [made.get(rank, [missed]) for rank in range(len(ranks))]
-        updates.append(Update(chain(*of_ranks)))
+    for step_of_rank in step_of_rank_by_key.values():
+        first_step = next(iter(step_of_rank.values()))
+        missed = [missed_by(first_step[0])]
+        steps_of_all = [step_of_rank.get(rank, missed) for rank in range(len(ranks))]
+        updates.append(Update(chain(*steps_of_all)))
     return updates
 
 
 def missed_by(update: RankUpdate) -> RankUpdate:
-    """What is recorded of a rank that has not made the step that another one has made."""
+    """Returns the record of a rank that has not made a step that another rank has made.
+
+    Args:
+        update: the record of the rank that has made it.
+    """
     return RankUpdate(
         optimizer=update.optimizer,
         optimizer_class=update.optimizer_class,
@@ -187,86 +237,106 @@ def missed_by(update: RankUpdate) -> RankUpdate:
     )
 
 
-def with_idle_ranks(updates: Sequence[Update], idle: Collection[int]) -> list[Update]:
-    """Updates of the ranks that trained, with the ranks that took no part in any of them.
+def with_idle_ranks(updates: Sequence[Update], idle_ranks: Collection[int]) -> list[Update]:
+    """Adds ranks that have missed all updates.
 
     Args:
-        updates: without those ranks.
-        idle: their numbers.
+        updates: of the ranks that trained.
+        idle_ranks: the numbers of the ranks that did not.
     """
-    found = []
+    new_updates = []
     for update in updates:
-        ranks = [*update]
-        for rank in sorted(idle):
-            ranks.insert(rank, missed_by(update[0]))
-        found.append(Update(ranks))
-    return found
+        ranks = list(update)
+        for idle_rank in sorted(idle_ranks):
+            ranks.insert(idle_rank, missed_by(update[0]))
+        new_updates.append(Update(ranks))
+    return new_updates
 
 
-def _share_a_backward_pass(some: Update, together: Update) -> bool:
-    """Whether ranks have made two updates by one backward pass, of which others made the second."""
-    missed = [rank for rank, update in enumerate(some) if not update.stepped]
-    if not missed or len(some) != len(together):
+# Two updates after one backward pass
+
+
+def _share_a_backward_pass(earlier: Update, later: Update) -> bool:
+    """Returns whether some ranks made two updates after one backward pass.
+
+    Args:
+        earlier: an update that some ranks have missed.
+        later: the next one, which all ranks have made.
+    """
+    some_missed_it = any(not rank.stepped for rank in earlier)
+    if not some_missed_it or len(earlier) != len(later):
         return False
-    return any(
-        bool(before.losses) and before.losses == after.losses
-        for before, after in zip(some, together, strict=True)
-        if before.stepped
-    )
+    for before, after in zip(earlier, later, strict=True):
+        if before.stepped and before.losses and before.losses == after.losses:
+            return True
+    return False
 
 
-def _with_the_pass_of(some: Update, together: Update) -> Update:
-    """The first of two such updates, with what ranks began with that have not made it.
+def _with_inputs_of_missing_ranks(earlier: Update, later: Update) -> Update:
+    """Adds to the earlier of two such updates what the ranks that missed it began with.
 
-    Without losses: those of two updates cannot be told apart where some ranks have made only one.
+    Losses are left out: those of two updates cannot be told apart if some ranks made only one.
     """
     ranks = []
-    for before, after in zip(some, together, strict=True):
-        if not before.stepped:
-            before = replace(
-                before,
-                batches=after.batches,
-                model_inputs=after.model_inputs,
-                contributes=after.contributes,
-                parameter_sums=after.parameter_sums,
+    for before, after in zip(earlier, later, strict=True):
+        if before.stepped:
+            ranks.append(replace(before, losses=[]))
+        else:
+            ranks.append(
+                replace(
+                    before,
+                    batches=after.batches,
+                    model_inputs=after.model_inputs,
+                    contributes=after.contributes,
+                    parameter_sums=after.parameter_sums,
+                    losses=[],
+                )
             )
-        ranks.append(replace(before, losses=[]))
     return Update(ranks)
 
 
-def _without_the_pass(update: Update) -> Update:
-    """The second of two such updates; what it began with is told of the first."""
+def _without_inputs(update: Update) -> Update:
+    """Leaves out of the later of two such updates what is compared with the earlier one."""
     return Update(replace(rank, losses=[], parameter_sums={}) for rank in update)
 
 
-def _begun_by_all(updates: list[Update]) -> list[Update]:
-    """The updates, the first of which has the first parameters of all ranks.
+# Parameters before the first update
 
-    A rank that makes its first step after others is recorded only then. What an optimizer of others
-    has trained before may have been sent to it: with what it began is not known, and the values of
-    the others stand for it. Models that only it knows by then are not among the first parameters.
+
+def _with_all_initial_parameters(updates: list[Update]) -> list[Update]:
+    """Moves the parameters with which each rank began to the first update.
+
+    A rank that makes its first step after others is recorded only then.
     """
-    found = []
+    new_updates = []
     for number, update in enumerate(updates):
         ranks = []
-        for place, rank in enumerate(update):
-            values = _first_parameters(updates, place) if number == 0 else {}
-            ranks.append(replace(rank, initial=values))
-        found.append(Update(ranks))
-    return found
+        for rank_number, rank in enumerate(update):
+            initial = _initial_parameters(updates, rank_number) if number == 0 else {}
+            ranks.append(replace(rank, initial=initial))
+        new_updates.append(Update(ranks))
+    return new_updates
 
 
-def _first_parameters(updates: Sequence[Update], place: int) -> dict[str, Array]:
-    of_others = updates[0].merged("initial")
-    trained: set[str] = set()
-    for update in updates:
-        if update[place].initial:
-            values = {}
-            for name, array in update[place].initial.items():
-                if update is updates[0]:
-                    values[name] = array
-                elif name in of_others:
-                    values[name] = of_others[name] if name in trained else array
-            return values
-        trained |= update.merged("parameters").keys()
+def _initial_parameters(updates: Sequence[Update], rank_number: int) -> dict[str, Array]:
+    """Returns the parameters with which a rank began, as far as they are known.
+
+    If other ranks have trained parameters before this rank is recorded, it may have been sent the
+    new ones. Then the values with which the others began stand for its own. Models that the others
+    did not know at their first step are left out.
+    """
+    initial_of_others = updates[0].merged("initial")
+    trained_names: set[str] = set()
+    for number, update in enumerate(updates):
+        recorded = update[rank_number].initial
+        if recorded and number == 0:
+            return dict(recorded)
+        if recorded:
+            initial = {}
+            for name, array in recorded.items():
+                if name in initial_of_others:
+                    was_trained = name in trained_names
+                    initial[name] = initial_of_others[name] if was_trained else array
+            return initial
+        trained_names |= update.merged("parameters").keys()
     return {}

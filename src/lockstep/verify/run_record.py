@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.verify.files import restore
-from lockstep.verify.lines_up import lined_up, steps_of, with_idle_ranks
+from lockstep.verify.lines_up import group_by_step, line_up, with_idle_ranks
 from lockstep.verify.rank_files import RankEnd, read_end, read_updates
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.run_failure import find_idle_ranks, first_failure, most_steps
@@ -99,7 +99,7 @@ def record_run(
     steps_of_trained_ranks = []
     for rank, updates in enumerate(updates_of_ranks):
         if rank not in idle_ranks:
-            steps_of_trained_ranks.append(steps_of(updates))
+            steps_of_trained_ranks.append(group_by_step(updates))
 
     switched_off: dict[str, None] = {}
     for end in ends.values():
@@ -110,7 +110,7 @@ def record_run(
     ends_in_order = [ends[rank] for rank in sorted(ends)]
     return RunRecord(
         config,
-        with_idle_ranks(lined_up(steps_of_trained_ranks), idle_ranks),
+        with_idle_ranks(line_up(steps_of_trained_ranks), idle_ranks),
         error=failure.error if failure else "",
         code=failure.code if failure else "",
         output="\n".join(last_lines) if shows_output else "",
