@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.batch.plan import ceil_div
+from lockstep.batch.indices import ceil_div
 from lockstep.communication import routing
 from lockstep.communication.quantize import BLOCK, Method, decode, encode
 from lockstep.distributed.process_group import Run, carrier_device
