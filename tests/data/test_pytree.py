@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.batch import device_copy
 from lockstep.batch.device_copy import to_device
-from lockstep.batch.pytree import all_dense, emptied, map_tensors, move, pin
+from lockstep.batch.pytree import all_dense, cut_to_rows, map_tensors, move, pin
 from lockstep.errors import DataError
 
 META = torch.device("meta")
@@ -151,7 +151,7 @@ def test_every_container_is_walked_keeps_its_type_and_is_not_written_to(batch, o
     assert of(move(batch, META)).device == META
     assert all_dense(batch)
 
-    empty = emptied(batch)
+    empty = cut_to_rows(batch)
     assert type(empty) is kind
     assert of(empty).shape == before[:0].shape if before.dim() else of(empty) == before
     assert of(batch) is before
@@ -161,7 +161,7 @@ def test_every_container_is_walked_keeps_its_type_and_is_not_written_to(batch, o
 def test_plain_data_stays(leaf):
     assert map_tensors([leaf], lambda tensor: tensor + 1)[0] is leaf
     assert move({"a": leaf}, META)["a"] is leaf
-    assert emptied({"a": leaf})["a"] is leaf
+    assert cut_to_rows({"a": leaf})["a"] is leaf
     assert all_dense([leaf])
 
 
@@ -208,7 +208,7 @@ def test_what_streams_cannot_share_is_found_at_any_depth(leaf):
 def test_text_and_sparse_tensors_become_empty():
     coo = torch.eye(3).to_sparse()
     batch = [torch.ones(3, 2), ("a", "b"), ["c", "d"], {"n": [1, 2]}, coo, (3, 4)]
-    x, first, second, named, sparse, size = emptied(batch)
+    x, first, second, named, sparse, size = cut_to_rows(batch)
     assert x.shape == (0, 2)
     assert (first, second, named, size) == ((), [], {"n": []}, (3, 4))
     assert sparse.layout == coo.layout
@@ -217,7 +217,7 @@ def test_text_and_sparse_tensors_become_empty():
 
 
 def test_an_empty_batch_keeps_no_memory_of_the_full_one():
-    assert emptied(torch.ones(1000)).untyped_storage().nbytes() == 0
+    assert cut_to_rows(torch.ones(1000)).untyped_storage().nbytes() == 0
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
@@ -233,7 +233,7 @@ def test_an_empty_batch_keeps_no_memory_of_the_full_one():
 )
 def test_batches_that_cannot_be_emptied_say_so(make, name):
     with pytest.raises(DataError, match=f"(?s){name}.*cannot be made.*drop_last=True.*collate"):
-        emptied(make())
+        cut_to_rows(make())
 
 
 def test_only_dense_tensors_on_the_cpu_are_pinned(monkeypatch):

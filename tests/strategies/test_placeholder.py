@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset, TensorDataset
 
 import lockstep
-from lockstep.batch.no_rows import NoRows, marked, placeholder_of
+from lockstep.batch.no_rows import NoRows, mark_no_rows, placeholder_of
 from lockstep.errors import DataError
 
 SAMPLES, BATCH, LENGTH = 9, 4, 5  # the last batch has one sample: all ranks but one have none
@@ -313,27 +313,27 @@ def test_the_row_is_that_of_the_sample_also_in_views():
 
 def test_a_function_that_refuses_no_rows_gets_one():
     sample = torch.arange(6.0).view(1, 6)
-    empty = marked(sample[:0])
+    empty = mark_no_rows(sample[:0])
     assert empty.reshape(len(empty), -1, 2).shape == (0, 3, 2)
     assert empty.view(empty.size(0), -1, 3).shape == (0, 2, 3)
     assert empty.max().isnan()
     assert empty.amax(1).shape == (0,)
     assert empty[0].isnan().all()
     assert empty.sum() == 0  # taken as it is
-    assert marked(torch.tensor([5, 7])[:0]).max() == 5
+    assert mark_no_rows(torch.tensor([5, 7])[:0]).max() == 5
     with pytest.raises(RuntimeError, match="size"):
         empty.reshape(0, 5, -1, 7)
 
 
 def test_only_tensors_of_no_rows_differ_from_plain_ones():
-    empty = marked(torch.ones(1, 3)[:0])
+    empty = mark_no_rows(torch.ones(1, 3)[:0])
     rows = torch.ones(2, 3)
     assert type(empty) is NoRows
     assert type(empty * 2) is NoRows
     assert type(empty.max(1).values) is NoRows
     assert type(torch.cat([empty, rows])) is Tensor
     assert type(empty.sum()) is Tensor
-    assert type(marked(rows)) is Tensor
+    assert type(mark_no_rows(rows)) is Tensor
     assert type(pickle.loads(pickle.dumps(empty))) is Tensor
     assert empty.numpy().shape == (0, 3)
     kept = empty
@@ -343,7 +343,7 @@ def test_only_tensors_of_no_rows_differ_from_plain_ones():
 
 def test_gradients_of_a_row_that_stands_in_are_zero():
     weight = torch.ones(3, requires_grad=True)
-    output = marked(torch.ones(1, 3)[:0] * weight)
+    output = mark_no_rows(torch.ones(1, 3)[:0] * weight)
     output.max().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [0, 0, 0]
@@ -356,4 +356,4 @@ def test_a_compiled_loss_takes_tensors_of_no_rows():
     compiled = torch.compile(loss, backend="eager", fullgraph=True)
     labels = torch.tensor([0, 1])
     assert compiled(torch.zeros(2, 3), labels) > 0
-    assert compiled(marked(torch.zeros(2, 3)[:0]), marked(labels[:0])) == 0
+    assert compiled(mark_no_rows(torch.zeros(2, 3)[:0]), mark_no_rows(labels[:0])) == 0

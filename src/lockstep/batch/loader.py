@@ -35,9 +35,9 @@ from lockstep.batch.micro_batches import (
     ReadMicroBatch,
     Segment,
 )
-from lockstep.batch.no_rows import marked
+from lockstep.batch.no_rows import mark_no_rows
 from lockstep.batch.plan import CustomPlan, Plan
-from lockstep.batch.pytree import emptied, map_tensors, storages
+from lockstep.batch.pytree import cut_to_rows, map_tensors, storages
 from lockstep.batch.rows import RowCounter
 from lockstep.batch.shuffling import is_permuted
 from lockstep.batch.source import SHARDING, Source
@@ -434,7 +434,7 @@ class Loader:
         if not self._step.had_empty_part:
             self._step.had_empty_part = True
             self._step.extensions.part_is_empty()
-        return map_tensors(emptied(batch, 1, share=True), marked)
+        return map_tensors(cut_to_rows(batch, 1, share=True), mark_no_rows)
 
     def _hand_out(
         self, epoch: int, training_pass: TrainingPass, planned: PlannedMicroBatch, batch: Any
@@ -566,7 +566,7 @@ class Loader:
         if self._one_sample_batch is not None or batch is None:
             return
         try:
-            self._one_sample_batch = emptied(batch, count, rows=1)
+            self._one_sample_batch = cut_to_rows(batch, count, rows=1)
         except DataError as error:
             if self._needs_empty_batches:
                 raise DataError(
@@ -586,7 +586,7 @@ class Loader:
             # A collate function of the user's may leave the first sample out.
             count = 1 if self._rows is None else self.batch_size
             first_batch = self._read_first(epoch, count)
-            self._one_sample_batch = emptied(first_batch, count, rows=1)
+            self._one_sample_batch = cut_to_rows(first_batch, count, rows=1)
         # The user may write to what is handed out, so it is a copy.
         return map_tensors(self._one_sample_batch, Tensor.clone)
 

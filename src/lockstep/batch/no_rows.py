@@ -1,9 +1,9 @@
-"""Tensors of no rows, and one placeholder row where a function refuses them.
+"""Tensors without rows, and a placeholder row for functions of torch that refuse them.
 
-A rank without samples gets batches of shape `(0, *)`. Most functions take these: a sum of nothing
-is 0, a mean NaN. Some refuse them: a reshape with -1, `max`, `CTCLoss`. `stand_in` calls such a
-function once more with one row, of a real sample, and cuts that row off its result. A
-floating-point result without rows becomes NaN, as the mean of nothing is; an integer, such as the
+A rank without samples gets batches of shape `(0, *)`. Most functions accept these: a sum of nothing
+is 0, a mean NaN. Some refuse them: a reshape with -1, `max`, `CTCLoss`. Such a function is called
+once more with a *placeholder*: one row, of a real sample, which is cut off its result again. A
+floating-point result without rows becomes NaN, as the mean of nothing is. An integer, such as the
 longest length, remains that of the placeholder.
 
 Prepared models do this for their whole forward pass (`strategies.placeholder`). Around them, in the
@@ -25,18 +25,18 @@ from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import DisableTorchFunctionSubclass
 
 REFUSALS = (RuntimeError, ValueError, IndexError)
-"""What torch raises where a function refuses tensors of no rows."""
+"""What torch raises if a function refuses tensors without rows."""
 
 
 def has_no_rows(tensor: Tensor) -> bool:
-    """Whether some dimension of the tensor is 0."""
-    return bool(tensor.dim()) and not tensor.numel()
+    """Returns True if some dimension of the tensor is 0."""
+    return tensor.dim() > 0 and tensor.numel() == 0
 
 
 class NoRows(Tensor):
-    """A tensor of no rows, whose functions get a placeholder row where they refuse it.
+    """A tensor without rows. Functions that refuse it are called with a placeholder row.
 
-    What they return is of this class as long as it has no rows, and a plain tensor otherwise.
+    What functions return is of this class if it has no rows, and a plain tensor otherwise.
     """
 
     @classmethod
@@ -47,36 +47,47 @@ class NoRows(Tensor):
             try:
                 result = func(*args, **kwargs)
             except REFUSALS as error:
-                result = stand_in(func, args, kwargs, error)
+                result = call_with_placeholder(func, args, kwargs, error)
             # Attributes such as `_base` are the same object each time they are asked for.
             is_attribute = func in get_default_nowrap_functions()
             if isinstance(result, Tensor | tuple | list) and not is_attribute:
-                return map_tensors(result, marked)
+                return map_tensors(result, mark_no_rows)
             return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What is saved, or sent to another process, is a plain tensor."""
+        """Pickles a plain tensor, so that is what is saved or sent to another process."""
         with DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def marked(tensor: Tensor) -> Tensor:
-    """A plain tensor of no rows as one of the class `NoRows`; any other as it is."""
+def mark_no_rows(tensor: Tensor) -> Tensor:
+    """Returns a plain tensor without rows as one of the class `NoRows`, and any other unchanged."""
     if type(tensor) is Tensor and has_no_rows(tensor):
         return tensor.as_subclass(NoRows)
     return tensor
 
 
-def stand_in(func: Callable[..., Any], args: Any, kwargs: Any, refusal: Exception) -> Any:
-    """What a function returns that has refused tensors of no rows, by one placeholder row.
+def call_with_placeholder(
+    func: Callable[..., Any], args: Any, kwargs: Any, refusal: Exception
+) -> Any:
+    """Calls a function that has refused tensors without rows, with a placeholder row in each.
+
+    Args:
+        func: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        refusal: the error that it raised.
+
+    Returns:
+        Its result without the placeholder row.
 
     Raises:
-        Exception: `refusal`, where the function fails with a row too.
+        Exception: `refusal`, if the function fails with a row too.
     """
-    rows = Placeholder(())
     if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
         raise refusal
-    args_with_row, kwargs_with_row = rows.added_to((args, kwargs))
+    placeholder = Placeholder(())
+    args_with_row, kwargs_with_row = placeholder.add_to((args, kwargs))
     with preserve_rng_state():
         try:
             result = func(*args_with_row, **kwargs_with_row)
@@ -86,11 +97,11 @@ def stand_in(func: Callable[..., Any], args: Any, kwargs: Any, refusal: Exceptio
                 result = func(*_zeros_as_ones(args_with_row), **kwargs_with_row)
             except Exception:
                 raise refusal from None
-    return map_tensors(result, lambda tensor: _undefined(rows.cut_off(tensor)))
+    return map_tensors(result, lambda tensor: _fill_with_nan(placeholder.cut_off(tensor)))
 
 
-def _undefined(tensor: Tensor) -> Tensor:
-    """NaN for a floating-point result that has values without any row."""
+def _fill_with_nan(tensor: Tensor) -> Tensor:
+    """Makes the values of a floating-point result NaN: they were computed of no rows."""
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
         with torch.no_grad():
             tensor.fill_(torch.nan)
@@ -98,74 +109,82 @@ def _undefined(tensor: Tensor) -> Tensor:
 
 
 def _zeros_as_ones(arguments: Any) -> Any:
+    """Returns the arguments with 1 instead of each number 0."""
     if type(arguments) is int:
-        return arguments or 1
+        return 1 if arguments == 0 else arguments
     if isinstance(arguments, tuple | list):
-        return [_zeros_as_ones(each) for each in arguments]
+        return [_zeros_as_ones(argument) for argument in arguments]
     return arguments
 
 
 class Placeholder:
-    """Puts one row into tensors of no rows, and cuts it off what was computed with them.
+    """Puts one row into tensors without rows, and cuts it off what was computed with them.
 
     Args:
-        samples: tensors with at least one row, in which a row of the same shape is looked for.
+        samples: tensors with at least one row. A row is taken from one of them if its shape fits.
     """
 
     def __init__(self, samples: Iterable[Tensor]) -> None:
         self._samples = list(samples)
-        self._lengths: set[int] = {1}
-        """How long a dimension of a result may be that holds the placeholder's rows alone."""
-        self._dimensions: set[int] = set()
-        """Which dimensions of the arguments had no rows."""
+        self._possible_lengths: set[int] = {1}
+        """How many rows of a result may come from one placeholder. A function may flatten the first
+        dimensions, so these are the products of the first sizes of a row."""
+        self._empty_dimensions: set[int] = set()
+        """Dimensions of the arguments that had size 0."""
 
-    def added_to(self, arguments: Any) -> Any:
-        """A pytree with one row in the place of each tensor of no rows."""
-        return map_tensors(arguments, self._with_row)
+    def add_to(self, arguments: Any) -> Any:
+        """Returns a pytree with one row in the place of each tensor without rows."""
+        return map_tensors(arguments, self._add_row)
 
-    def _with_row(self, tensor: Tensor) -> Tensor:
+    def _add_row(self, tensor: Tensor) -> Tensor:
         if not has_no_rows(tensor):
             return tensor
-        self._dimensions.add(tensor.shape.index(0))
+        self._empty_dimensions.add(tensor.shape.index(0))
         row = placeholder_of(tensor, self._samples)
         length = 1
         for size in row.shape:
             length *= size
-            self._lengths.add(length)
+            self._possible_lengths.add(length)
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return row
-        made: Tensor = _AddRow.apply(tensor, row)  # type: ignore[no-untyped-call]
-        return made
+        with_row: Tensor = _AddRow.apply(tensor, row)  # type: ignore[no-untyped-call]
+        return with_row
 
     def cut_off(self, result: Tensor) -> Tensor:
-        """A result without the placeholder's rows; its gradient is zero."""
-        dimension = None
-        if result.dim() and result.shape[0] in self._lengths and 0 in self._dimensions:
-            dimension = 0
-        else:
-            for each in sorted(self._dimensions):
-                if each < result.dim() and result.shape[each] == 1 and dimension is None:
-                    dimension = each
-        cut: Tensor = _CutRows.apply(result, dimension)  # type: ignore[no-untyped-call]
-        return cut
+        """Returns a result without the placeholder's rows. Its gradient is zero."""
+        dimension = self._dimension_of_rows(result)
+        without_rows: Tensor = _CutRows.apply(result, dimension)  # type: ignore[no-untyped-call]
+        return without_rows
+
+    def _dimension_of_rows(self, result: Tensor) -> int | None:
+        """Returns the dimension of a result that has the placeholder's rows; None: it has none."""
+        if 0 in self._empty_dimensions and result.dim():
+            if result.shape[0] in self._possible_lengths:
+                return 0
+        for dimension in sorted(self._empty_dimensions):
+            if dimension < result.dim() and result.shape[dimension] == 1:
+                return dimension
+        return None
 
 
 def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
-    """One row in the place of none.
+    """Returns one row that takes the place of no rows.
 
     A batch without rows is a view of a real sample, and so are views of it: then the row is that
-    sample's. Of another tensor it is a sample's row of the same shape, else made up.
+    sample's. For another tensor it is a sample's row of the same shape, or else made up.
 
     Args:
-        tensor: of no elements.
+        tensor: without elements.
         samples: tensors with at least one row.
     """
     shape = [max(1, size) for size in tensor.shape]
-    last = tensor.storage_offset()
-    last += sum((n - 1) * stride for n, stride in zip(shape, tensor.stride(), strict=True))
-    if last < tensor.untyped_storage().nbytes() // tensor.element_size():
-        found = tensor.detach().as_strided(shape, tensor.stride(), tensor.storage_offset())
-        return found.clone()
+    last_element = tensor.storage_offset()
+    for size, stride in zip(shape, tensor.stride(), strict=True):
+        last_element += (size - 1) * stride
+    num_stored = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if last_element < num_stored:
+        row = tensor.detach().as_strided(shape, tensor.stride(), tensor.storage_offset())
+        return row.clone()
     for sample in samples:
         if sample.dim() and len(sample) and list(sample.shape[1:]) == shape[1:]:
             return sample[:1].detach().to(tensor.device, tensor.dtype, copy=True)
@@ -174,12 +193,12 @@ def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
     if not tensor.is_floating_point():
         return tensor.new_ones(shape)
     count = torch.Size(shape).numel()
-    # Rows with a spread: the deviation of equal numbers is 0, and its derivative infinite.
+    # The numbers differ: the standard deviation of equal ones is 0, and its derivative infinite.
     return torch.linspace(0.1, 1, count, device=tensor.device).to(tensor.dtype).view(shape)
 
 
 class _AddRow(torch.autograd.Function):
-    """Puts a row in the place of a tensor without rows, which gets no gradient of it."""
+    """Returns a row in the place of a tensor without rows, which gets an empty gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, row: Tensor) -> Tensor:
@@ -193,7 +212,10 @@ class _AddRow(torch.autograd.Function):
 
 
 class _CutRows(torch.autograd.Function):
-    """A tensor without its rows, on the same memory; its gradient is zero, whatever comes."""
+    """Returns a tensor without its rows, on the same memory. Its gradient is always zero.
+
+    If the tensor has no dimension of rows, a copy is returned.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dimension: int | None) -> Tensor:
@@ -202,9 +224,9 @@ class _CutRows(torch.autograd.Function):
             return tensor.clone()
         shape = list(tensor.shape)
         shape[dimension] = 0
-        cut = tensor.new_empty(0)
-        cut.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, tensor.stride())
-        return cut
+        without_rows = tensor.new_empty(0)
+        without_rows.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, tensor.stride())
+        return without_rows
 
     @staticmethod
     @once_differentiable

@@ -1,8 +1,8 @@
-"""Batches as pytrees: one walk for moving, pinning and emptying them.
+"""Batches as pytrees: walks them for moving, pinning, cutting and joining.
 
-A batch is walked through mappings, lists, tuples, named tuples and dataclass instances. Everything
-else is a leaf: a tensor, an opaque object that knows how to move itself (`.to`), such as a graph
-batch or a `PackedSequence`, or plain data (text, numbers, `None`), which stays as it is.
+A batch is walked through its *containers*: mappings, lists, tuples, named tuples and dataclass
+instances. Everything else is a *leaf*: a tensor, an *opaque* object that knows how to move itself
+(`.to`), such as a graph batch or a `PackedSequence`, or plain data (text, numbers, `None`).
 
 torch's own pytree walks neither dataclasses nor users' mappings and sequences.
 """
@@ -31,33 +31,39 @@ def map_tensors(
     change: Callable[[Tensor], Tensor],
     opaque: Callable[[Any], Any] | None = lambda leaf: leaf,
 ) -> Any:
-    """The same pytree with every tensor changed by `change` and every opaque leaf by `opaque`.
+    """Returns the same pytree with all tensors changed. The batch itself is not written to.
 
-    With `opaque=None` an opaque leaf that is a container, a `PackedSequence` say, is walked too.
     Containers keep their types, and `dict`, `UserDict`, `list` and dataclasses their further
-    attributes; a container that cannot be built again becomes a plain `dict`, `list` or `tuple`.
-    The batch itself is not written to.
+    attributes. A container that cannot be built again becomes a plain `dict`, `list` or `tuple`.
+
+    Args:
+        batch: the pytree.
+        change: called with each tensor.
+        opaque: called with each opaque leaf. None: an opaque object that is a container too, such
+            as a `PackedSequence`, is walked.
     """
     if isinstance(batch, Tensor):
         return change(batch)
     children = children_of(batch, opaque_too=opaque is None)
-    if children is None:
-        return opaque(batch) if opaque and is_opaque(batch) else batch
-    changed = {key: map_tensors(child, change, opaque) for key, child in children.items()}
-    return _rebuilt(batch, changed)
+    if children is not None:
+        changed = {key: map_tensors(child, change, opaque) for key, child in children.items()}
+        return _rebuild(batch, changed)
+    if opaque is not None and is_opaque(batch):
+        return opaque(batch)
+    return batch
 
 
 def tensors(batch: Any) -> list[Tensor]:
-    """All tensors of a pytree, in order."""
+    """Returns all tensors of a pytree, in order."""
     return [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
 
 
 class _ObjectReference:
-    """A weak reference to an object that moves itself; two to the same object are equal."""
+    """A weak reference to an opaque object. Two references to the same object are equal."""
 
-    def __init__(self, thing: Any) -> None:
-        self._reference = weakref.ref(thing)
-        self._hash = id(thing)
+    def __init__(self, opaque: Any) -> None:
+        self._reference = weakref.ref(opaque)
+        self._hash = id(opaque)
 
     def __hash__(self) -> int:
         return self._hash
@@ -65,165 +71,113 @@ class _ObjectReference:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _ObjectReference):
             return False
-        mine = self._reference()
-        return self is other or (mine is not None and mine is other._reference())
+        if self is other:
+            return True
+        referent = self._reference()
+        return referent is not None and referent is other._reference()
 
     def expired(self) -> bool:
-        """True when the object is gone."""
+        """Returns True when the object is gone."""
         return self._reference() is None
 
 
 def storages(batch: Any) -> list[StorageReference]:
-    """Weak references to the storages of all dense tensors of a pytree, and to opaque objects.
+    """Returns weak references to the storages of all dense tensors of a pytree.
 
-    They tell whether another tensor is one of these, or a view of one.
+    By them another tensor can be recognised as one of these, or as a view of one. For an opaque
+    object there is a reference to the object itself.
     """
-    found: list[StorageReference] = []
+    references: list[StorageReference] = []
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
             if _is_dense(leaf):
-                found.append(storage_reference(leaf))
+                references.append(storage_reference(leaf))
         elif is_opaque(leaf):
             with suppress(TypeError):  # not every class allows weak references
-                found.append(_ObjectReference(leaf))
-    return found
+                references.append(_ObjectReference(leaf))
+    return references
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """The batch on the device; from pinned memory the copy of a tensor does not block."""
-    return map_tensors(batch, lambda t: t.to(device, non_blocking=True), lambda o: o.to(device))
+    """Returns the batch on a device. Tensors in pinned memory are copied without blocking."""
+
+    def move_tensor(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    def move_opaque(opaque: Any) -> Any:
+        return opaque.to(device)
+
+    return map_tensors(batch, move_tensor, move_opaque)
 
 
 def pin(batch: Any) -> Any:
-    """The batch with its dense CPU tensors in page-locked memory; no others can be pinned."""
-    return map_tensors(
-        batch,
-        lambda tensor: (
-            tensor.pin_memory() if _is_dense(tensor) and tensor.device.type == "cpu" else tensor
-        ),
-    )
+    """Returns the batch with its dense CPU tensors in page-locked memory; others stay."""
+
+    def pin_tensor(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" and _is_dense(tensor):
+            return tensor.pin_memory()
+        return tensor
+
+    return map_tensors(batch, pin_tensor)
 
 
 def all_dense(batch: Any) -> bool:
-    """Whether all that `move` moves are tensors of one storage each, which streams can share."""
-    return all(
-        _is_dense(leaf) if isinstance(leaf, Tensor) else not is_opaque(leaf)
-        for leaf in leaves(batch)
-    )
+    """Returns True if all that `move` moves are dense tensors, which two streams can share."""
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor):
+            if not _is_dense(leaf):
+                return False
+        elif is_opaque(leaf):
+            return False
+    return True
 
 
-def emptied(batch: Any, count: int | None = None, *, rows: int = 0, share: bool = False) -> Any:
-    """The batch without samples, or with the first alone: shapes `(n, *)` become `(rows, *)`.
+def cut_to_rows(batch: Any, count: int | None = None, *, rows: int = 0, share: bool = False) -> Any:
+    """Returns the batch without samples, or with the first one alone.
 
-    Lists of text, and sequences that hold one thing for each sample, are cut alike.
+    Tensors of shape `(n, *)` become `(rows, *)`. Lists of text, and sequences that have one item
+    for each sample, are cut too.
 
     Args:
-        batch: to be cut.
-        count: its samples, where they are known.
-        rows: to be left, 0 or 1.
-        share: dense tensors become views of those of the batch; False: nothing shares memory.
+        batch: the batch.
+        count: its number of samples, if that is known.
+        rows: how many are kept, 0 or 1.
+        share: True to make dense tensors views of those of the batch. Otherwise the result shares
+            no memory with it.
 
     Raises:
         DataError: the batch holds an opaque object, or a tensor that cannot be cut.
     """
     if isinstance(batch, Tensor):
-        if _is_dense(batch):
-            cut = batch[:rows] if batch.dim() else batch
-            return cut if share else cut.clone()
-        if batch.layout is torch.sparse_coo:
-            return batch.index_select(0, torch.arange(rows, device=batch.device))
-        raise _cannot_be_empty(f"{type(batch).__name__} of layout {batch.layout}")
+        return _cut_tensor(batch, rows, share)
     if isinstance(batch, np.ndarray) and batch.ndim:
         return batch[:rows].copy()
     if is_opaque(batch):
-        raise _cannot_be_empty(type(batch).__name__)
+        raise _cannot_be_cut_error(type(batch).__name__)
     children = children_of(batch)
     if children is None:
         return batch
-    if is_list_of_plain_data(batch) or (
-        isinstance(batch, list | tuple) and lists_one_thing_for_each(batch, count)
-    ):
-        return _rebuilt(batch, dict(list(children.items())[:rows]))
-    cut_children = {
-        key: emptied(child, count, rows=rows, share=share) for key, child in children.items()
-    }
-    return _rebuilt(batch, cut_children)
+    is_sequence = isinstance(batch, list | tuple)
+    if is_list_of_plain_data(batch) or (is_sequence and has_item_per_sample(batch, count)):
+        first_children = dict(list(children.items())[:rows])
+        return _rebuild(batch, first_children)
+    cut_children = {}
+    for key, child in children.items():
+        cut_children[key] = cut_to_rows(child, count, rows=rows, share=share)
+    return _rebuild(batch, cut_children)
 
 
-def joined(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
-    """The first pytree with `join(leaves)` in each place, of what all have there.
-
-    Args:
-        trees: at least one; alike in their containers.
-        join: is given one leaf of each, in their order.
-
-    Raises:
-        DataError: they are not alike.
-    """
-    children = [children_of(tree) or {} for tree in trees]
-    if children_of(trees[0]) is None:
-        return join(list(trees))
-    if any(found.keys() != children[0].keys() for found in children):
-        sizes = ", ".join(
-            f"a {type(tree).__name__} of {len(c)}" for tree, c in zip(trees, children, strict=True)
-        )
-        raise DataError(
-            "results of several devices, to be joined",
-            f"they are not alike: {sizes}",
-            "return containers of the same length and keys whatever the samples are; what differs "
-            "from sample to sample belongs into tensors with one row a sample",
-        )
-    values = {key: joined([found[key] for found in children], join) for key in children[0]}
-    return _rebuilt(trees[0], values)
+def _cut_tensor(tensor: Tensor, rows: int, share: bool) -> Tensor:
+    """Returns the first rows of a tensor, as a view if `share`; one without dimensions stays."""
+    if _is_dense(tensor):
+        first_rows = tensor[:rows] if tensor.dim() else tensor
+        return first_rows if share else first_rows.clone()
+    if tensor.layout is torch.sparse_coo:
+        return tensor.index_select(0, torch.arange(rows, device=tensor.device))
+    raise _cannot_be_cut_error(f"{type(tensor).__name__} of layout {tensor.layout}")
 
 
-def children_of(batch: Any, *, opaque_too: bool = False) -> dict[Any, Any] | None:
-    """What a container holds, by key, position or field; None: it is a leaf."""
-    if isinstance(batch, Tensor) or (is_opaque(batch) and not opaque_too):
-        return None
-    if isinstance(batch, Mapping):
-        return dict(batch)
-    if isinstance(batch, list | tuple):
-        return dict(enumerate(batch))
-    if is_dataclass(batch) and not isinstance(batch, type):
-        named = [each.name for each in fields(batch) if hasattr(batch, each.name)]
-        return {name: getattr(batch, name) for name in named}
-    return None
-
-
-def is_list_of_plain_data(batch: Any) -> bool:
-    """Whether it lists text or numbers, one for each sample; a tuple of numbers may be a size."""
-    if isinstance(batch, list):
-        return not any(
-            isinstance(v, Tensor) or is_opaque(v) or children_of(v) is not None for v in batch
-        )
-    # What default_collate makes of text.
-    return type(batch) is tuple and bool(batch) and all(isinstance(v, str | bytes) for v in batch)
-
-
-def lists_one_thing_for_each(values: Sequence[Any], count: int | None) -> bool:
-    """Whether a sequence is of one thing for each sample, not of one batch for each field.
-
-    These things are alike, and what they hold is not `count` long throughout, as fields are.
-    """
-    if len(values) != count or len({_kind(value) for value in values}) > 1:
-        return False
-    if any(
-        isinstance(value, list | tuple) and lists_one_thing_for_each(value, count)
-        for value in values
-    ):
-        return False
-    found = tensors(values)
-    return bool(found) and any(not t.dim() or len(t) != count for t in found)
-
-
-def _kind(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.dim()
-    return type(value), tuple(children_of(value) or ())
-
-
-def _cannot_be_empty(kind: str) -> DataError:
+def _cannot_be_cut_error(kind: str) -> DataError:
     return DataError(
         f"a batch that holds a {kind}",
         "a rank got no samples, and an empty batch of this type cannot be made",
@@ -231,9 +185,113 @@ def _cannot_be_empty(kind: str) -> DataError:
     )
 
 
+def join_trees(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
+    """Joins the leaves of several pytrees that have the same containers.
+
+    Args:
+        trees: at least one.
+        join: called for each place with the leaves that the trees have there, in their order.
+
+    Returns:
+        A pytree like the first one, with what `join` returned in each place.
+
+    Raises:
+        DataError: the containers are not the same.
+    """
+    first_children = children_of(trees[0])
+    if first_children is None:
+        return join(list(trees))
+    children_of_trees = [children_of(tree) or {} for tree in trees]
+    if any(children.keys() != first_children.keys() for children in children_of_trees):
+        descriptions = []
+        for tree, children in zip(trees, children_of_trees, strict=True):
+            descriptions.append(f"a {type(tree).__name__} of {len(children)}")
+        raise DataError(
+            "results of several devices, to be joined",
+            f"they are not alike: {', '.join(descriptions)}",
+            "return containers of the same length and keys whatever the samples are; what differs "
+            "from sample to sample belongs into tensors with one row a sample",
+        )
+    joined_children = {}
+    for key in first_children:
+        children_at_key = [children[key] for children in children_of_trees]
+        joined_children[key] = join_trees(children_at_key, join)
+    return _rebuild(trees[0], joined_children)
+
+
+def children_of(batch: Any, *, opaque_too: bool = False) -> dict[Any, Any] | None:
+    """Returns what a container holds, by key, position or field; None for a leaf.
+
+    Args:
+        batch: the container.
+        opaque_too: True to look into an opaque object that is a container.
+    """
+    if isinstance(batch, Tensor) or (is_opaque(batch) and not opaque_too):
+        return None
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if isinstance(batch, list | tuple):
+        return dict(enumerate(batch))
+    if is_dataclass(batch) and not isinstance(batch, type):
+        children = {}
+        for field in fields(batch):
+            if hasattr(batch, field.name):
+                children[field.name] = getattr(batch, field.name)
+        return children
+    return None
+
+
+def is_list_of_plain_data(batch: Any) -> bool:
+    """Returns True for a list of text or numbers, which has one of them for each sample.
+
+    A tuple of texts is one too, since `default_collate` makes it. A tuple of numbers may be a size.
+    """
+    if isinstance(batch, list):
+        return not any(_is_structured(item) for item in batch)
+    if type(batch) is tuple and batch:
+        return all(isinstance(item, str | bytes) for item in batch)
+    return False
+
+
+def _is_structured(item: Any) -> bool:
+    """Returns True for a tensor, an opaque object or a container, which is no plain data."""
+    return isinstance(item, Tensor) or is_opaque(item) or children_of(item) is not None
+
+
+def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
+    """Returns True if a sequence has one item for each sample, and not one for each field.
+
+    Items of samples are of the same kind, and do not all hold tensors of `count` rows, as fields
+    of a batch do.
+
+    Args:
+        sequence: a list or a tuple.
+        count: the number of samples, if that is known.
+    """
+    if len(sequence) != count:
+        return False
+    kinds = {_kind_of_item(item) for item in sequence}
+    if len(kinds) > 1:
+        return False
+    for item in sequence:
+        if isinstance(item, list | tuple) and has_item_per_sample(item, count):
+            return False
+    found = tensors(sequence)
+    return any(not tensor.dim() or len(tensor) != count for tensor in found)
+
+
+def _kind_of_item(item: Any) -> Any:
+    """Returns what items of one kind have in common: dimensions, or type and keys."""
+    if isinstance(item, Tensor):
+        return item.dim()
+    return type(item), tuple(children_of(item) or ())
+
+
 def is_opaque(value: Any) -> bool:
-    """Whether it moves itself. A dictionary with `.to`, as of a tokenizer, is walked all the same:
-    its tensors can then be copied ahead and emptied.
+    """Returns True for an object that moves itself, by `.to`.
+
+    A dictionary that has `.to`, as tokenizers return it, is walked like any other: its tensors can
+    then be copied ahead and cut.
     """
     if isinstance(value, Tensor | dict | UserDict | str | bytes | type):
         return False
@@ -241,7 +299,7 @@ def is_opaque(value: Any) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """One storage of its own: not sparse, not nested, and no wrapper around other tensors."""
+    """Returns True for a tensor with one storage: not sparse, not nested, no wrapper of others."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_nested
@@ -250,7 +308,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """All that is no container, in order."""
+    """Yields everything that is not a container, in order."""
     children = children_of(batch)
     if children is None:
         yield batch
@@ -259,36 +317,57 @@ def leaves(batch: Any) -> Iterator[Any]:
         yield from leaves(child)
 
 
-def _rebuilt(batch: Any, children: dict[Any, Any]) -> Any:
-    """The container with other children, or without any."""
-    values = list(children.values())
+def _rebuild(batch: Any, children: dict[Any, Any]) -> Any:
+    """Returns a container of the same type with other children, or with fewer.
+
+    Args:
+        batch: the container.
+        children: by key, position or field.
+    """
     if type(batch) is dict:
         return children
     if type(batch) is list:
-        return values
+        return list(children.values())
     if not isinstance(batch, Mapping | list | tuple):
-        made = copy.copy(batch)  # neither `__init__` nor `__post_init__`, which may do anything
-        for name, child in children.items():
-            object.__setattr__(made, name, child)  # also where it is frozen
-        return made
+        return _rebuild_dataclass(batch, children)
     try:
-        return _of_own_class(batch, children, values)
+        if isinstance(batch, Mapping):
+            return _rebuild_mapping(batch, children)
+        return _rebuild_sequence(batch, list(children.values()))
     except Exception:  # users' classes may raise anything; a plain container then holds the same
         if isinstance(batch, Mapping):
             return children
-        return values if isinstance(batch, list) else tuple(values)
+        if isinstance(batch, list):
+            return list(children.values())
+        return tuple(children.values())
 
 
-def _of_own_class(batch: Any, children: dict[Any, Any], values: list[Any]) -> Any:
+def _rebuild_dataclass(batch: Any, children: dict[str, Any]) -> Any:
+    """Returns a copy with other values, without `__init__` or `__post_init__` being called."""
+    made = copy.copy(batch)
+    for name, child in children.items():
+        object.__setattr__(made, name, child)  # works for a frozen one too
+    return made
+
+
+def _rebuild_sequence(batch: Any, values: list[Any]) -> Any:
+    """Returns a list or tuple of the same class with other values."""
     if isinstance(batch, tuple):
-        return getattr(batch, "_make", type(batch))(values)  # `_make` is the named tuples' own
-    if isinstance(batch, list):
-        listed = copy.copy(batch)
-        listed[:] = values
-        return listed
-    if not isinstance(batch, dict | UserDict) or getattr(batch, "__dict__", None) is batch:
+        if hasattr(batch, "_make"):  # a named tuple
+            return batch._make(values)
+        return type(batch)(values)
+    made = copy.copy(batch)
+    made[:] = values
+    return made
+
+
+def _rebuild_mapping(batch: Any, children: dict[Any, Any]) -> Any:
+    """Returns a mapping of the same class with other values."""
+    is_own_dict = getattr(batch, "__dict__", None) is batch
+    if not isinstance(batch, dict | UserDict) or is_own_dict:
+        # A shallow copy of these may share what it holds.
         make: Any = type(batch)
-        return make(children)  # a shallow copy of these may share what it holds
+        return make(children)
     made: Any = copy.copy(batch)
     for key, value in children.items():
         made[key] = value

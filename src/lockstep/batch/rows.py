@@ -1,9 +1,10 @@
-"""How many rows a batch has, where a collate function made it of the samples that it was given.
+"""Counts the rows of a batch that a user's collate function has made.
 
 A collate function may leave samples out (files that cannot be read) or add rows (several views of a
-sample). The parts of the ranks then weigh by their rows, not by the samples that were planned. What
-a batch shows is the first dimension of its tensors. It does not always show the rows: sequences may
-have time first, graphs are joined along their nodes, and packing makes one row of all samples.
+sample). The parts of the ranks then weigh by their rows, not by the samples that were planned. The
+rows are counted by the first dimensions of the batch's tensors. These do not always show the rows:
+sequences may have time first, graphs are joined along their nodes, and packing makes one row of all
+samples.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from lockstep.batch.pytree import children_of, is_list_of_plain_data, lists_one_thing_for_each
+from lockstep.batch.pytree import children_of, has_item_per_sample, is_list_of_plain_data
 from lockstep.errors import warn
 
 
 class Shape(NamedTuple):
-    """The first two dimensions of something in a batch; `second` is None where there is one."""
+    """The first two dimensions of a tensor, or of a list, in a batch."""
 
     first: int
     second: int | None
+    """None if there is only one dimension."""
 
 
-UNKNOWN = Shape(-1, -1)
-"""Of something that may have one row for each sample, or one field of the batch in each place."""
+UNKNOWN_SHAPE = Shape(-1, -1)
+"""Stands for a sequence that may have one item for each sample, or one for each field."""
 
 
 class RowCounter:
@@ -42,41 +44,45 @@ class RowCounter:
         self._warned = False
 
     def count(self, batch: Any, planned: int) -> int | None:
-        """The rows of a batch; None where it does not show them.
+        """Returns the number of rows of a batch; None if it does not show it.
 
         Args:
             batch: what the collate function returned.
-            planned: samples that it was given.
+            planned: the number of samples that the collate function was given.
         """
         if batch is None:
             return 0
-        shapes = list(shapes_of(batch, planned))
+        shapes = list(shapes_in(batch, planned))
         if not shapes:
-            return planned if children_of(batch) is None else 0
-        of_vectors = {shape.first for shape in shapes if shape.second is None}
-        if planned in of_vectors:
+            is_container = children_of(batch) is not None
+            return 0 if is_container else planned
+        lengths_of_vectors = {shape.first for shape in shapes if shape.second is None}
+        if planned in lengths_of_vectors:
             return planned
-        if UNKNOWN in shapes:
+        if UNKNOWN_SHAPE in shapes:
             return None
-        firsts = {shape.first for shape in shapes}
-        seconds = {shape.second for shape in shapes}
-        if len(firsts) > 1:
-            as_planned = planned in firsts or planned in seconds
-            return planned if as_planned and not of_vectors else None
-        (rows,) = firsts
-        may_have_time_first = seconds == {planned}
+        first_dimensions = {shape.first for shape in shapes}
+        second_dimensions = {shape.second for shape in shapes}
+        if len(first_dimensions) > 1:
+            # Some tensors have time first, say. The samples are then in one of the dimensions.
+            has_planned = planned in first_dimensions or planned in second_dimensions
+            return planned if has_planned and not lengths_of_vectors else None
+        rows = first_dimensions.pop()
+        may_have_time_first = second_dimensions == {planned}
         if rows == planned:
-            self.first_dimension_known |= not may_have_time_first
-        elif rows > 0 and may_have_time_first and not self.first_dimension_known:
+            if not may_have_time_first:
+                self.first_dimension_known = True
+            return rows
+        if rows > 0 and may_have_time_first and not self.first_dimension_known:
             return None
         return rows
 
     def warn_of_rows(self, planned: int, rows: int) -> None:
-        """Says once that batches have other numbers of rows than samples.
+        """Warns once that batches have other numbers of rows than samples.
 
         Args:
-            planned: samples of a global batch.
-            rows: that all ranks together have of it.
+            planned: the number of samples of a global batch.
+            rows: the number of rows that all ranks together have of it.
         """
         if self._warned:
             return
@@ -91,7 +97,7 @@ class RowCounter:
         )
 
     def warn_of_unknown(self, planned: int) -> None:
-        """Says once that batches do not show how many rows they have."""
+        """Warns once that batches do not show how many rows they have."""
         if self._warned:
             return
         self._warned = True
@@ -106,8 +112,13 @@ class RowCounter:
         )
 
 
-def shapes_of(batch: Any, planned: int) -> Iterator[Shape]:
-    """The first two dimensions of all that may have one row for each sample."""
+def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
+    """Yields the shapes of everything in a batch that may have one row for each sample.
+
+    Args:
+        batch: the batch, or a part of it.
+        planned: the number of samples that the collate function was given.
+    """
     if isinstance(batch, Tensor | np.ndarray):
         if batch.ndim:
             yield Shape(batch.shape[0], batch.shape[1] if batch.ndim > 1 else None)
@@ -119,10 +130,12 @@ def shapes_of(batch: Any, planned: int) -> Iterator[Shape]:
         if is_list_of_plain_data(batch):
             yield Shape(len(batch), None)
             return
-        # Tensors of one length may be one for each sample, or the fields of a batch.
         lengths = {len(value) for value in batch if isinstance(value, Tensor) and value.dim()}
-        if lengths != {0} and lists_one_thing_for_each(list(batch), planned):
-            yield Shape(len(batch), None) if len(lengths) != 1 else UNKNOWN
+        all_are_empty = lengths == {0}
+        if not all_are_empty and has_item_per_sample(list(batch), planned):
+            # Tensors of one length may be one for each sample, or the fields of a batch.
+            have_one_length = len(lengths) == 1
+            yield UNKNOWN_SHAPE if have_one_length else Shape(len(batch), None)
             return
     for child in children.values():
-        yield from shapes_of(child, planned)
+        yield from shapes_in(child, planned)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.batch.no_rows import Placeholder, has_no_rows, marked
+from lockstep.batch.no_rows import Placeholder, has_no_rows, mark_no_rows
 from lockstep.batch.pytree import map_tensors, storages, tensors
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import NormBase, never_compiled, write_counts
@@ -121,7 +121,7 @@ class _Placeholder:
         if not self._of_run.may_be_due:
             return None
         self._placeholder = Placeholder(self._of_run.samples)
-        new_args, new_kwargs = self._placeholder.added_to((args, kwargs))
+        new_args, new_kwargs = self._placeholder.add_to((args, kwargs))
         context = _without_traces(module)
         context.__enter__()
         self._entered.append(context)
@@ -136,7 +136,7 @@ class _Placeholder:
             return None
         sync_batchnorm.placeholder.computed = False
         self._entered.pop().__exit__(None, None, None)
-        return map_tensors(output, lambda tensor: marked(self._placeholder.cut_off(tensor)))
+        return map_tensors(output, lambda tensor: mark_no_rows(self._placeholder.cut_off(tensor)))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.batch.plan import parse_shares, part_sizes
-from lockstep.batch.pytree import joined, map_tensors, tensors
+from lockstep.batch.pytree import join_trees, map_tensors, tensors
 from lockstep.distributed.torch_compat import never_compiled
 from lockstep.errors import SettingError, UsageError
 from lockstep.settings import is_auto
@@ -290,7 +290,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
             device=device,
             index_of_state=index_of_state,
         )
-        output = joined(outputs, join_leaf)
+        output = join_trees(outputs, join_leaf)
         for tensor in tensors(output):
             if is_loss_term(tensor) and not tensor.is_leaf:
                 self.returned_mean = True
