@@ -1,8 +1,10 @@
-"""What the user gave as data, read once: the dataset, the order of its samples, the batch size.
+"""The data of a loader, as the user gave them: dataset, order of the samples, batch size, options.
 
-A map-style dataset has an index, and a global batch is a list of indices (`Source`). An iterable
-one is read again from its beginning in every epoch: its sample `i` is the `i`-th that it gives, and
-global batch `t` holds the samples from `t * B` on, on any number of ranks (`IterableSource`).
+`make_source` makes a `Source` of a dataset or a torch DataLoader, and refuses what makes no global
+batches. A map-style dataset has an index, and a global batch is a list of indices. An iterable one
+(`IterableSource`) is read again from its beginning in every epoch: its sample `i` is the `i`-th
+that it gives, and global batch `t` holds the samples from `t * batch_size` on, on any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
+from lockstep.batch.indices import ceil_div
 from lockstep.batch.plan import (
     CustomPlan,
     Plan,
@@ -33,17 +36,21 @@ from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_samp
 from lockstep.errors import DataError, LengthUnknownError, UsageError
 from lockstep.settings import check_whole_number
 
-_SAMPLER = 0x5A3  # stands for a sample's index where a sampler's streams are seeded
-_OPTIONS = ("num_workers", "prefetch_factor", "persistent_workers", "timeout", "worker_init_fn",
-            "multiprocessing_context", "pin_memory")  # fmt: skip
-_ORDERING = ("sampler", "batch_sampler", "generator")
-# Of `world.loader` itself: what a misspelt option may have meant.
-_ARGUMENTS = ("batch_size", "batch_size_per_device", "shuffle", "drop_last", "micro_batch_size",
-              "shares", "weight", "sample_rng", "collate_fn", "transform", "shard")  # fmt: skip
+_SAMPLER = 0x5A3  # stands for a sample's index when a sampler's streams are seeded
+LOADER_OPTIONS = ("num_workers", "prefetch_factor", "persistent_workers", "timeout",
+                  "worker_init_fn", "multiprocessing_context", "pin_memory")  # fmt: skip
+"""The options of `torch.utils.data.DataLoader` that `world.loader` takes."""
+OPTIONS_OF_ORDER = ("sampler", "batch_sampler", "generator")
+"""Options of DataLoader that `world.loader` refuses."""
+ARGUMENTS_OF_LOADER = ("batch_size", "batch_size_per_device", "shuffle", "drop_last",
+                       "micro_batch_size", "shares", "weight", "sample_rng", "collate_fn",
+                       "transform", "shard")  # fmt: skip
+"""Arguments of `world.loader` itself, one of which a misspelt option may have meant."""
 
 Shard = Callable[[int, int], Iterable[Any]] | Literal[False] | None
-"""`(start, step)` gives the samples start, start + step, ...; False: the iterable splits itself
-over the ranks; None: every rank reads the whole of it and keeps its part."""
+"""How a rank comes by its part of an iterable. A function `(start, step)` returns the samples
+start, start + step, ...; False: the iterable splits itself over the ranks; None: every rank reads
+the whole of it and keeps its part."""
 
 
 SHARDING = {
@@ -51,7 +58,7 @@ SHARDING = {
     "seek": "every rank reads its part of the stream",
     "own": "the stream splits itself over the ranks",
 }
-"""What `Source.sharding` means."""
+"""Describes each value of `Source.sharding`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +67,10 @@ class Source:
 
     dataset: torch_data.Dataset[Any]
     batch_size: int
-    """Samples of a global batch."""
+    """The number of samples of a global batch."""
     collate: Callable[[Any], Any]
     options: dict[str, Any]
-    """Of `torch.utils.data.DataLoader`: all of `_OPTIONS`."""
+    """A value for each of `LOADER_OPTIONS`."""
     shuffle: bool = False
     drop_last: bool = False
     sampler: torch_data.Sampler[int] | None = None
@@ -73,12 +80,14 @@ class Source:
 
     @property
     def length(self) -> int:
-        """Samples of an epoch (with a batch sampler of the user's: of the dataset)."""
-        return _length(self.sampler if self.sampler is not None else self.dataset)
+        """The number of samples of an epoch; with a batch sampler of the user's, of the dataset."""
+        if self.sampler is not None:
+            return _length(self.sampler)
+        return _length(self.dataset)
 
     @property
     def steps(self) -> int | None:
-        """Global batches of an epoch; None: an iterable does not say its length."""
+        """The number of global batches of an epoch; None: an iterable does not say its length."""
         if self.batch_sampler is not None:
             return _length(self.batch_sampler)
         try:
@@ -88,57 +97,70 @@ class Source:
 
     @property
     def custom_order(self) -> bool:
-        """A sampler of the user's says which samples form the global batches."""
+        """True if a sampler of the user's says which samples form the global batches."""
         return self.sampler is not None or self.batch_sampler is not None
 
     @property
     def sharding(self) -> str | None:
-        """How a rank comes by its part of an iterable, in a word; None: there is an index."""
+        """How a rank comes by its part of a stream, a key of `SHARDING`; None: it has an index."""
         return None
 
     @property
     def fingerprint(self) -> int:
         """A CRC-32 over what must be equal on all ranks: sizes, splits, and the user's own order.
 
-        A sampler of the user's is run through once, for epoch 0 of seed 0.
+        A sampler of the user's is iterated once, for epoch 0 of seed 0.
         """
-        sizes = (self.length, self.batch_size, self.shuffle, self.drop_last, self.steps or 0)
-        found = zlib.crc32(repr(tuple(map(int, sizes))).encode())
+        numbers = (
+            self.length,
+            self.batch_size,
+            int(self.shuffle),
+            int(self.drop_last),
+            self.steps or 0,
+        )
+        checksum = zlib.crc32(repr(numbers).encode())
         for indices in subset_indices(self.dataset):
-            found = zlib.crc32(index_bytes(indices), found)
-        plan = self.plan(0, 0) if self.custom_order else None
-        if isinstance(plan, CustomPlan):
-            found = zlib.crc32(plan.order.tobytes(), found)
-            found = zlib.crc32(plan.bounds.tobytes(), found)
-        return found
+            checksum = zlib.crc32(index_bytes(indices), checksum)
+        if self.custom_order:
+            plan = self._plan_custom_order(seed=0, epoch=0)
+            checksum = zlib.crc32(plan.order.tobytes(), checksum)
+            checksum = zlib.crc32(plan.bounds.tobytes(), checksum)
+        return checksum
 
     @property
     def description(self) -> str:
-        """What must be equal on all ranks, in words."""
+        """Describes what must be equal on all ranks."""
         text = f"a loader over {self.length} samples in global batches of {self.batch_size}"
-        # The checksum covers what the words leave out: order, a subset's indices, batches.
+        # The checksum covers the rest: the order, a subset's indices, the batches.
         return f"{text} (checksum {self.fingerprint:08x})"
 
     def plan(self, seed: int, epoch: int) -> Plan:
-        """The global batches of an epoch, the same on every rank."""
-        if not self.custom_order:
-            return plan_epoch(
-                self.length,
-                self.batch_size,
-                seed=seed,
-                epoch=epoch,
-                shuffle=self.shuffle,
-                drop_last=self.drop_last,
-            )
+        """Returns the global batches of an epoch, the same on every rank."""
+        if self.custom_order:
+            return self._plan_custom_order(seed, epoch)
+        return plan_epoch(
+            self.length,
+            self.batch_size,
+            seed=seed,
+            epoch=epoch,
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+        )
+
+    def _plan_custom_order(self, seed: int, epoch: int) -> CustomPlan:
+        """Returns the global batches of an epoch in the order of the user's sampler."""
         with preserve_rng_state():
             # A sampler may draw from any of the global streams, or from generators of its own.
             seed_sample(seed, epoch, _SAMPLER)
-            for number, generator in enumerate(_generators(self.batch_sampler, self.sampler)):
-                _seed(generator, mix_seed(seed, epoch, _SAMPLER, number))
+            generators = _find_generators(self.batch_sampler, self.sampler)
+            for number, generator in enumerate(generators):
+                _seed_generator(generator, mix_seed(seed, epoch, _SAMPLER, number))
             if self.batch_sampler is not None:
                 batches = [np.asarray(batch, dtype=np.int64) for batch in self.batch_sampler]
-                bounds = np.cumsum([0, *(len(batch) for batch in batches)], dtype=np.int64)
-                return CustomPlan(np.concatenate([np.empty(0, np.int64), *batches]), bounds)
+                sizes = [len(batch) for batch in batches]
+                no_samples = np.empty(0, np.int64)  # there may be no batch
+                order = np.concatenate([no_samples, *batches])
+                return CustomPlan(order, np.cumsum([0, *sizes], dtype=np.int64))
             order = np.fromiter(cast("torch_data.Sampler[int]", self.sampler), dtype=np.int64)
         return plan_custom_order(order, self.batch_size, drop_last=self.drop_last)
 
@@ -153,10 +175,10 @@ class IterableSource(Source):
 
     @property
     def length(self) -> int:
-        """Samples of an epoch, as the iterable itself says.
+        """The number of samples of an epoch, as the iterable itself says.
 
         Raises:
-            LengthUnknownError: it does not.
+            LengthUnknownError: it does not say it.
         """
         try:
             return len(self.dataset)  # type: ignore[arg-type]
@@ -169,7 +191,7 @@ class IterableSource(Source):
 
     @property
     def description(self) -> str:
-        """What must be equal on all ranks, in words."""
+        """Describes what must be equal on all ranks."""
         return (
             f"a loader over a stream ({type(self.dataset).__name__}) in global batches of "
             f"{self.batch_size}, drop_last={self.drop_last}, shard={self.sharding}"
@@ -177,15 +199,35 @@ class IterableSource(Source):
 
     @property
     def sharding(self) -> str:
-        """How a rank comes by its part."""
-        return "own" if self.shard is False else "whole" if self.shard is None else "seek"
+        """How a rank comes by its part, a key of `SHARDING`."""
+        if self.shard is None:
+            return "whole"
+        return "own" if self.shard is False else "seek"
 
 
 _Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
-def _seed(generator: _Generator, value: int) -> None:
-    """Leaves what cannot be seeded as it is, such as a generator of the operating system's."""
+def _find_generators(*samplers: object) -> list[_Generator]:
+    """Returns the generators that samplers, and the samplers that they wrap, have as attributes."""
+    generators: list[_Generator] = []
+    to_search = list(samplers)
+    ids_found = {id(sampler) for sampler in samplers}
+    while to_search:
+        sampler = to_search.pop()
+        for name, value in getattr(sampler, "__dict__", {}).items():
+            if id(value) in ids_found:
+                continue
+            ids_found.add(id(value))
+            if isinstance(value, _Generator):
+                generators.append(value)
+            elif isinstance(value, torch_data.Sampler) or name in ("sampler", "batch_sampler"):
+                to_search.append(value)
+    return generators
+
+
+def _seed_generator(generator: _Generator, value: int) -> None:
+    """Seeds a generator, if it can be seeded; the operating system's cannot."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(value)
     elif isinstance(generator, np.random.Generator):
@@ -193,28 +235,12 @@ def _seed(generator: _Generator, value: int) -> None:
         with suppress(TypeError, ValueError):  # a bit generator of somebody's own
             bits.state = type(bits)(value).state
     else:
-        with suppress(TypeError):  # a RandomState seeds only its Mersenne Twister again
+        with suppress(TypeError):  # a RandomState over another generator than the Mersenne Twister
             generator.seed(value & 0xFFFFFFFF)
 
 
-def _generators(*samplers: object) -> list[_Generator]:
-    """Those that samplers and the samplers they wrap have as attributes."""
-    found: list[_Generator] = []
-    waiting, known = list(samplers), {id(sampler) for sampler in samplers}
-    while waiting:
-        for name, value in getattr(waiting.pop(), "__dict__", {}).items():
-            if id(value) in known:
-                continue
-            known.add(id(value))
-            if isinstance(value, _Generator):
-                found.append(value)
-            elif isinstance(value, torch_data.Sampler) or name in ("sampler", "batch_sampler"):
-                waiting.append(value)
-    return found
-
-
 def subset_indices(dataset: object) -> Iterator[Any]:
-    """The indices of a Subset and of those it is made of."""
+    """Yields the indices of each `Subset` of which a dataset is made."""
     if isinstance(dataset, torch_data.Subset):
         yield dataset.indices
         yield from subset_indices(dataset.dataset)
@@ -224,15 +250,22 @@ def subset_indices(dataset: object) -> Iterator[Any]:
 
 
 def index_bytes(indices: Any) -> bytes:
-    """Equal for equal indices, whether given as list, range, array or tensor."""
+    """Returns bytes that are equal for equal indices, given as list, range, array or tensor.
+
+    For objects other than numbers and texts only their number counts, since their text may hold an
+    address.
+    """
+    number = str(len(indices)).encode()
+    if isinstance(indices, torch.Tensor):
+        indices = indices.cpu()
     try:
-        array = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
+        array = np.asarray(indices)
     except ValueError:  # such as tuples of several lengths
-        return str(len(indices)).encode()
+        return number
     if array.dtype.kind in "iu" or not array.size:
         return array.astype(np.int64).tobytes()
-    # Names of samples; of other objects only their number, as their text may hold an address.
-    return array.tobytes() if array.dtype.kind == "U" else str(len(indices)).encode()
+    is_text = array.dtype.kind == "U"
+    return array.tobytes() if is_text else number
 
 
 def make_source(
@@ -248,116 +281,148 @@ def make_source(
     shard: Shard = None,
     options: dict[str, Any] | None = None,
 ) -> Source:
-    """The source of a loader, from a dataset or a DataLoader; see `World.loader`.
+    """Returns the source of a loader, from a dataset or a DataLoader; see `World.loader`.
+
+    Args:
+        data: the dataset or DataLoader.
+        batch_size: samples of a global batch.
+        per_device: samples of a global batch for each device, instead of `batch_size`.
+        devices: the number of devices of the run.
+        shuffle: see `World.loader`.
+        drop_last: see `World.loader`.
+        collate: see `World.loader`, `collate_fn`.
+        transform: see `World.loader`.
+        shard: see `World.loader`.
+        options: see `World.loader`.
 
     Raises:
         DataError: data or sizes that make no global batch, or an option is unknown or refused by
             torch.
         UsageError: arguments that do not fit these data.
     """
-    dataset = data.dataset if isinstance(data, torch_data.DataLoader) else data
-    iterable = isinstance(dataset, torch_data.IterableDataset) or (
+    is_loader = isinstance(data, torch_data.DataLoader)
+    dataset = data.dataset if is_loader else data
+    is_iterable = isinstance(dataset, torch_data.IterableDataset) or (
         hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
     )
-    if iterable:
+    if is_iterable:
         _check_iterable(dataset, shuffle=shuffle, shard=shard)
     else:
-        _check_map_style(dataset, only_of_iterables=transform is not None or shard is not None)
-    if not isinstance(data, torch_data.DataLoader):
-        if (batch_size is None) == (per_device is None):
-            raise DataError(
-                f"batch_size={batch_size}, batch_size_per_device={per_device}",
-                "exactly one of them says how large the global batch is",
-                "give batch_size: the samples of one optimizer step over all devices",
-            )
-        size = check_batch_size(batch_size if per_device is None else per_device * devices)
-        loader = _make_loader(dataset, size, drop_last, collate, options or {})
-    else:
-        loader = data
-        none_given = all(each is None for each in (batch_size, per_device, collate))
-        if shuffle or drop_last or options or not none_given:
+        has_stream_arguments = transform is not None or shard is not None
+        _check_map_style(dataset, has_stream_arguments=has_stream_arguments)
+    if is_loader:
+        arguments = (batch_size, per_device, collate, shuffle or None, drop_last or None)
+        if options or any(argument is not None for argument in arguments):
             raise UsageError(
                 "world.loader of a DataLoader with batch_size or loader options",
                 "the DataLoader has these already",
                 "set them in the DataLoader, or pass its dataset",
             )
+        loader = data
+    else:
+        size = _global_batch_size(batch_size, per_device, devices)
+        loader = _make_torch_loader(dataset, size, drop_last, collate, options or {})
     if loader.batch_size is None and loader.batch_sampler is None:
         raise DataError(
             "a DataLoader with batch_size=None",
             "without a batch size there is no global batch",
             "give the DataLoader a batch_size",
         )
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "dataset": dataset,
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
         "collate": loader.collate_fn,
-        "options": {name: getattr(loader, name) for name in _OPTIONS},
+        "options": {name: getattr(loader, name) for name in LOADER_OPTIONS},
     }
-    if iterable:
+    if is_iterable:
         _check_workers_may_read_whole(dataset, loader.num_workers)
-        return IterableSource(transform=transform, shard=shard, **given)
-    return Source(**given | _order(loader, shuffle))
+        return IterableSource(transform=transform, shard=shard, **fields)
+    fields.update(_order_fields(loader, shuffle))
+    return Source(**fields)
 
 
-def _order(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str, Any]:
-    """What a DataLoader over a map-style dataset, or `shuffle`, says about the order of samples."""
-    batches, sampler = loader.batch_sampler, cast(Any, loader.sampler)
-    if any(
-        isinstance(s, torch_data.DistributedSampler)
-        for s in (sampler, getattr(batches, "sampler", None))
-    ):
-        raise UsageError(
-            "a DataLoader with a DistributedSampler",
-            "it is already sharded; Lockstep would shard each shard again",
-            "leave the sampler out and pass shuffle=True: every rank gets its part of the batch",
-            code="LS102",
+def _global_batch_size(batch_size: int | None, per_device: int | None, devices: int) -> int:
+    """Returns the number of samples of a global batch.
+
+    Raises:
+        DataError: not exactly one of `batch_size` and `per_device` is given, or it is no size.
+    """
+    if (batch_size is None) == (per_device is None):
+        raise DataError(
+            f"batch_size={batch_size}, batch_size_per_device={per_device}",
+            "exactly one of them says how large the global batch is",
+            "give batch_size: the samples of one optimizer step over all devices",
         )
-    if type(batches) is not torch_data.BatchSampler or loader.batch_size is None:
-        size = getattr(batches, "batch_size", None)
-        if not (isinstance(size, int) and size > 0):  # what is typical of its batches
-            size = max(1, -(-_length(loader.dataset) // max(1, _length(batches))))
-        return {"batch_sampler": batches, "batch_size": size}
-    of_torch = type(sampler) is torch_data.SequentialSampler or (
-        type(sampler) is torch_data.RandomSampler and not sampler.replacement
-    )
-    if of_torch and len(sampler) == len(sampler.data_source) == _length(loader.dataset):
-        return {"shuffle": shuffle or type(sampler) is torch_data.RandomSampler}
+    return check_batch_size(batch_size if per_device is None else per_device * devices)
+
+
+def _order_fields(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str, Any]:
+    """Returns the fields of `Source` that say in which order samples are read.
+
+    Args:
+        loader: a DataLoader over a map-style dataset.
+        shuffle: the argument of `World.loader`.
+    """
+    batch_sampler = loader.batch_sampler
+    sampler: Any = loader.sampler
+    for possibly_sharded in (sampler, getattr(batch_sampler, "sampler", None)):
+        if isinstance(possibly_sharded, torch_data.DistributedSampler):
+            raise UsageError(
+                "a DataLoader with a DistributedSampler",
+                "it is already sharded; Lockstep would shard each shard again",
+                "leave the sampler out and pass shuffle=True: every rank gets its part of the "
+                "batch",
+                code="LS102",
+            )
+    if type(batch_sampler) is not torch_data.BatchSampler or loader.batch_size is None:
+        size = getattr(batch_sampler, "batch_size", None)
+        if not (isinstance(size, int) and size > 0):
+            # Its batches may have any size; this is the mean.
+            num_batches = max(1, _length(batch_sampler))
+            size = max(1, ceil_div(_length(loader.dataset), num_batches))
+        return {"batch_sampler": batch_sampler, "batch_size": size}
+    is_sequential = type(sampler) is torch_data.SequentialSampler
+    is_random = type(sampler) is torch_data.RandomSampler and not sampler.replacement
+    if is_sequential or is_random:
+        reads_whole_dataset = len(sampler) == len(sampler.data_source) == _length(loader.dataset)
+        if reads_whole_dataset:
+            return {"shuffle": shuffle or is_random}
     return {"sampler": sampler}
 
 
-def _make_loader(
+def _make_torch_loader(
     dataset: torch_data.Dataset[Any],
     batch_size: int,
     drop_last: bool,
     collate: Callable[[Any], Any] | None,
     options: dict[str, Any],
 ) -> torch_data.DataLoader[Any]:
-    """Torch's loader of a dataset, which nobody iterates; it completes and checks the options.
+    """Returns torch's loader of a dataset. It completes and checks the options; nobody iterates it.
 
     Raises:
         DataError: an option is unknown, or refused by torch.
     """
     for name in options:
-        if name in _ORDERING:
+        if name in OPTIONS_OF_ORDER:
             raise DataError(
                 f"{name}= beside a dataset",
                 "the order of a dataset's samples follows from shuffle and the seed alone",
                 f"give a DataLoader instead: DataLoader(dataset, ..., {name}=...)",
             )
-        if name not in _OPTIONS:
-            near = difflib.get_close_matches(name, (*_OPTIONS, *_ARGUMENTS), n=1)
-            raise DataError(
-                f"{name}= for a loader",
-                "there is no such option",
-                f"did you mean {near[0]}?" if near else f"use one of {', '.join(_OPTIONS)}",
-            )
+        if name not in LOADER_OPTIONS:
+            known = (*LOADER_OPTIONS, *ARGUMENTS_OF_LOADER)
+            similar = difflib.get_close_matches(name, known, n=1)
+            advice = f"use one of {', '.join(LOADER_OPTIONS)}"
+            if similar:
+                advice = f"did you mean {similar[0]}?"
+            raise DataError(f"{name}= for a loader", "there is no such option", advice)
     for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
         value = options.get(name)
         if value is not None:
             check_whole_number(f"{name}={value!r}", value, least, DataError)
     try:
-        with warnings.catch_warnings():  # those come when one is built for use
+        with warnings.catch_warnings():  # those come when a loader is built for use
             warnings.simplefilter("ignore")
             return torch_data.DataLoader(
                 dataset, batch_size, drop_last=drop_last, collate_fn=collate, **options
@@ -371,6 +436,12 @@ def _make_loader(
 
 
 def _check_iterable(dataset: object, *, shuffle: bool, shard: object) -> None:
+    """Checks the arguments of a loader of an iterable.
+
+    Raises:
+        UsageError: arguments that do not fit an iterable.
+        DataError: it can be read only once.
+    """
     name = type(dataset).__name__
     if shuffle:
         raise UsageError(
@@ -395,7 +466,7 @@ def _check_iterable(dataset: object, *, shuffle: bool, shard: object) -> None:
 
 
 def _check_workers_may_read_whole(dataset: Any, num_workers: int) -> None:
-    """Refuses several loader workers for a stream whose readers wait for each other.
+    """Raises DataError for several loader workers of a stream whose readers wait for each other.
 
     MosaicML's StreamingDataset counts the loader workers of all ranks, gives each its own part and
     lets them meet at a barrier in shared memory. Here every worker reads the whole of what its rank
@@ -414,20 +485,21 @@ def _check_workers_may_read_whole(dataset: Any, num_workers: int) -> None:
 
 
 def _has_mosaic_stream(dataset: Any) -> bool:
-    """Whether it is MosaicML's StreamingDataset, or has one as an attribute."""
-    for each in (dataset, *getattr(dataset, "__dict__", {}).values()):
-        for kind in type(each).__mro__:
-            if kind.__name__ == "StreamingDataset" and kind.__module__.startswith("streaming."):
+    """Returns True for MosaicML's StreamingDataset, and for a dataset that has one as attribute."""
+    attributes = getattr(dataset, "__dict__", {}).values()
+    for value in (dataset, *attributes):
+        for base in type(value).__mro__:
+            if base.__name__ == "StreamingDataset" and base.__module__.startswith("streaming."):
                 return True
     return False
 
 
 def _can_be_read_once(dataset: Any) -> bool:
-    """Whether `iter(dataset)` is known to go on where it was, instead of beginning again.
+    """Returns True if `iter(dataset)` is known to continue where it was, not to begin again.
 
-    Generators, files and the iterators of Python's own types are like this, and what inherits its
+    Generators, files and the iterators of Python's own types do, and so does what inherits its
     `__iter__` from `collections.abc.Iterator`. An `__iter__` written in Python may begin again,
-    also where the object has a `__next__` as well, as litdata's StreamingDataset has.
+    even if the object also has a `__next__`, as litdata's StreamingDataset has.
     """
     if not hasattr(dataset, "__next__"):
         return False
@@ -437,8 +509,14 @@ def _can_be_read_once(dataset: Any) -> bool:
     return not isinstance(method, FunctionType) and iter(dataset) is dataset
 
 
-def _check_map_style(dataset: object, *, only_of_iterables: bool) -> None:
-    if only_of_iterables:
+def _check_map_style(dataset: object, *, has_stream_arguments: bool) -> None:
+    """Checks a dataset with an index.
+
+    Raises:
+        UsageError: there are arguments that are for iterables only.
+        DataError: it has no `__getitem__`, or no length.
+    """
+    if has_stream_arguments:
         raise UsageError(
             "transform= or shard= for a map-style dataset",
             "they are for iterable datasets; of this one each rank reads only its own samples",
@@ -454,6 +532,7 @@ def _check_map_style(dataset: object, *, only_of_iterables: bool) -> None:
 
 
 def _length(data: object) -> int:
+    """Returns the length of a dataset or a sampler; raises DataError if it has none."""
     try:
         if isinstance(data, Sized):
             return len(data)
