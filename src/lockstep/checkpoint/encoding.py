@@ -288,12 +288,14 @@ class _Encoder:
         view = view_key(value)
         if view in self._tree_of_view:
             return self._tree_of_view[view]
-        is_copy = is_replicated_copy(value)
-        if self._main and box.sizes == value.shape and not is_copy:
+        stored_elsewhere = is_replicated_copy(value)
+        is_whole = box.sizes == value.shape
+        if self._main and is_whole and not stored_elsewhere:
             tree = self._add_tensor(self._to_host(local), path)
         else:
+            # The tree names the tensor even if this rank has no elements of it to store.
             name = self._free_name(path)
-            if local.numel() and not is_copy:
+            if local.numel() and not stored_elsewhere:
                 self._store(name, self._to_host(local))
                 self.boxes[name] = box
             tree = {

@@ -218,44 +218,46 @@ class Rounds:
         Raises:
             CheckpointError: on all ranks, if one cannot read its part.
         """
-        rank = self._collectives.topology.rank
-        machine = self._collectives.topology.node_rank
+        own_rank = self._collectives.topology.rank
+        own_machine = self._collectives.topology.node_rank
 
-        # The parts of the round, by virtual rank: on which machines, and which ranks need them.
+        # For each part of the round, its file on each machine that has one.
         files_of_part: dict[int | None, Mapping[int, str]] = {SHARED_STATE: chosen.shared_files}
-        for number in sorted(chosen.files):
-            files_of_part[number] = chosen.files[number]
+        for virtual_rank in sorted(chosen.files):
+            files_of_part[virtual_rank] = chosen.files[virtual_rank]
         ranks_in_need = _ranks_in_need(chosen, wanted_by_rank)
 
+        # A part is broadcast if a rank needs it and its machine lacks it.
         sender_of_part: dict[int | None, int] = {}
         for part, files in files_of_part.items():
-            if any(machine_of_rank[needy] not in files for needy in ranks_in_need[part]):
+            if any(machine_of_rank[rank] not in files for rank in ranks_in_need[part]):
                 sender_of_part[part] = _first_rank_with(files, machine_of_rank)
 
         def read_files_of_this_machine() -> dict[int | None, Any]:
             """Reads the parts that this rank needs or sends to others."""
             states = {}
             for part, files in files_of_part.items():
-                is_needed = rank in ranks_in_need[part] or sender_of_part.get(part) == rank
-                if machine in files and is_needed:
-                    states[part] = _read_part(Path(files[machine]), part)
+                is_needed = own_rank in ranks_in_need[part]
+                is_sender = sender_of_part.get(part) == own_rank
+                if own_machine in files and (is_needed or is_sender):
+                    states[part] = _read_part(Path(files[own_machine]), part)
             return states
 
         action = f"resuming from step {chosen.step} in memory"
         states = run_on_all_ranks(self._collectives, action, read_files_of_this_machine)
         for part, sender in sender_of_part.items():
-            tensors = _as_tensors(states[part]) if rank == sender else None
+            tensors = _as_tensors(states[part]) if own_rank == sender else None
             received = self._collectives.broadcast(tensors, sender)
-            if rank in ranks_in_need[part] and part not in states:
+            if own_rank in ranks_in_need[part] and part not in states:
                 states[part] = _from_tensors(received)
 
-        virtual_ranks = {}
-        for number in wanted_by_rank[rank]:
-            state = states[chosen.substitutes[number]]
-            if number in chosen.lost:
+        state_of_virtual_rank = {}
+        for virtual_rank in wanted_by_rank[own_rank]:
+            state = states[chosen.substitutes[virtual_rank]]
+            if virtual_rank in chosen.lost:
                 state = _with_shared_weights(state)
-            virtual_ranks[number] = state
-        return states[SHARED_STATE], virtual_ranks
+            state_of_virtual_rank[virtual_rank] = state
+        return states[SHARED_STATE], state_of_virtual_rank
 
 
 def _ranks_in_need(

@@ -115,7 +115,8 @@ def intersect(a: Box, b: Box) -> Box | None:
     """Returns the region that two boxes of one tensor have in common, or None."""
     offsets = []
     sizes = []
-    for a_begin, a_size, b_begin, b_size in zip(*a, *b, strict=True):
+    dimensions = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    for a_begin, a_size, b_begin, b_size in dimensions:
         begin = max(a_begin, b_begin)
         end = min(a_begin + a_size, b_begin + b_size)
         if begin >= end:

@@ -403,6 +403,6 @@ def _describe_casts(values: Mapping[str, Any], own: Mapping[str, Any]) -> list[s
         if isinstance(value, Tensor | TensorInShards) and value.dtype != own[name].dtype:
             counts[value.dtype, own[name].dtype] += 1
     texts = []
-    for (own_dtype, new_dtype), count in counts.items():
-        texts.append(f"converted {count} tensors from {own_dtype} to {new_dtype}")
+    for (saved_dtype, own_dtype), count in counts.items():
+        texts.append(f"converted {count} tensors from {saved_dtype} to {own_dtype}")
     return texts
