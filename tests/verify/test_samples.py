@@ -15,7 +15,7 @@ from test_causes import verdict as judged_as
 
 from lockstep.verify.causes import cause_of
 from lockstep.verify.compare import find_divergences
-from lockstep.verify.names import aligned
+from lockstep.verify.names import align_names
 from lockstep.verify.tolerance import FLOAT64
 from lockstep.verify.training_record import Forward, RankUpdate, ScriptCall, Update
 
@@ -278,10 +278,10 @@ def test_a_model_and_its_copy_that_were_met_in_another_order(alike: bool) -> Non
         rank = RankUpdate(initial=initial, frozen=[frozen], gradients={trained: gradient})
         return [Update([rank])]
 
-    (same,) = aligned(run((0, 1), "Net#2/w", WHOLE), run((1, 0), "Net/w", WHOLE))
+    (same,) = align_names(run((0, 1), "Net#2/w", WHOLE), run((1, 0), "Net/w", WHOLE))
     assert (list(same[0].gradients), list(same[0].frozen)) == (["Net/w"], ["Net#2/w"])
     if not alike:  # now it is the other one that is frozen
-        (same,) = aligned(run((0, 1), "Net#2/w", WHOLE), run((1, 0), "Net#2/w", WHOLE))
+        (same,) = align_names(run((0, 1), "Net#2/w", WHOLE), run((1, 0), "Net#2/w", WHOLE))
         assert same[0].frozen == ["Net/w"]
 
 

@@ -37,7 +37,7 @@ FIELDS_WITH_VALUES = ("buffers", "parameters", "initial")
 """Fields that hold whole tensors; of a tensor that several have, the last one counts."""
 
 
-def aligned(reference: Sequence[Update], other: Sequence[Update]) -> list[Update]:
+def align_names(reference: Sequence[Update], other: Sequence[Update]) -> list[Update]:
     """Returns the other run's updates with the reference's names for the same tensors.
 
     A tensor whose name the reference does not know gets one of the reference's names that the other
@@ -106,10 +106,10 @@ def _end_alike(one: str, other: str) -> bool:
 
 
 def _renamed_run(updates: Sequence[Update], change: Callable[[str], str]) -> list[Update]:
-    return [Update(renamed(rank, change) for rank in update) for update in updates]
+    return [Update(rename_tensors(rank, change) for rank in update) for update in updates]
 
 
-def renamed(rank: RankUpdate, change: Callable[[str], str]) -> RankUpdate:
+def rename_tensors(rank: RankUpdate, change: Callable[[str], str]) -> RankUpdate:
     """Returns a rank's update with other names for the tensors.
 
     Args:

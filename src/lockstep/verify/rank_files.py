@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.run.watch.error_record import describe_error
-from lockstep.verify.names import renamed
+from lockstep.verify.names import rename_tensors
 from lockstep.verify.run_config import MIN_STEPS
 from lockstep.verify.training_record import Place, RankUpdate
 from lockstep.verify.unsupported import not_recorded_error
@@ -105,7 +105,7 @@ class UpdateWriter:
                 "an optimizer step in a process that the script has started itself"
             )
         if replica is not None:
-            update = renamed(update, lambda name: f"{name} (replica {replica})")
+            update = rename_tensors(update, lambda name: f"{name} (replica {replica})")
         incomplete = self.folder / "unfinished"
         with incomplete.open("wb") as file:
             pickle.dump(update, file)

@@ -23,7 +23,7 @@ from lockstep.verify.compare import (
 from lockstep.verify.finding import Finding
 from lockstep.verify.joined_parts import join_parts
 from lockstep.verify.line_findings import splitting_branches
-from lockstep.verify.names import aligned
+from lockstep.verify.names import align_names
 from lockstep.verify.rules.evidence import gradient_patterns
 from lockstep.verify.run_record import RunRecord
 from lockstep.verify.sample_rows import without_rows_that_are_no_samples
@@ -211,7 +211,7 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
 
     # Bring the updates of both runs into a form in which they can be compared.
     reference_run = reference.updates
-    parallel_run = aligned(reference_run, parallel.updates)
+    parallel_run = align_names(reference_run, parallel.updates)
     joined = join_parts(
         without_rows_that_are_no_samples(reference_run, parallel_run),
         without_rows_that_are_no_samples(parallel_run, reference_run),

@@ -57,10 +57,10 @@ def _sample_digests(rows: Sequence[Tensor], count: int) -> list[str]:
 def _weights(rows: Sequence[Tensor], count: int) -> dict[str, float]:
     """Returns the counts that a loss may be averaged over, by description.
 
-    Of whole numbers, which may be labels or tokens: those not ignored, those not zero, and those
-    that are not the value at the end of most rows, which may be padding. The first column is also
-    left out, as the loss of a language model does. Of zeros and ones, which may be a mask: the
-    ones.
+    Whole numbers may be labels or tokens. Those are counted that are not ignored, that are not
+    zero, and that are no padding, which is the value at the end of most rows. Each is also counted
+    without the first column, which the loss of a language model leaves out. Zeros and ones may be a
+    mask: the ones are counted.
     """
     weights = {"samples": float(count)}
     by_name = {}

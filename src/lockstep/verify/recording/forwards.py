@@ -239,7 +239,7 @@ class ForwardRecorder:
         if not sample_inputs:
             return None
         first_input, *other_inputs = sample_inputs
-        number_of_inputs = sum(tensor.dim() > 0 for tensor in tensors(inputs))
+        number_of_inputs = len([tensor for tensor in tensors(inputs) if tensor.dim() > 0])
         # Several inputs that all have a row for each sample leave no doubt what a sample is.
         all_have_rows = len(sample_inputs) == number_of_inputs
         record = Forward(

@@ -30,7 +30,7 @@ from lockstep.verify.recording.loss_calls import (
     terms_of_result,
 )
 from lockstep.verify.recording.marks import STATISTIC, mark, marks_of
-from lockstep.verify.recording.sample_statistics import summary_number, takes_over_samples
+from lockstep.verify.recording.sample_statistics import reduces_over_samples, summary_number
 from lockstep.verify.recording.writes import WriteLog
 
 DRAWING_FUNCTIONS = {
@@ -143,7 +143,7 @@ class FunctionMode(TorchFunctionMode):
             # It is a loss, or a term of one.
             marks |= divisor_mark(name, args)
             note_loss(result, name, args, evidence.loss_terms)
-        if takes_over_samples(name, args, kwargs):
+        if reduces_over_samples(name, args, kwargs):
             number = summary_number(result)
             if number is not None:
                 marks[f"{STATISTIC}{user_line() or ''}"] = number

@@ -36,7 +36,7 @@ class InputRecorder:
     @property
     def number_of_torch_loaders(self) -> int:
         """How many of torch's DataLoaders were iterated to train."""
-        return sum(isinstance(loader, DataLoader) for loader in self._passes_over)
+        return len([loader for loader in self._passes_over if isinstance(loader, DataLoader)])
 
     @guarded
     def begin_pass(self, loader: DataLoader[Any]) -> None:

@@ -54,9 +54,9 @@ class Models:
         if id(inner) in self._module_ids or not has_tensors(inner):
             return
         name = _class_name(inner)
-        roots_of_class = sum(root.split("#")[0] == name for root, _ in self._roots)
+        roots_of_class = [root for root, _ in self._roots if root.split("#")[0] == name]
         if roots_of_class:
-            name = f"{name}#{roots_of_class + 1}"
+            name = f"{name}#{len(roots_of_class) + 1}"
         self._roots.append((name, module))
         self._module_ids |= {id(part) for part in module.modules()}
 

@@ -466,14 +466,14 @@ def _watch_loaders(
     plain_iter = DataLoader.__iter__
     plain_lockstep_iter = Loader.__iter__
 
-    def kept(loader: DataLoader[Any], reader: BatchReader) -> Iterator[Any]:
+    def iterate_kept(loader: DataLoader[Any], reader: BatchReader) -> Iterator[Any]:
         """Yields the batches that the ranks of the other run were handed, joined."""
         name_of_pass = reader.begin_pass(loader)
         for batch, ids in _until_enough(recorder, reader.batches(name_of_pass)):
             recorder.inputs.record_batch(loader, batch, ids=ids, random_draws={})
             yield batch
 
-    def recorded(loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
+    def iterate_recorded(loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
         """Yields the loader's own batches, converted, and records them if they are trained on.
 
         In evaluation, gradients are off.
@@ -508,8 +508,8 @@ def _watch_loaders(
         if torch.is_grad_enabled():
             recorder.inputs.begin_pass(self)
             if isinstance(kept_batches, BatchReader):
-                return kept(self, kept_batches)
-        return recorded(self, plain_iter(self))
+                return iterate_kept(self, kept_batches)
+        return iterate_recorded(self, plain_iter(self))
 
     def iterate_lockstep(self: Loader) -> Iterator[Any]:
         batches = _until_enough(recorder, plain_lockstep_iter(self))

@@ -29,7 +29,7 @@ DIM_IS_THIRD_ARGUMENT = {"topk", "kthvalue", "norm", "normalize", "quantile", "v
 """Functions with another argument before `dim`; for the others `dim` is the second."""
 
 
-def takes_over_samples(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def reduces_over_samples(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """True if the call of this function goes over the first dimension of a batch."""
     if name not in REDUCTIONS and name not in CHOICES:
         return False
