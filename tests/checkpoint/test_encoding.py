@@ -102,6 +102,7 @@ def test_a_counter_is_decoded_as_a_counter() -> None:
     assert same(through(Counter({3: 2, 7: 1})), Counter({3: 2, 7: 1}))
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", sorted(STORABLE_DTYPES, key=str), ids=str)
 def test_every_storable_dtype_is_encoded_and_decoded(dtype: torch.dtype) -> None:
     count = 3 * dtype.itemsize

@@ -275,13 +275,16 @@ class _Encoder:
         return {"$dict": pairs}
 
     def _encode_tensor(self, value: Any, path: KeyPath) -> Tree:
-        """Stores a tensor, or this rank's shard of it, unless the same view is stored already."""
-        sharded = is_sharded(value)
-        local = value.detach().to_local() if sharded else value
+        """Returns the tree of a tensor.
+
+        Stores the tensor, or this rank's shard of a DTensor, unless a tied one is stored already.
+        """
+        is_dtensor = is_sharded(value)
+        local = value.detach().to_local() if is_dtensor else value
         problem = why_unstorable(local)
         if problem is not None:
             raise self._error(path, problem)
-        if sharded:
+        if is_dtensor:
             box = Box(*local_box(value))
         else:
             box = Box((0,) * value.dim(), tuple(value.shape))

@@ -24,6 +24,10 @@ MAX_OPERATIONS = 20_000_000
 MAX_TUPLE_VALUES = 500
 """Values in a tuple, including those of the tuples that it holds."""
 MAX_ELEMENTS = 2**62
+GET_OPERATIONS = ("GET", "BINGET", "LONG_BINGET")
+"""Operations of a pickle that put a value of its memo on the stack."""
+PUT_OPERATIONS = ("PUT", "BINPUT", "LONG_BINPUT")
+"""Operations that keep the value on top of the stack in the memo."""
 
 DCP = "torch.distributed.checkpoint."
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata."
@@ -117,9 +121,13 @@ def _check_operations(content: bytes) -> None:
     marks: list[int] = []  # the heights of the stack at which MARK was
     memo: dict[int, int] = {}  # sizes by index
     for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
-        index = int(argument or 0) if "GET" in operation.name or "PUT" in operation.name else 0
+        index = 0
+        if operation.name in GET_OPERATIONS or operation.name in PUT_OPERATIONS:
+            index = int(argument or 0)
         if number > MAX_OPERATIONS or (operation.name == "LONG_BINPUT" and index > number):
             raise ValueError("it would take more memory than any metadata does")
+
+        # Takes from the stack what the operation takes, and adds up the sizes.
         taken = operation.stack_before
         if pickletools.markobject in taken:
             # It takes everything above the last mark, and some values below the mark.
@@ -131,24 +139,25 @@ def _check_operations(content: bytes) -> None:
         size = sum(sizes[begin:])
         del sizes[begin - num_below :]
 
-        match operation.name:
-            case "MARK":
-                marks.append(len(sizes))
-            case "GET" | "BINGET" | "LONG_BINGET":
-                sizes.append(memo[index])
-            case "PUT" | "BINPUT" | "LONG_BINPUT":
-                memo[index] = sizes[-1]
-            case "MEMOIZE":
-                memo[len(memo)] = size
-                sizes.append(size)
-            case "DUP":
-                sizes += [size, size]
-            case _:
-                is_tuple = operation.name.startswith("TUPLE")
-                new_size = size + 1 if is_tuple else 1
-                if new_size > MAX_TUPLE_VALUES:
-                    raise ValueError("it has a tuple that is larger than any of metadata")
-                sizes += [new_size] * len(operation.stack_after)
+        # Puts on the stack what the operation makes.
+        if operation.name == "MARK":
+            marks.append(len(sizes))
+        elif operation.name in GET_OPERATIONS:
+            sizes.append(memo[index])
+        elif operation.name in PUT_OPERATIONS:
+            memo[index] = sizes[-1]
+        elif operation.name == "MEMOIZE":
+            memo[len(memo)] = size
+            sizes.append(size)
+        elif operation.name == "DUP":
+            sizes += [size, size]
+        else:
+            new_size = 1
+            if operation.name.startswith("TUPLE"):
+                new_size = size + 1
+            if new_size > MAX_TUPLE_VALUES:
+                raise ValueError("it has a tuple that is larger than any of metadata")
+            sizes += [new_size] * len(operation.stack_after)
 
 
 def state_of_record(record: Any, class_name: str) -> dict[str, Any]:
