@@ -82,6 +82,7 @@ class Activity:
     @property
     def making(self) -> NewGroup | None:
         """The process group that it waits to create, if that is known."""
+        # A recorded call runs on a group that exists already.
         waits_outside_calls = self.kind is Kind.WAITING and self.call is None
         return self.state.making if waits_outside_calls else None
 
@@ -92,8 +93,11 @@ class Activity:
             return self.call.p2p
         if self.wait.op in _POINT_TO_POINT_FUNCTIONS:
             return True
-        stack = self.state.stack or ()
-        return len(stack) > 0 and "pipelining" in stack[0].file
+        stack = self.state.stack
+        if not stack:
+            return False
+        # The stages of torch.distributed.pipelining exchange nothing but sends and receives.
+        return "pipelining" in stack[0].file
 
 
 def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
@@ -105,12 +109,13 @@ def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
         seconds: the time between the snapshots.
     """
     if not later.alive:
-        # A rank that has just ended counts as a move. Others may be about to notice its end.
-        has_been_over = later.code is not None and not earlier.alive
-        return Activity(later, Kind.EXITED if has_been_over else Kind.MOVING)
+        # A rank that has just ended counts as moving, as others may be about to notice its end.
+        had_ended_before = later.code is not None and not earlier.alive
+        return Activity(later, Kind.EXITED if had_ended_before else Kind.MOVING)
     if later.stopped and earlier.stopped:
         return Activity(later, Kind.STOPPED)
-    if later.stopped or earlier.stopped or has_moved(earlier, later):
+    was_stopped_or_continued = bool(later.stopped or earlier.stopped)
+    if was_stopped_or_continued or has_moved(earlier, later):
         return Activity(later, Kind.MOVING)
     if later.stack is None or earlier.stack is None:
         return Activity(later, Kind.UNKNOWN)
@@ -152,9 +157,12 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
         wait = stacks.find_wait(later.stack)
         if wait is not None and wait.certain:
             return Kind.WAITING
-        may_be_in_a_call = bool(pending) or later.calls is None
-        if wait is not None and is_idle and may_be_in_a_call:
+        # At this place torch may compute or wait. If it uses no processor time and has not
+        # completed a call, it waits. A rank whose calls were not obtained may have such a call.
+        may_have_pending_call = bool(pending) or later.calls is None
+        if wait is not None and is_idle and may_have_pending_call:
             return Kind.WAITING
+    # `answered` is False for a rank that was asked and whose Python thread did not get to run.
     if earlier.answered is False and later.answered is False:
         return Kind.SILENT
     # A kernel queued before a pending NCCL call may keep the GPU busy while the CPU is idle.
@@ -163,6 +171,7 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
         return Kind.WORKING
     if stacks.waits_for_data_loader(later.stack):
         return Kind.LOADING
+    # From here on the main thread is idle, and its stack does not say what it waits for.
     if pending:
         return Kind.PERHAPS_WAITING
     if _others_compute_for_it(earlier, later, seconds):
@@ -206,6 +215,7 @@ def is_main_thread_idle(earlier: RankState, later: RankState, seconds: float) ->
     if earlier.state == "R" or later.state == "R":
         return False
     if earlier.main_cpu_s is None or later.main_cpu_s is None:
+        # Only the time of the whole process is known. If that is idle, so is its main thread.
         return _is_idle(earlier.cpu_s, later.cpu_s, seconds)
     return _is_idle(earlier.main_cpu_s, later.main_cpu_s, seconds)
 

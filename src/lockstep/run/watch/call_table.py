@@ -93,6 +93,7 @@ class CallTable:
         """Returns a group's name as it is shown to people."""
         _, _, name = key.partition(":")
         group = self._groups.get(name)
+        # torch describes a group as "undefined" if the program gave it no description.
         if group is not None and group.description not in ("", "undefined"):
             name = group.description
         if name in ("default_pg", "0"):
@@ -105,8 +106,8 @@ class CallTable:
         if key_and_number not in self._missing_ranks:
             missing = set()
             for rank in self.members(call.key):
-                latest_number = self._numbers.get((call.key, rank), [0])[-1]
-                if latest_number < call.seq:
+                numbers = self._numbers.get((call.key, rank))
+                if numbers is None or numbers[-1] < call.seq:
                     missing.add(rank)
             # It is remembered, as it is asked for once for every rank.
             self._missing_ranks[key_and_number] = missing
@@ -149,8 +150,10 @@ class CallTable:
         """
         if rank in self._ranks_without_record:
             return False
-        oldest_number = self._numbers.get((key, rank), [0])[0]
-        return seq >= oldest_number
+        numbers = self._numbers.get((key, rank))
+        if numbers is None:  # the rank has made no call of this group, so none has been dropped
+            return True
+        return seq >= numbers[0]
 
 
 def find_mismatch(table: CallTable, ranks: set[int]) -> Mismatch | None:
@@ -180,8 +183,11 @@ def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
     """Returns a group's first call that differs, or that some ranks have not made."""
     members = sorted(table.members(key))
     for seq, calls_by_rank in sorted(table.calls[key].items()):
-        if not any(rank in calls_by_rank for rank in members):
+        any_member_made_it = any(rank in calls_by_rank for rank in members)
+        if not any_member_made_it:
             continue  # other ranks have made it, in a group of this name that they have destroyed
+        # A rank that is not in the table has surely not made the call only if no record of it can
+        # have been lost.
         all_would_know = all(table.would_know(key, seq, rank) for rank in members)
         some_are_missing = any(rank not in calls_by_rank for rank in members)
         differs = (key, seq) in table.mismatched_calls

@@ -122,29 +122,32 @@ def _only_sizes_differ(mismatch: Mismatch | None) -> bool:
 def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> Iterable[int]:
     """Returns the ranks that did not do what most ranks did at the first mismatch.
 
-    If no call has a majority, these are the ranks in DDP's forward pass: they are the ones that run
-    the model alone. If that does not tell either, it is all of the ranks.
+    If two calls were made by equally many ranks, these are the ranks in DDP's forward pass: they
+    are the ones that run the model alone. If all or none are there, it is all of the ranks.
     """
     calls = () if mismatch is None else mismatch.calls
+    # Ranks that have not come to the call stand under None.
     ranks_by_signature: dict[Signature | None, list[int]] = {}
     for rank, call in calls:
-        ranks_by_signature.setdefault(None if call is None else signature(call), []).append(rank)
-    sides = list(ranks_by_signature.values())
-    most = max((len(side) for side in sides), default=0)
-    largest_sides = [side for side in sides if len(side) == most]
-    if len(largest_sides) == 1:
-        ranks_at_fault = []
-        for side in sides:
-            if side is not largest_sides[0]:
-                ranks_at_fault += side
+        signature_or_none = None if call is None else signature(call)
+        ranks_by_signature.setdefault(signature_or_none, []).append(rank)
+    sides = sorted(ranks_by_signature.values(), key=len, reverse=True)
+    has_largest_side = len(sides) == 1 or (len(sides) > 1 and len(sides[0]) > len(sides[1]))
+    if has_largest_side:
+        ranks_at_fault: list[int] = []
+        for side in sides[1:]:
+            ranks_at_fault += side
         return ranks_at_fault
     ranks_in_forward = []
     for rank, activity in waiting.items():
         if activity.wait.context == DDP_BUFFER_BROADCAST:
             ranks_in_forward.append(rank)
-    if 0 < len(ranks_in_forward) < len(waiting):
+    only_some_in_forward = 0 < len(ranks_in_forward) < len(waiting)
+    if only_some_in_forward:
         return ranks_in_forward
-    return [rank for rank, _ in calls] or waiting
+    if not calls:
+        return waiting
+    return [rank for rank, _ in calls]
 
 
 # --- Advice
@@ -190,15 +193,18 @@ def advice_on_p2p(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
 
 def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple[str, ...]:
     """Returns what to do about collectives that do not match, the most likely advice first."""
+    # The part of torch that each rank waits in.
     contexts = [activity.wait.context for activity in waiting.values()]
-    if 0 < contexts.count(DDP_BUFFER_BROADCAST) < len(waiting):
+    only_some_in_forward = 0 < contexts.count(DDP_BUFFER_BROADCAST) < len(waiting)
+    if only_some_in_forward:
         return _advice_on_ddp_forward(waiting)
     for activity in waiting.values():
         if activity.making is not None or activity.op == "new_group":
             return (_NEW_GROUP,)
     if "while DDP is constructed" in contexts:
         return (_DDP_CONSTRUCTOR,)
-    if 0 < contexts.count("in backward") < len(waiting):
+    only_some_in_backward = 0 < contexts.count("in backward") < len(waiting)
+    if only_some_in_backward:
         return (_NUMBER_OF_STEPS, _CONDITION)
     if _only_sizes_differ(mismatch):
         return (_SIZES,)

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import time
 import traceback
 from collections.abc import Iterable
@@ -98,8 +99,10 @@ def record_error(error: BaseException, evidence: Evidence) -> None:
             record = _describe_briefly(error)
         write_in_place(evidence.error, json.dumps(asdict(record)))
         torch_file = os.environ.get(TORCH_ERROR_FILE_VARIABLE)
-        # A script that uses the decorator has written it already. SystemExit is not written by it.
-        if torch_file and record.type != "SystemExit" and not os.path.exists(torch_file):
+        if not torch_file or record.type == "SystemExit":  # torch's decorator skips SystemExit too
+            return
+        script_uses_decorator = os.path.exists(torch_file)  # it has then written the file itself
+        if not script_uses_decorator:
             _write_for_torch(record, Path(torch_file))
 
 
@@ -149,17 +152,18 @@ def exit_code(error: BaseException) -> int:
     """Returns the exit code with which the interpreter ends because of an exception.
 
     Returns:
-        -2 for Ctrl-C, as the interpreter then ends itself by SIGINT.
+        The code; for Ctrl-C minus the number of SIGINT, by which the interpreter then ends itself.
     """
     if isinstance(error, SystemExit):
         if error.code is None:
             return 0
         if not isinstance(error.code, int):
             return 1  # a message was printed
-        fits_into_c_long = -(1 << 63) <= error.code < 1 << 63
+        # The interpreter takes -1 for a number that is no C long; the system keeps the lowest byte.
+        fits_into_c_long = -(2**63) <= error.code < 2**63
         return error.code & 0xFF if fits_into_c_long else 0xFF
     if isinstance(error, KeyboardInterrupt):
-        return -2
+        return -signal.SIGINT
     if isinstance(error, LockstepError):
         return error.exit_code
     return 1

@@ -92,7 +92,7 @@ class EvidenceMemory:
             name: Path(f"/proc/{os.getpid()}/fd/{descriptor}")
             for name, descriptor in self._descriptors.items()
         }
-        self.evidence = Evidence(*paths.values())
+        self.evidence = Evidence(*paths.values())  # both are in the order of `_FILE_NAMES`
         self.variables = {EVIDENCE_VARIABLE: " ".join(str(path) for path in paths.values())}
         """The environment variables by which the rank finds the files."""
         for name, path in paths.items():
@@ -150,6 +150,7 @@ def write_in_place(path: Path, text: str) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         os.ftruncate(descriptor, 0)
+        # To write behind the first byte of an empty file makes that byte zero.
         written = 1
         while written < len(data):
             written += os.pwrite(descriptor, data[written:], written)

@@ -113,6 +113,8 @@ def advise(kind: str, end: ExitStatus, *, no_peer_was_lost: bool) -> tuple[str, 
         Nothing if the failure itself says what to do.
     """
     text = _error_text(end)
+    # `oom` says that the out-of-memory killer has ended some process of the run. If it was not the
+    # rank itself, the kind is not "oom".
     if kind == "exception" and end.oom and re.search(r"DataLoader worker|signal: Killed", text):
         return (f"the kernel's out-of-memory killer ended a worker: {_MEMORY}",)
     if end.with_fork_server and end.oom:

@@ -203,10 +203,12 @@ def _has_cause(follower: ExitStatus, roots: Sequence[FirstFailure]) -> bool:
 
 
 def _cannot_be_ordered(first: FirstFailure, later: FirstFailure) -> bool:
+    """True if two failures are so close in time that either may have been the first."""
     if first.kind == "interrupted" or later.kind == "interrupted":
         return False
     on_one_host = first.host == later.host
-    return later.time - first.time <= (SAME_TIME_S if on_one_host else CAUSE_MAX_DELAY_S)
+    max_difference_s = SAME_TIME_S if on_one_host else CAUSE_MAX_DELAY_S
+    return later.time - first.time <= max_difference_s
 
 
 def _merge_equal_roots(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
@@ -264,12 +266,13 @@ def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFa
         no_peer_was_lost: True if its error names a lost peer, but no rank had ended before.
     """
     error = end.error
+    # The kernel also kills the ranks whose fork server has ended. Those were not killed for memory,
+    # even if the out-of-memory killer has ended another process.
     was_killed_for_memory = (
         end.code == -signal.SIGKILL and end.oom is not None and not end.with_fork_server
     )
     kind: FailureKind
     details: tuple[str, ...] = ()
-    exit_code = end.code if end.code > 0 else EXIT_LOST_RANK
     if end.code == 0:
         kind = "left"
         headline = "left early: it ended with exit code 0 while others still waited for it"
@@ -277,9 +280,6 @@ def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFa
         kind = "exception"
         headline = error.headline
         details = _rest_of_message(error, end)
-        if end.code < 0:
-            # Ctrl-C ends Python by a signal. A shell reports that as 128 plus the signal.
-            exit_code = error.exit_code if error.exit_code > 0 else 128 - end.code
     elif was_killed_for_memory:
         kind = "oom"
         headline = _oom_headline(end)
@@ -293,12 +293,26 @@ def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFa
         host=end.host,
         time=end.failed_at,
         headline=headline,
-        exit_code=exit_code,
+        exit_code=_launcher_exit_code(end),
         step=end.step,
         line=_user_line(end),
         details=details,
         advice=advise(kind, end, no_peer_was_lost=no_peer_was_lost),
     )
+
+
+def _launcher_exit_code(end: ExitStatus) -> int:
+    """Returns the exit code with which the launcher ends because of a rank's end."""
+    if end.code > 0:
+        return end.code
+    was_ended_by_signal = end.code < 0
+    if was_ended_by_signal and end.error is not None and end.error.type != "SystemExit":
+        if end.error.exit_code > 0:
+            return end.error.exit_code
+        # Ctrl-C ends Python by a signal. A shell reports that as 128 plus the signal.
+        signal_number = -end.code
+        return 128 + signal_number
+    return EXIT_LOST_RANK
 
 
 def _roots_without_error(ends: _Ends) -> list[FirstFailure]:

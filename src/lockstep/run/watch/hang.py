@@ -170,7 +170,8 @@ def _end_is_fatal(
             return True
     # For all others it is not known whom they wait for: perhaps for a rank that still goes on.
     waiting = case.waiting
-    if case.activities.keys() - waiting.keys() - gone.keys():
+    ranks_that_go_on = case.activities.keys() - waiting.keys() - gone.keys()
+    if ranks_that_go_on:
         return False
     # Ranks that destroy a process group take a while, and do not wait for a rank that has gone.
     all_destroy_their_group = all(

@@ -72,29 +72,31 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
             |   File "train.py", line 3, in load
             | ValueError: no data
     """
-    last: int | None = None
-    last_is_group = False
+    last_heading: int | None = None
     in_group = False
+    needs_first_exception = False  # true from a group's heading to that of its first exception
     for number, line in enumerate(lines):
         heading = _HEADING.match(line)
         if heading is None:
             continue
+        is_behind_bar = in_group and "|" in heading["prefix"]
         if heading["group"]:
-            # The heading of a group inside a group stands behind a "|", and does not count.
-            is_nested = in_group and "|" in heading["prefix"]
-            if not is_nested:
-                last = number
-                last_is_group = True
+            # A group inside a group is skipped: the exceptions in it count as the outer group's.
+            if not is_behind_bar:
+                last_heading = number
+                needs_first_exception = True
             in_group = True
         elif in_group and heading["prefix"].endswith("| "):
-            if last_is_group:  # it is the first exception of the group
-                last = number
-                last_is_group = False
+            # An exception of the group. Those after the first one do not count.
+            if needs_first_exception:
+                last_heading = number
+                needs_first_exception = False
         else:
-            last = number
-            last_is_group = False
+            # A traceback outside any group.
+            last_heading = number
+            needs_first_exception = False
             in_group = False
-    return last
+    return last_heading
 
 
 def _prefix_of_lines_after(heading_line: str) -> str:

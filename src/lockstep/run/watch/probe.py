@@ -190,13 +190,16 @@ class Probe:
         main_frame = sys._current_frames().get(main_thread)
         making = json.dumps(torch_compat.group_being_made(main_frame))
         records = torch_compat.flight_record(lines=with_lines)  # the JSON of a list
+        # Lockstep's own collectives in shared memory are recorded by themselves. A rank that has
+        # not imported the module makes none.
         routing = sys.modules.get("lockstep.communication.routing")
         if routing is not None:
             shared_memory = routing.shared_memory()
             if shared_memory is not None:
                 group, record = shared_memory.flight_record()
                 groups.append(group)
-                records = f"{records[:-1]}, {json.dumps(record)}]"
+                records_without_bracket = records[:-1]
+                records = f"{records_without_bracket}, {json.dumps(record)}]"
         # "request" must stand first: the launcher reads no more than that of an old answer.
         return (
             f'{{"request": {number}, "stacks": {stacks}, "groups": {json.dumps(groups)}, '
@@ -216,9 +219,10 @@ def _stacks_of_other_threads() -> dict[int, list[tuple[str, int, str]]]:
         if thread == threading.get_ident():
             continue
         frames = itertools.islice(traceback.walk_stack(innermost_frame), _MAX_FRAMES)
-        stacks[thread] = [
-            (frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames
-        ]
+        stack = []
+        for frame, line in frames:
+            stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
+        stacks[thread] = stack
     return stacks
 
 

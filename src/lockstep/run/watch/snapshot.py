@@ -143,7 +143,9 @@ class RankState:
 
     @property
     def stopped(self) -> bool | None:
-        """True if it is stopped by a signal (SIGSTOP, SIGTSTP) or by a debugger."""
+        """True if it is stopped by a signal (SIGSTOP, SIGTSTP) or by a debugger; None if its state
+        is not known.
+        """
         return None if self.state is None else self.state in STOPPED_STATES
 
     def pending_calls(self) -> list[CollectiveCall]:
@@ -295,7 +297,8 @@ def _to_ranges(ranks: Sequence[int]) -> list[RangeBounds]:
             last = ranges[-1]
             # The second rank of a range determines its step.
             step = rank - last.start if len(last) == 1 else last.step
-            if step > 0 and rank == last[-1] + step:
+            continues_last = step > 0 and rank == last[-1] + step
+            if continues_last:
                 ranges[-1] = range(last.start, rank + 1, step)
                 continue
         ranges.append(range(rank, rank + 1))

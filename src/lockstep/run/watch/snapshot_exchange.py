@@ -76,6 +76,8 @@ class SnapshotExchange:
         """
         if self._nodes == 1:
             return self._take(lines)
+        # A launcher of lower rank takes snapshots of its own now, which is enough to find a hang.
+        # One that has found a hang already asks all the same, for the lines of its report.
         is_led = time.monotonic() < self._led_until
         if is_led and not lines:
             return None

@@ -243,6 +243,7 @@ def _called_op(stack: Stack) -> str:
     innermost = stack[0]
     if _is_in(innermost, _PIPELINE_WIRE):
         return _OP_OF_WIRE_FUNCTION[innermost.function]
+    # The function of a link between two ranks is part of every collective, and names none.
     op = "" if _is_in(innermost, _LINK) else innermost.function
     for frame in stack[1:]:
         is_waiting = _is_waiting(frame)

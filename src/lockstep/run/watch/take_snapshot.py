@@ -115,8 +115,10 @@ class _Request:
     @property
     def is_complete(self) -> bool:
         """True if everything has come that the rank was asked for."""
-        if self.state.answered is not None:
-            return self.state.answered
+        was_asked = self.state.answered is not None
+        if was_asked:
+            return self.state.answered is True
+        # Without an answering thread, a stack by signal is all that the rank can give.
         return not self._shows_stacks or self.state.stack is not None
 
     def send(self, lines: bool) -> None:

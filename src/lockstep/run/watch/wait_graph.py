@@ -28,6 +28,10 @@ from lockstep.run.watch.activity import Activity, Kind, place
 from lockstep.run.watch.call_table import CallTable
 from lockstep.run.watch.snapshot import CollectiveCall, RankState
 
+# Ranks in a send or receive are all assumed to wait for the same ranks, as it is not known for
+# which: they share this one key.
+_SEND_OR_RECEIVE = object()
+
 
 class WaitGraph:
     """Which rank waits for which.
@@ -135,7 +139,7 @@ def _identify_wait(activity: Activity, calls: Sequence[CollectiveCall]) -> objec
     if calls:
         return tuple((call.key, call.seq) for call in calls)
     if activity.p2p:
-        return True  # all in a send or receive are assumed to wait for the same
+        return _SEND_OR_RECEIVE
     if activity.making is not None:
         return activity.making
     return activity.op
