@@ -4,7 +4,7 @@ DDP collects gradients in *buckets*. In the last micro-batch of a global batch e
 averaged over the ranks as soon as it is complete, while the backward pass still runs (Li et al.,
 VLDB 2020). The other micro-batches send nothing: their gradients add up on each rank. The
 parameters of rank 0 are broadcast once. Forward passes send nothing, so that one rank may evaluate
-alone. Buffers that forward passes change are taken from rank 0 after each step (`replication`).
+alone. Buffers that forward passes change are taken from rank 0 after each step (`moving_buffers`).
 
 Several mistakes would give wrong gradients without an error: a forward pass that bypasses the
 wrapper, parameters without gradient, a second DDP around the model. They raise errors here.
@@ -45,7 +45,8 @@ from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import CHECK_EVERY
 from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies import base
-from lockstep.strategies.replication import MovingBuffers, take_from_first
+from lockstep.strategies.moving_buffers import MovingBuffers
+from lockstep.strategies.replication import take_from_first
 from lockstep.units import format_bytes
 from lockstep.wording import join_first
 

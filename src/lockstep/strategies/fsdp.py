@@ -12,7 +12,7 @@ without, so all ranks have to make every forward pass. A backward pass gathers e
 last once more (`reshard_after_forward`). In the last micro-batch of a global batch it also averages
 the gradients with a reduce-scatter for each unit, while it still runs; `HSDP` adds an all-reduce
 over the groups. Buffers that forward passes change are taken from rank 0 after each step
-(`replication`). In each step the ranks compare in the background which units they ran
+(`moving_buffers`). In each step the ranks compare in the background which units they ran
 (`extensions.checks.unit_order`).
 
 Micro-batches before the last send no gradients: whole gradients add up on every rank. That is fast
@@ -55,7 +55,8 @@ from lockstep.strategies.fsdp_misuse import (
 )
 from lockstep.strategies.fsdp_module import ShardedModule
 from lockstep.strategies.fsdp_outputs import UnitOutputs
-from lockstep.strategies.replication import MovingBuffers, norm_over_ranks, take_from_first
+from lockstep.strategies.moving_buffers import MovingBuffers
+from lockstep.strategies.replication import norm_over_ranks, take_from_first
 from lockstep.units import format_bytes
 
 

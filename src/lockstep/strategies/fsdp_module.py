@@ -35,7 +35,7 @@ from lockstep.strategies.fsdp_misuse import (
     refuse_copies,
 )
 from lockstep.strategies.fsdp_unused import UnusedParameters
-from lockstep.strategies.replication import MovingBuffers
+from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.wording import join_first
 
 

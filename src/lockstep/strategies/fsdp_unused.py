@@ -1,12 +1,14 @@
-"""Parameters of a sharded model that no rank has used keep the gradient that they had, mostly None.
+"""Removes the gradients of parameters that no rank has used, of a model that is sharded by FSDP.
 
 Under `find_unused_parameters` every rank sends zeros for the parameters that it has not used, so
 that all ranks average the same ones. A parameter that no rank has used would then have a gradient
 of zeros, and to an optimizer that is a gradient: weight decay shrinks the weights, and momentum
 moves them on. On one device the gradient is None, and the optimizer leaves the parameter alone. So
-the ranks tell each other which parameters they have used, and the zeros of the others are dropped.
+the ranks tell each other which parameters they have used, and the zeros of the others are removed.
 
-Communication: one all-reduce of a byte a parameter, once in a global batch.
+A *round* is all backward passes of one global batch, whose gradients are averaged together. A
+*shard* is this rank's part of a parameter. Communication: one all-reduce in each round, of one byte
+for each parameter.
 """
 
 from __future__ import annotations
@@ -22,75 +24,90 @@ from lockstep.communication import routing
 
 
 class UnusedParameters:
-    """Finds out which parameters were used, and drops the zeros that the others got.
-
-    A round is what is averaged together: all backward passes of one global batch.
+    """Finds the parameters that no rank has used in a round, and removes their gradients.
 
     Args:
-        shards: the parameters that have the averaged gradients.
-        whole: for each of them, the parameter that forward passes compute with.
+        shards: the parameters that get the averaged gradients.
+        whole_parameters: the parameters that forward passes use, in the same order.
     """
 
-    def __init__(self, shards: Sequence[nn.Parameter], whole: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, shards: Sequence[nn.Parameter], whole_parameters: Sequence[nn.Parameter]
+    ) -> None:
         self._shards = list(shards)
         self._used_here = [False] * len(self._shards)
-        self._in_round = False
+        """Whether this rank has used each parameter in the current round."""
+        self._round_has_begun = False
+        """True if a backward pass of the current round has run."""
         self._forward_since_round = False
+        """True if a forward pass has run since the latest round ended."""
         self._gradients_before: list[TensorWeakRef | None] = []
+        """The gradient that each shard had before the current round, mostly None."""
         self._remember_gradients()
-        for number, parameter in enumerate(whole):
-            _on_gradient(parameter, self._marker(number))
+        for index, parameter in enumerate(whole_parameters):
+            _register_gradient_hook(parameter, self._make_hook(index))
 
     def before_forward(self) -> None:
-        """To be called before each forward pass with gradients, on all ranks."""
+        """Must be called before each forward pass with gradients, on all ranks."""
         self._forward_since_round = True
 
     def before_backward(self) -> None:
-        """To be called before each backward pass, as far as it goes through `world.backward`."""
-        if not self._in_round:
-            self._in_round = True
+        """Must be called before each backward pass of `world.backward`."""
+        if not self._round_has_begun:
+            self._round_has_begun = True
             self._remember_gradients()
 
     def before_step(self) -> None:
-        """Ends a round whose backward passes were those of `loss.backward()`."""
+        """Ends the round of a loop that calls `loss.backward()` instead of `world.backward`."""
         if self._forward_since_round:
             self.end_round()
 
     def end_round(self) -> None:
-        """Drops the zeros, when gradients were averaged; to be called on all ranks."""
+        """Removes gradients of unused parameters; must be called on all ranks after averaging."""
         used = torch.tensor(self._used_here, dtype=torch.uint8)
         routing.all_reduce(used, dist.ReduceOp.MAX)
-        rows = zip(self._shards, self._gradients_before, used.tolist(), strict=True)
-        for shard, before, used_somewhere in rows:
-            gradient = shard.grad
-            # Zeros that were added to an earlier gradient have left it as it was.
-            was_there = before is not None and before() is gradient
-            if not used_somewhere and not was_there:
+        used_anywhere = used.tolist()
+        for index, shard in enumerate(self._shards):
+            if used_anywhere[index]:
+                continue
+            # A gradient from before the round stays: zeros were added to it.
+            reference = self._gradients_before[index]
+            if reference is None or reference() is not shard.grad:
                 shard.grad = None
         self.forget_round()
 
     def forget_round(self) -> None:
-        """Begins anew, where the gradients of a round were dropped."""
+        """Begins a new round. Must also be called if the loop has left a global batch early."""
         self._used_here = [False] * len(self._shards)
-        self._in_round = False
+        self._round_has_begun = False
         self._forward_since_round = False
         self._remember_gradients()
 
     def _remember_gradients(self) -> None:
-        """Keeps weak references: `zero_grad` must free the memory of a gradient at once."""
-        gradients = [shard.grad for shard in self._shards]
-        self._gradients_before = [None if g is None else TensorWeakRef(g) for g in gradients]
+        """Remembers the gradients that shards have now.
 
-    def _marker(self, number: int) -> Callable[[Tensor], None]:
-        def mark(parameter: Tensor) -> None:
-            self._used_here[number] = True
+        The references are weak, so that `zero_grad` frees the memory of a gradient at once.
+        """
+        self._gradients_before = []
+        for shard in self._shards:
+            reference = None if shard.grad is None else TensorWeakRef(shard.grad)
+            self._gradients_before.append(reference)
 
-        return mark
+    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
+        """Returns a hook that notes that the parameter of this index was used."""
+
+        def note_use(parameter: Tensor) -> None:
+            self._used_here[index] = True
+
+        return note_use
 
 
-def _on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-    """Calls a hook when autograd has given a parameter a gradient, now or once it is unfrozen."""
-    trains = parameter.requires_grad
+def _register_gradient_hook(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+    """Registers a hook that is called after autograd has given a parameter a gradient.
+
+    A frozen parameter gets it as well, for the case that the user unfreezes it later.
+    """
+    is_trained = parameter.requires_grad
     parameter.requires_grad_(True)  # torch refuses hooks of frozen parameters
     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    parameter.requires_grad_(trains)
+    parameter.requires_grad_(is_trained)

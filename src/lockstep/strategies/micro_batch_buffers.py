@@ -1,14 +1,15 @@
-"""Buffers that the forward pass changes, where a global batch is computed in micro-batches.
+"""Warns of buffers that forward passes change, if a global batch is computed in micro-batches.
 
-One device that computes the whole global batch at a time changes such a buffer (a running mean, a
-codebook) once per optimizer step. With micro-batches it changes once per micro-batch, and ends with
-other values. That cannot be put right without knowing what the buffer means, so it is said once.
-BatchNorm is left out: what it does under micro-batches is said in the block of choices.
+One device that computes the whole global batch at once changes such a buffer (a running mean, a
+codebook) once per optimizer step. With micro-batches it changes once per micro-batch and gets other
+values. Lockstep cannot correct that without knowing what the buffer means, so it warns once.
+BatchNorm is left out: what it does with micro-batches is printed at the start of the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,78 +19,89 @@ from lockstep.errors import warn
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step, StepKey, check_due
-from lockstep.strategies.replication import fingerprint
+from lockstep.strategies.bit_sums import bit_sums
 from lockstep.wording import join_first
 
-TIMES_SEEN_BEFORE_WARNING = 2
-"""A cache that the first forward pass fills changes once; a running statistic changes each time."""
+MIN_CHANGES_BEFORE_WARNING = 2
+"""A cache that the first forward pass fills changes once, but a running statistic each time."""
+
+
+class _BufferValue(NamedTuple):
+    """What is compared of a buffer."""
+
+    shape: torch.Size
+    sum_of_bits: int
 
 
 class MicroBatchBuffers(Extension):
-    """Warns once of buffers that change between two micro-batches of one global batch.
+    """Warns once of buffers that change from one micro-batch of a global batch to the next.
 
-    Buffers are compared at the beginning of the first and of the second micro-batch, in the first
-    global batches and now and then.
+    In some of the first global batches, and then at regular intervals, the buffers at the beginning
+    of the first micro-batch are compared with those at the beginning of the second.
 
     Args:
-        module: whose buffers are compared; those on the meta device are on other ranks.
+        module: whose buffers are compared. Those on the meta device belong to other ranks.
         step: of the run.
-        pipelined: the strategy itself cuts the global batch into micro-batches.
+        pipelined: True if the strategy itself divides global batches into micro-batches.
     """
 
     def __init__(self, module: nn.Module, step: Step, *, pipelined: bool) -> None:
         self._module = module
         self._step = step
         self._pipelined = pipelined
-        of_batchnorm = {
-            id(buffer)
-            for child in module.modules()
-            if isinstance(child, BatchNorm)
-            for buffer in child.buffers(recurse=False)
-        }
-        self._names = [
-            name
-            for name, buffer in module.named_buffers()
-            if buffer.numel() and not buffer.is_meta and id(buffer) not in of_batchnorm
-        ]
-        self._times_changed = dict.fromkeys(self._names, 0)
-        self._at_first: dict[str, tuple[torch.Size, int]] = {}
-        """The buffers when the first micro-batch of `_global_batch` began."""
-        self._global_batch: StepKey | None = None
+        batchnorm_ids: set[int] = set()
+        for layer in module.modules():
+            if isinstance(layer, BatchNorm):
+                batchnorm_ids.update(id(buffer) for buffer in layer.buffers(recurse=False))
+        self._names: list[str] = []
+        """The names of the buffers that are compared."""
+        for name, buffer in module.named_buffers():
+            if buffer.numel() and not buffer.is_meta and id(buffer) not in batchnorm_ids:
+                self._names.append(name)
+        self._num_changes = dict.fromkeys(self._names, 0)
+        self._values_at_first: dict[str, _BufferValue] = {}
+        """The buffers when the first micro-batch of `_compared_step` began."""
+        self._compared_step: StepKey | None = None
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Compares at the beginning of the second micro-batch."""
+        """Notes the buffers in the first micro-batch, and compares them in the second."""
         if micro_batch.num_micro_batches == 1 or not self._names:
             return
         if not check_due(self._step.number + 1):
             return
         if micro_batch.opens:
-            self._global_batch = self._step.key
-            self._at_first = self._values()
-        elif self._global_batch == self._step.key:
-            self._global_batch = None  # the later micro-batches are not looked at
+            self._compared_step = self._step.key
+            self._values_at_first = self._values()
+        elif self._compared_step == self._step.key:
+            self._compared_step = None  # later micro-batches are not compared
             self._compare(micro_batch.num_micro_batches)
 
-    def _values(self) -> dict[str, tuple[torch.Size, int]]:
-        """The shape and the sum of the bits of each buffer."""
-        now = dict(self._module.named_buffers())
-        there = [name for name in self._names if name in now]
-        sums = fingerprint([now[name] for name in there]).tolist()
-        return {name: (now[name].shape, bits) for name, bits in zip(there, sums, strict=True)}
+    def _values(self) -> dict[str, _BufferValue]:
+        """Returns what is compared of each buffer, by name."""
+        buffers = dict(self._module.named_buffers())
+        # The user may have removed some since.
+        names = [name for name in self._names if name in buffers]
+        sums = bit_sums([buffers[name] for name in names]).tolist()
+        values: dict[str, _BufferValue] = {}
+        for name, sum_of_bits in zip(names, sums, strict=True):
+            values[name] = _BufferValue(buffers[name].shape, sum_of_bits)
+        return values
 
     def _compare(self, num_micro_batches: int) -> None:
-        now = self._values()
-        for name, (shape, bits) in self._at_first.items():
-            shape_now, bits_now = now.get(name, (None, bits))
-            if shape_now == shape and bits_now != bits:
-                self._times_changed[name] += 1
-        changing = [
-            name
-            for name, times_changed in self._times_changed.items()
-            if times_changed >= TIMES_SEEN_BEFORE_WARNING
-        ]
+        """Counts the buffers that have changed, and warns of those that change each time."""
+        values = self._values()
+        for name, value_at_first in self._values_at_first.items():
+            value = values.get(name)
+            if value is None or value.shape != value_at_first.shape:
+                continue  # another buffer, not a statistic that is updated
+            if value.sum_of_bits != value_at_first.sum_of_bits:
+                self._num_changes[name] += 1
+        changing: list[str] = []
+        for name, num_changes in self._num_changes.items():
+            if num_changes >= MIN_CHANGES_BEFORE_WARNING:
+                changing.append(name)
         if changing:
-            self._names = []  # said once
+            self._names = []  # compare no more: it warns once
             self._warn(changing, num_micro_batches)
 
     def _warn(self, names: Sequence[str], num_micro_batches: int) -> None:

@@ -1,14 +1,13 @@
-"""What a rank without samples computes: one placeholder sample, whose results are cut off.
+"""Lets a rank without samples run the model: with one *placeholder* sample, which is removed again.
 
-Many models refuse a batch of no samples: a reshape with -1, a padded encoder, packed sequences. Yet
-a rank that has none has to take part, because the other ranks wait for its gradients, its shards,
-or its statistics. So a prepared module that is called with tensors of no rows gets one row instead,
-of a real sample, and what it returns is cut back to no rows. The training loop sees no row of it,
-so its own sums stay exact.
+If a batch has fewer samples than there are ranks, some ranks get tensors without rows. They still
+have to run the model, because the other ranks wait for their gradients, shards or statistics. But
+many models refuse such tensors (a reshape with -1, packed sequences). So a prepared module that is
+called with them gets one row of a real sample instead, and the row is removed from what it returns.
+The training loop never sees it.
 
-The row counts for nothing: every gradient of it is zero, BatchNorm does not see it, other layers
-that keep statistics compute in evaluation mode, buffers and random streams are afterwards what they
-were before.
+The placeholder has no effect: all its gradients are zero, BatchNorm leaves it out, other layers
+with statistics compute as in evaluation, and buffers and random streams are restored.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
 
 class Placeholders(Extension):
-    """Gives the prepared modules of one run a placeholder sample where this rank has none.
+    """Gives the prepared modules of a run a placeholder sample when this rank has no samples.
 
     Args:
         step: of the run.
-        modules: all prepared ones; the collection may still grow.
+        modules: all prepared modules. The collection may still grow.
     """
 
     def __init__(self, step: Step, modules: Collection[nn.Module]) -> None:
@@ -44,128 +43,140 @@ class Placeholders(Extension):
         self._modules = modules
         self._is_needed = False
         """True once this rank had a micro-batch without samples."""
-        self.computed = False
-        """True if a forward pass of the present micro-batch computed one, with gradients."""
+        self.was_computed = False
+        """True if a forward pass with gradients of this micro-batch has computed a placeholder."""
 
     def part_is_empty(self) -> None:
-        """Hooks all prepared modules."""
+        """Registers the hooks of all prepared modules."""
         self._is_needed = True
         for module in self._modules:
             self._attach(module)
 
     def module_prepared(self, wrapped: Any) -> None:
-        """Hooks a module that is prepared later."""
+        """Registers the hooks of a module that is prepared later."""
         if self._is_needed:
             self._attach(wrapped.module)
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """No forward pass of this micro-batch has computed a placeholder yet."""
-        self.computed = False
+        """Notes that no forward pass of this micro-batch has computed a placeholder yet."""
+        self.was_computed = False
 
     def _attach(self, module: nn.Module) -> None:
-        hook = _Placeholder(self)
+        hook = _PlaceholderHooks(self)
         module.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
         module.register_forward_hook(hook.after, always_call=True)
 
     def in_backward(self) -> AbstractContextManager[None]:
-        """Returns the context of a backward pass, in which checkpointed activations are computed
-        once more.
+        """Returns a context for the backward pass.
+
+        Activation checkpointing runs forward passes again in it, so SyncBatchNorm has to know
+        again if its samples are a placeholder.
         """
         return self._recomputing() if self._is_needed else nullcontext()
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        sync_batchnorm.placeholder.computed = self.computed
+        sync_batchnorm.placeholder.computed = self.was_computed
         try:
             yield
         finally:
             sync_batchnorm.placeholder.computed = False
 
-    def saw_forward(self, inputs: Any) -> None:
-        """Tells the step what a module is called with, before that is replaced."""
+    def report_inputs(self, inputs: Any) -> None:
+        """Tells the step which tensors a module is called with, before they are replaced."""
         if torch.is_grad_enabled():
-            derived = any(tensor.requires_grad for tensor in tensors(inputs))
-            self._step.module_called(storages(inputs), has_gradient=derived)
+            has_gradient = any(tensor.requires_grad for tensor in tensors(inputs))
+            self._step.module_called(storages(inputs), has_gradient=has_gradient)
 
     @property
-    def may_be_due(self) -> bool:
-        """Whether this rank has no samples of a micro-batch that is trained or evaluated."""
-        return not (self._step.micro_batch_in_use.local_rows and self._step.micro_batch.local_rows)
+    def rank_has_no_samples(self) -> bool:
+        """True if this rank has no samples of the micro-batch that is trained or evaluated."""
+        step = self._step
+        return step.micro_batch_in_use.local_rows == 0 or step.micro_batch.local_rows == 0
 
     @property
-    def samples(self) -> list[Tensor]:
-        """The tensors of a batch of one sample."""
+    def sample_tensors(self) -> list[Tensor]:
+        """The tensors of a batch of one real sample."""
         return tensors(self._step.sample_in_place_of_none)
 
 
-class _Placeholder:
-    """The hooks of one module."""
+class _PlaceholderHooks:
+    """The forward hooks of one module, which add a placeholder sample and remove it again.
 
-    def __init__(self, of_run: Placeholders | None = None) -> None:
-        self._of_run = of_run
+    Args:
+        placeholders: of the run. None for copies of a module, which are called as they are.
+    """
+
+    def __init__(self, placeholders: Placeholders | None = None) -> None:
+        self._placeholders = placeholders
         self._placeholder = Placeholder(())
-        self._entered: list[AbstractContextManager[None]] = []
+        self._entered_contexts: list[AbstractContextManager[None]] = []
+        """The contexts of the forward passes that are running, one inside the other."""
 
-    def __reduce__(self) -> tuple[type[_Placeholder], tuple[()]]:
-        """Copies of the module, and pickled ones, are called as they are."""
-        return _Placeholder, ()
+    def __reduce__(self) -> tuple[type[_PlaceholderHooks], tuple[()]]:
+        """Copies and pickles the hooks as ones that do nothing."""
+        return _PlaceholderHooks, ()
 
     @never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Replaces inputs of no rows."""
-        if self._of_run is None:
+        """Adds a row to inputs without rows. Returns the new inputs, or None for no change."""
+        if self._placeholders is None:
             return None
         if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
             return None
-        self._of_run.saw_forward((args, kwargs))
-        if not self._of_run.may_be_due:
+        self._placeholders.report_inputs((args, kwargs))
+        if not self._placeholders.rank_has_no_samples:
             return None
-        self._placeholder = Placeholder(self._of_run.samples)
+        self._placeholder = Placeholder(self._placeholders.sample_tensors)
         new_args, new_kwargs = self._placeholder.add_to((args, kwargs))
-        context = _without_traces(module)
+        context = _without_side_effects(module)
         context.__enter__()
-        self._entered.append(context)
+        self._entered_contexts.append(context)
         sync_batchnorm.placeholder.computed = True
-        self._of_run.computed |= torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self._placeholders.was_computed = True
         return new_args, new_kwargs
 
     @never_compiled
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Cuts the placeholder off what the module returned."""
-        if not self._entered:
+        """Removes the row from what the module returned."""
+        if not self._entered_contexts:
             return None
         sync_batchnorm.placeholder.computed = False
-        self._entered.pop().__exit__(None, None, None)
+        self._entered_contexts.pop().__exit__(None, None, None)
         return map_tensors(output, lambda tensor: mark_no_rows(self._placeholder.cut_off(tensor)))
 
 
 @contextmanager
-def _without_traces(module: nn.Module) -> Iterator[None]:
-    """Layers that keep statistics compute as in evaluation; buffers and random streams stay."""
-    layers = list(module.modules())
-    synchronised = [layer for layer in layers if isinstance(layer, SyncBatchNorm)]
-    moved_alike = {id(b) for layer in synchronised for b in layer.buffers(recurse=False)}
-    normalising = [
-        layer
-        for layer in layers
-        if isinstance(layer, NormBase) and layer.training and not isinstance(layer, SyncBatchNorm)
-    ]
-    buffers = [buffer for buffer in module.buffers() if id(buffer) not in moved_alike]
+def _without_side_effects(module: nn.Module) -> Iterator[None]:
+    """Runs a forward pass that leaves buffers and random streams as they were.
+
+    Normalisation layers compute as in evaluation. SyncBatchNorm is an exception: all ranks compute
+    its statistics together, and it leaves out placeholders by itself.
+    """
+    normalisation_layers: list[nn.Module] = []
+    synchronised_ids: set[int] = set()
+    for layer in module.modules():
+        if isinstance(layer, SyncBatchNorm):
+            synchronised_ids.update(id(buffer) for buffer in layer.buffers(recurse=False))
+        elif isinstance(layer, NormBase) and layer.training:
+            normalisation_layers.append(layer)
+    buffers = [buffer for buffer in module.buffers() if id(buffer) not in synchronised_ids]
     values = [buffer.detach().clone() for buffer in buffers]
-    writes_before = write_counts(buffers)
-    gpus = sorted({b.device.index for b in module.parameters() if b.device.type == "cuda"})
+    write_counts_before = write_counts(buffers)
+    gpus = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:
         stack.enter_context(preserve_rng_state())
-        stack.enter_context(torch.random.fork_rng(gpus, enabled=bool(gpus)))
-        for layer in normalising:
+        stack.enter_context(torch.random.fork_rng(sorted(gpus), enabled=bool(gpus)))
+        for layer in normalisation_layers:
             layer.training = False
         try:
             yield
         finally:
-            for layer in normalising:
+            for layer in normalisation_layers:
                 layer.training = True
+            write_counts_after = write_counts(buffers)
             with torch.no_grad():
-                writes_after = write_counts(buffers)
                 for index, buffer in enumerate(buffers):
-                    if writes_after[index] != writes_before[index]:
+                    if write_counts_after[index] != write_counts_before[index]:
                         buffer.copy_(values[index])

@@ -14,7 +14,7 @@ from lockstep.errors import RanksDifferError
 from lockstep.extensions.checks.base import Check
 from lockstep.session.step import check_due
 from lockstep.strategies.base import EqualTensors
-from lockstep.strategies.replication import fingerprint
+from lockstep.strategies.bit_sums import bit_sums
 from lockstep.wording import join_first
 
 
@@ -40,7 +40,7 @@ def check_equal(replicas: EqualTensors, when: str) -> None:
     named = {name: t for name, t in named.items() if t.numel() and not t.is_meta}
     if not named:
         return
-    mine = fingerprint(named.values())
+    mine = bit_sums(named.values())
     extremes = torch.cat([mine, -mine])
     routing.all_reduce(extremes, dist.ReduceOp.MAX, replicas.group)
     largest, smallest = extremes.chunk(2)

@@ -32,7 +32,8 @@ from lockstep.strategies.diloco.exchange import (
 from lockstep.strategies.diloco.options import DiLoCoOptions
 from lockstep.strategies.diloco.outer_optimizer import OuterOptimizer
 from lockstep.strategies.diloco.tensor_versions import SHARED, TensorVersions
-from lockstep.strategies.replication import MovingBuffers, average_gradients, take_from_first
+from lockstep.strategies.moving_buffers import MovingBuffers
+from lockstep.strategies.replication import average_gradients, take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.wording import count_noun
 

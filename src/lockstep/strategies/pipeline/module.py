@@ -34,6 +34,7 @@ from lockstep.optim.precision import Precision
 from lockstep.session.extension import Extension
 from lockstep.session.step import StepKey, check_due
 from lockstep.strategies.base import EqualTensors, ModuleWrapper
+from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.strategies.pipeline.schedule import Action, Place, order
 from lockstep.strategies.pipeline.split import Arguments
 from lockstep.strategies.pipeline.stage import WHOLE_ELSEWHERE, StagedModel, map_shapes, signature
@@ -45,7 +46,7 @@ from lockstep.strategies.pipeline.wire import (
     with_mark,
     without_mark,
 )
-from lockstep.strategies.replication import MovingBuffers, average_gradients
+from lockstep.strategies.replication import average_gradients
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.wording import count_noun
 

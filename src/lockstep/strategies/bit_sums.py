@@ -1,0 +1,38 @@
+"""Sums of the bits of tensors, which show whether tensors are equal on several ranks.
+
+Two tensors of the same shape whose bits differ have, almost surely, different sums. A sum takes
+8 bytes, so that comparing sums sends much less than comparing tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The dtype as which the bits of a tensor are read, by the size of its elements in bytes."""
+CHUNK_SIZE = 2**17
+"""How many numbers are summed at a time on the CPU, where torch first converts all of them to 64
+bits."""
+
+
+def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns a 64-bit sum of the bits of each tensor, shape `(number of tensors,)`."""
+    sums: list[Tensor] = []
+    for tensor in tensors:
+        real = tensor.detach()
+        if real.is_complex():
+            real = torch.view_as_real(real)
+        integers = real.contiguous().view(INTEGER_DTYPES[real.element_size()])
+        if integers.is_cuda or integers.numel() <= CHUNK_SIZE:
+            sums.append(integers.sum(dtype=torch.int64))
+        else:
+            chunks = torch.split(integers.view(-1), CHUNK_SIZE)
+            sums_of_chunks = [chunk.sum(dtype=torch.int64) for chunk in chunks]
+            sums.append(torch.stack(sums_of_chunks).sum())
+    if not sums:
+        return torch.empty(0)
+    device = sums[0].device
+    return torch.stack([sum_of_bits.to(device) for sum_of_bits in sums])

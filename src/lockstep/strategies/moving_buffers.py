@@ -1,0 +1,170 @@
+"""Keeps buffers that forward passes change equal on all ranks.
+
+Each rank computes its own samples, so a buffer that a forward pass changes (a running mean, a
+codebook) gets other values on each rank. After each optimizer step such *moving* buffers are taken
+from the first rank, or averaged if the user has asked for it.
+
+The statistics of a SyncBatchNorm are equal by construction, and most other buffers (masks, tables)
+never change, so sending all buffers would be waste. Which of them move is found by comparing their
+bits, in the first steps and then at regular intervals, with one small all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.communication import routing
+from lockstep.distributed.torch_compat import BatchNorm
+from lockstep.errors import warn
+from lockstep.session.step import Step, check_due
+from lockstep.strategies.bit_sums import bit_sums
+from lockstep.strategies.replication import start_sum, take_from_first
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+from lockstep.wording import join_first
+
+
+class MovingBuffers:
+    """Keeps the buffers of a module equal on the ranks of a group.
+
+    Buffers on the meta device belong to other ranks and are left out.
+
+    Args:
+        module: whose buffers are kept equal.
+        step: of the run.
+        group: None for all ranks.
+        average: patterns of the names of floating-point buffers that are averaged over the ranks,
+            weighted by their samples. All others are taken from the first rank.
+        strategy: the name of the class whose option `average_buffers` a warning may suggest.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        step: Step,
+        group: dist.ProcessGroup | None = None,
+        *,
+        average: str | Sequence[str] = (),
+        strategy: str | None = None,
+    ) -> None:
+        self._module = module
+        self._step = step
+        self._group = group
+        self._strategy = strategy
+        self._has_warned = False
+        synchronised_ids = _buffer_ids(module, SyncBatchNorm)
+        self._batchnorm_ids = _buffer_ids(module, BatchNorm)
+        """Buffers that need no warning: rank 0 has printed that BatchNorm is not synchronised."""
+        patterns = [average] if isinstance(average, str) else average
+        self._averaged: list[str] = []
+        self._watched: list[str] = []
+        """The names of buffers that are averaged, and of those that may move."""
+        for name, buffer in module.named_buffers():
+            if buffer.numel() == 0 or buffer.is_meta or id(buffer) in synchronised_ids:
+                continue
+            is_chosen = any(fnmatchcase(name, pattern) for pattern in patterns)
+            if is_chosen and buffer.is_floating_point():
+                self._averaged.append(name)
+            else:
+                self._watched.append(name)
+        self._first_sums = self._bit_sums()
+        """The bits of the watched buffers before the training."""
+        self.moving: list[str] = []
+        """The names of the watched buffers that have changed on some rank."""
+
+    def follow(self) -> None:
+        """Makes moving buffers equal on all ranks, after an optimizer step."""
+        if self._averaged:
+            self._average()
+        if self._watched and check_due(self._step.number):
+            self._find_moving()
+        if self.moving:
+            buffers = dict(self._module.named_buffers())
+            take_from_first([buffers[name] for name in self.moving], self._group)
+
+    def _find_moving(self) -> None:
+        """Finds the buffers that have changed on any rank, and warns of those that ranks differ in.
+
+        The bits are compared, because torch does not count what its BatchNorm writes as a change.
+        """
+        sums = self._bit_sums()
+        has_changed = (sums != self._first_sums).to(torch.int64)
+        # The minimum over the ranks is found as the maximum of the negative values.
+        maxima = torch.stack([has_changed, sums, -sums])
+        micro_batch = self._step.micro_batch
+        if micro_batch.global_samples and not micro_batch.local_rows:
+            # This rank has no samples, so its buffers are as they were: it does not take part in
+            # the comparison.
+            maxima[1:] = torch.iinfo(torch.int64).min
+        routing.all_reduce(maxima, dist.ReduceOp.MAX, self._group)
+        changed_anywhere, largest, negative_smallest = maxima.tolist()
+        buffers = dict(self._module.named_buffers())
+        moving: list[str] = []
+        different: list[str] = []
+        for index, name in enumerate(self._watched):
+            if changed_anywhere[index] or name in self.moving:
+                moving.append(name)
+            is_equal = largest[index] == -negative_smallest[index]
+            if not is_equal and id(buffers[name]) not in self._batchnorm_ids:
+                different.append(name)
+        self.moving = moving
+        if different and not self._has_warned:
+            self._has_warned = True
+            self._warn(different)
+
+    def _warn(self, names: Sequence[str]) -> None:
+        advice = "compute them from the global batch: world.sum of sums and counts, in forward"
+        if self._strategy is not None:
+            advice += (
+                "; running means over samples can be averaged after each step instead: "
+                f"{self._strategy}(average_buffers={list(names[:1])!r})"
+            )
+        warn(
+            "buffers that change in the forward pass",
+            f"the values of {join_first(names)} differ between ranks, as each rank changes its "
+            "own; after each step all ranks take those of rank 0, and what others have seen is "
+            "lost",
+            f"{advice}; do nothing where rank 0's are good enough",
+        )
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Replaces buffers by their mean over the ranks, weighted by the samples of each rank."""
+        micro_batch = self._step.micro_batch
+        weight = 1.0
+        if micro_batch.global_samples > 0 and micro_batch.num_micro_batches == 1:
+            weight = float(micro_batch.local_rows)
+        buffers = dict(self._module.named_buffers())
+        averaged = [buffers[name] for name in self._averaged]
+        sums: list[Tensor] = []
+        total_weights: list[Tensor] = []
+        for buffer in averaged:
+            dtype = torch.promote_types(buffer.dtype, torch.float32)
+            if weight == 0:
+                # Not 0 times the buffer: without samples it may have become NaN.
+                sums.append(torch.zeros_like(buffer, dtype=dtype))
+            else:
+                sums.append(buffer.to(dtype) * weight)
+            total_weights.append(torch.full((), weight, dtype=dtype, device=buffer.device))
+        wait = start_sum([*sums, *total_weights], self._group)
+        wait()
+        for buffer, total, total_weight in zip(averaged, sums, total_weights, strict=True):
+            buffer.copy_(total / total_weight)
+
+    def _bit_sums(self) -> Tensor:
+        """Returns the sum of the bits of each watched buffer."""
+        buffers = dict(self._module.named_buffers())
+        return bit_sums([buffers[name] for name in self._watched])
+
+
+def _buffer_ids(module: nn.Module, layer_type: type[nn.Module]) -> set[int]:
+    """Returns the ids of the buffers of all layers of a type."""
+    ids: set[int] = set()
+    for layer in module.modules():
+        if isinstance(layer, layer_type):
+            ids.update(id(buffer) for buffer in layer.buffers(recurse=False))
+    return ids
