@@ -25,7 +25,7 @@ def describe_batch(batch: Any, count: int | None = None, **fields: Any) -> Batch
     Args:
         batch: a nest of tensors, each with one row for each sample.
         count: number of samples; None: the rows of the first tensor.
-        **fields: further fields of the record.
+        **fields: further fields of the record, such as `epoch`.
     """
     dense = [t for t in tensors(batch) if t.layout == torch.strided and t.dim()]
     on_cpu = [t.detach().cpu() for t in dense]

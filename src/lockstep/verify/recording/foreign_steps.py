@@ -30,7 +30,11 @@ class ForeignStepRecorder:
         self._gradients = gradients
 
     def record_if_parameters_changed(self) -> None:
-        """Records an update if parameters have changed since its first forward pass."""
+        """Records an update if parameters have changed since its first forward pass.
+
+        On a rank with an optimizer, its step ends an update. Without a backward pass nothing was
+        trained.
+        """
         state = self.state
         if state.has_optimizer or not state.update.losses:
             return

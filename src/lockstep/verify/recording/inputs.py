@@ -78,7 +78,10 @@ class InputRecorder:
 
     @guarded
     def record_lockstep_batch(self, event: DeliveredBatch) -> None:
-        """Records a micro-batch that a loader of Lockstep's hands out."""
+        """Records a micro-batch that a loader of Lockstep's hands out.
+
+        Its samples are known by their indices; their content only if there is one row for each.
+        """
         self.state.update.contributes = event.counts
         self.state.micro_batch = event.micro_batch
         ids = event.samples.tolist()

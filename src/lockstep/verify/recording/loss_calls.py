@@ -69,6 +69,7 @@ def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lo
     targets = options.pop("target", None)
     if not needs_gradient(outputs) or not isinstance(targets, Tensor):
         return None
+    # Arguments by place have no name here: their meaning depends on the function.
     for number, value in enumerate(args[2:], 3):
         options[f"argument {number}"] = value
     return LossCall(f"{name}: {user_line() or ''}", targets.detach().clone(), options)

@@ -69,9 +69,10 @@ class LossRecorder:
     def begin_backward(self, loss: Tensor) -> None:
         """Records a loss whose backward pass begins."""
         state = self.state
-        if state.loss_is_weighted:
+        if state.loss_is_weighted:  # `World.backward` has recorded it before
             return
         state.mode.note_dtype(loss)
+        # The gradients of all parameters are wanted, also of those that are in no module.
         optimized_parameters = []
         for optimizer in state.models.built_optimizers:
             optimized_parameters += parameters_of(optimizer)
@@ -86,7 +87,7 @@ class LossRecorder:
         self._record_sample_coupling(loss, forward_passes)
         state.update.losses.append(self._value(loss))
         state.update.loss_terms.append(terms_of(loss))
-        state.notes.gradients_of_passes.append({})
+        state.notes.gradients_of_passes.append({})  # hooks on the parameters fill it in
         self._record_loss_calls(marks, forward_passes)
         self._end_forward_passes(forward_passes)
 

@@ -71,10 +71,10 @@ def summary_number(result: Any) -> float | None:
     None if the values cannot be read: of tensors on the meta device, or inside a function that
     `torch.func` transforms.
     """
-    found = tensors(result)
-    if not found:
+    result_tensors = tensors(result)
+    if not result_tensors:
         return None
-    tensor = found[0]
+    tensor = result_tensors[0]
     if type(tensor) is not Tensor or tensor.is_meta or tensor.is_complex():
         return None
     with suppress(RuntimeError):

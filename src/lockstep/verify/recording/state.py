@@ -24,10 +24,10 @@ from lockstep.errors import LockstepError, RecordingFailedError
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.verify.rank_files import LOST_PEER_PATTERN, UpdateWriter
 from lockstep.verify.recording.branches import Branches
-from lockstep.verify.recording.draws import moved_streams, stream_digests
 from lockstep.verify.recording.function_mode import FunctionMode
 from lockstep.verify.recording.marks import BATCH_NORM, MODEL_CALL, STATISTIC
 from lockstep.verify.recording.models import Models
+from lockstep.verify.recording.step_draws import StepDraws
 from lockstep.verify.recording.tensor_values import storage_of
 from lockstep.verify.run_config import MIN_STEPS, RunConfig
 from lockstep.verify.tolerance import Array
@@ -137,32 +137,6 @@ class UpdateNotes:
     """True once the gradients and all else that the step starts from are recorded."""
 
 
-class StepDraws:
-    """The random numbers that are drawn for the current step.
-
-    They begin with the batch of the step: a loop may draw for a step before it calls the model.
-    """
-
-    def __init__(self, mode: FunctionMode) -> None:
-        self._mode = mode
-        self.count_before = 0
-        """Draws of the process before this step."""
-        self._streams_before = stream_digests()
-
-    def restart(self) -> None:
-        """What is drawn from here on is drawn for the next step."""
-        self.count_before = self._mode.draws.count
-        self._mode.statistics = {}
-        self._mode.draws.digests = set()
-        self._streams_before = stream_digests()
-
-    def record(self, update: RankUpdate) -> None:
-        """Adds what was drawn so far to an update."""
-        update.scalar_statistics |= self._mode.statistics
-        update.drawn_digests |= self._mode.draws.digests
-        update.random_streams |= moved_streams(self._streams_before)
-
-
 class RecorderState:
     """The state of the recorder in one process.
 
@@ -266,7 +240,7 @@ class RecorderState:
         """Records the marks of a tensor that the loss is made from.
 
         Args:
-            marks: by kind.
+            marks: by kind, see `marks`.
             draws_before: draws up to this number were not made for this step.
         """
         for kind, value in marks.items():
