@@ -1,4 +1,8 @@
-"""Writes stored weights in another form, as `lockstep checkpoint convert` does."""
+"""Writes stored weights in another form, as `lockstep checkpoint convert` does.
+
+The form is safetensors, in one file or several, or a file of `torch.save`. Names are *tied* if one
+tensor has all of them. *Extra* values are those of a module's state that are not tensors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Compares the names and shapes of a saved state with those of a model, and lists what differs."""
+"""Compares the names and shapes of a saved state with those of a model, and lists what differs.
+
+A name is *missing* if only the model has it, and *unexpected* if only the saved state has it. It is
+*mismatched* if both have it with tensors of different shapes.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Turns a state into a JSON tree and named tensors, and back. Nothing is pickled.
+"""Turns a state into a *tree*, which can be written as JSON, and named tensors, and back.
 
-Values that JSON has stand for themselves. All others are a JSON object whose first key, its tag,
-begins with `$`: `{"$tensor": name}`, `{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}` and so
-on. A dictionary is a plain JSON object if all its keys are text and none begins with `$`. A tensor
-that is stored in shards is `{"$sharded": name, "dtype": ..., "shape": ...}`.
+Nothing is pickled. Values that JSON has stand for themselves in a tree. All others are a JSON
+object whose first key, its *tag*, begins with `$`: `{"$tensor": name}`, `{"$tuple": [...]}`,
+`{"$dict": [[key, value], ...]}` and so on. A dictionary is a plain JSON object if all its keys are
+text and none begins with `$`. A tensor that is stored in shards is `{"$sharded": name, "dtype":
+..., "shape": ...}`.
 
 Tensors that are the same view of the same storage (tied weights) are stored once, under the name of
 the first, and are one tensor again after `decode`.

@@ -1,5 +1,9 @@
 """Where a checkpoint's files are, and when a checkpoint is complete.
 
+A checkpoint is *complete* when its manifest can be read and every file that it lists is there in
+the size that it lists; it is *sound* when the checksums agree too. All other files in the folder
+are left alone.
+
     runs/digits/
       step-000000120/
         model.safetensors       one file for each module, its keys as the bare module has them
@@ -11,10 +15,6 @@
       .step-000000110.tmp-...   being written or removed; never read, cleaned up by the next save
       .step-000000120.replaced  the former checkpoint of a step that is saved again, until it is
       .lock                     who writes here, while a run does
-
-A checkpoint is *complete* when its manifest can be read and every file that it lists is there in
-the size that it lists; it is *sound* when the checksums agree too. All other files in the folder
-are left alone.
 """
 
 from __future__ import annotations
