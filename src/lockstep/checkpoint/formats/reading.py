@@ -1,8 +1,9 @@
 """Finds out what is in a weights file or folder, in every form that a PyTorch user may have.
 
 `read_source` returns a `Source` with the *states* of models that it found: dictionaries with
-tensors by name. Most values are not read yet: tensors are views of a mapped file, or, if *lazy* ones are
-asked for, `LazyTensor`s, which can be read in parts. *DCP* is torch's distributed checkpoint.
+tensors by name. Most values are not read yet: tensors are views of a mapped file, or, if *lazy*
+ones are asked for, `LazyTensor`s, which can be read in parts. *DCP* is torch's distributed
+checkpoint.
 """
 
 from __future__ import annotations
