@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from bars import Bar, write_svg
-from lockstep.training.memory import Memory
+from lockstep.extensions.memory import Memory
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
