@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.errors import SettingError, UsageError
-from lockstep.optim.large_batch import scale_learning_rate, warmup
+from lockstep.optim.learning_rate import scale_learning_rate, warmup
 
 
 def two_groups() -> Optimizer:

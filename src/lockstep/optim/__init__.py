@@ -1,5 +1,6 @@
-"""Large-batch optimizers and learning rates; each stands on its own, with or without `init`."""
+"""Large-batch optimizers and learning rates; each works on its own, with or without `init`."""
 
-from lockstep.optim.large_batch import LAMB, LARS, scale_learning_rate, warmup
+from lockstep.optim.layerwise import LAMB, LARS
+from lockstep.optim.learning_rate import scale_learning_rate, warmup
 
 __all__ = ["LAMB", "LARS", "scale_learning_rate", "warmup"]
