@@ -50,7 +50,6 @@ CODES = {
     "W08_clip_first": "LS404",
     "W09_denoise_seed": "LS308",
     "W10_mean_teacher": "LS304",
-    "W11_pretrained": "LS405",
     "W12_training_loss": "LS302",
     "W13_manual_sum": "LS201",
     "W14_nosync_edge": "LS301",
@@ -66,6 +65,7 @@ LATER = {
     "18_spot_check": "LS105",
     "W01_plateau_main": "LS402",
     "W03_unfreeze_late": "LS303",
+    "W11_pretrained": "LS304",  # rank 0 trains first, alone
     "W19_padded_sampler": "LS101",
     "W20_restore_best": "LS304",
 }

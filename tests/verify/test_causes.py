@@ -820,6 +820,19 @@ def test_a_factor_that_came_after_the_backward_pass_is_none_of_the_loss_s() -> N
     assert found(two(1.4 * WHOLE), one)[1].code == "LS209"
 
 
+def test_several_replicas_of_one_process_are_compared_as_one() -> None:
+    replicas = [replace(ALONE, batches=[taken(0, 1)]), replace(ALONE, batches=[taken(2, 3)])]
+    clipped_replicas = [replace(replica, gradient_factor=0.5) for replica in replicas]
+    parted = parting([clipped_replicas], [two(1.4 * WHOLE, gradient_factor=0.7)])
+    assert parted is not None
+    assert cause_of(parted).code == "LS403"
+    parted = parting([replicas], [two(WHOLE, learning_rates=(0.2,))])
+    assert parted is not None
+    cause = cause_of(parted)
+    assert (cause.code, cause.ratio) == ("LS402", 2.0)
+    assert cause.evidence == ("0.1 on one process, 0.2 on 2", "2 times as high")
+
+
 @pytest.mark.parametrize(
     ("values", "code"),
     [

@@ -5,7 +5,7 @@ apply. Its docstring begins with the codes that it may return and then says
 
 - Needs: what must have been recorded;
 - Applies: when it returns a cause;
-- Same signs: what else would look the same;
+- Looks the same: what else would look the same;
 - Says: the evidence that it gives.
 
 `lockstep.verify.causes` lists the rules for each kind of difference, in the order in which they are

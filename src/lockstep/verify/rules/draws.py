@@ -1,4 +1,9 @@
-"""Rules for losses and outputs that were computed from random numbers."""
+"""Rules for losses and outputs that were computed from random numbers.
+
+A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
+process and one on several: `case.expected` is what the optimizer step recorded on one process,
+`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ def random_loss(case: Divergence, *evidence: str) -> Cause | None:
 
     Needs: `loss_draws` and `drawn_digests`.
     Applies: if the loss of one run was computed from numbers that the other run did not draw.
-    Same signs: something else may be wrong as well, which these numbers hide.
+    Looks the same: something else may be wrong as well, which these numbers hide.
     Says: the evidence that it was given, and the line that drew the numbers.
     """
     sentences = other_draws(case)
@@ -34,7 +39,7 @@ def other_random_stream(case: Divergence, *evidence: str) -> Cause | None:
 
     Needs: `random_streams`.
     Applies: if a process drew from such a stream.
-    Same signs: numbers that were drawn for something else than the model's outputs.
+    Looks the same: numbers that were drawn for something else than the model's outputs.
     Says: the evidence that it was given, and the streams.
     """
     streams: dict[str, None] = {}

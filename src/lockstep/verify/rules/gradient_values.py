@@ -1,5 +1,9 @@
 """Rules that compare the values of gradients, which are wrong but the same on all ranks.
 
+A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
+process and one on several: `case.expected` is what the optimizer step recorded on one process,
+`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+
 The gradient of several ranks is a sum of what their backward passes left, each times a weight. If
 the gradient of one process is such a sum too, with other weights, then only the weighting is wrong,
 and the weights say what it should have been. A *part* is what one backward pass of one rank left.
@@ -95,7 +99,7 @@ def equal_within_rounding(case: Divergence, expected: Gradients, actual: Gradien
 
     Needs: `gradients`.
     Applies: if all are one multiple of the right ones, and the number is 1.
-    Same signs: none.
+    Looks the same: nothing.
     Says: that it is rounding.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
@@ -113,7 +117,7 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
     Needs: `gradients`, and `losses`, one for each backward pass.
     Applies: if the ratio is such a number. Micro-batches count if one process has another number
         of backward passes.
-    Same signs: if several of these numbers are equal, all codes that fit are said.
+    Looks the same: if several of these numbers are equal, all codes that fit are said.
     Says: the ratio, and an all-gather that could be the reason.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
@@ -166,7 +170,7 @@ def multiplied_after_passes(
 
     Needs: `gradient_factor` of both runs.
     Applies: if the two factors have the ratio of the gradients.
-    Same signs: clipping by another norm, which is such a factor.
+    Looks the same: clipping by another norm, which is such a factor.
     Says: the factors, and the line that clips.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
@@ -188,7 +192,7 @@ def other_multiple(case: Divergence, expected: Gradients, actual: Gradients) -> 
 
     Needs: `gradients`.
     Applies: if they are one multiple of the right ones.
-    Same signs: a loss with another weight, or a wrong factor anywhere after it.
+    Looks the same: a loss with another weight, or a wrong factor anywhere after it.
     Says: the number, and the line of the loss.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
@@ -207,7 +211,7 @@ def clipped_between_passes(
 
     Needs: `calls` that clip, with `passes_before`, and `losses`, one for each backward pass.
     Applies: if such a call changed a gradient, in either run.
-    Same signs: something else may be wrong as well.
+    Looks the same: something else may be wrong as well.
     Says: after which backward pass, and the line.
     """
     for rank in (*case.actual, *case.expected):
@@ -233,7 +237,7 @@ def changed_after_right_passes(
     Needs: `local_gradients`; `comm_hook_line` and `calls`.
     Applies: if the mean of what the ranks' backward passes left is right, or right times a number,
         and the gradients that were used are no multiple of this mean.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: that the mean is right, and what was done.
     """
     local_sums = []
@@ -285,7 +289,7 @@ def unused_parameters(case: Divergence, expected: Gradients, actual: Gradients) 
 
     Needs: `local_gradients`.
     Applies: if all gradients that differ are of such parameters.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: which ranks.
     """
     names_of_one = _names_with_gradients(case.expected[0].local_gradients)
@@ -321,7 +325,7 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     Needs: `local_gradients`; counts in `batches` and `loss_divisors`.
     Applies: if the gradient of one process is a sum of the parts. LS205 without a count needs means
         that are added up equally though other weights would add up to as much.
-    Same signs: with few parts and small counts another count may fit by chance.
+    Looks the same: with few parts and small counts another count may fit by chance.
     Says: the weights, and those that would be right.
     """
     parts = []
@@ -430,7 +434,7 @@ def gradient_hook(case: Divergence) -> Cause | None:
 
     Needs: `gradient_hook_line`.
     Applies: if there is such a hook.
-    Same signs: something else may be wrong as well.
+    Looks the same: something else may be wrong as well.
     Says: the line of the hook.
     """
     line = case.actual.first("gradient_hook_line")
@@ -445,7 +449,7 @@ def unknown_coupling(case: Divergence) -> Cause:
 
     Needs: `local_gradients` and `loss_terms` for the evidence.
     Applies: always.
-    Same signs: -
+    Looks the same: everything that no other rule explains.
     Says: that no weighting of the local gradients is right, and how terms of the loss scale.
     """
     evidence = []
@@ -460,7 +464,7 @@ def unknown(case: Divergence, *evidence: str) -> Cause:
 
     Needs: `model_inputs` and `forwards`.
     Applies: always. Models that were given other inputs are a cause even if no rule names it.
-    Same signs: -
+    Looks the same: everything that no other rule explains.
     Says: what was found, how far the samples are as on one process, statistics, and the gradients.
     """
     code = "LS210"

@@ -1,5 +1,9 @@
 """Rules for wrong gradients that are the same on all ranks: what was trained, gathers, clipping.
 
+A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
+process and one on several: `case.expected` is what the optimizer step recorded on one process,
+`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+
 Rules that compare the gradients' values themselves are in `gradient_values`.
 """
 
@@ -22,7 +26,7 @@ def frozen_on_some_processes(case: Divergence) -> Cause | None:
     """LS312: parameters require gradients on some processes only.
 
     Needs: `frozen`.
-    Applies, Same signs, Says: see `_trained_differently`.
+    Applies, Looks the same, Says: see `_trained_differently`.
     """
     return _trained_differently(case, "frozen", "requires_grad")
 
@@ -31,7 +35,7 @@ def other_mode_on_some_processes(case: Divergence) -> Cause | None:
     """LS312: modules are trained in evaluation mode on some processes only.
 
     Needs: `in_eval_mode`.
-    Applies, Same signs, Says: see `_trained_differently`.
+    Applies, Looks the same, Says: see `_trained_differently`.
     """
     return _trained_differently(case, "in_eval_mode", "train() or eval()")
 
@@ -42,7 +46,7 @@ def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cau
     Applies: to parameters that the rank has; a pipeline stage has only its own. A model and its
         copy that are both met after the first step may be named in another order, so for these
         only the names without the model are compared.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: which ranks, and which parameters.
 
     Args:
@@ -80,7 +84,7 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
 
     Needs: `gradients`, which are recorded of an optimizer's parameters.
     Applies: if gradients are missing, and not only because models are named in another order.
-    Same signs: parameters without a gradient on all ranks.
+    Looks the same: parameters without a gradient on all ranks.
     Says: which parameters.
     """
     expected = case.expected.merged(case.kind)
@@ -101,7 +105,7 @@ def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
     Needs: `calls` inside of `optimizer.step()`, `initial` and `parameters`.
     Applies: to the first step, if on one process it is the gradient times one number, as with SGD.
         Then the step of several processes, divided by this number, is the gradient that they used.
-    Same signs: optimizers whose first step is no multiple of the gradient are not explained.
+    Looks the same: optimizers whose first step is no multiple of the gradient are not explained.
     Says: the line of the collective, then what `explain_gradients` says of these gradients.
     """
     if case.kind != "gradients" or case.update_index != 0 or not case.actual.in_step:
@@ -146,7 +150,7 @@ def gather_without_gradient(case: Divergence) -> Cause | None:
     Needs: `gather_line`, or `detached_gather_line` and `loss_compares_samples`.
     Applies: if there is such a gather. Of tensors that were detached before it, only if on one
         process nothing is detached and the loss compares samples, so that it should follow them.
-    Same signs: a loss that is scaled up by a wrong number to make good for the lost gradient.
+    Looks the same: a loss that is scaled up by a wrong number to make good for the lost gradient.
     Says: the line of the gather.
     """
     line = case.actual.first("gather_line") or _detached_gather_line(case)
@@ -173,7 +177,7 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
         equal before. LS404 if they differed between the ranks when clipping changed them, were the
         same when they were used, and their mean would have been right, or right times a number.
         In other cases the mean before clipping is explained by `explain_gradients`.
-    Same signs: whether clipping is all that was done in between is not recorded.
+    Looks the same: whether clipping is all that was done in between is not recorded.
     Says: the line that clips.
     """
     clips = case.actual.clips or case.expected.clips

@@ -1,4 +1,9 @@
-"""Rules for parameters that differ from those of one process before the first step."""
+"""Rules for parameters that differ from those of one process before the first step.
+
+A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
+process and one on several: `case.expected` is what the optimizer step recorded on one process,
+`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
     Needs: `initial`; the names of parameters that are in no model begin with "/".
     Applies: if on one process all parameters of the optimizer are in a model, and on several ranks
         the models' own parameters never change.
-    Same signs: parameters of sharded models are not recorded between steps, so that a change of
+    Looks the same: parameters of sharded models are not recorded between steps, so that a change of
         them is not seen.
     Says: how many such parameters the optimizer has.
     """
@@ -60,7 +65,7 @@ def other_initial_parameters(case: Divergence) -> Cause:
 
     Needs: `initial`, and `seeds` for the evidence.
     Applies: always.
-    Same signs: parameters that were loaded from a file on some ranks only, or that a rank wrote
+    Looks the same: parameters that were loaded from a file on some ranks only, or that a rank wrote
         to; the lines that wrote to them are named.
     Says: which ranks differ from rank 0, and the first line that seeded torch differently.
     """

@@ -1,5 +1,9 @@
 """Rules for gradients that differ between the ranks, which should have averaged them.
 
+A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
+process and one on several: `case.expected` is what the optimizer step recorded on one process,
+`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+
 *Local gradients* are what the backward passes of one rank left before any average. The rules are
 tried in the order of `LOCAL_GRADIENT_RULES`, by `gradients_that_differ_between_ranks`.
 """
@@ -107,7 +111,7 @@ def gradients_that_differ_between_ranks(case: Divergence) -> Cause | None:
 
     Needs: `gradients`.
     Applies: if a gradient is not the same on all ranks that have it.
-    Same signs, Says: see each rule. The cause is about the gradients that differ.
+    Looks the same, Says: see each rule. The cause is about the gradients that differ.
     """
     names = tuple(case.actual.ranks_that_differ("gradients", case.tolerance))
     if not names:
@@ -125,7 +129,7 @@ def parameters_unknown_to_ddp(found: LocalGradients) -> Cause | None:
 
     Needs: `unknown_to_ddp`.
     Applies: if DDP knows none of these parameters.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: that DDP was built too early.
     """
     unknown: set[str] = set()
@@ -141,7 +145,7 @@ def communication_hook(found: LocalGradients) -> Cause | None:
 
     Needs: `comm_hook_line`.
     Applies: if there is such a hook.
-    Same signs: something else may be wrong as well.
+    Looks the same: something else may be wrong as well.
     Says: the line that registered the hook.
     """
     line = found.case.actual.first("comm_hook_line")
@@ -155,7 +159,7 @@ def averages_within_groups(found: LocalGradients) -> Cause | None:
 
     Needs: `ddp_ranks`.
     Applies: if there are several groups and gradients agree within each.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: the ranks of each group.
     """
     ranks = found.case.actual
@@ -176,7 +180,7 @@ def clipping_on_some_ranks(found: LocalGradients) -> Cause | None:
 
     Needs: `unclipped`, and `calls` that clip.
     Applies: if some rank clips, and the gradients before clipping are equal.
-    Same signs: clipping by different norms on different ranks.
+    Looks the same: clipping by different norms on different ranks.
     Says: which ranks clip, and the line.
     """
     case = found.case
@@ -195,7 +199,7 @@ def exchanged_inside_step(found: LocalGradients) -> Cause | None:
     Needs: `calls` inside of `optimizer.step()`, `reduced_in_step`, `optimizer_state`.
     Applies: if there is such a call. LS201 and LS209 follow from what the collective left, or from
         the optimizer's state.
-    Same signs: gradients that the optimizer divides after the collective; their state is right.
+    Looks the same: gradients that the optimizer divides after the collective; their state is right.
     Says: the line of the collective, and how many times too large they are.
     """
     case = found.case
@@ -267,7 +271,7 @@ def gradients_that_are_not_local(found: LocalGradients) -> Cause | None:
     Needs: `local_gradients`; `gradient_draw_line`.
     Applies: if the ranks did not use their local gradients. LS304 if each rank has the gradients
         of rank 0 times a number, else LS210.
-    Same signs: noise, or weights of the ranks after the average, which have no code.
+    Looks the same: noise, or weights of the ranks after the average, which have no code.
     Says: what is known of them.
     """
     if found.num_local_passes:
@@ -298,7 +302,7 @@ def parameters_averaged_later(found: LocalGradients) -> Cause | None:
 
     Needs: `rewritten_parameters` before a later step, and `parameters` after the step before it.
     Applies: if parameters differed after a step, and before the next one each rank has their mean.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: before which step.
     """
     case = found.case
@@ -330,7 +334,7 @@ def forward_past_wrapper(found: LocalGradients) -> Cause | None:
 
     Needs: `past_wrapper_line` and `wrapped_passes`.
     Applies: if no forward pass went through the wrapper.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: the line of a forward pass.
     """
     if not found.past_wrapper or found.are_unwrapped:
@@ -345,7 +349,7 @@ def averaged_too_late(found: LocalGradients) -> Cause | None:
 
     Needs: `calls` on gradients, in this update and the next one.
     Applies: if a collective got one of these gradients, though each rank used its local ones.
-    Same signs: a collective whose result is not written back.
+    Looks the same: a collective whose result is not written back.
     Says: the line of the first collective.
     """
     calls = found.reducing_calls
@@ -361,7 +365,7 @@ def other_gradients_are_averaged(found: LocalGradients) -> Cause | None:
     Needs: `calls` on gradients, or `local_gradients` of models that are not wrapped.
     Applies: if a collective got other gradients, or if other gradients of the same models are not
         the local ones.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: the line of the collective, or the gradients that are averaged.
     """
     calls = found.reducing_calls
@@ -409,7 +413,7 @@ def model_that_nothing_wraps(found: LocalGradients) -> Cause | None:
 
     Needs: `unwrapped` and `unwrapped_line`.
     Applies: if all these parameters are of such models.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: the line of a forward pass of the model.
     """
     if not found.are_unwrapped:
@@ -430,7 +434,8 @@ def ddp_did_not_average(found: LocalGradients) -> Cause:
 
     Needs: `local_gradients`.
     Applies: always.
-    Same signs: parameters that the loss does not use, and `no_sync` around the last backward pass.
+    Looks the same: parameters that the loss does not use, and `no_sync` around the last backward
+        pass.
     Says: whether no gradient at all was averaged.
     """
     total = len(found.case.actual.merged("gradients"))

@@ -1,4 +1,9 @@
-"""Rules for losses that make something else of the same outputs."""
+"""Rules for losses that make something else of the same outputs.
+
+A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
+process and one on several: `case.expected` is what the optimizer step recorded on one process,
+`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ def other_loss_value(case: Divergence) -> Cause:
 
     Needs: `losses`.
     Applies: always.
-    Same signs: a loss that is only printed wrongly, such as a sum instead of a mean.
+    Looks the same: a loss that is only printed wrongly, such as a sum instead of a mean.
     Says: both losses.
     """
     text = (
@@ -47,7 +52,7 @@ def terms_that_scale_differently(case: Divergence) -> Cause | None:
     Needs: `loss_terms`, the numbers that were added up to the loss.
     Applies: if each process made one loss, and every term is a mean or a sum, or some ranks lack
         terms that others have.
-    Same signs: few numbers may fit by chance.
+    Looks the same: few numbers may fit by chance.
     Says: which terms are which.
     """
     sentences, explains_all = describe_terms(case)
@@ -113,7 +118,7 @@ def local_comparison(case: Divergence) -> Cause | None:
     Needs: `loss_compares_samples` of one process, which is found by the second derivative of the
         loss with respect to the outputs of two samples.
     Applies: if no rank gathered outputs.
-    Same signs: something else may be wrong as well.
+    Looks the same: something else may be wrong as well.
     Says: the line of the loss, the gradients, and random numbers that differ.
     """
     sentences = loss_compares_local_samples(case)
@@ -138,7 +143,7 @@ def other_targets(case: Divergence) -> Cause | None:
 
     Needs: `forwards` with targets.
     Applies: if the first model's outputs are equal and its targets are not.
-    Same signs: targets that are random; their draws are named too if they are recorded.
+    Looks the same: targets that are random; their draws are named too if they are recorded.
     Says: for how many samples, and the line of the loss.
     """
     forwards = _forwards_with_equal_outputs(case)
@@ -157,7 +162,7 @@ def outputs_of_earlier_steps(case: Divergence) -> Cause | None:
 
     Needs: `earlier_outputs_line`.
     Applies: if the outputs of this step are equal.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: the line of the earlier forward pass.
     """
     line = case.actual.first("earlier_outputs_line")
@@ -173,7 +178,7 @@ def other_loss_arguments(case: Divergence) -> Cause | None:
 
     Needs: `loss_options`.
     Applies: if the same arguments are known of both runs, and the outputs are equal.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: the first argument that differs, and its line.
     """
     if not _forwards_with_equal_outputs(case):
@@ -195,7 +200,7 @@ def local_statistic_in_loss(case: Divergence) -> Cause | None:
 
     Needs: `batch_statistics` or `scalar_statistics`, and `forwards` with outputs.
     Applies: if all outputs are known and equal, and random numbers cannot be the cause.
-    Same signs: a statistic that does no harm, while something else is wrong in the loss.
+    Looks the same: a statistic that does no harm, while something else is wrong in the loss.
     Says: the line of the statistic, and how the samples are weighted.
     """
     forwards = _forwards_with_equal_outputs(case)
@@ -214,7 +219,8 @@ def other_sample_weights(case: Divergence) -> Cause | None:
     Needs: `forwards` with the gradients of the outputs.
     Applies: if for each sample they are those of one process times a positive number, and this
         number is not the same for all samples.
-    Same signs: none known. Other targets would turn gradients around or change their direction.
+    Looks the same: nothing known. Other targets would turn gradients around, or change their
+        direction.
     Says: the range of the numbers, or how many samples count on some processes only.
     """
     forwards = _forwards_with_equal_outputs(case)
@@ -273,7 +279,7 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
 def random_numbers_in_loss(case: Divergence) -> Cause | None:
     """LS308 or LS106: the loss was computed from random numbers; see `draws.random_loss`.
 
-    Needs, Applies, Same signs: as there. It is tried after all other rules for losses.
+    Needs, Applies, Looks the same: as there. It is tried after all other rules for losses.
     Says: the gradients, the line that drew the numbers, and the line of the loss.
     """
     cause = random_loss(case, *gradient_patterns(case))

@@ -1,5 +1,9 @@
 """Rules for gradients that differ because models were called with other inputs.
 
+A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
+process and one on several: `case.expected` is what the optimizer step recorded on one process,
+`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+
 They need no DataLoader: a sample is recognised by the inputs of a forward pass, see
 `lockstep.verify.sample_rows`.
 """
@@ -87,7 +91,7 @@ def repeated_inputs(case: Divergence) -> Cause | None:
     Needs: `model_inputs` whose contents are known.
     Applies: LS101 if the inputs of all ranks are the same; LS110 if there are as many times the
         inputs of one process as there are ranks, of one shape.
-    Same signs: a model that rightly gets a constant; LS101 therefore needs two different inputs.
+    Looks the same: a model that rightly gets a constant. So LS101 needs two different inputs.
     Says: how many inputs were computed.
     """
     expected = inputs_of_ranks(case.expected)
@@ -118,7 +122,7 @@ def other_inputs(case: Divergence) -> Cause | None:
     Needs: `forwards` with the inputs of each sample.
     Applies: if no random numbers were drawn to read the batches, since those explain other inputs
         by themselves.
-    Same signs: a model that rightly gets a constant looks like LS101.
+    Looks the same: a model that rightly gets a constant looks like LS101.
     Says: how many inputs are the same.
     """
     if any(batch.random_draws or batch.workers for batch in _batches(case)):
@@ -272,7 +276,7 @@ def other_padding(case: Divergence) -> Cause | None:
 
     Needs: `forwards` with `input_values`.
     Applies: if the rows of both runs are equal once all are padded to the same width.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: which widths there are.
     """
     expected_tables = _first_input_values(case.expected)

@@ -1,4 +1,9 @@
-"""Rules for models that return something else for the same inputs, and for BatchNorm."""
+"""Rules for models that return something else for the same inputs, and for BatchNorm.
+
+A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
+process and one on several: `case.expected` is what the optimizer step recorded on one process,
+`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ def local_batchnorm(case: Divergence) -> Cause | None:
 
     Needs: `local_norm_layers`.
     Applies: if there is such a layer and more than one rank.
-    Same signs: the layers are there for certain, but something else may be wrong as well.
+    Looks the same: the layers are there for certain, but something else may be wrong as well.
     Says: which layers, and whether they belong to a model that is not trained.
     """
     layers: set[str] = set()
@@ -45,7 +50,7 @@ def batchnorm_in_other_passes(case: Divergence) -> Cause | None:
 
     Needs: `buffers` with BatchNorm's running mean, and `losses`, one for each backward pass.
     Applies: if the number of backward passes is not that of one process.
-    Same signs: a model whose BatchNorm is in evaluation mode.
+    Looks the same: a model whose BatchNorm is in evaluation mode.
     Says: the numbers of backward passes.
     """
     has_batchnorm = any(name.endswith("running_mean") for name in case.actual.merged("buffers"))
@@ -66,7 +71,7 @@ def _patterns_of_gradients(case: Divergence) -> tuple[str, ...]:
 def batchnorm_buffers(case: Divergence) -> Cause | None:
     """LS306 or LS307, if all buffers that differ are BatchNorm's.
 
-    Needs, Applies, Same signs, Says: see `local_batchnorm` and `batchnorm_in_other_passes`.
+    Needs, Applies, Looks the same, Says: see `local_batchnorm` and `batchnorm_in_other_passes`.
     """
     if not all(name.endswith(BATCHNORM_BUFFERS) for name in case.names):
         return None
@@ -78,7 +83,7 @@ def other_buffers(case: Divergence) -> Cause:
 
     Needs: `buffers`, and `write_stacks` for the evidence.
     Applies: always.
-    Same signs: buffers that are meant to be different on each rank.
+    Looks the same: buffers that are meant to be different on each rank.
     Says: which buffers, and the lines that wrote to them.
     """
     text = f"after the step: {format_items(script_names(case.names))}"
@@ -91,7 +96,7 @@ def later_inputs_of_model(case: Divergence) -> Cause | None:
     Needs: `forwards` with inputs.
     Applies: if the outputs cannot be compared sample by sample. If they can, `other_inputs` has
         found such inputs already.
-    Same signs: a hidden state that is wrong because an earlier step was; then it differs there.
+    Looks the same: a hidden state that is wrong because an earlier step was; then it differs there.
     Says: for how many samples.
     """
     for forward in match_forwards(case.expected, case.actual):
@@ -111,7 +116,7 @@ def other_outputs(case: Divergence) -> Cause | None:
         samples; `module_tensors` and `buffers`; draws.
     Applies: to the first model with other outputs. LS208 needs ranks that exchanged nothing before
         the backward pass.
-    Same signs: something else may be wrong in the model as well.
+    Looks the same: something else may be wrong in the model as well.
     Says: for how many inputs the output differs, and why.
     """
     for forward in match_forwards(case.expected, case.actual):

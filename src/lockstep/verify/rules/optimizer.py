@@ -1,4 +1,9 @@
-"""Rules for learning rates, optimizers, and parameters that differ around a step."""
+"""Rules for learning rates, optimizers, and parameters that differ around a step.
+
+A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
+process and one on several: `case.expected` is what the optimizer step recorded on one process,
+`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ def other_parameter_groups(case: Divergence) -> Cause | None:
 
     Needs: `learning_rates`, one for each group.
     Applies: if processes have different numbers of learning rates.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: what is different in the parameter groups and the optimizer's state.
     """
     ranks = (*case.expected, *case.actual)
@@ -37,12 +42,13 @@ def other_learning_rates(case: Divergence) -> Cause:
     Needs: `learning_rates`, `learning_rate_lines`, and `calls` of schedulers.
     Applies: always. LS401 if all ranks stepped the scheduler equally often, and not as often as one
         process.
-    Same signs: LS402 is also a rate that the script sets, a scheduler of another length, and one
-        that follows a metric.
+    Looks the same: LS402 is also a rate that the script sets, a scheduler of another length, and
+        one that follows a metric.
     Says: the rates, the numbers of scheduler steps, and the lines that set the rates.
     """
-    ranks = (*case.expected, *case.actual)
-    rates = [", ".join(f"{rate:.6g}" for rate in rank.learning_rates) for rank in ranks]
+    # One process may train several replicas; they have the same learning rates.
+    processes = (case.expected[0], *case.actual)
+    rates = [", ".join(f"{rate:.6g}" for rate in rank.learning_rates) for rank in processes]
     num_schedules = _count_schedules(case)
     ranks_differ = len(set(rates[1:])) > 1 or len(set(num_schedules[1:])) > 1
     places = ["one process"]
@@ -154,7 +160,7 @@ def other_optimizer(case: Divergence) -> Cause | None:
 
     Needs: `group_options` and `optimizer_state`.
     Applies: if options or state differ from one process.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: which options and which state.
     """
     differences = _optimizer_differences(case)
@@ -214,7 +220,7 @@ def parameters_of_ranks_differ(case: Divergence) -> Cause | None:
 
     Needs: `parameters`.
     Applies: if the ranks differ from each other, and `other_optimizer` explains nothing.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: which ranks differ from rank 0.
     """
     ranks_by_name = case.actual.ranks_that_differ("parameters", case.tolerance)
@@ -229,7 +235,7 @@ def other_parameters_after_step(case: Divergence) -> Cause:
 
     Needs: `parameters`.
     Applies: always.
-    Same signs: anything that the script does inside of `optimizer.step()`.
+    Looks the same: anything that the script does inside of `optimizer.step()`.
     Says: that gradients and learning rates are right.
     """
     return Cause("LS403", (_only_parameters_differ(),))
@@ -240,7 +246,7 @@ def frozen_parameters_differ(case: Divergence) -> Cause | None:
 
     Needs: `frozen` and `parameter_sums`; `write_stacks` for the evidence.
     Applies: if all parameters that differ are frozen.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: the lines that wrote to them.
     """
     if not set(case.names) <= set(case.expected[0].frozen):
@@ -256,7 +262,7 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
 
     Needs: `parameter_sums`; `write_stacks` for the evidence.
     Applies: always.
-    Same signs: a change in a forward pass.
+    Looks the same: a change in a forward pass.
     Says: the lines that wrote to the parameters, if the last step left the right ones.
     """
     step = case.actual[0].step + 1
@@ -276,7 +282,7 @@ def other_number_of_steps(case: Divergence) -> Cause:
 
     Needs: all updates.
     Applies: always.
-    Same signs: a script that stops by time.
+    Looks the same: a script that stops by time.
     Says: the numbers of steps.
     """
     num_expected = len(case.reference_run)

@@ -1,4 +1,9 @@
-"""Rules for ranks whose parameters or optimizers differ from those of other ranks."""
+"""Rules for ranks whose parameters or optimizers differ from those of other ranks.
+
+A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
+process and one on several: `case.expected` is what the optimizer step recorded on one process,
+`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ def different_optimizers(case: Divergence) -> Cause | None:
 
     Needs: `optimizer_class`.
     Applies: if ranks that stepped have different classes. Nothing else can be compared then.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: the class of each rank.
     """
     classes = [rank.optimizer_class for rank in case.actual if rank.stepped]
@@ -36,7 +41,7 @@ def replicas_that_differ(case: Divergence) -> Cause:
 
     Needs: `parameter_sums`; `parameters` and `write_stacks` for the evidence.
     Applies: always.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: which ranks, whether the last step left them so, and the lines that wrote to them.
     """
     ranks_by_name = case.actual.replicas_that_differ()
@@ -70,7 +75,7 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
     Needs: `construction_index` and `optimizer_parameters` of ranks that stepped, `unstepped_sums`
         of those that did not.
     Applies: if these parameters differ between the ranks in this update for the first time.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: which ranks hold other parameters, and the optimizer's class.
     """
     names_by_rank = _unstepped_names_that_differ(case, case.update_index)
@@ -135,7 +140,7 @@ def changed_between_passes(case: Divergence) -> Cause | None:
 
     Needs: `changed_between_passes` and `local_passes`.
     Applies: if the ranks changed parameters between two backward passes to different values.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: which ranks, and whether an earlier pass left each rank's own gradients.
     """
     ranks_by_name = case.actual.ranks_that_differ("changed_between_passes", case.tolerance)
@@ -160,7 +165,7 @@ def factors_of_ranks(case: Divergence) -> Cause | None:
 
     Needs: `gradient_factor`.
     Applies: if it is known of all ranks and differs.
-    Same signs: scaling that is not clipping, but is done by each rank for its shards.
+    Looks the same: scaling that is not clipping, but is done by each rank for its shards.
     Says: the number of each rank, and the line that clips.
     """
     factors = [rank.gradient_factor for rank in case.actual]

@@ -1,4 +1,9 @@
-"""Rules for batches of a DataLoader that have other samples than on one process."""
+"""Rules for batches of a DataLoader that have other samples than on one process.
+
+A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
+process and one on several: `case.expected` is what the optimizer step recorded on one process,
+`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +50,7 @@ def skipped_steps(case: Divergence) -> Cause | None:
     Needs: `losses`, one for each backward pass.
     Applies: if the processes made different numbers of backward passes since the step before, and
         a process does not always make the same number.
-    Same signs: a loop that accumulates gradients over a varying number of batches.
+    Looks the same: a loop that accumulates gradients over a varying number of batches.
     Says: the numbers of backward passes.
     """
     ranks = [*case.expected, *(rank for rank in case.actual if rank.contributes)]
@@ -78,8 +83,8 @@ def repeated_samples(case: Divergence) -> Cause | None:
     Needs: `batches` with indices or contents.
     Applies: if all samples that are too many in this step were trained by several ranks, or were
         trained in an earlier step already.
-    Same signs: a sampler that pads the dataset to a multiple of the number of ranks; that is LS101
-        too.
+    Looks the same: a sampler that pads the dataset to a multiple of the number of ranks; that is
+        LS101 too.
     Says: which samples are repeated, or that every rank trained the same ones.
     """
     samples_of = _samples_of(case)
@@ -116,7 +121,7 @@ def larger_global_batch(case: Divergence) -> Cause | None:
 
     Needs: `batches` with indices or contents.
     Applies: if the number of samples is two or more times that of one process.
-    Same signs: a script that enlarges its batch on purpose.
+    Looks the same: a script that enlarges its batch on purpose.
     Says: how many times as large it is.
     """
     expected, actual = _count_samples(case)
@@ -133,7 +138,7 @@ def left_out_samples(case: Divergence) -> Cause | None:
 
     Needs: `batches` with indices or contents.
     Applies: if the ranks together have fewer samples, all of which one process has too.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: which samples are left out.
     """
     expected, actual = _count_samples(case)
@@ -147,7 +152,7 @@ def samples_of_several_ranks(case: Divergence) -> Cause | None:
 
     Needs: `batches` with indices or contents, in the steps before too.
     Applies: if one process trains these samples once.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: how many samples were trained by several ranks.
     """
     samples_of = _samples_of(case)
@@ -166,7 +171,7 @@ def other_order(case: Divergence) -> Cause:
 
     Needs: `batches` with indices or contents.
     Applies: always.
-    Same signs: samples that none of the rules before explains, such as another dataset.
+    Looks the same: samples that none of the rules before explains, such as another dataset.
     Says: whether all steps together have the same samples.
     """
     samples_of = _samples_of(case)
@@ -244,7 +249,7 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
 
     Needs: `batches` with indices and contents.
     Applies: if at least half of the contents that differ have another index on one process.
-    Same signs: none known.
+    Looks the same: nothing known.
     Says: how many have another index.
     """
     indices = contents_that_differ(case.expected, case.actual)
@@ -276,7 +281,7 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
 
     Needs: `batches` with contents, and `random_draws` while they were read.
     Applies: if nothing was drawn at random, and rank 0 reads the contents of one process.
-    Same signs: a private generator that is seeded by the rank, if rank 0 reads what one process
+    Looks the same: a private generator that is seeded by the rank, if rank 0 reads what one process
         reads first.
     Says: that rank 0 alone is right.
     """
@@ -293,7 +298,7 @@ def random_contents(case: Divergence) -> Cause:
 
     Needs: `random_draws` of the batches. Worker processes do not record theirs.
     Applies: always.
-    Same signs: without recorded draws it may be a private generator, the clock, or the rank.
+    Looks the same: without recorded draws it may be a private generator, the clock, or the rank.
     Says: which random streams were used.
     """
     sentence = _contents_differ(case)
@@ -301,14 +306,14 @@ def random_contents(case: Divergence) -> Cause:
         text = "worker processes read them, whose draws are not seen"
         return Cause("LS107", (sentence, text))
     draws_of_ranks = _draws_of_ranks(case)
-    draws_of_first = next((draws for draws in draws_of_ranks if draws), None)
-    if draws_of_first is None:
+    recorded_draws = [draws for draws in draws_of_ranks if draws]
+    if not recorded_draws:
         text = (
             "no draw from torch or a global stream was seen; what is left is a generator of "
             "numpy's or Python's that is the dataset's own, the clock, or the rank"
         )
         return Cause("LS107", (sentence, text))
-    streams = "; ".join(draws_of_first)
+    streams = "; ".join(recorded_draws[0])
     digests_of_ranks = [list(draws.values()) for draws in draws_of_ranks]
     all_the_same = all(digests == digests_of_ranks[0] for digests in digests_of_ranks)
     if len(draws_of_ranks) > 1 and all_the_same:
