@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from bars import Bar, write_svg
-from lockstep.extensions.memory import Memory
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.extensions.memory import Memory
 from lockstep.strategies import DP
 
 WAYS = ("DP", "balanced DP", "DDP", "FSDP")

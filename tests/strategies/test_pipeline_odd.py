@@ -608,7 +608,7 @@ def forget() -> int:
             for number in range(300):
                 y = model(torch.ones(1, WIDTH), number / 7)
             assert torch.equal(y, model(torch.ones(1, WIDTH), number / 7))
-        return sum(len(wire._forms) for wire in model._activations)
+        return sum(len(wire._specs_of_kind) for wire in model._activation_wires)
 
 
 class Scaled(nn.Module):

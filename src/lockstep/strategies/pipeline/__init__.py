@@ -1,1 +1,1 @@
-"""How `pipeline` runs a model in stages: where it is cut, in which order, and what is sent."""
+"""The strategy `pipeline`: a model cut into stages, each on a rank of its own."""

@@ -1,109 +1,117 @@
-"""A pipeline driven by the user's own training loop.
+"""A pipeline that is driven by the user's own training loop.
 
-Each turn of the loop brings one micro-batch: the model is called with it, and `world.backward` is
-called with its loss. Between two turns a rank knows which inputs and which losses it has, and takes
-from its list of actions (`schedule.order`) all that can be done with these. The ranks of the last
-stage return the model's real output from the call. The others return NaN of the same shapes, whose
-loss is not used; in evaluation every rank gets the real output.
-
-A global batch under way on a rank of a pipeline: what its training loop has brought so far.
+Each turn of the loop brings one micro-batch: the loop calls the model, and then `world.backward`
+with the loss. A rank has a list of *actions* (`schedule.order`): forward and backward passes
+through its *stages*. It does all of them that are possible with the inputs and losses that it has.
+Ranks with the last stage return the model's output from the call. Others return NaN of the same
+shapes, whose loss is not used; in evaluation every rank gets the output.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NoReturn, SupportsIndex
+from typing import Any, ClassVar, NamedTuple, NoReturn, SupportsIndex
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import mix_seed
 from lockstep.distributed.torch_compat import never_compiled, pytree
-from lockstep.errors import NotOnStageError, RanksDifferError, UsageError
+from lockstep.errors import NotOnStageError, UsageError
 from lockstep.optim.precision import Precision
-from lockstep.session.extension import Extension
-from lockstep.session.step import StepKey, check_due
 from lockstep.strategies.base import EqualTensors, ModuleWrapper
 from lockstep.strategies.moving_buffers import MovingBuffers
-from lockstep.strategies.pipeline.schedule import Action, Place, order
-from lockstep.strategies.pipeline.split import Arguments
-from lockstep.strategies.pipeline.stage import WHOLE_ELSEWHERE, StagedModel, map_shapes, signature
-from lockstep.strategies.pipeline.wire import (
-    Expected,
-    Kind,
-    Wire,
-    marked,
-    with_mark,
-    without_mark,
+from lockstep.strategies.pipeline.global_batch import BoundaryTensors, GlobalBatch, ModelCall
+from lockstep.strategies.pipeline.gradient_message import (
+    decode_gradient,
+    encode_gradient,
+    gradient_message_spec,
 )
+from lockstep.strategies.pipeline.input_kind import Arguments, InputKind, signature
+from lockstep.strategies.pipeline.place import PipelinePlace
+from lockstep.strategies.pipeline.schedule import Action, order
+from lockstep.strategies.pipeline.shapes import map_tensors
+from lockstep.strategies.pipeline.stage import SAVE_WHOLE_MODEL_ADVICE, StagedModel
+from lockstep.strategies.pipeline.wire import PostedReceive, Wire
 from lockstep.strategies.replication import average_gradients
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.wording import count_noun
 
 
+class ForwardResult(NamedTuple):
+    """What a forward pass through one stage received, sent, and returned."""
+
+    received: list[Tensor]
+    sent: list[Tensor]
+    output: Any
+    """What the model's forward returned; the model's output in the last stage."""
+
+
 class PipelinedModule(ModuleWrapper):
-    """What the user calls in the place of the model.
+    """What the user calls instead of the model.
 
     Args:
-        model: the user's, cut already.
+        model: the user's model, which is cut already.
         place: of this rank.
         schedule: `gpipe` or `1f1b`.
-        run: this process's part in the run, in which the groups for what is sent are open.
+        run: the run, with open process groups for activations and gradients.
     """
 
     wraps_module: ClassVar[bool] = True
-    """Checkpoints hold the names of what is inside."""
+    """Checkpoints hold the names of the user's module, without a prefix."""
 
-    def __init__(self, model: StagedModel, place: Place, schedule: str, run: Run) -> None:
+    def __init__(self, model: StagedModel, place: PipelinePlace, schedule: str, run: Run) -> None:
         super().__init__()
         self.module = model.module
         self.place = place
         self.run = run
         self.replica_group = run.groups.get("replicas")
-        """Of the ranks with the same stages, where there are several."""
+        """The ranks with the same stages, if there are several pipelines."""
         self._moving_buffers = None
         if self.replica_group is not None:
             self._moving_buffers = MovingBuffers(self.module, run.step, self.replica_group)
         self._model = model
         self._schedule = schedule
+        # Two tags for each prepared module, so that their messages are told apart.
         tag = 2 * len(run.prepared)
-        self._activations = self._wires("activations", tag=tag)
-        self._gradients = self._wires("gradients", tag=tag)
-        self._outputs = self._wires("activations", tag=tag + 1)
+        self._activation_wires = self._open_wires("activations", tag=tag)
+        self._gradient_wires = self._open_wires("gradients", tag=tag)
+        self._output_wires = self._open_wires("activations", tag=tag + 1)
         self._copies: WeakSet[PipelinedModule] = WeakSet([self])
-        self._parameters_there = list(self.module.parameters())
-        self._batch: Batch | None = None
-        self._failed = ""
-        """What went wrong in the model on this rank, while the others went on."""
-        self._begun = 0, 0
-        """Passes begun since that many optimizer steps."""
+        """This module, and copies of it that the user has made."""
+        self._all_parameters = list(self.module.parameters())
+        self._global_batch: GlobalBatch | None = None
+        """The global batch under way."""
+        self._failure = ""
+        """The type of an exception in the model on this rank, after which others went on."""
+        self._seed_step = 0
+        """The number of the optimizer step of the latest seed."""
+        self._num_seeds_in_step = 0
         self._is_initialized = True
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's stages are, and inputs belong."""
+        """The device of this rank's stages, on which inputs are expected."""
         return self.run.device
 
     def __getattr__(self, name: str) -> Any:
-        """What the user's module has that is neither code nor a tensor: its settings, say.
+        """Returns an attribute of the user's module, such as a setting.
 
         Raises:
-            NotOnStageError: what it has is made of all stages, or may be on another rank.
+            NotOnStageError: it is code or a tensor: it needs the whole model, or may be on another
+                rank.
         """
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # not there yet
+            if name == "module":  # during the construction
                 raise
             value = getattr(self.module, name)
         if not (callable(value) or isinstance(value, Tensor)):
@@ -113,141 +121,177 @@ class PipelinedModule(ModuleWrapper):
             f"{name} of a {type(self.module).__name__} under strategy='pipeline'",
             f"it is {kind} of the whole model, and this rank has "
             f"{count_noun(len(self.place.stages), 'stage')} of {self.place.last_stage + 1}",
-            f"{WHOLE_ELSEWHERE}; parts that are on this rank are in .module",
+            f"{SAVE_WHOLE_MODEL_ADVICE}; parts that are on this rank are in .module",
         )
 
     @property
     def waits_for_loss(self) -> bool:
-        """Whether a forward pass has got no `world.backward` yet."""
-        batch = self._batch
-        if batch is None or batch.of != self.run.step.key:
+        """True if a forward pass was not followed by `world.backward` yet."""
+        batch = self._global_batch
+        if batch is None or batch.key != self.run.step.key:
             return False
-        return len(batch.losses) < len(batch.inputs)
+        return len(batch.losses) < len(batch.calls)
 
     @property
-    def is_last(self) -> bool:
-        """Whether this rank has the model's output."""
+    def has_last_stage(self) -> bool:
+        """True if this rank has the model's output."""
         return self.place.last_stage in self.place.stages
 
-    def held(self) -> list[nn.Parameter]:
-        """The parameters on this rank."""
-        return [p for p in self._parameters_there if not p.is_meta]
+    def local_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters on this rank."""
+        return [parameter for parameter in self._all_parameters if not parameter.is_meta]
 
     # What is outside of this rank's stages is computed as shapes, which the compiler cannot trace.
     @partial(never_compiled, recursive=True)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output; while training, NaN of the same shapes but on the last stage.
+        """Returns the model's output; in training, NaN of the same shapes without the last stage.
 
         Raises:
-            UsageError: the model cannot be cut where it is, or a call that nothing follows.
+            UsageError: the model cannot be cut where it is, or it is called at the wrong time.
         """
-        if not self._activations:
+        self._check_can_run()
+        if not torch.is_grad_enabled():
+            return self._evaluate((args, kwargs))
+        batch = self._current_global_batch()
+        self._check_call(batch)
+        kind = self._input_kind((args, kwargs), batch.requires_grad)
+        batch.calls.append(ModelCall((args, kwargs), kind))
+        highest_stage = self.place.stages[-1]
+        forward_pass = Action(True, highest_stage, len(batch.calls) - 1)
+        output = None
+        while forward_pass in batch.actions:
+            output = self._do_next_action(batch)
+        if self.has_last_stage:
+            return output
+        return map_tensors(self._make_nan, output)
+
+    def _check_can_run(self) -> None:
+        """Raises UsageError if the run has ended, or a call has failed on this rank before."""
+        if not self._activation_wires:
             raise UsageError(
                 "a forward pass after world.close()",
                 "the model is spread over ranks that have parted",
                 "close at the very end",
             )
-        if self._failed:
+        if self._failure:
             raise UsageError(
                 "a call of the model after an exception in it that was caught",
-                f"a {self._failed} on this rank: the others wait for what it did not send",
+                f"a {self._failure} on this rank: the others wait for what it did not send",
                 "let the exception end the run; what may fail, check on all ranks before the call",
             )
-        if not torch.is_grad_enabled():
-            return self._evaluate((args, kwargs))
-        batch = self._present()
-        if len(batch.inputs) != len(batch.losses):
+
+    def _check_call(self, batch: GlobalBatch) -> None:
+        """Raises UsageError for a call that does not fit the calls before it."""
+        if len(batch.calls) != len(batch.losses):
             raise UsageError(
                 "two forward passes with gradients for one world.backward",
                 "a pipeline carries one forward pass a micro-batch",
                 "join the inputs and call the model once; evaluate under torch.no_grad(); leave no "
                 "turn out for a loss that is NaN: it always is but on the last stage",
             )
-        if batch.training is not self.training and any(
-            getattr(part, "running_mean", None) is not None for part in self.module.modules()
-        ):
+        if batch.training is self.training:
+            return
+        parts = self.module.modules()
+        if any(getattr(part, "running_mean", None) is not None for part in parts):
             raise UsageError(
                 "model.train() or model.eval() within a global batch under strategy='pipeline'",
                 "its backward passes come later: in evaluation mode they would be computed with "
                 "statistics of the normalisation layers that have moved since",
                 "switch between two global batches, or evaluate under torch.no_grad()",
             )
-        batch.inputs.append(((args, kwargs), self._kind((args, kwargs), batch.flags)))
-        output = None
-        called = Action(True, self.place.stages[-1], len(batch.inputs) - 1)
-        while called in batch.actions:
-            output = self._do(batch)
-        return output if self.is_last else map_shapes(self._stand_in, output)
 
-    def _present(self) -> Batch:
-        """The global batch that the training loop works on."""
-        step, place = self.run.step, self.place
-        self._drop_old()
-        if self._batch is not None and len(self._batch.losses) == self._batch.num_micro_batches:
-            self._catch_up(self._batch)  # the loop calls the model several times a turn
-        if self._batch is None:
-            micro_batches = step.micro_batch.num_micro_batches
-            sizes = place.position, place.positions, place.per_rank, micro_batches
-            self._batch = Batch(
-                of=step.key,
-                num_micro_batches=micro_batches,
-                actions=deque(order(self._schedule, *sizes)),
-                flags=tuple(p.requires_grad for p in self._parameters_there),
-                training=self.training,
-                seed=self._new_seed(),
+    def _current_global_batch(self) -> GlobalBatch:
+        """Returns the global batch that the training loop works on, which may begin now."""
+        self._drop_unfinished()
+        batch = self._global_batch
+        if batch is not None and len(batch.losses) == batch.num_micro_batches:
+            # A loop that calls the model several times per turn has begun another one.
+            self._finish_global_batch(batch)
+        if self._global_batch is None:
+            num_micro_batches = self.run.step.micro_batch.num_micro_batches
+            actions = order(
+                self._schedule,
+                self.place.position,
+                self.place.num_positions,
+                self.place.stages_per_rank,
+                num_micro_batches,
             )
-        return self._batch
+            self._global_batch = GlobalBatch(
+                key=self.run.step.key,
+                num_micro_batches=num_micro_batches,
+                actions=deque(actions),
+                requires_grad=tuple(p.requires_grad for p in self._all_parameters),
+                training=self.training,
+                seed=self._next_seed(),
+            )
+        return self._global_batch
 
     def backward(self, loss: Tensor, precision: Precision, **options: Any) -> None:
-        """Takes the loss of the last forward pass, and does all that can be done now."""
-        batch = self._batch
-        assert batch is not None  # `waits_for_loss`
-        batch.losses.append(partial(precision.backward, loss, **options) if self.is_last else None)
-        self._ask_early(batch, len(batch.losses) - 1)
-        while batch.actions and batch.has(batch.actions[0]):
-            self._do(batch)
-        if self.run.step.micro_batch.last:
-            self._catch_up(batch)
-            if self.replica_group is not None:
-                average_gradients(self.held(), self.replica_group)
+        """Takes the loss of the last forward pass, and does all actions that are possible now.
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Compares learning rates now and then.
-
-        Raises:
-            UsageError: a forward pass has got no `world.backward`.
-            RanksDifferError: the stages would be trained at other rates.
+        Args:
+            loss: weighted. On ranks without the last stage it is not used.
+            precision: runs the backward pass of the loss.
+            **options: of `torch.autograd.backward`.
         """
-        if self._batch is not None and self._batch.of == self.run.step.key:
+        batch = self._global_batch
+        assert batch is not None  # `waits_for_loss` is True
+        run_backward = None
+        if self.has_last_stage:
+            run_backward = partial(precision.backward, loss, **options)
+        batch.losses.append(run_backward)
+        self._post_gradients_early(batch, len(batch.losses) - 1)
+        while batch.actions and batch.is_ready(batch.actions[0]):
+            self._do_next_action(batch)
+        if self.run.step.micro_batch.last:
+            self._finish_global_batch(batch)
+            if self.replica_group is not None:
+                average_gradients(self.local_parameters(), self.replica_group)
+
+    def check_backward_is_done(self) -> None:
+        """Raises UsageError if an optimizer is to step before `world.backward` was called."""
+        if self._global_batch is not None and self._global_batch.key == self.run.step.key:
             raise UsageError(
                 "optimizer.step() before the backward pass of the pipeline",
                 "loss.backward() reaches no further than the stage of this rank",
                 "call world.backward(loss)",
             )
-        if check_due(self.run.step.number + 1):
-            _check_rates(optimizer, self.run)
 
-    def after_step(self) -> None:
-        """Makes buffers that move equal in all pipelines."""
+    def follow_moving_buffers(self) -> None:
+        """Makes buffers that forward passes change equal in all pipelines."""
         if self._moving_buffers is not None:
             self._moving_buffers.follow()
 
     def equal_tensors(self) -> list[EqualTensors]:
-        """What equal stages of several pipelines have in common."""
-        group = self.replica_group
-        return [] if group is None else [EqualTensors.of(self.module, group)]
+        """Returns the tensors that equal stages of several pipelines have in common."""
+        if self.replica_group is None:
+            return []
+        return [EqualTensors.of(self.module, self.replica_group)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
-        """A copy of the weights on this rank (averages of them, say) that can evaluate."""
-        shared = [self.run, self.place, self._copies, *self.run.groups.values()]
-        shared += [self._activations, self._gradients, self._outputs]
-        memo |= {id(thing): thing for thing in shared}
-        made = PipelinedModule.__new__(PipelinedModule)
-        memo[id(self)] = made
-        own = {**vars(self), "_batch": None, "_moving_buffers": None, "replica_group": None}
-        vars(made).update(copy.deepcopy(own, memo))
-        self._copies.add(made)
-        return made
+        """Returns a copy of this rank's weights (averages of them, for example) that can evaluate.
+
+        It shares the run, the process groups and the wires.
+        """
+        shared = [
+            self.run,
+            self.place,
+            self._copies,
+            self._activation_wires,
+            self._gradient_wires,
+            self._output_wires,
+            *self.run.groups.values(),
+        ]
+        for shared_object in shared:
+            memo[id(shared_object)] = shared_object
+        new_module = PipelinedModule.__new__(PipelinedModule)
+        memo[id(self)] = new_module
+        attributes = dict(vars(self))
+        for not_copied in ("_global_batch", "_moving_buffers", "replica_group"):
+            attributes[not_copied] = None
+        vars(new_module).update(copy.deepcopy(attributes, memo))
+        self._copies.add(new_module)
+        return new_module
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Raises UsageError: this rank has a part of the model, bound to this run."""
@@ -260,235 +304,256 @@ class PipelinedModule(ModuleWrapper):
         )
 
     def release(self) -> None:
-        """Lets go of the process groups."""
-        self._batch = None
-        self.replica_group = self._moving_buffers = None
-        for part in itertools.chain.from_iterable(map(nn.Module.modules, self._copies)):
-            if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm):
-                part.process_group = None
-        for wires in (self._activations, self._gradients, self._outputs):
-            wires.clear()
+        """Drops references to the process groups, also those of the copies."""
+        self._global_batch = None
+        self.replica_group = None
+        self._moving_buffers = None
+        for pipelined in self._copies:
+            for part in pipelined.modules():
+                if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm):
+                    part.process_group = None
+        self._activation_wires.clear()
+        self._gradient_wires.clear()
+        self._output_wires.clear()
 
-    def _wires(self, name: str, *, tag: int) -> list[Wire]:
-        """One for each cut: that between stage n and the next one is at n.
+    def _open_wires(self, name: str, *, tag: int) -> list[Wire]:
+        """Returns a wire for each cut; that between the stages n and n + 1 has the index n.
 
-        Messages between two ranks arrive in the order in which they were sent. With one stage a
-        rank all cuts share a group; with several, two cuts may lie between the same ranks, and each
-        has a group of its own.
+        Messages between two ranks arrive in the order in which they were sent. With one stage per
+        rank all cuts share a process group. With several, two cuts may lie between the same ranks,
+        so each has a group of its own.
+
+        Args:
+            name: of the groups in `run.groups`, without a number.
+            tag: of the messages.
         """
         groups = [group for key, group in self.run.groups.items() if key.startswith(name)]
-        cuts = range(self.place.last_stage)
-        return [Wire(groups[cut % len(groups)], self.run.device, tag) for cut in cuts]
+        wires: list[Wire] = []
+        for cut in range(self.place.last_stage):
+            wires.append(Wire(groups[cut % len(groups)], self.run.device, tag))
+        return wires
 
-    def _do(self, batch: Batch) -> Any:
+    def _do_next_action(self, batch: GlobalBatch) -> Any:
+        """Does the next action; returns what the model's forward returned, or None."""
         action = batch.actions.popleft()
         if not action.forward:
-            return self._backward(batch, action)
-        stage, number = action.stage, action.micro_batch
-        seed, more = mix_seed(batch.seed, number), number + 1 < batch.num_micro_batches
-        received, sent, output = self._through(stage, *batch.inputs[number], seed, more)
-        batch.kept[stage, number] = received, [tensor for tensor in sent if tensor.requires_grad]
-        return output
-
-    def _kind(self, arguments: Arguments, flags: tuple[bool, ...] = ()) -> Kind | None:
-        """Calls of one kind give activations of one form; None: unknown."""
-        shapes, device = signature(arguments), self.run.device.type
-        if not shapes:
+            self._run_backward_pass(batch, action)
             return None
-        cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        by_value = any(
-            isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
-            for leaf in pytree.tree_leaves(arguments)
+        call = batch.calls[action.micro_batch]
+        result = self._run_forward_pass(
+            action.stage,
+            call.arguments,
+            call.kind,
+            seed=mix_seed(batch.seed, action.micro_batch),
+            more=action.micro_batch + 1 < batch.num_micro_batches,
         )
-        parts = shapes, self.training, torch.is_grad_enabled(), cast, flags
-        return Kind(parts, by_value)
+        sent_with_gradient = [tensor for tensor in result.sent if tensor.requires_grad]
+        batch.boundary_tensors[action.stage, action.micro_batch] = BoundaryTensors(
+            result.received, sent_with_gradient
+        )
+        return result.output
 
-    def _new_seed(self) -> int:
-        """Of what the next pass draws; the same on all ranks of the pipeline."""
-        number, (before, begun) = self.run.step.number, self._begun
-        self._begun = number, begun + 1 if number == before else 1
-        return mix_seed(self.run.settings.seed, self.place.replica, *self._begun)
+    def _input_kind(
+        self, arguments: Arguments, requires_grad: tuple[bool, ...] = ()
+    ) -> InputKind | None:
+        """Returns the kind of a call, which decides the shapes of activations; None: unknown.
+
+        Args:
+            arguments: of the call.
+            requires_grad: of each of the model's parameters.
+        """
+        arguments_key = signature(arguments)
+        if not arguments_key:
+            return None
+        device_type = self.run.device.type
+        autocast_dtype = None
+        if torch.is_autocast_enabled(device_type):
+            autocast_dtype = torch.get_autocast_dtype(device_type)
+        depends_on_values = False
+        for leaf in pytree.tree_leaves(arguments):
+            if isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
+                depends_on_values = True
+        modes = (self.training, torch.is_grad_enabled(), autocast_dtype)
+        return InputKind((arguments_key, modes, requires_grad), depends_on_values)
+
+    def _next_seed(self) -> int:
+        """Returns a new seed of random numbers, equal on all ranks of the pipeline."""
+        step_number = self.run.step.number
+        if step_number != self._seed_step:
+            self._seed_step = step_number
+            self._num_seeds_in_step = 0
+        self._num_seeds_in_step += 1
+        return mix_seed(
+            self.run.settings.seed, self.place.pipeline, step_number, self._num_seeds_in_step
+        )
 
     @contextmanager
-    def _noticing(self) -> Iterator[None]:
-        """What goes wrong inside keeps the rank from going on as if it had not."""
+    def _noting_failures(self) -> Iterator[None]:
+        """Notes an exception inside, so that this rank does not go on as if nothing had happened.
+
+        Only its type is noted. A loop that looks for "out of memory" in messages must not take the
+        error of the next call for another one of these.
+        """
         try:
             yield
         except Exception as error:
-            # No more of it: a loop that looks for "out of memory" shall not catch the next one too.
-            self._failed = type(error).__name__
+            self._failure = type(error).__name__
             raise
 
-    def _through(
-        self, stage: int, arguments: Arguments, kind: Kind | None, seed: int, more: bool
-    ) -> tuple[list[Tensor], list[Tensor], Any]:
-        """Runs one stage: what came in, what goes out, and what the model's forward returned.
+    def _run_forward_pass(
+        self, stage: int, arguments: Arguments, kind: InputKind | None, *, seed: int, more: bool
+    ) -> ForwardResult:
+        """Receives the inputs of a stage, runs it, and starts to send its outputs.
 
-        `more`: another micro-batch follows for certain.
+        Args:
+            stage: its number.
+            arguments: of the model's forward.
+            kind: of these arguments.
+            seed: of the random numbers.
+            more: True if it is certain that another micro-batch follows.
         """
-        came = None
-        with self._noticing():
-            if stage:
-                source, wire = self.place.rank_of(stage - 1), self._activations[stage - 1]
-                came = wire.receive(source, kind, more=more)
-            sent, output = self._model.run(stage, came, arguments, seed)
+        received = None
+        with self._noting_failures():
+            if stage > 0:
+                source = self.place.rank_of_stage(stage - 1)
+                received = self._activation_wires[stage - 1].receive(source, kind, more=more)
+            sent, output = self._model.run(stage, received, arguments, seed)
             if sent is not None:
-                to, wire = self.place.rank_of(stage + 1), self._activations[stage]
-                wire.send(sent, to, kind, more=more)
-        return came or [], sent or [], output
+                destination = self.place.rank_of_stage(stage + 1)
+                self._activation_wires[stage].send(sent, destination, kind, more=more)
+        return ForwardResult(received or [], sent or [], output)
 
-    def _backward(self, batch: Batch, action: Action, drop: bool = False) -> None:
-        stage, place = action.stage, self.place
-        came, went = batch.kept.pop((stage, action.micro_batch))
-        with self._noticing(), self._model.going_back():
-            if stage == place.last_stage:
-                loss, batch.losses[action.micro_batch] = batch.losses[action.micro_batch], None
-                if loss and not drop:
-                    loss()
-            elif went:
-                expected = batch.expected.pop(action.micro_batch, None)
-                messages = self._gradients[stage].take(expected or self._expect(stage, went))
-                gradients = [without_mark(m, t) for m, t in zip(messages, went, strict=True)]
-                used = [t for t, g in zip(went, gradients, strict=True) if g is not None]
-                if used and not drop:
-                    torch.autograd.backward(used, [g for g in gradients if g is not None])
-            if stage:
-                back = [with_mark(tensor) for tensor in came if tensor.requires_grad]
-                self._gradients[stage - 1].send_known(back, place.rank_of(stage - 1))
+    def _run_backward_pass(self, batch: GlobalBatch, action: Action, *, drop: bool = False) -> None:
+        """Receives the gradients of a stage, runs its backward pass, and starts to send gradients.
 
-    def _ask_early(self, batch: Batch, number: int) -> None:
-        """Asks for the gradients of a micro-batch: that they will come is certain from now on."""
-        stage, *others = self.place.stages
-        alone = not others and not self.is_last  # several stages come in another order
-        if alone and self._gradients[stage].expects_early:
-            batch.expected[number] = self._expect(stage, batch.kept[stage, number][1])
+        Args:
+            batch: the global batch.
+            action: the backward pass.
+            drop: True if nothing is to be computed, and messages only are to be exchanged.
+        """
+        stage = action.stage
+        micro_batch = action.micro_batch
+        tensors = batch.boundary_tensors.pop((stage, micro_batch))
+        with self._noting_failures(), self._model.backward_pass():
+            if stage == self.place.last_stage:
+                run_backward = batch.losses[micro_batch]
+                batch.losses[micro_batch] = None
+                if run_backward is not None and not drop:
+                    run_backward()
+            elif tensors.sent:
+                posted = batch.posted_gradients.pop(micro_batch, None)
+                if not posted:
+                    posted = self._post_gradients(stage, tensors.sent)
+                messages = self._gradient_wires[stage].take(posted)
+                outputs: list[Tensor] = []
+                gradients: list[Tensor] = []
+                for message, tensor in zip(messages, tensors.sent, strict=True):
+                    gradient = decode_gradient(message, tensor)
+                    if gradient is not None:
+                        outputs.append(tensor)
+                        gradients.append(gradient)
+                if outputs and not drop:
+                    torch.autograd.backward(outputs, gradients)
+            if stage > 0:
+                to_send = [encode_gradient(t) for t in tensors.received if t.requires_grad]
+                destination = self.place.rank_of_stage(stage - 1)
+                self._gradient_wires[stage - 1].send_known(to_send, destination)
 
-    def _expect(self, stage: int, went: list[Tensor]) -> list[Expected]:
-        forms = [marked(tensor) for tensor in went]
-        return self._gradients[stage].expect(self.place.rank_of(stage + 1), forms)
+    def _post_gradients_early(self, batch: GlobalBatch, micro_batch: int) -> None:
+        """Posts the receives of the gradients of a micro-batch: now it is certain that they come.
 
-    def _catch_up(self, batch: Batch, drop: bool = False) -> None:
-        """Ends a global batch of which no more comes: does what is left for what has come.
+        Not with several stages per rank, whose gradients come in another order.
+        """
+        if len(self.place.stages) > 1 or self.has_last_stage:
+            return
+        stage = self.place.stages[0]
+        if self._gradient_wires[stage].posts_early:
+            sent = batch.boundary_tensors[stage, micro_batch].sent
+            batch.posted_gradients[micro_batch] = self._post_gradients(stage, sent)
 
-        Something is, where the loop has left out a micro-batch: all ranks have left out the same,
-        and each takes the rest in its order. With `drop` messages go, but nothing is computed.
+    def _post_gradients(self, stage: int, sent: list[Tensor]) -> list[PostedReceive]:
+        """Posts the receives of the gradients of tensors that were sent to the next stage."""
+        specs = [gradient_message_spec(tensor) for tensor in sent]
+        source = self.place.rank_of_stage(stage + 1)
+        return self._gradient_wires[stage].post_receives(source, specs)
+
+    def _finish_global_batch(self, batch: GlobalBatch, *, drop: bool = False) -> None:
+        """Ends a global batch: runs the backward passes that are left.
+
+        Some are left if the loop has not brought all micro-batches. All ranks have left out the
+        same ones, and each does the rest in its own order.
+
+        Args:
+            batch: the global batch.
+            drop: True if its gradients are not wanted: messages are exchanged, but nothing is
+                computed.
         """
         for action in batch.actions:
-            if not action.forward and batch.has(action):  # the forward passes are done
-                self._backward(batch, action, drop)
-        for wire in (*self._activations, *self._gradients):
+            is_backward = not action.forward
+            if is_backward and batch.is_ready(action):
+                self._run_backward_pass(batch, action, drop=drop)
+        for wire in (*self._activation_wires, *self._gradient_wires):
             wire.wait()
-        self._batch = None
-
-    def leave_global_batch(self) -> None:
-        """The loop over a loader was left in the middle of a global batch.
-
-        What is left of it waits for the next call of the model: an exception may be why the loop
-        was left, and the other ranks know nothing of it.
-        """
-        for parameter in self.held():
-            parameter.grad = None
-
-    def _drop_old(self) -> None:
-        """Drops a global batch that was broken off, after what other ranks still wait for."""
-        if self._batch is not None and self._batch.of != self.run.step.key:
-            self._catch_up(self._batch, drop=True)
-            self.leave_global_batch()
-
-    def _evaluate(self, arguments: Arguments) -> Any:
-        """The real output on every rank: each sends it to the one before, the last one first."""
-        self._drop_old()
-        kind, seed, output = self._kind(arguments), self._new_seed(), None
-        for stage in self.place.stages:
-            _, _, output = self._through(stage, arguments, kind, seed, False)
-        leaves = pytree.tree_leaves(output)
-        found = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
-        position, rank_of = self.place.position, self.place.rank_of
-        if not self.is_last:  # stage n, for n < positions, is at position n
-            found = self._outputs[position].receive(rank_of(position + 1))
-        if position:
-            self._outputs[position - 1].send(found, rank_of(position - 1))
-        # Not for gradients of a global batch under way: a rank may take them in its next turn.
-        for wire in self._activations + self._outputs:
-            wire.wait()
-        if self.is_last:
-            return output
-        return pytree.tree_map_only(Tensor, lambda _: found.pop(0), output)
-
-    def _stand_in(self, shape: Tensor) -> Tensor:
-        """What a rank without the output returns for it: no memory, and nobody mistakes it."""
-        if not shape.is_meta:
-            return shape
-        real = shape.is_floating_point() or shape.is_complex()
-        nothing = torch.nan if real else 0
-        value = torch.full((), nothing, dtype=shape.dtype, device=self.run.device)
-        return value.requires_grad_(real).expand(shape.shape)
-
-
-def _check_rates(optimizer: Optimizer, run: Run) -> None:
-    """No replica would show that the ranks of a pipeline have parted here."""
-    own = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    rates = run.collectives.exchange(str(own))
-    other = next((rank for rank, each in enumerate(rates) if each != rates[0]), None)
-    if other is not None:
-        raise RanksDifferError(
-            "optimizer.step() with other learning rates on other ranks",
-            f"rank 0 has {rates[0]}, rank {other} has {rates[other]}",
-            "give the scheduler to world.prepare, and decide about rates by world.mean(loss): a "
-            "loss is NaN but on the last stage",
-        )
-
-
-@dataclass
-class Batch:
-    """A global batch under way."""
-
-    of: StepKey
-    """Tells it from others."""
-    num_micro_batches: int
-    """Its micro-batches."""
-    actions: deque[Action]
-    """Those that are not done."""
-    flags: tuple[bool, ...]
-    """Which of the model's parameters are trained."""
-    training: bool
-    """Whether the model was in training mode at the beginning."""
-    seed: int
-    inputs: list[tuple[Arguments, Kind | None]] = field(default_factory=list)
-    """Of each call of the model: its arguments, and their kind."""
-    losses: list[Callable[[], None] | None] = field(default_factory=list)
-    """The backward passes of losses, of the micro-batches that `world.backward` was called for;
-    None: the loss is on another rank, or was used already."""
-    kept: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
-    """By stage and micro-batch: what came in, and what went out and gets a gradient."""
-    expected: dict[int, list[Expected]] = field(default_factory=dict)
-    """Gradients that were asked for, by micro-batch."""
-
-    def has(self, action: Action) -> bool:
-        """Whether the training loop has brought what it needs."""
-        return action.micro_batch < len(self.inputs if action.forward else self.losses)
-
-
-class StepsOfPipeline(Extension):
-    """What happens in a step with the stages of a model on this rank."""
-
-    def __init__(self, module: PipelinedModule) -> None:
-        self._module = module
-
-    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Raises UsageError if a forward pass got no backward pass."""
-        if self._module in modules:
-            self._module.before_step(optimizer)
-
-    def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Makes buffers that forward passes change equal in all pipelines."""
-        if self._module in modules:
-            self._module.after_step()
+        self._global_batch = None
 
     def clear_gradients(self) -> None:
-        """Drops the gradients of a global batch that was broken off."""
-        self._module.leave_global_batch()
+        """Drops the gradients after the loop was left in the middle of a global batch.
 
-    def release(self) -> None:
-        """Drops references to process groups."""
-        self._module.release()
+        The messages that are left are exchanged at the next call of the model, not now: the reason
+        may be an exception on this rank, of which the other ranks know nothing.
+        """
+        for parameter in self.local_parameters():
+            parameter.grad = None
+
+    def _drop_unfinished(self) -> None:
+        """Drops a global batch that was broken off, after the messages for other ranks."""
+        batch = self._global_batch
+        if batch is not None and batch.key != self.run.step.key:
+            self._finish_global_batch(batch, drop=True)
+            self.clear_gradients()
+
+    def _evaluate(self, arguments: Arguments) -> Any:
+        """Returns the model's output on every rank, from a forward pass without gradients.
+
+        The rank with the last stage sends the output to the rank at the position before, and so on.
+        """
+        self._drop_unfinished()
+        kind = self._input_kind(arguments)
+        seed = self._next_seed()
+        output = None
+        for stage in self.place.stages:
+            result = self._run_forward_pass(stage, arguments, kind, seed=seed, more=False)
+            output = result.output
+
+        leaves = pytree.tree_leaves(output)
+        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+        # The lowest stage of a rank has the number of the rank's position, and the output wire
+        # between two positions has the index of the lower one.
+        position = self.place.position
+        if not self.has_last_stage:
+            source = self.place.rank_of_stage(position + 1)
+            tensors = self._output_wires[position].receive(source)
+        if position > 0:
+            destination = self.place.rank_of_stage(position - 1)
+            self._output_wires[position - 1].send(tensors, destination)
+        # Not for gradients of a global batch under way: another rank may receive them in the next
+        # turn of its loop.
+        for wire in self._activation_wires + self._output_wires:
+            wire.wait()
+        if self.has_last_stage:
+            return output
+        remaining = iter(tensors)
+        return pytree.tree_map_only(Tensor, lambda _: next(remaining), output)
+
+    def _make_nan(self, tensor: Tensor) -> Tensor:
+        """Returns what a rank without the output returns for one of its tensors: NaN of its shape.
+
+        It takes no memory, and nobody can mistake it for a result. Whole numbers are 0.
+        """
+        if not tensor.is_meta:
+            return tensor
+        can_be_nan = tensor.is_floating_point() or tensor.is_complex()
+        value = torch.full(
+            (), torch.nan if can_be_nan else 0, dtype=tensor.dtype, device=self.run.device
+        )
+        return value.requires_grad_(can_be_nan).expand(tensor.shape)

@@ -1,30 +1,28 @@
-"""In which order a rank of a pipeline computes: pure functions of sizes.
+"""The order in which the ranks of a pipeline compute: pure functions of sizes.
 
-A global batch is M micro-batches; a model is cut into stages, stage k lying at position k modulo
-the number of positions. What a rank computes is a list of forward and backward passes of its
-stages.
+A global batch is divided into *micro-batches* and a model into *stages*. An *action* is one forward
+or backward pass of a micro-batch through a stage. A *position* is a rank's number in the pipeline;
+stage k is at position k modulo the number of positions. `order` returns a rank's list of actions.
 
 - `gpipe`: all forward passes, then all backward passes (Huang et al. 2019, arXiv 1811.06965).
 - `1f1b`: as few forward passes ahead as keep all positions busy, then one backward pass for each
-  forward pass (Narayanan et al. 2019, PipeDream, and 2021, arXiv 2104.04473): the same time, and
-  activations of at most as many micro-batches as there are positions.
-- Several stages a rank are taken in turns, as in the second paper, but each rank finishes the
+  forward pass (Narayanan et al. 2019, PipeDream, and 2021, arXiv 2104.04473). It takes the same
+  time, and holds activations of at most as many micro-batches as there are positions.
+- Several stages per rank are interleaved, as in the second paper, but each rank finishes the
   forward pass of a micro-batch before it begins the next one: the user's training loop computes
-  the loss on the last position, and what the loop calls between two micro-batches (a collective,
-  an evaluation) finds all ranks at the same one. From four ranks on this costs more than it saves.
-
-Where a rank stands in a pipeline.
+  the loss on the last position, and whatever the loop calls between two micro-batches (a
+  collective, an evaluation) must find all ranks at the same one. From four ranks on, this costs
+  more than interleaving saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections import deque
+from functools import lru_cache
 from typing import NamedTuple
 
-_AHEAD = 2
-"""Interleaved 1f1b: so many more micro-batches than positions may be under way on a rank."""
+EXTRA_MICRO_BATCHES = 2
+"""With interleaved 1f1b, this many more micro-batches than positions may be under way on a rank."""
 
 
 class Action(NamedTuple):
@@ -39,116 +37,168 @@ class Action(NamedTuple):
 def order(
     schedule: str, position: int, positions: int, per_rank: int, micro_batches: int
 ) -> tuple[Action, ...]:
-    """What the rank at `position` computes for one global batch, in order.
+    """Returns what the rank at `position` computes for one global batch, in order.
 
     Args:
         schedule: `gpipe` or `1f1b`.
         position: of the rank in the pipeline, from 0.
-        positions: ranks in the pipeline.
-        per_rank: stages on each of them.
-        micro_batches: of the global batch.
+        positions: number of ranks in the pipeline.
+        per_rank: number of stages on each of them.
+        micro_batches: number of micro-batches in the global batch.
     """
     if per_rank > 1:
-        return tuple(_interleaved(schedule, positions, per_rank, micro_batches)[position])
-    ahead = micro_batches if schedule == "gpipe" else positions - 1 - position
-    return tuple(_one_stage(position, ahead, micro_batches))
+        orders = _interleaved_orders(schedule, positions, per_rank, micro_batches)
+        return tuple(orders[position])
+    max_ahead = positions - 1 - position
+    if schedule == "gpipe":
+        max_ahead = micro_batches
+    return tuple(_order_of_one_stage(position, max_ahead, micro_batches))
 
 
-def _one_stage(stage: int, ahead: int, micro_batches: int) -> Iterator[Action]:
-    for micro_batch in range(micro_batches + ahead):
-        if micro_batch < micro_batches:
-            yield Action(True, stage, micro_batch)
-        if 0 <= micro_batch - ahead < micro_batches:
-            yield Action(False, stage, micro_batch - ahead)
+def _order_of_one_stage(stage: int, max_ahead: int, num_micro_batches: int) -> list[Action]:
+    """Returns the actions of a rank with one stage.
+
+    Args:
+        stage: its number.
+        max_ahead: the backward pass of a micro-batch comes after the forward pass of the
+            micro-batch that is this many later.
+        num_micro_batches: of the global batch.
+    """
+    actions: list[Action] = []
+    for turn in range(num_micro_batches + max_ahead):
+        if turn < num_micro_batches:
+            actions.append(Action(True, stage, turn))
+        if 0 <= turn - max_ahead < num_micro_batches:
+            actions.append(Action(False, stage, turn - max_ahead))
+    return actions
 
 
-def _interleaved(
+class _Finished(NamedTuple):
+    """When a simulated action was finished."""
+
+    tick: int
+    meeting_point: int
+
+
+class _SimulatedRank:
+    """A rank with several stages, in the simulation of `_interleaved_orders`."""
+
+    def __init__(self, position: int, positions: int, last_stage: int, num_micro_batches: int):
+        stages = list(range(position, last_stage + 1, positions))
+        self.highest_stage = stages[-1]
+        self.forward_passes: deque[Action] = deque()
+        """Forward passes that are not done yet, in the order in which they must be done."""
+        self.backward_passes: list[Action] = []
+        """Backward passes that are not done yet, those to be preferred first."""
+        for micro_batch in range(num_micro_batches):
+            for stage in stages:
+                self.forward_passes.append(Action(True, stage, micro_batch))
+            for stage in reversed(stages):
+                self.backward_passes.append(Action(False, stage, micro_batch))
+        self.actions: list[Action] = []
+        """What it has done, in order."""
+        self.busy_until = 0
+        """The tick at which its present action ends."""
+        self.meeting_point = 0
+        """The next meeting point that it comes to."""
+
+    def candidates(self, schedule: str) -> list[Action]:
+        """Returns the actions that it may do next, those to be preferred first.
+
+        Forward passes come first, because the last position waits for them.
+        """
+        candidates: list[Action] = []
+        if self.forward_passes:
+            candidates.append(self.forward_passes[0])
+        if schedule == "1f1b" or not self.forward_passes:
+            candidates += self.backward_passes
+        return candidates
+
+    def meeting_point_of(self, action: Action) -> int:
+        """Returns the next meeting point that this rank comes to after an action."""
+        # The input of a micro-batch is there before the model is called, its loss one later.
+        earliest = 2 * action.micro_batch
+        if not action.forward:
+            earliest += 1
+        return max(self.meeting_point, earliest)
+
+    def do(self, action: Action, tick: int) -> _Finished:
+        """Does an action that begins at a tick. A backward pass takes twice as long."""
+        meeting_point = self.meeting_point_of(action)
+        self.actions.append(action)
+        if action.forward:
+            self.forward_passes.popleft()
+            self.busy_until = tick + 1
+        else:
+            self.backward_passes.remove(action)
+            self.busy_until = tick + 2
+        self.meeting_point = meeting_point
+        if action.forward and action.stage == self.highest_stage:  # the call of the model returns
+            self.meeting_point += 1
+        return _Finished(self.busy_until, meeting_point)
+
+
+def _interleaved_orders(
     schedule: str, positions: int, per_rank: int, micro_batches: int
 ) -> list[list[Action]]:
-    """Lets the ranks compute by a clock, each taking the first of its actions that can be done.
+    """Returns the actions of every rank of a pipeline with several stages per rank.
 
-    A forward pass takes one tick, a backward pass two. Forward passes go first, because the last
-    position waits for them, and in their order: no place of the training loop is between the stages
-    of a rank.
+    They are found by a simulation: in each tick of a clock, every rank that is not busy does the
+    first of its candidates whose requirements are finished.
 
-    A training loop has two places in each turn where all ranks may meet in a collective: after the
-    call of the model (2 * micro_batch) and after `world.backward` (one more). A rank gets past such
-    a place when it has done all that it can do until there; so nothing may need what another rank
-    does only after a later one.
+    A training loop has two *meeting points* for each micro-batch, at which all ranks may meet in a
+    collective: number 2 * micro_batch after the call of the model, and the next one after
+    `world.backward`. A rank gets past a meeting point when it has done everything that it can do
+    before it. So no action may require what another rank does only after a later meeting point:
+    the two would wait for each other.
     """
-    last = positions * per_rank - 1
-    most = micro_batches if schedule == "gpipe" else positions + _AHEAD
-    orders: list[list[Action]] = [[] for _ in range(positions)]
-    forward, backward = [], []
-    for position in range(positions):
-        stages = range(position, last + 1, positions)
-        forward.append([Action(True, s, n) for n in range(micro_batches) for s in stages])
-        backward.append([Action(False, s, n) for n in range(micro_batches) for s in stages[::-1]])
-    done: dict[Action, tuple[int, int]] = {}
-    """When an action ends, and before which place of the training loop."""
-    free, present = [0] * positions, [0] * positions
+    last_stage = positions * per_rank - 1
+    max_under_way = positions + EXTRA_MICRO_BATCHES
+    if schedule == "gpipe":
+        max_under_way = micro_batches
+    ranks = [_SimulatedRank(p, positions, last_stage, micro_batches) for p in range(positions)]
+    finished: dict[Action, _Finished] = {}
+
+    def is_possible(action: Action, rank: _SimulatedRank, tick: int) -> bool:
+        meeting_point = rank.meeting_point_of(action)
+        for required in _requirements(action, positions, last_stage, max_under_way):
+            if required not in finished:
+                return False
+            if finished[required].tick > tick:
+                return False
+            if finished[required].meeting_point > meeting_point:
+                return False
+        return True
+
     tick = 0
-    while any(backward):
-        for position in [p for p in range(positions) if free[p] <= tick]:
-            actions = forward[position][:1]
-            if schedule == "1f1b" or not actions:
-                actions += backward[position]
-            for action in actions:
-                here = max(present[position], 2 * action.micro_batch + (not action.forward))
-                needed = _needed(action, positions, last, most)
-                known = [done.get(before, (tick + 1, 0)) for before in needed]
-                if all(end <= tick and before <= here for end, before in known):
-                    orders[position].append(action)
-                    (forward if action.forward else backward)[position].remove(action)
-                    free[position] = tick + (1 if action.forward else 2)
-                    done[action] = free[position], here
-                    called = action.forward and action.stage > last - positions
-                    present[position] = here + called
+    while any(rank.backward_passes for rank in ranks):
+        for rank in ranks:
+            if rank.busy_until > tick:
+                continue
+            for action in rank.candidates(schedule):
+                if is_possible(action, rank, tick):
+                    finished[action] = rank.do(action, tick)
                     break
         tick += 1
-    return orders
+    return [rank.actions for rank in ranks]
 
 
-def _needed(action: Action, positions: int, last: int, most: int) -> Iterator[Action]:
-    """What is done before an action, by its rank or by another one."""
-    stage, number = action.stage, action.micro_batch
+def _requirements(
+    action: Action, positions: int, last_stage: int, max_under_way: int
+) -> list[Action]:
+    """Returns the actions, of any rank, that must be finished before an action."""
+    stage = action.stage
+    micro_batch = action.micro_batch
     if not action.forward:
-        yield Action(True, stage, number)
-        if stage < last:
-            yield Action(False, stage + 1, number)
-        return
-    if stage:
-        yield Action(True, stage - 1, number)
-    if number >= most:  # the rank is through with an earlier one when its lowest stage is
-        yield Action(False, stage % positions, number - most)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank stands: pipelines side by side, the last stage on the first ranks."""
-
-    positions: int
-    per_rank: int
-    replicas: int
-    position: int
-    replica: int
-
-    @classmethod
-    def of(cls, rank: int, size: int, positions: int, per_rank: int) -> Place:
-        """Of one rank among `size`."""
-        replicas = size // positions
-        return cls(positions, per_rank, replicas, positions - 1 - rank // replicas, rank % replicas)
-
-    @cached_property
-    def stages(self) -> tuple[int, ...]:
-        """Those on this rank."""
-        return tuple(range(self.position, self.positions * self.per_rank, self.positions))
-
-    @property
-    def last_stage(self) -> int:
-        """Of the model."""
-        return self.positions * self.per_rank - 1
-
-    def rank_of(self, stage: int) -> int:
-        """Where a stage of this rank's pipeline is."""
-        return (self.positions - 1 - stage % self.positions) * self.replicas + self.replica
+        required = [Action(True, stage, micro_batch)]
+        if stage < last_stage:
+            required.append(Action(False, stage + 1, micro_batch))
+        return required
+    required = []
+    if stage > 0:
+        required.append(Action(True, stage - 1, micro_batch))
+    if micro_batch >= max_under_way:
+        # A rank has finished an earlier micro-batch with the backward pass of its lowest stage.
+        lowest_stage = stage % positions
+        required.append(Action(False, lowest_stage, micro_batch - max_under_way))
+    return required

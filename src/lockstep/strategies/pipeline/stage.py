@@ -1,56 +1,61 @@
 """One stage of a model, run through the user's own forward.
 
-No code is traced or rewritten. Every rank calls the forward of the whole model; the submodules of
-other stages compute shapes on the meta device there, and remember them. What comes before the
-stage's first submodule runs on such shapes, its first submodule is given what the stage before has
-sent instead, and what comes after the first submodule of the next stage is shapes again. Submodules
-without parameters (but BatchNorms) run everywhere, on real values where they are given such.
+A *piece* is a submodule that belongs to one stage. Every rank calls the forward of the whole model.
+It is *inside* a stage from the call of the stage's first piece, which is given what the stage
+before has sent, to the call of the next stage's first piece, whose arguments are sent on.
+*Outside*, shapes are computed instead of values (`shapes`), and pieces of other stages return
+shapes that they remember. Submodules without parameters (but not BatchNorms) run everywhere, on
+real values inside.
 
-So the forward can be any Python, as long as each stage needs of the stages before no more than the
-arguments of its first submodule, and of the model's own inputs whatever it likes.
+No code is traced or rewritten, so the forward can be any Python. A stage may use the model's own
+inputs, but of the stages before it only the arguments of its first piece.
 
-Where a stage begins and ends is noticed before the hooks of its first submodule run, so that what
-these compute (`torch.nn.utils.weight_norm` makes the weight in one) is part of the stage.
+Where a stage begins and ends is noticed before the hooks of its first piece run, so that what these
+compute (`torch.nn.utils.weight_norm` makes the weight in one) is part of the stage.
 
-Random numbers inside a model that is cut into stages.
-
-The streams of the ranks of one pipeline are equal, so that what a training loop draws (a mask, say)
-is the same on all of them. What the model's forward draws comes from streams of its own: outside of
-the stage the same on every rank, because the forward runs on all of them for the same micro-batch;
-inside of it another one for every stage, or the dropout of two stages would drop the same.
+Random numbers: the streams of the ranks of one pipeline are equal, so that what a training loop
+draws (a mask, for example) is the same on all of them. What the model's forward draws comes from
+other streams. Outside of the stage they are the same on every rank, because the forward runs on all
+of them for the same micro-batch. Inside they differ from stage to stage, or the dropout masks of
+two stages would be the same.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.distributed.seeding import mix_seed
 from lockstep.distributed.torch_compat import (
     DisableTorchFunctionSubclass,
-    NormBase,
-    TorchDispatchMode,
     members,
     never_compiled,
     pytree,
 )
 from lockstep.errors import UsageError
-from lockstep.strategies.pipeline.split import Arguments, Split
+from lockstep.strategies.pipeline.input_kind import Arguments, remember, signature
+from lockstep.strategies.pipeline.shapes import (
+    Shape,
+    copy_to_meta,
+    map_tensors,
+    only_shapes,
+    shape_of,
+    skip_normalisation,
+)
+from lockstep.strategies.pipeline.split import Split
 
-WHOLE_ELSEWHERE = (
+SAVE_WHOLE_MODEL_ADVICE = (
     "call lockstep.save_weights(model, path) on all ranks and load the file into a whole model (in "
     "transformers by from_pretrained), or use strategy='ddp'"
 )
-"""Advice where somebody needs the whole model, to generate text with, say."""
-_REMEMBERED = 256
-"""Kinds of input of which it is known what they give; then all are forgotten."""
+"""Advice for who needs the whole model, to generate text for example."""
+STAGE_SEED_TAG = 0x57A6E
+"""Mixed into the seeds of stages, so that no other random stream has the same seeds."""
 
 
 class StagedModel:
@@ -61,38 +66,56 @@ class StagedModel:
     Args:
         module: the user's, on the CPU or its device.
         split: where it is cut.
-        stages: those to keep.
-        device: for what is kept.
+        stages: the stages of this process.
+        device: for these stages.
     """
 
     def __init__(
         self, module: nn.Module, split: Split, stages: Sequence[int], device: torch.device
     ) -> None:
         self.module = module
-        self.goes_back = False
-        """A backward pass is under way; checkpointed submodules run their forward again in it."""
-        self.passage: Passage | None = None
-        """The run of the forward that is under way."""
+        self.in_backward = False
+        """True during a backward pass, in which checkpointed pieces run their forward again."""
+        self.stage_run: StageRun | None = None
+        """The run of a stage that is under way."""
         self._device = device
         self._cuts = split.cuts
-        self._last = len(split.cuts)
-        self.gone = _move(module, split, frozenset(stages), device)
-        """Parameters that are on other ranks now, and the shapes that are here in their place."""
-        _send_plain_tensors(module, split)
+        self._last_stage = len(split.cuts)
+        self.gone = _move_to_stages(module, split, frozenset(stages), device)
+        """Parameters that are on other ranks now, and the shapes that took their place."""
+        _disable_nested_tensors(module, split)
         for name, stage in split.pieces.items():
-            piece = module.get_submodule(name)
-            if isinstance(vars(piece).get("forward"), _Piece):  # in a second place of the model
-                continue
-            here, first = stage in stages, name in split.cuts
-            shapes = None
-            if not here or len(stages) > 1:  # whose own submodules are of another one now and then
-                shadow = on_meta(piece) if here else piece
-                leave_statistics(shadow)
-                shapes = shadow.forward
-            piece.forward = _Piece(self, name, stage, first, here, piece.forward, shapes)
-            if first:
-                arrive = piece.forward.arrive
-                piece.register_forward_pre_hook(arrive, prepend=True, with_kwargs=True)
+            self._replace_forward(name, stage, stages, begins_stage=name in split.cuts)
+
+    def _replace_forward(
+        self, name: str, stage: int, stages: Sequence[int], *, begins_stage: bool
+    ) -> None:
+        """Replaces the forward of a piece by a `_PieceForward`.
+
+        Args:
+            name: of the piece.
+            stage: of the piece.
+            stages: of this process.
+            begins_stage: True if the piece is the first of its stage.
+        """
+        piece = self.module.get_submodule(name)
+        if isinstance(vars(piece).get("forward"), _PieceForward):  # it stands at two places
+            return
+        is_here = stage in stages
+        shape_forward = None
+        if not is_here:
+            skip_normalisation(piece)
+            shape_forward = piece.forward
+        elif len(stages) > 1:  # outside of this stage, for another one of this process
+            shape_copy = copy_to_meta(piece)
+            skip_normalisation(shape_copy)
+            shape_forward = shape_copy.forward
+        forward = _PieceForward(
+            self, name, stage, begins_stage, is_here, piece.forward, shape_forward
+        )
+        piece.forward = forward
+        if begins_stage:
+            piece.register_forward_pre_hook(forward.before, prepend=True, with_kwargs=True)
 
     def run(
         self, stage: int, received: Sequence[Tensor] | None, arguments: Arguments, seed: int
@@ -101,223 +124,249 @@ class StagedModel:
 
         Args:
             stage: its number.
-            received: from the stage before; None for the first one.
+            received: the tensors from the stage before; None for the first stage.
             arguments: of the model's forward.
             seed: of the random numbers, equal for all stages of a micro-batch.
 
         Returns:
-            What the next stage is sent, None of the last one; and what the forward returns, shapes
-            for the most.
+            The tensors for the next stage, or None from the last one; and what the forward
+            returned, which is mostly shapes except in the last stage.
 
         Raises:
             UsageError: the model cannot be cut there.
         """
-        self.passage = passage = Passage(stage, received, seed, self._device)
+        stage_run = StageRun(stage, received, seed, self._device)
+        self.stage_run = stage_run
+        args, kwargs = arguments
         gpus = [self._device] if self._device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(gpus), passage.outside:
-                draw_from(seed, self._device)
-                if stage:
-                    passage.go_outside()
-                output = self.module(*arguments[0], **arguments[1])
+            with torch.random.fork_rng(gpus), stage_run.outside_contexts:
+                seed_streams(seed, self._device)
+                if stage > 0:
+                    stage_run.go_outside()
+                output = self.module(*args, **kwargs)
         except RuntimeError as error:
-            if "meta" in str(error).lower() and not isinstance(error, torch.OutOfMemoryError):
-                raise _reaches_back(stage) from error
+            concerns_meta_tensors = "meta" in str(error).lower()
+            if concerns_meta_tensors and not isinstance(error, torch.OutOfMemoryError):
+                raise _uses_other_stage_error(stage) from error
             raise
         finally:
-            self.passage = None
-        last = stage == self._last
-        if last and not passage.inside:
-            raise _not_called(self._cuts[stage - 1], stage)
-        if not last and passage.sent is None:
-            raise _not_called(self._cuts[stage], stage + 1)
-        if last and any(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves(output)):
-            raise _reaches_back(stage)
-        return passage.sent, output
+            self.stage_run = None
+
+        is_last = stage == self._last_stage
+        if is_last and not stage_run.is_inside:
+            raise _not_called_error(self._cuts[stage - 1], stage)
+        if not is_last and stage_run.sent is None:
+            raise _not_called_error(self._cuts[stage], stage + 1)
+        if is_last:
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.is_meta:
+                    raise _uses_other_stage_error(stage)
+        return stage_run.sent, output
 
     @contextmanager
-    def going_back(self) -> Iterator[None]:
-        """A backward pass runs inside."""
-        self.goes_back = True
+    def backward_pass(self) -> Iterator[None]:
+        """A backward pass must run inside this context."""
+        self.in_backward = True
         try:
-            # Not under a caller's autocast, in whose forward pass this is done.
+            # The caller may be inside the autocast context of its forward pass.
             with torch.autocast(self._device.type, enabled=False):
                 yield
         finally:
-            self.goes_back = False
+            self.in_backward = False
 
 
 @dataclass(eq=False)
-class Passage:
-    """One run of the model's forward for one stage: what came in, and what goes out."""
+class StageRun:
+    """One run of the model's forward for one stage: what comes in, and what goes out."""
 
     stage: int
     received: Sequence[Tensor] | None
-    """The tensors among the arguments of the stage's first submodule; None for stage 0."""
+    """The tensors among the arguments of the stage's first piece; None for stage 0."""
     seed: int
     device: torch.device
     sent: list[Tensor] | None = None
-    """Those for the next stage; None until it is reached."""
-    begun: bool = False
-    inside: bool = True
-    """Whether real values are computed just now."""
-    outside: ExitStack = field(default_factory=ExitStack)
-    """What holds where they are not."""
+    """The tensors for the next stage; None until that is reached."""
+    has_begun: bool = False
+    is_inside: bool = True
+    """True while real values are computed."""
+    outside_contexts: ExitStack = field(default_factory=ExitStack)
+    """Holds the contexts of the outside while the run is there."""
 
     def begin(self) -> None:
-        """A submodule of the stage is called; what the first one draws is the stage's own."""
-        if not self.begun:
-            self.begun = True
-            draw_from(mix_seed(self.seed, self.stage, 0x57A6E), self.device)
+        """Gives the stage random numbers of its own when its first piece is called."""
+        if not self.has_begun:
+            self.has_begun = True
+            seed_streams(mix_seed(self.seed, self.stage, STAGE_SEED_TAG), self.device)
 
-    def enter(self, arguments: Arguments) -> Arguments:
-        """The first submodule of the stage is called: what was received takes the place."""
-        self.outside.close()
-        self.inside = True
-        received: list[Tensor] = [
-            _Received.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
-            for tensor in self.received or ()
-        ]
+    def go_inside(self, arguments: Arguments) -> Arguments:
+        """Replaces the tensors in the arguments of the stage's first piece by what was received."""
+        self.outside_contexts.close()
+        self.is_inside = True
+        tensors: list[Tensor] = []
+        for tensor in self.received or ():
+            if tensor.requires_grad:
+                tensor = _ReceivedTensor.apply(tensor)  # type: ignore[no-untyped-call]
+            tensors.append(tensor)
         leaves = pytree.tree_leaves(arguments)
-        if sum(isinstance(leaf, Tensor) for leaf in leaves) != len(received):
+        num_tensors = sum(isinstance(leaf, Tensor) for leaf in leaves)
+        if num_tensors != len(tensors):
             raise UsageError(
                 "a pipeline over this model",
                 f"stage {self.stage} is called with another number of tensors than it was sent",
                 "build the arguments of the stage's first submodule in the same way on all ranks",
             )
-        filled: Arguments = pytree.tree_map_only(Tensor, lambda _: received.pop(0), arguments)
+        remaining = iter(tensors)
+        filled: Arguments = pytree.tree_map_only(Tensor, lambda _: next(remaining), arguments)
         return filled
 
     def leave(self, arguments: Arguments) -> None:
-        """The first submodule of the next stage is called: that is what it is sent."""
+        """Notes the tensors for the next stage: the arguments of its first piece."""
         self.sent = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for tensor in self.sent):
-            raise _reaches_back(self.stage)
+            raise _uses_other_stage_error(self.stage)
         self.go_outside()
 
     def go_outside(self) -> None:
-        """From here on nothing but shapes is computed."""
-        self.inside = False
-        self.outside.enter_context(_only_shapes(self.device))
+        """From here on only shapes are computed."""
+        self.is_inside = False
+        self.outside_contexts.enter_context(only_shapes(self.device))
 
 
 @dataclass(eq=False)
-class _Piece:
-    """Stands in for the `forward` of a submodule that belongs to one stage."""
+class _PieceForward:
+    """Takes the place of the `forward` of a piece."""
 
     model: StagedModel
     name: str
     stage: int
-    first: bool
-    """The stage begins with it."""
-    here: bool
-    """This process runs the stage."""
+    begins_stage: bool
+    """True if the piece is the first of its stage."""
+    is_here: bool
+    """True if this process runs the stage."""
     __wrapped__: Callable[..., Any]
-    """The submodule's own forward."""
-    on_meta: Callable[..., Any] | None
-    """One that computes shapes; None where this process runs no other stage."""
-    known: dict[Any, Any] = field(default_factory=dict)
-    """Shapes of the output, by the kind of input."""
+    """The forward that the piece had before."""
+    shape_forward: Callable[..., Any] | None
+    """A forward that computes shapes; None if this process runs no other stage."""
+    output_of_kind: dict[Any, Any] = field(default_factory=dict)
+    """The shapes of the output, by the kind of input."""
 
-    @never_compiled  # of a block that is compiled in place, its own forward is
+    @never_compiled  # a block that is compiled in place has a compiled forward of its own
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the submodule, or gives the shapes of what it would return."""
-        passage = self.model.passage
-        if passage is None:
-            if self.model.goes_back and self.here:
+        """Runs the piece, or returns the shapes of what it would return."""
+        stage_run = self.model.stage_run
+        if stage_run is None:
+            if self.model.in_backward and self.is_here:
                 return self.__wrapped__(*args, **kwargs)
             raise UsageError(
                 f"a call of the submodule {self.name or 'itself'} around the prepared model",
                 "under a pipeline no rank holds the whole model",
-                f"call the object that world.prepare returned; for other methods {WHOLE_ELSEWHERE}",
+                "call the object that world.prepare returned; for other methods "
+                f"{SAVE_WHOLE_MODEL_ADVICE}",
                 code="LS302",
             )
-        args, kwargs = self.arrive(None, args, kwargs)
-        if self.stage == passage.stage:
+        args, kwargs = self.before(None, args, kwargs)
+        if self.stage == stage_run.stage:
             return self.__wrapped__(*args, **kwargs)
-        # Not what is remembered: the caller may change its shape in place.
-        return map_shapes(lambda t: t.as_subclass(Shape), self._shapes_for((args, kwargs)))
+        output = self._output_shapes((args, kwargs))
+        # New tensors, because the caller may change the shape of these in place.
+        return map_tensors(lambda tensor: tensor.as_subclass(Shape), output)
 
     @never_compiled
-    def arrive(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Its first forward pre-hook: begins or ends the stage that runs; returns the arguments."""
-        passage = self.model.passage
-        if passage is None:
-            return args, kwargs
-        own = self.stage == passage.stage
-        if own:
-            passage.begin()
-        if own == passage.inside:
-            return args, kwargs
-        next_one = passage.inside and self.stage == passage.stage + 1
-        if not self.first or not (next_one or (own and passage.sent is None)):
-            raise _out_of_order(self.name, self.stage)
-        if own:
-            return passage.enter((args, kwargs))
-        passage.leave((args, kwargs))
-        return args, kwargs
+    def before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Begins or ends the stage that runs, if it begins or ends here.
 
-    def _shapes_for(self, arguments: Arguments) -> Any:
-        assert self.on_meta is not None  # this process runs another stage
-        with DisableTorchFunctionSubclass():  # asking a `Shape` would be slow
+        It is also the first forward pre-hook of a piece that begins a stage.
+
+        Returns:
+            The arguments for the piece.
+        """
+        stage_run = self.model.stage_run
+        if stage_run is None:
+            return args, kwargs
+        is_of_this_stage = self.stage == stage_run.stage
+        if is_of_this_stage:
+            stage_run.begin()
+        if is_of_this_stage == stage_run.is_inside:
+            return args, kwargs
+        is_of_next_stage = self.stage == stage_run.stage + 1
+        if self.begins_stage and is_of_this_stage and stage_run.sent is None:
+            return stage_run.go_inside((args, kwargs))
+        if self.begins_stage and is_of_next_stage and stage_run.is_inside:
+            stage_run.leave((args, kwargs))
+            return args, kwargs
+        raise _out_of_order_error(self.name, self.stage)
+
+    def _output_shapes(self, arguments: Arguments) -> Any:
+        """Returns the output of `shape_forward`, which is remembered for each kind of input."""
+        assert self.shape_forward is not None  # this process runs another stage
+        with DisableTorchFunctionSubclass():  # with it, reading attributes of a `Shape` is slow
             kind = signature(arguments)
-        if kind not in self.known:
-            args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)
-            output = self.on_meta(*args, **kwargs)
-            remember(self.known, kind, output)
-            return output
-        return self.known[kind]
+        if kind in self.output_of_kind:
+            return self.output_of_kind[kind]
+        args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)
+        output = self.shape_forward(*args, **kwargs)
+        remember(self.output_of_kind, kind, output)
+        return output
 
 
-class _Received(torch.autograd.Function):
-    """What was received, as a tensor that the model may write to: a leaf it may not.
+class _ReceivedTensor(torch.autograd.Function):
+    """Makes a tensor that is not a leaf from a received one, so that the model may write to it.
 
     The gradient arrives at the leaf.
     """
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        """The same memory; not `detach()`, which is a view of a leaf."""
+        """Returns the same memory; `detach()` would return a view of the leaf."""
         return leaf.data
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """As it is."""
+        """Returns the gradient as it is."""
         return gradient
 
 
-def _move(
+def _move_to_stages(
     module: nn.Module, split: Split, stages: frozenset[int], device: torch.device
 ) -> list[nn.Parameter]:
-    """Moves everything to where it belongs: the device, or nowhere; returns what is gone."""
+    """Moves what belongs to this process to its device, and the rest to the meta device.
+
+    Returns:
+        Each parameter that is not here any more, followed by the one that took its place.
+    """
     gone: list[nn.Parameter] = []
     for name, part in module.named_modules():
-        named = part.named_parameters(name, recurse=False, remove_duplicate=False)
-        for path, parameter in list(named):
+        parameters = part.named_parameters(name, recurse=False, remove_duplicate=False)
+        for path, parameter in list(parameters):
             if split.stage_of(path) in stages:
                 parameter.data = parameter.data.to(device)
             elif not parameter.is_meta:
                 shape = nn.Parameter(shape_of(parameter), parameter.requires_grad)
-                part.register_parameter(path.rpartition(".")[2], shape)
+                _, _, attribute = path.rpartition(".")
+                part.register_parameter(attribute, shape)
                 gone += [parameter, shape]
         stage = split.stage_of(name)
-        here = stage is None or stage in stages
-        for own, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
-            members(part).buffers[own] = buffer.to(device if here else "meta")
+        is_here = stage is None or stage in stages
+        buffers = part.named_buffers(recurse=False, remove_duplicate=False)
+        for attribute, buffer in list(buffers):
+            members(part).buffers[attribute] = buffer.to(device if is_here else "meta")
     return gone
 
 
-def _send_plain_tensors(module: nn.Module, split: Split) -> None:
-    """In evaluation torch's encoder makes nested tensors of padded ones, for all of its layers.
+def _disable_nested_tensors(module: nn.Module, split: Split) -> None:
+    """Stops torch's encoders, if they are cut, from making nested tensors in evaluation.
 
-    They are an optimisation of its own, and have no shape that could be sent.
+    Nested tensors are an optimisation for padded inputs, and have no shape that could be sent.
     """
     for name, part in module.named_modules():
-        if isinstance(part, nn.TransformerEncoder) and split.stage_of(name) is None:
+        is_cut = split.stage_of(name) is None
+        if is_cut and isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False
 
 
-def _reaches_back(stage: int) -> UsageError:
+def _uses_other_stage_error(stage: int) -> UsageError:
+    """Returns the error of a stage that uses values of another stage."""
     return UsageError(
         f"a pipeline whose stage {stage} begins there",
         "the model uses a value of another stage beside what its first submodule is called with (a "
@@ -326,7 +375,8 @@ def _reaches_back(stage: int) -> UsageError:
     )
 
 
-def _out_of_order(name: str, stage: int) -> UsageError:
+def _out_of_order_error(name: str, stage: int) -> UsageError:
+    """Returns the error of a piece that is called before or after its stage runs."""
     return UsageError(
         "a pipeline over a model whose submodules are not called in the order they are registered",
         f"{name}, of stage {stage}, is called before or after its turn",
@@ -335,12 +385,12 @@ def _out_of_order(name: str, stage: int) -> UsageError:
     )
 
 
-def _not_called(name: str, stage: int) -> UsageError:
-    """The error where a forward pass has ended and the first submodule of a stage was not called.
+def _not_called_error(name: str, stage: int) -> UsageError:
+    """Returns the error of a forward pass that has not called the first piece of a stage.
 
     Args:
-        name: of that submodule.
-        stage: which begins with it.
+        name: of that piece.
+        stage: that begins with it.
     """
     return UsageError(
         f"a pipeline whose stage {stage} begins at {name}",
@@ -351,114 +401,9 @@ def _not_called(name: str, stage: int) -> UsageError:
     )
 
 
-def draw_from(seed: int, device: torch.device) -> None:
-    """Torch's streams of the CPU and the device start at a seed."""
+def seed_streams(seed: int, device: torch.device) -> None:
+    """Seeds torch's random streams of the CPU and of the device."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
-
-
-# Shapes: what tensors of other stages are on a rank of a pipeline
-
-
-class Shape(Tensor):
-    """A tensor of another stage, which is only a shape but says that it is on the device.
-
-    `torch.arange(length, device=x.device)` makes real numbers then, whatever `x` is. What is
-    computed with such a tensor is one, too.
-    """
-
-    on: ClassVar[torch.device | None] = None
-    """Within `_only_shapes`; None while torch itself looks."""
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Where it would be."""
-        return self.on or super().device
-
-
-class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is on, whatever is computed with a tensor that is only a shape is one, too."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        leaves = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
-            args, kwargs = pytree.tree_map_only(Tensor, shape_of, (args, kwargs))
-            if kwargs.get("device") is not None:
-                kwargs["device"] = torch.device("meta")
-        on, Shape.on = Shape.on, None
-        try:
-            return func(*args, **kwargs)
-        finally:
-            Shape.on = on
-
-
-@contextmanager
-def _only_shapes(device: torch.device) -> Iterator[None]:
-    """What is computed inside is shapes; these say that they are on `device`."""
-    Shape.on = device
-    try:
-        with torch.no_grad(), _Shapes():  # type: ignore[no-untyped-call]
-            yield
-    finally:
-        Shape.on = None
-
-
-def remember(known: dict[Any, Any], kind: Any, found: Any) -> None:
-    """Keeps what was found for a kind of input; nothing for None, which is unknown."""
-    if kind is not None:
-        if len(known) >= _REMEMBERED:
-            known.clear()
-        known[kind] = found
-
-
-def signature(value: Arguments) -> Any:
-    """What decides about forms: equal for arguments that a model treats alike; None: unknown."""
-    args, kwargs = value
-    if not kwargs and all(isinstance(arg, Tensor) for arg in args):  # as nearly always: no nest
-        return tuple((arg.shape, arg.dtype, arg.requires_grad) for arg in args)
-    leaves, spec = pytree.tree_flatten(value)
-    parts = [
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-        for leaf in leaves
-    ]
-    plain = all(isinstance(p, tuple | int | float | str | bool | None) for p in parts)
-    return (str(spec), *parts) if plain else None
-
-
-def map_shapes(change: Callable[[Tensor], Tensor], nest: Any) -> Any:
-    """A nest with its tensors changed."""
-    if isinstance(nest, Tensor):  # without the detour that a nest takes
-        return change(nest)
-    return pytree.tree_map_only(Tensor, change, nest)
-
-
-def shape_of(tensor: Tensor) -> Tensor:
-    """Of this dtype and shape, on the meta device."""
-    if tensor.is_meta:
-        return tensor
-    # `empty_like` on the meta device is Python, and 20 times slower.
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def on_meta(piece: nn.Module) -> nn.Module:
-    """A copy that has the shapes alone."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in piece.parameters()
-    }
-    memo |= {id(b): b.detach().to("meta") for b in piece.buffers()}
-    own = (thing for part in piece.modules() for thing in vars(part).values())
-    # It meets nobody, and what keeps a group would keep its threads after the end of the run.
-    memo |= {id(thing): None for thing in own if isinstance(thing, dist.ProcessGroup)}
-    return copy.deepcopy(piece, memo)
-
-
-def leave_statistics(piece: nn.Module) -> None:
-    """Its BatchNorms give the shape they get: some ask statistics for a number, or meet ranks."""
-    for part in piece.modules():
-        if isinstance(part, NormBase):
-            part.forward = shape_of

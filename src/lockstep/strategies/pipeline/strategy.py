@@ -1,15 +1,15 @@
-"""A model cut into stages, each on a rank of its own, alone or times data parallel.
+"""The strategy `pipeline`: a model cut into stages, each on a rank of its own.
 
-Ranks of one pipeline compute one part of the global batch together, micro-batch by micro-batch; the
-number of micro-batches is what keeps the stages busy. Pipelines side by side each compute a part of
-their own, and average the gradients of equal stages once a global batch.
+The ranks of one *pipeline* compute one part of the global batch together, micro-batch by
+micro-batch; several micro-batches keep the stages busy. Several pipelines may stand side by side:
+each computes its own part of the global batch, and the gradients of equal stages are averaged once
+per global batch. A rank's *position* is its number in its pipeline. The last stage is on the first
+ranks, so that rank 0 has the model's output and its loss.
 
-The last stage is on the first ranks, so that rank 0 has the model's output and its loss.
-
-torch.distributed.pipelining has the same schedules. Its loss is a function given beforehand and its
-shapes are fixed at the first step; here the loss is what the training loop computes, and the last
-batch of an epoch may be short. So the point-to-point operations and autograd of torch are used
-directly, under the orders of `schedule.order`.
+torch.distributed.pipelining has the same schedules. Its loss is a function given beforehand, and
+its shapes are fixed at the first step. Here the loss is what the training loop computes, and the
+last batch of an epoch may be short. So torch's point-to-point operations and autograd are used
+directly, in the orders of `schedule.order`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.batch.indices import ceil_div
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.distributed.torch_compat import (
@@ -35,17 +36,19 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies.base import PreparedModule, Strategy, StrategyPlan, open_group, plan_for
-from lockstep.strategies.pipeline.module import PipelinedModule, StepsOfPipeline
-from lockstep.strategies.pipeline.schedule import Place
-from lockstep.strategies.pipeline.split import Split, balanced, measure, split, units
+from lockstep.strategies.pipeline.module import PipelinedModule
+from lockstep.strategies.pipeline.place import PipelinePlace
+from lockstep.strategies.pipeline.split import Split, balanced, split, units
 from lockstep.strategies.pipeline.stage import StagedModel
+from lockstep.strategies.pipeline.training import PipelineSteps
+from lockstep.strategies.pipeline.unit_costs import measure
 from lockstep.strategies.replication import norm_over_ranks, take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 from lockstep.wording import count_noun
 
-_SCHEDULES = ("1f1b", "gpipe")
-_MICRO_BATCHES = 4
-"""For each stage, by default: a fifth of the time is then spent waiting at most."""
+SCHEDULES = ("1f1b", "gpipe")
+MICRO_BATCHES_PER_STAGE = 4
+"""By default: then ranks wait for a fifth of the time at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,57 +62,59 @@ class Pipeline(Strategy):
     name: ClassVar[str] = "pipeline"
 
     stages: int | None = None
-    """Ranks that one copy of the model is spread over; None: all. It divides the world size."""
+    """Ranks that one copy of the model is spread over, a divisor of the world size; None: all."""
     split: Sequence[str] | None = None
     """Names of the submodules that begin the stages after the first; None: cut into stages of equal
     cost, measured on an example from a loader given to the same `prepare`."""
     schedule: str = "1f1b"
-    """`1f1b` or `gpipe`, which holds the activations of all micro-batches at a time."""
+    """`1f1b`, or `gpipe`, which holds the activations of all micro-batches at the same time."""
     interleave: int = 1
-    """Stages on each rank: several send more, and wait less on two or three ranks."""
+    """Stages on each rank. With several, ranks send more, and two or three ranks wait less."""
     num_micro_batches: int | None = None
     """Micro-batches of a global batch; None: 4 for each stage, unless `micro_batch_size` is set."""
 
     def __post_init__(self) -> None:
-        if self.schedule not in _SCHEDULES:
+        if self.schedule not in SCHEDULES:
             raise SettingError(
                 f"Pipeline(schedule={self.schedule!r})",
-                f"schedules are {', '.join(_SCHEDULES)}",
+                f"schedules are {', '.join(SCHEDULES)}",
                 "choose one; interleave=2 makes either an interleaved one",
             )
-        for name in ("stages", "interleave", "num_micro_batches"):
-            value = getattr(self, name)
+        for option in ("stages", "interleave", "num_micro_batches"):
+            value = getattr(self, option)
             if value is not None:
-                check_whole_number(f"Pipeline({name}={value!r})", value)
+                check_whole_number(f"Pipeline({option}={value!r})", value)
         if isinstance(self.split, str):
             raise SettingError(f"split={self.split!r}", "it is one text", "give a list of names")
 
     def plan(self, run: Run) -> StrategyPlan:
-        """One part of the batch for each pipeline, in micro-batches that keep its stages busy.
+        """Plans one part of the batch for each pipeline, in micro-batches that keep it busy.
 
         Raises:
             SettingError: sizes that do not fit, or precision fp16.
         """
-        size, stages = run.topology.size, self._positions(run.topology)
-        if size % stages:
+        num_ranks = run.topology.size
+        num_positions = self._num_positions(run.topology)
+        if num_ranks % num_positions != 0:
+            next_multiple = ceil_div(num_ranks, num_positions) * num_positions
             raise SettingError(
-                f"Pipeline(stages={stages})",
-                f"the world size {size} is not a multiple of it",
-                f"start {-(-size // stages) * stages} processes, or use other stages",
+                f"Pipeline(stages={num_positions})",
+                f"the world size {num_ranks} is not a multiple of it",
+                f"start {next_multiple} processes, or use other stages",
             )
-        if stages == 1 < size:
+        if num_positions == 1 and num_ranks > 1:
             raise SettingError(
                 "Pipeline(stages=1)",
-                f"each of {size} processes would hold the whole model",
+                f"each of {num_ranks} processes would hold the whole model",
                 "use strategy='ddp', or at least 2 stages",
             )
-        cuts = stages * self.interleave - 1
-        if self.split is not None and len(self.split) != cuts and size > 1:
+        num_cuts = num_positions * self.interleave - 1
+        if self.split is not None and len(self.split) != num_cuts and num_ranks > 1:
             raise SettingError(
                 f"Pipeline(split=...) with {len(self.split)} names",
-                f"{stages} ranks with {count_noun(self.interleave, 'stage')} each begin at "
-                f"{count_noun(cuts, 'cut')}",
-                f"name {cuts}",
+                f"{num_positions} ranks with {count_noun(self.interleave, 'stage')} each begin at "
+                f"{count_noun(num_cuts, 'cut')}",
+                f"name {num_cuts}",
             )
         if run.settings.precision == "fp16":
             raise SettingError(
@@ -118,192 +123,248 @@ class Pipeline(Strategy):
                 "use precision='bf16', which needs none",
             )
         place = self._place(run.topology)
-        if place.positions > 1:
-            self._open_groups(run, place)  # now: BatchNorm may be given that of equal stages
+        if place.num_positions > 1:
+            # Already here, because BatchNorm may be given the group of equal stages.
+            self._open_groups(run, place)
         return replace(
-            plan_for(run, DataParallelRank(place.replica, place.replicas)),
-            num_micro_batches=self._micro_batches(run),
+            plan_for(run, DataParallelRank(place.pipeline, place.num_pipelines)),
+            num_micro_batches=self._num_micro_batches(run),
             statistics_group="replicas",
             evaluation_is_collective=True,
         )
 
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
-        """The module cut into stages, of which this rank keeps its own.
+        """Cuts the module into stages, of which this rank keeps its own.
 
         Raises:
             SettingError: `split` does not fit the module, or BatchNorm would get other statistics.
-            UsageError: a module that cannot be cut, or a second one.
+            UsageError: the module cannot be cut.
         """
         place = self._place(run.topology)
-        if place.positions == 1:
+        if place.num_positions == 1:
             choice = Choice("pipeline", "one stage", "one process")
             return PreparedModule(module=module.to(run.device), choices=[choice], may_unfreeze=True)
         self._check_module(module, run)
-        self._share_statistics(module, run)
+        self._set_statistics_groups(module, run)
         take_from_first([*module.parameters(), *module.buffers()])
-        found, reason = self._cut(module, run, place)
-        check_compiled_parts(module, found)
-        model = StagedModel(module, found, place.stages, run.device)
-        wrapped = PipelinedModule(model, place, self.schedule, run)
-        copies = f", {place.replicas} of them side by side" if place.replicas > 1 else ""
+        cuts, reason = self._cut(module, run, place)
+        check_compiled_parts(module, cuts)
+        model = StagedModel(module, cuts, place.stages, run.device)
+        pipelined = PipelinedModule(model, place, self.schedule, run)
+        side_by_side = ""
+        if place.num_pipelines > 1:
+            side_by_side = f", {place.num_pipelines} of them side by side"
         choices = [
             Choice(
                 "pipeline",
-                f"{place.last_stage + 1} stages on {place.positions} ranks",
-                f"{self.schedule}{copies}; rank 0 has the last stage, and so the loss",
+                f"{place.last_stage + 1} stages on {place.num_positions} ranks",
+                f"{self.schedule}{side_by_side}; rank 0 has the last stage, and so the loss",
             ),
-            Choice("stages", f"begin at {', '.join(found.cuts)}", reason),
+            Choice("stages", f"begin at {', '.join(cuts.cuts)}", reason),
         ]
-        gone, model.gone = model.gone, []  # nothing may keep the whole model in memory
+        gone = model.gone
+        model.gone = []  # a reference here would keep the whole model in memory
         return PreparedModule(
-            module=wrapped,
+            module=pipelined,
             choices=choices,
-            replaced_parameters=[(old, None) for old in gone],
+            replaced_parameters=[(parameter, None) for parameter in gone],
             may_unfreeze=True,
             zero_grad_misses_gradients=True,
             gradients_after_backward=True,
-            equal_tensors=wrapped.equal_tensors,
-            extensions=[StepsOfPipeline(wrapped)],
+            equal_tensors=pipelined.equal_tensors,
+            extensions=[PipelineSteps(pipelined)],
         )
 
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
     ) -> None:
-        """The backward passes that this loss allows.
+        """Gives the loss to the pipelined module that was called, which runs backward passes.
 
         Raises:
-            UsageError: several models, none, or an option that other stages cannot follow.
+            UsageError: no module or several were called, or an option is set that the other stages
+                cannot follow.
         """
-        waiting = [m for m in modules if isinstance(m, PipelinedModule) and m.waits_for_loss]
+        pipelined = [module for module in modules if isinstance(module, PipelinedModule)]
+        if not pipelined:  # one process
+            precision.backward(loss, **options)
+            return
+        waiting = [module for module in pipelined if module.waits_for_loss]
+        if not waiting:
+            raise UsageError(
+                "world.backward without a forward pass of the prepared model",
+                "the pipeline has nothing to send gradients back for",
+                "call the object that world.prepare returned, once for each world.backward",
+            )
         if len(waiting) > 1:
             raise UsageError(
                 "one world.backward for several models under strategy='pipeline'",
                 f"{len(waiting)} prepared models were called with gradients",
                 "make one module of them, or use strategy='ddp' or 'fsdp'",
             )
-        if waiting:
-            refused = [name for name in ("inputs", "create_graph") if options.get(name)]
-            if refused:
+        for option in ("inputs", "create_graph"):
+            if options.get(option):
                 raise UsageError(
-                    f"world.backward(loss, {refused[0]}=...) under strategy='pipeline'",
+                    f"world.backward(loss, {option}=...) under strategy='pipeline'",
                     "it would hold for the last stage alone, and the others compute all gradients",
                     "leave it out, or use strategy='ddp' or 'fsdp'",
                 )
-            waiting[0].backward(loss, precision, **options)
-        elif not any(isinstance(m, PipelinedModule) for m in modules):  # one process
-            precision.backward(loss, **options)
-        else:
-            raise UsageError(
-                "world.backward without a forward pass of the prepared model",
-                "the pipeline has nothing to send gradients back for",
-                "call the object that world.prepare returned, once for each world.backward",
-            )
+        waiting[0].backward(loss, precision, **options)
 
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-        """Over all stages, each of which is on as many ranks as there are pipelines."""
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if ranks == 1:
+        """Returns the norm over all stages, each of which is on as many ranks as pipelines."""
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if num_ranks == 1:
             return super().total_norm(parameters, norm_type)
-        own = [p.grad for p in parameters if p.grad is not None]
-        device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
-        return norm_over_ranks(own, norm_type, device, copies=ranks // (self.stages or ranks))
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        local_parameters = [p for p in parameters if not p.is_meta]
+        device = torch.device("cpu")
+        if local_parameters:
+            device = local_parameters[0].device
+        num_positions = self.stages or num_ranks
+        num_pipelines = num_ranks // num_positions
+        return norm_over_ranks(gradients, norm_type, device, copies=num_pipelines)
 
-    def _micro_batches(self, run: Run) -> int:
-        own, of_run = self.num_micro_batches, run.settings.num_micro_batches
-        if own is not None and of_run is not None and own != of_run:
-            raise SettingError(
-                f"Pipeline(num_micro_batches={own}) and num_micro_batches={of_run}",
-                "they contradict each other",
-                "set it in one place",
-            )
-        if own is not None or of_run is not None:
-            return own or of_run or 1
-        stages = self._positions(run.topology)
-        wanted = 1 if stages == 1 or run.settings.micro_batch_size else _MICRO_BATCHES * stages
-        return max(wanted, run.settings.min_micro_batches)
+    def _num_micro_batches(self, run: Run) -> int:
+        """Returns the number of micro-batches of a global batch.
 
-    def _positions(self, topology: Topology) -> int:
-        return 1 if topology.size == 1 else self.stages or topology.size
+        Raises:
+            SettingError: it is set twice, to different numbers.
+        """
+        from_options = self.num_micro_batches
+        from_settings = run.settings.num_micro_batches
+        if from_options is not None and from_settings is not None:
+            if from_options != from_settings:
+                raise SettingError(
+                    f"Pipeline(num_micro_batches={from_options}) and "
+                    f"num_micro_batches={from_settings}",
+                    "they contradict each other",
+                    "set it in one place",
+                )
+        if from_options is not None:
+            return from_options
+        if from_settings is not None:
+            return from_settings
+        num_positions = self._num_positions(run.topology)
+        number = MICRO_BATCHES_PER_STAGE * num_positions
+        if num_positions == 1 or run.settings.micro_batch_size:
+            number = 1
+        return max(number, run.settings.min_micro_batches)
 
-    def _place(self, topology: Topology) -> Place:
-        positions = self._positions(topology)
-        return Place.of(topology.rank, topology.size, positions, self.interleave)
+    def _num_positions(self, topology: Topology) -> int:
+        """Returns the number of ranks in a pipeline."""
+        if topology.size == 1:
+            return 1
+        return self.stages or topology.size
 
-    def _open_groups(self, run: Run, place: Place) -> None:
-        ranks = torch.arange(run.topology.size).view(place.positions, place.replicas)
-        cuts = 1 if self.interleave == 1 else place.last_stage
-        for what, cut in itertools.product(("activations", "gradients"), range(cuts)):
-            open_group(run, f"{what} {cut}", ranks.T)
-        if place.replicas > 1:
+    def _place(self, topology: Topology) -> PipelinePlace:
+        """Returns the place of this rank."""
+        num_positions = self._num_positions(topology)
+        return PipelinePlace.of_rank(topology.rank, topology.size, num_positions, self.interleave)
+
+    def _open_groups(self, run: Run, place: PipelinePlace) -> None:
+        """Opens the groups for activations and gradients, and that of the ranks of equal stages."""
+        # A row has the ranks at one position, a column those of one pipeline.
+        ranks = torch.arange(run.topology.size).view(place.num_positions, place.num_pipelines)
+        num_groups = 1 if self.interleave == 1 else place.last_stage
+        for name in ("activations", "gradients"):
+            for number in range(num_groups):
+                open_group(run, f"{name} {number}", ranks.T)
+        if place.num_pipelines > 1:
             open_group(run, "replicas", ranks)
 
-    def _share_statistics(self, module: nn.Module, run: Run) -> None:
-        """Layers that would take statistics of all ranks take those of equal stages."""
+    def _set_statistics_groups(self, module: nn.Module, run: Run) -> None:
+        """Has SyncBatchNorm layers that would take statistics of all ranks take those of equal
+        stages.
+        """
         layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm | nn.SyncBatchNorm)]
         group = run.groups.get("replicas")
         if layers and group is None:
-            group = open_group(run, "alone", torch.arange(run.topology.size)[:, None])
+            each_rank_alone = torch.arange(run.topology.size)[:, None]
+            group = open_group(run, "alone", each_rank_alone)
         for layer in layers:
-            if isinstance(layer, nn.SyncBatchNorm):  # torch's knows no CPU, and no shapes
+            if isinstance(layer, nn.SyncBatchNorm):  # torch's works neither on CPUs nor on shapes
                 convert(layer, group)
             if layer.process_group is None:
                 layer.process_group = group
 
     def _check_module(self, module: nn.Module, run: Run) -> None:
-        """Raises where the stages would not compute what one device computes.
+        """Raises an error if the stages would not compute what one device computes.
 
         Raises:
-            SettingError: a model with BatchNorm, and nothing says how many micro-batches there are.
+            SettingError: the model has BatchNorm, and the user has not said how many micro-batches
+                there are.
             UsageError: the model is compiled as a whole.
         """
         if is_compiled(module):
-            raise _compiled_around_cuts(type(without_compile(module)).__name__)
-        normalised = any(isinstance(m, BatchNorm) for m in module.modules())
-        settings = run.settings
-        chosen = (self.num_micro_batches, settings.num_micro_batches, settings.micro_batch_size)
-        if normalised and not any(chosen):
+            raise _compiled_around_cuts_error(type(without_compile(module)).__name__)
+        has_batchnorm = any(isinstance(part, BatchNorm) for part in module.modules())
+        number_is_set = (
+            self.num_micro_batches
+            or run.settings.num_micro_batches
+            or run.settings.micro_batch_size
+        )
+        if has_batchnorm and not number_is_set:
             raise SettingError(
                 "strategy='pipeline' for a model with BatchNorm",
-                f"a global batch is cut into {self._micro_batches(run)} micro-batches by default, "
-                "and BatchNorm takes its statistics from one of them, not from the whole batch",
+                f"a global batch is cut into {self._num_micro_batches(run)} micro-batches by "
+                "default, and BatchNorm takes its statistics from one of them, not from the whole "
+                "batch",
                 "say how many: lockstep.strategies.Pipeline(num_micro_batches=...), or "
                 "micro_batch_size=; one device with as many computes the same",
             )
 
-    def _cut(self, module: nn.Module, run: Run, place: Place) -> tuple[Split, str]:
-        """Where the module is cut, with the reason; rank 0 measures for all."""
+    def _cut(self, module: nn.Module, run: Run, place: PipelinePlace) -> tuple[Split, str]:
+        """Cuts the module, at the names that are set or into stages of equal cost.
+
+        Returns:
+            The cut module, and the reason for the cuts.
+
+        Raises:
+            UsageError: there are fewer submodules to cut at than stages.
+        """
         if self.split is not None:
             return split(module, self.split), "as set"
         names = units(module)
         measured = measure(module, names, run.examples) if run.topology.is_main else None
-        costs, reason, called = run.collectives.exchange(measured)[0]
-        # A stage that begins with a submodule that is never called would never begin, so such
-        # submodules stay with the one before them.
-        firsts = [at for at in range(len(names)) if at == 0 or called[at]]
-        if len(firsts) < place.last_stage + 1:
-            candidates = ", ".join(names[at] for at in firsts)
+        costs, reason, called = run.collectives.exchange(measured)[0]  # rank 0 measures for all
+
+        # A stage that begins with a unit that is never called would never begin. So such a unit
+        # forms one candidate with those before it.
+        first_units: list[int] = []
+        for index in range(len(names)):
+            if index == 0 or called[index]:
+                first_units.append(index)
+        num_stages = place.last_stage + 1
+        if len(first_units) < num_stages:
+            candidates = ", ".join(names[index] for index in first_units)
             raise UsageError(
-                f"a pipeline of {place.last_stage + 1} stages",
-                f"the model can be cut into {len(firsts)} parts: {candidates or 'none'}",
+                f"a pipeline of {num_stages} stages",
+                f"the model can be cut into {len(first_units)} parts: {candidates or 'none'}",
                 "use fewer stages, or name the submodules to cut at: Pipeline(split=[...])",
             )
-        bounds = [*firsts, len(names)]
-        numbers = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
-        cuts = [names[firsts[at]] for at in balanced(numbers, place.last_stage + 1)]
-        edges = [0, *(names.index(cut) for cut in cuts), len(names)]
-        parts = [sum(costs[a:b]) for a, b in itertools.pairwise(edges)]
-        shown = " + ".join(f"{part / (sum(parts) or 1):.0%}" for part in parts)
-        return split(module, cuts), f"{shown} {reason}"
+        costs_of_candidates = _sums_between(costs, [*first_units, len(names)])
+        first_candidates = balanced(costs_of_candidates, num_stages)
+        cut_units = [first_units[candidate] for candidate in first_candidates]
+        costs_of_stages = _sums_between(costs, [0, *cut_units, len(names)])
+        total = sum(costs_of_stages) or 1
+        percentages = " + ".join(f"{cost / total:.0%}" for cost in costs_of_stages)
+        cuts = [names[index] for index in cut_units]
+        return split(module, cuts), f"{percentages} {reason}"
+
+
+def _sums_between(numbers: Sequence[float], bounds: Sequence[int]) -> list[float]:
+    """Returns the sum of the numbers between each bound (an index) and the next one."""
+    return [sum(numbers[begin:end]) for begin, end in itertools.pairwise(bounds)]
 
 
 def check_compiled_parts(module: nn.Module, cuts: Split) -> None:
-    """Raises UsageError where torch.compile would trace across the border of a stage."""
+    """Raises UsageError if torch.compile would trace across the border of a stage."""
     for name, part in module.named_modules():
-        holds_cut = cuts.stage_of(name) is None
-        if holds_cut and is_compiled(part):
-            raise _compiled_around_cuts(name)
-        # What torch.compile(block) returns calls the block's forward, in whose place the pipeline
-        # puts its own. What block.compile() compiles is the call around that.
+        is_cut = cuts.stage_of(name) is None
+        if is_cut and is_compiled(part):
+            raise _compiled_around_cuts_error(name)
+        # The pipeline replaces the forward of a piece. What torch.compile(block) returns calls that
+        # forward; block.compile() would compile the call, and so the code of the pipeline.
         if name in cuts.pieces and is_compiled_in_place(part):
             raise UsageError(
                 f"{name}.compile() under strategy='pipeline'",
@@ -313,7 +374,8 @@ def check_compiled_parts(module: nn.Module, cuts: Split) -> None:
             )
 
 
-def _compiled_around_cuts(name: str) -> UsageError:
+def _compiled_around_cuts_error(name: str) -> UsageError:
+    """Returns the error of a compiled module that is to be cut."""
     return UsageError(
         f"world.prepare of a model under strategy='pipeline' with {name} compiled",
         "it is cut into stages, and no rank runs the whole of it, so there is no whole to compile",

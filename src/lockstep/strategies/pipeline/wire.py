@@ -1,22 +1,25 @@
-"""What the stages of a pipeline send each other: tensors whose form both sides know.
+"""What the stages of a pipeline send each other: messages of tensors whose *specs* both sides know.
 
-Communication: one point-to-point message a tensor. Before the first message of a kind (the same
-kind of input through the same stage) its form is sent: how many tensors of which shape and dtype.
+A *spec* is the shape and dtype of a tensor. Each tensor is one point-to-point operation. Before
+the first message for an *input kind* (`input_kind`) its specs are sent.
+A *posted* receive is one that was started (`irecv`) and is waited for later.
 
-The form may also depend on the values of the inputs: transformers makes no attention mask for a
-batch without padding, so one tensor less crosses the cut. Every rank of a pipeline has the inputs,
-but only the sender learns the form. So where inputs hold whole numbers or booleans, one byte goes
-ahead of each message of a known kind and says if it has the form known; if not, tensors that were
-made up answer what the receiver has asked for, and the new form and the real tensors follow.
+The specs may also depend on the values of the inputs: transformers makes no attention mask for a
+batch without padding, so one tensor less is sent. Every rank of a pipeline has the inputs, but only
+the sender learns the specs. So if inputs hold whole numbers or booleans, a flag of one byte goes
+ahead of each message of a known kind. It says whether the message has the known specs. If not,
+tensors of zeros complete the receives that are posted, and the new specs and the real tensors
+follow.
 
-Activations and gradients go over process groups of their own: over one, NCCL would keep them in the
-order in which they were asked for, and two neighbours that both send first would wait for ever.
+Activations and gradients have process groups of their own. In a common group NCCL would process
+them in the order in which they were started, and two neighbours that both send first would wait
+for each other forever.
 
-Over Gloo the next message of a training pass is asked for when the one before it has come, if the
-two before had the same form: Gloo sends nothing that nobody has asked for, and where the data waits
-for the question its answer comes while the asking thread still holds Gloo's lock, for which Gloo's
-own thread then spins. Both sides know what was asked for, so where the next message turns out to be
-another one, one that was made up answers first.
+Over Gloo the receives of the next message of a training pass are posted as soon as a message has
+come, if it had the same specs as the one before. Gloo sends nothing before its receive is posted.
+If data already waits, it arrives while the posting thread still holds Gloo's lock, for which Gloo's
+own thread then spins. Both sides know what was posted; if the next message turns out to be another
+one, zeros complete the posted receives first.
 """
 
 from __future__ import annotations
@@ -32,52 +35,47 @@ from torch import Tensor
 from lockstep.distributed import collectives
 from lockstep.distributed.process_group import carrier_device
 from lockstep.errors import UsageError
-from lockstep.strategies.pipeline.stage import remember
+from lockstep.strategies.pipeline.input_kind import InputKind, remember
 
 
-class Form(NamedTuple):
-    """What a tensor looks like, in values that JSON can say."""
+class TensorSpec(NamedTuple):
+    """The form of a tensor, in values that JSON can hold."""
 
     dtype: str
+    """Such as "float32"."""
     shape: tuple[int, ...]
-    trained: bool = False
-    """A gradient comes back for it."""
+    requires_grad: bool = False
+    """True if a gradient comes back for the tensor."""
 
     @property
-    def size(self) -> int:
-        """Bytes."""
+    def num_bytes(self) -> int:
+        """The size of the tensor's data."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return torch.Size(self.shape).numel() * dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.dtype} {self.shape} with{'' if self.trained else 'out'} a gradient"
+        with_or_without = "with" if self.requires_grad else "without"
+        return f"{self.dtype} {self.shape} {with_or_without} a gradient"
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Form:
-        """The form of a tensor."""
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """Returns the spec of a tensor."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         return cls(dtype, tuple(tensor.shape), tensor.requires_grad)
 
 
-SAME_FORM = Form("uint8", (1,))
-"""Of the byte that goes ahead of a message whose form depends on values: 1 if its form is known."""
+FLAG_SPEC = TensorSpec("uint8", (1,))
+"""The flag ahead of a message: 1 if the message has the specs that are known of its kind."""
 
 
-class Kind(NamedTuple):
-    """What decides about the form of activations, apart from the values of inputs."""
+class PostedReceive(NamedTuple):
+    """A receive that was started and is not waited for yet."""
 
-    parts: Hashable
-    """Equal for calls of one kind."""
-    by_value: bool
-    """Inputs hold whole numbers or booleans, and a forward pass may branch on them."""
-
-
-class Expected(NamedTuple):
-    """A tensor that was asked for."""
-
-    form: Form
+    spec: TensorSpec
     data: Tensor
+    """The bytes of the tensor, once `work` is done."""
     work: dist.Work | None
+    """None for a tensor without elements, which is not sent."""
 
 
 class Wire:
@@ -85,8 +83,8 @@ class Wire:
 
     Args:
         group: of the pipeline's ranks.
-        device: where tensors are needed.
-        tag: of its messages, which those of other models over the same group do not have.
+        device: where received tensors are needed.
+        tag: of the messages; other models that use the same group have other tags.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, tag: int) -> None:
@@ -94,175 +92,194 @@ class Wire:
         self._device = device
         self._tag = tag
         self._carrier = carrier_device(device, group)
-        self._under_way: list[tuple[dist.Work, Tensor]] = []
-        self._forms: dict[Hashable, list[Form]] = {}
-        """By kind; both sides forget at the same moment."""
-        self._last: list[Form] | None = None
-        self._asked: list[Form] | None = None
-        """What the other side has asked for before its time."""
-        self._expected: list[Expected] = []
-        """What this side has asked for before its time."""
+        """The device of the data that is sent."""
+        self._sends: list[tuple[dist.Work, Tensor]] = []
+        """Sends that may still run, with their data."""
+        self._specs_of_kind: dict[Hashable, list[TensorSpec]] = {}
+        """Both sides remember and forget the same kinds at the same time."""
+        self._previous_specs: list[TensorSpec] | None = None
+        """The specs of the message before, without a flag."""
+        self._posted_by_receiver: list[TensorSpec] | None = None
+        """Sending side: what the receiving side has posted ahead of time."""
+        self._posted: list[PostedReceive] = []
+        """Receiving side: what it has posted ahead of time."""
 
     def send(
-        self, tensors: Sequence[Tensor], to: int, kind: Kind | None = None, *, more: bool = False
+        self,
+        tensors: Sequence[Tensor],
+        to: int,
+        kind: InputKind | None = None,
+        *,
+        more: bool = False,
     ) -> None:
-        """Starts to send; says first what it looks like, where the kind is new.
+        """Starts to send a message; the specs go ahead if they are not known of the kind.
 
         Args:
-            tensors: any.
+            tensors: any number.
             to: the rank that calls `receive`.
-            kind: what decides about the form; None: unknown.
-            more: it will be followed by another one, on both sides.
+            kind: of the input; None: unknown.
+            more: True if another message will follow. Both sides must pass the same.
 
         Raises:
-            UsageError: other shapes than the last time for the same kind of input, which holds
-                neither whole numbers nor booleans.
+            UsageError: the specs are not the known ones, and the input's values cannot be the
+                reason.
         """
-        forms = [Form.of(tensor) for tensor in tensors]
-        known = self._forms.get(kind)
-        awaited = None if known is None else _with_byte(known, kind)
-        if self._asked is not None and self._asked != awaited:
-            self._send_made_up(self._asked, to)
-        if known is None:
-            self._send_form(forms, to, kind)
-        elif known != forms:
-            if awaited == known:
-                raise UsageError(
-                    "a pipeline between whose stages the form of activations changes",
-                    f"the same kind of input first gave {_in_words(known)}, now {_in_words(forms)}",
-                    "let the shapes of activations depend on the shapes of inputs alone, and "
-                    "freeze or unfreeze parameters between two global batches",
-                )
-            self._start(torch.zeros(1, dtype=torch.uint8, device=self._carrier), to)
-            self._send_made_up(known, to)
-            self._send_form(forms, to, kind)
-        elif awaited != known:
-            self._start(torch.ones(1, dtype=torch.uint8, device=self._carrier), to)
+        specs = [TensorSpec.of(tensor) for tensor in tensors]
+        known_specs = self._specs_of_kind.get(kind)
+        expected = None if known_specs is None else _with_flag(known_specs, kind)
+        has_flag = expected is not None and expected != known_specs
+        if self._posted_by_receiver is not None and self._posted_by_receiver != expected:
+            self._send_zeros(self._posted_by_receiver, to)
+
+        if known_specs is None:
+            self._send_specs(specs, to, kind)
+        elif known_specs == specs:
+            if has_flag:
+                self._start_send(torch.ones(1, dtype=torch.uint8, device=self._carrier), to)
+        elif has_flag:
+            self._start_send(torch.zeros(1, dtype=torch.uint8, device=self._carrier), to)
+            self._send_zeros(known_specs, to)
+            self._send_specs(specs, to, kind)
+        else:
+            raise UsageError(
+                "a pipeline between whose stages the form of activations changes",
+                f"the same kind of input first gave {_describe(known_specs)}, "
+                f"now {_describe(specs)}",
+                "let the shapes of activations depend on the shapes of inputs alone, and "
+                "freeze or unfreeze parameters between two global batches",
+            )
         self.send_known(tensors, to)
-        repeats, self._last = forms == self._last, forms
-        self._asked = _with_byte(forms, kind) if repeats and more and self.expects_early else None
+
+        self._posted_by_receiver = None
+        if self._posts_next_message(specs, more):
+            self._posted_by_receiver = _with_flag(specs, kind)
+        self._previous_specs = specs
 
     def send_known(self, tensors: Sequence[Tensor], to: int) -> None:
-        """Starts to send what the other side expects."""
+        """Starts to send tensors whose specs the other side knows."""
         for tensor in tensors:
-            self._start(collectives.to_bytes(tensor).to(self._carrier), to)
-        self._under_way = [(w, data) for w, data in self._under_way if not w.is_completed()]
+            self._start_send(collectives.to_bytes(tensor).to(self._carrier), to)
+        self._sends = [(work, data) for work, data in self._sends if not work.is_completed()]
 
-    def receive(self, source: int, kind: Kind | None = None, *, more: bool = False) -> list[Tensor]:
-        """What `send` sends, with a gradient to come back where it needs one."""
-        forms = self._forms.get(kind)
-        awaited = None if forms is None else _with_byte(forms, kind)
-        expected, self._expected = self._expected, []
-        if expected and [each.form for each in expected] != awaited:
-            self.take(expected)
-            expected = []
-        if forms is None or awaited is None:
-            forms = self._receive_form(source, kind)
-            tensors = self.take(self.expect(source, forms))
+    def receive(
+        self, source: int, kind: InputKind | None = None, *, more: bool = False
+    ) -> list[Tensor]:
+        """Receives what `send` sends, as leaves of the autograd graph if gradients are needed.
+
+        Args:
+            source: the rank that calls `send`.
+            kind: as for `send`.
+            more: as for `send`.
+        """
+        specs = self._specs_of_kind.get(kind)
+        expected = None if specs is None else _with_flag(specs, kind)
+        posted = self._posted
+        self._posted = []
+        if posted and [receive.spec for receive in posted] != expected:
+            self.take(posted)  # zeros
+            posted = []
+
+        if specs is None or expected is None:
+            specs = self._receive_specs(source, kind)
+            tensors = self.take(self.post_receives(source, specs))
         else:
-            tensors = self.take(expected or self.expect(source, awaited))
-            if awaited != forms:
-                same_form = tensors.pop(0)
-                if not same_form:
-                    forms = self._receive_form(source, kind)
-                    tensors = self.take(self.expect(source, forms))
-        repeats, self._last = forms == self._last, forms
-        if repeats and more and self.expects_early:
-            self._expected = self.expect(source, _with_byte(forms, kind))
-        for tensor, form in zip(tensors, forms, strict=True):
-            if form.trained and torch.is_grad_enabled():
+            tensors = self.take(posted or self.post_receives(source, expected))
+            has_flag = expected != specs
+            if has_flag:
+                has_known_specs = tensors.pop(0)
+                if not has_known_specs:  # the tensors are zeros
+                    specs = self._receive_specs(source, kind)
+                    tensors = self.take(self.post_receives(source, specs))
+
+        if self._posts_next_message(specs, more):
+            self._posted = self.post_receives(source, _with_flag(specs, kind))
+        self._previous_specs = specs
+        for tensor, spec in zip(tensors, specs, strict=True):
+            if spec.requires_grad and torch.is_grad_enabled():
                 tensor.requires_grad_()
         return tensors
 
-    @property
-    def expects_early(self) -> bool:
-        """Whether it is worth asking before: Gloo sends nothing that nobody has asked for.
+    def _posts_next_message(self, specs: list[TensorSpec], more: bool) -> bool:
+        """Returns True if the receives of the next message are posted now; equal on both sides."""
+        return specs == self._previous_specs and more and self.posts_early
 
-        A GPU that waits for a message with NCCL is busy with it.
+    @property
+    def posts_early(self) -> bool:
+        """True if it is worth posting receives ahead of time: Gloo sends nothing before.
+
+        With NCCL it is not: a GPU is busy with a receive as long as it waits for the message.
         """
         return self._carrier.type == "cpu"
 
-    def expect(self, source: int, forms: Sequence[Form]) -> list[Expected]:
-        """Asks for tensors of known form; they are asked for in the order in which they come."""
-        found = []
-        for form in forms:
-            data = torch.empty(form.size, dtype=torch.uint8, device=self._carrier)
-            work = dist.irecv(data, source, self._group, self._tag) if form.size else None
-            found.append(Expected(form, data, work))
-        return found
+    def post_receives(self, source: int, specs: Sequence[TensorSpec]) -> list[PostedReceive]:
+        """Starts to receive tensors of known specs, in the order in which they are sent."""
+        posted: list[PostedReceive] = []
+        for spec in specs:
+            data = torch.empty(spec.num_bytes, dtype=torch.uint8, device=self._carrier)
+            work = None
+            if spec.num_bytes:
+                work = dist.irecv(data, source, self._group, self._tag)
+            posted.append(PostedReceive(spec, data, work))
+        return posted
 
-    def take(self, expected: Sequence[Expected]) -> list[Tensor]:
-        """Waits for what was asked for."""
-        found = []
-        for form, data, work in expected:
+    def take(self, posted: Sequence[PostedReceive]) -> list[Tensor]:
+        """Waits for receives, and returns the tensors."""
+        tensors: list[Tensor] = []
+        for spec, data, work in posted:
             if work is not None:
                 work.wait()
-            dtype: torch.dtype = getattr(torch, form.dtype)
-            found.append(collectives.from_bytes(data.to(self._device), dtype, form.shape))
-        return found
+            dtype: torch.dtype = getattr(torch, spec.dtype)
+            tensors.append(collectives.from_bytes(data.to(self._device), dtype, spec.shape))
+        return tensors
 
     def wait(self) -> None:
-        """Returns when everything that was sent has gone."""
-        for work, _ in self._under_way:
+        """Returns when everything is sent."""
+        for work, _ in self._sends:
             work.wait()
-        self._under_way.clear()
+        self._sends.clear()
 
-    def _send_form(self, forms: list[Form], to: int, kind: Kind | None) -> None:
-        """Sends what the tensors that follow look like, which both sides then remember."""
-        text = torch.tensor(list(json.dumps(forms).encode()), dtype=torch.uint8)
-        self._start(torch.tensor([len(text)]), to)
-        self._start(text, to)
-        remember(self._forms, kind, forms)
+    def _send_specs(self, specs: list[TensorSpec], to: int, kind: InputKind | None) -> None:
+        """Sends the specs of the tensors that follow; both sides then remember them."""
+        text = torch.tensor(list(json.dumps(specs).encode()), dtype=torch.uint8)
+        self._start_send(torch.tensor([len(text)]), to)
+        self._start_send(text, to)
+        remember(self._specs_of_kind, kind, specs)
 
-    def _receive_form(self, source: int, kind: Kind | None) -> list[Form]:
-        """What `_send_form` sends."""
+    def _receive_specs(self, source: int, kind: InputKind | None) -> list[TensorSpec]:
+        """Receives what `_send_specs` sends."""
         length = torch.empty(1, dtype=torch.int64)
         dist.recv(length, source, self._group, self._tag)
         text = torch.empty(int(length), dtype=torch.uint8)
         dist.recv(text, source, self._group, self._tag)
-        said = json.loads(bytes(text.tolist()))
-        forms = [Form(dtype, tuple(shape), trained) for dtype, shape, trained in said]
-        remember(self._forms, kind, forms)
-        return forms
+        specs: list[TensorSpec] = []
+        for dtype, shape, requires_grad in json.loads(bytes(text.tolist())):
+            specs.append(TensorSpec(dtype, tuple(shape), requires_grad))
+        remember(self._specs_of_kind, kind, specs)
+        return specs
 
-    def _send_made_up(self, forms: Sequence[Form], to: int) -> None:
-        """Answers what the other side has asked for, where it gets something else."""
-        for form in forms:
-            self._start(torch.zeros(form.size, dtype=torch.uint8, device=self._carrier), to)
+    def _send_zeros(self, specs: Sequence[TensorSpec], to: int) -> None:
+        """Completes receives that the other side has posted, where other tensors are to follow."""
+        for spec in specs:
+            zeros = torch.zeros(spec.num_bytes, dtype=torch.uint8, device=self._carrier)
+            self._start_send(zeros, to)
 
-    def _start(self, data: Tensor, to: int) -> None:
-        work = dist.isend(data, to, self._group, self._tag) if len(data) else None
+    def _start_send(self, data: Tensor, to: int) -> None:
+        if len(data) == 0:
+            return
+        work = dist.isend(data, to, self._group, self._tag)
         if work is not None:
-            self._under_way.append((work, data))
+            self._sends.append((work, data))
 
 
-def _with_byte(forms: Sequence[Form], kind: Kind | None) -> list[Form]:
-    """What is sent for a kind whose form is known: where it depends on values, a byte ahead."""
-    return [SAME_FORM, *forms] if kind is not None and kind.by_value else list(forms)
+def _with_flag(specs: Sequence[TensorSpec], kind: InputKind | None) -> list[TensorSpec]:
+    """Returns the specs of a whole message of a known kind: with the flag, if it has one."""
+    if kind is not None and kind.depends_on_values:
+        return [FLAG_SPEC, *specs]
+    return list(specs)
 
 
-def marked(tensor: Tensor) -> Form:
-    """Of the message with a tensor's gradient: its bytes, and one that says if there is any."""
-    return Form("uint8", (tensor.numel() * tensor.element_size() + 1,))
-
-
-def with_mark(tensor: Tensor) -> Tensor:
-    """The message with a tensor's gradient, `(bytes + 1,)`.
-
-    No gradient is not one of zeros: plain torch leaves parameters alone that nothing depends on.
-    """
-    if tensor.grad is None:
-        return torch.zeros(marked(tensor).shape, dtype=torch.uint8, device=tensor.device)
-    data = collectives.to_bytes(tensor.grad)
-    return torch.cat([data, data.new_ones(1)])
-
-
-def without_mark(message: Tensor, tensor: Tensor) -> Tensor | None:
-    """The gradient of a tensor, from what `with_mark` made on the other side."""
-    if not message[-1]:
-        return None
-    return collectives.from_bytes(message[:-1], tensor.dtype, tensor.shape)
-
-
-def _in_words(forms: Sequence[Form]) -> str:
-    return ", ".join(map(str, forms)) or "nothing"
+def _describe(specs: Sequence[TensorSpec]) -> str:
+    """Returns the specs as text for an error message."""
+    if not specs:
+        return "nothing"
+    return ", ".join(str(spec) for spec in specs)

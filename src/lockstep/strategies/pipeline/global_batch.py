@@ -1,0 +1,66 @@
+"""A global batch under way on a rank of a pipeline: what its training loop has brought so far.
+
+Each turn of the loop brings the inputs of one micro-batch, when it calls the model, and then its
+loss, when it calls `world.backward`. An *action* (`schedule.Action`) is a forward or backward pass
+of a micro-batch through a stage.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lockstep.session.step import StepKey
+from lockstep.strategies.pipeline.input_kind import Arguments, InputKind
+from lockstep.strategies.pipeline.schedule import Action
+from lockstep.strategies.pipeline.wire import PostedReceive
+
+
+class ModelCall(NamedTuple):
+    """A call of the model for one micro-batch."""
+
+    arguments: Arguments
+    kind: InputKind | None
+
+
+class BoundaryTensors(NamedTuple):
+    """The tensors at both ends of a stage, which the backward pass of a micro-batch needs."""
+
+    received: list[Tensor]
+    sent: list[Tensor]
+    """Those that get a gradient."""
+
+
+@dataclass
+class GlobalBatch:
+    """A global batch under way."""
+
+    key: StepKey
+    """Identifies the global batch."""
+    num_micro_batches: int
+    actions: deque[Action]
+    """Those that are not done yet."""
+    requires_grad: tuple[bool, ...]
+    """`requires_grad` of each of the model's parameters."""
+    training: bool
+    """True if the model was in training mode at the beginning."""
+    seed: int
+    """Of the random numbers of its forward passes."""
+    calls: list[ModelCall] = field(default_factory=list)
+    """The calls of the model, one per micro-batch."""
+    losses: list[Callable[[], None] | None] = field(default_factory=list)
+    """One per call of `world.backward`: a function that runs the backward pass of the loss. None:
+    the loss is on another rank, or its backward pass was run."""
+    boundary_tensors: dict[tuple[int, int], BoundaryTensors] = field(default_factory=dict)
+    """By stage and micro-batch, from the forward to the backward pass."""
+    posted_gradients: dict[int, list[PostedReceive]] = field(default_factory=dict)
+    """Receives of gradients that were started ahead of time, by micro-batch."""
+
+    def is_ready(self, action: Action) -> bool:
+        """Returns True if the training loop has brought what an action needs."""
+        num_brought = len(self.calls) if action.forward else len(self.losses)
+        return action.micro_batch < num_brought

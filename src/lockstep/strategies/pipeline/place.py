@@ -1,0 +1,55 @@
+"""Where a rank stands: in which of several pipelines, and with which stages of the model.
+
+A *pipeline* is a group of ranks that hold one copy of the model; several pipelines stand side by
+side and divide the global batch. A rank's *position* is its number in its pipeline, in the order of
+the forward pass. With several stages per rank, stage k is at position k modulo the number of
+positions. The last position is on the first ranks, so that rank 0 has the model's output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class PipelinePlace:
+    """The place of one rank."""
+
+    num_positions: int
+    stages_per_rank: int
+    num_pipelines: int
+    position: int
+    """The number of this rank in its pipeline, from 0."""
+    pipeline: int
+    """The number of its pipeline, from 0."""
+
+    @classmethod
+    def of_rank(
+        cls, rank: int, num_ranks: int, num_positions: int, stages_per_rank: int
+    ) -> PipelinePlace:
+        """Returns the place of a rank."""
+        num_pipelines = num_ranks // num_positions
+        return cls(
+            num_positions=num_positions,
+            stages_per_rank=stages_per_rank,
+            num_pipelines=num_pipelines,
+            position=num_positions - 1 - rank // num_pipelines,
+            pipeline=rank % num_pipelines,
+        )
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """The stages on this rank."""
+        return tuple(range(self.position, self.last_stage + 1, self.num_positions))
+
+    @property
+    def last_stage(self) -> int:
+        """The number of the model's last stage."""
+        return self.num_positions * self.stages_per_rank - 1
+
+    def rank_of_stage(self, stage: int) -> int:
+        """Returns the rank of this pipeline that has a stage."""
+        position = stage % self.num_positions
+        row = self.num_positions - 1 - position
+        return row * self.num_pipelines + self.pipeline

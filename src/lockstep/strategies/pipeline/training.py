@@ -1,0 +1,68 @@
+"""What a pipeline does around each optimizer step: checks, and buffers that must be equal.
+
+Several pipelines side by side have equal stages. Each of a pipeline's ranks has its own part of the
+model, so all of them must train at the same learning rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.distributed.process_group import Run
+from lockstep.errors import RanksDifferError
+from lockstep.session.extension import Extension
+from lockstep.session.step import check_due
+from lockstep.strategies.pipeline.module import PipelinedModule
+
+
+class PipelineSteps(Extension):
+    """Takes part in the training of one pipelined module."""
+
+    def __init__(self, module: PipelinedModule) -> None:
+        self._module = module
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Checks that the backward passes are done, and now and then the learning rates.
+
+        Raises:
+            UsageError: a forward pass was not followed by `world.backward`.
+            RanksDifferError: the stages would be trained at different rates.
+        """
+        if self._module not in modules:
+            return
+        self._module.check_backward_is_done()
+        if check_due(self._module.run.step.number + 1):
+            check_learning_rates(optimizer, self._module.run)
+
+    def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Makes buffers that forward passes change equal in all pipelines."""
+        if self._module in modules:
+            self._module.follow_moving_buffers()
+
+    def clear_gradients(self) -> None:
+        """Drops the gradients of a global batch that was broken off."""
+        self._module.clear_gradients()
+
+    def release(self) -> None:
+        """Drops references to process groups."""
+        self._module.release()
+
+
+def check_learning_rates(optimizer: Optimizer, run: Run) -> None:
+    """Raises RanksDifferError if the optimizer has other learning rates on other ranks.
+
+    Nothing else would show it: ranks with different stages have no parameters in common.
+    """
+    own_rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    rates_of_rank = run.collectives.exchange(str(own_rates))
+    for rank, rates in enumerate(rates_of_rank):
+        if rates != rates_of_rank[0]:
+            raise RanksDifferError(
+                "optimizer.step() with other learning rates on other ranks",
+                f"rank 0 has {rates_of_rank[0]}, rank {rank} has {rates}",
+                "give the scheduler to world.prepare, and decide about rates by world.mean(loss): "
+                "a loss is NaN but on the last stage",
+            )
