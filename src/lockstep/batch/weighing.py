@@ -184,8 +184,8 @@ class _WeightSum:
             for counted in self._counted:
                 number = counted.planned.micro_batch.virtual_rank_number
                 weights[number or 0] += counted.weight
-        has_other_rows = any(counted.has_other_rows for counted in self._counted)
-        has_unknown_rows = any(counted.rows_are_unknown for counted in self._counted)
+        has_other_rows = float(any(counted.has_other_rows for counted in self._counted))
+        has_unknown_rows = float(any(counted.rows_are_unknown for counted in self._counted))
         # All of it is summed over the ranks.
         values = [*weights, has_other_rows, has_unknown_rows, self._epoch, self._position]
         self._sums = torch.tensor(values, dtype=torch.float64)
