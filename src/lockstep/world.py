@@ -1,6 +1,8 @@
-"""`World`: what a script holds of the run it is part of. Thin: everything is handed on.
+"""`lockstep.init` makes a process part of a run and returns its `World`, the script's view of it.
 
-`lockstep.init`: where a script becomes part of a run.
+A `World` is a thin facade: every method hands its arguments on to the part of Lockstep that does
+the work. A *global batch* holds the samples of one optimizer step, over all ranks; each rank
+computes its part of it in one or more *micro-batches*.
 """
 
 from __future__ import annotations
@@ -48,22 +50,24 @@ if TYPE_CHECKING:
     from lockstep.extensions.memory import Memory
 
 
-_open: set[World] = set()
+_open_worlds: set[World] = set()
 
 
 def close_current() -> None:
     """Closes the world that this process has left open, if any."""
-    for world in list(_open):
+    for world in list(_open_worlds):
         world.close()
 
 
 class World:
-    """One process's view of the run. Made by `lockstep.init`.
+    """One process's view of the run, made by `lockstep.init`.
 
     Attributes:
-        rank, size: this process among all, `0 <= rank < size`.
-        local_rank, local_size: among those of its machine.
-        node_rank: its machine among all.
+        rank: the number of this process, `0 <= rank < size`.
+        size: the number of processes of the run.
+        local_rank: the number of this process on its machine.
+        local_size: the number of processes on its machine.
+        node_rank: the number of its machine.
         device: where this process computes.
         is_main: True on rank 0.
         strategy: the name of the strategy.
@@ -87,28 +91,27 @@ class World:
         add_extensions(run, strategy, plan, self._preparer, __version__)
         self._ranks_have_own_seeds = False
         self._closed = False
-        self._num_turns = 0
-        """Calls of `main_process_first`."""
-        self._folders: list[str] = []
-        self._means: list[RunningMeans] = []
-        """Those of the passes that `progress` shows, the innermost last."""
+        self._num_calls_of_main_process_first = 0
+        self._checkpoint_folders: list[str] = []
+        self._running_means: list[RunningMeans] = []
+        """The logged means of each pass that `progress` shows, the innermost pass last."""
         self._epochs = Epochs(self._preparer.loaders, run.step)
-        _open.add(self)
+        _open_worlds.add(self)
         atexit.register(process_group.close_at_exit, self._close)
 
     @property
     def epoch(self) -> int:
-        """The present epoch of `epochs`, counted from 0."""
+        """The current epoch of `epochs`, counted from 0."""
         return self._epochs.present
 
     @property
     def step(self) -> int:
-        """Global batches done, each by an optimizer step, since the training began."""
+        """The number of optimizer steps, one for each global batch, since the training began."""
         return self._run.step.number
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Whether the present micro-batch closes its global batch: the optimizer steps in it."""
+        """True if the current micro-batch is the last of its global batch: the optimizer steps."""
         return self._run.step.micro_batch.last
 
     def __repr__(self) -> str:
@@ -123,26 +126,29 @@ class World:
         note_empty_part(error, step.latest_micro_batch)
         self._close(failed=error is not None)
 
-    def prepare(self, *objects: Any) -> Any:
-        """Places and wraps modules, optimizers, schedulers and DataLoaders, in any order.
+    # Preparing
 
-        A DataLoader's `batch_size` is the global batch: each rank gets its part. Optimizers and
-        schedulers step once per global batch. On more than one process a module's BatchNorm
-        layers are synchronised unless `init` was told `sync_batchnorm=False`.
+    def prepare(self, *objects: Any) -> Any:
+        """Places and wraps modules, optimizers, schedulers and DataLoaders, given in any order.
+
+        A DataLoader's `batch_size` is that of the global batch, of which each rank gets its part.
+        Optimizers and schedulers step once per global batch. On more than one process a module's
+        BatchNorm layers are synchronised unless `init` was called with `sync_batchnorm=False`.
 
         Returns:
-            The prepared objects in the order given; of one object, that object.
+            The prepared objects in the order given; for a single object, that object.
 
         Raises:
             UsageError: an object of another kind, one that is prepared already, or an optimizer
                 with parameters of no prepared module.
             DataError: a DataLoader without batch size or length.
-            RanksDifferError: other models or data on other ranks.
+            RanksDifferError: the ranks have different models or data.
         """
         self._check_open("prepare")
         if not objects:
             raise UsageError("world.prepare()", "nothing was given", "pass the model, ...")
         prepared = self._preparer.prepare(objects)
+        # Models are built with the same random numbers on all ranks. From here on they differ.
         has_module = any(isinstance(thing, nn.Module) for thing in objects)
         if has_module and not self._ranks_have_own_seeds:
             seed_rank(self._run.settings.seed, self._run.collectives.data_parallel.rank)
@@ -168,34 +174,34 @@ class World:
         shard: Shard = None,
         **options: Any,
     ) -> Loader:
-        """A prepared loader, with the options that a DataLoader does not have.
+        """Returns a prepared loader, with options that a DataLoader does not have.
 
         Args:
-            data: a map-style dataset or a stream (an IterableDataset, or what can be iterated again
-                and again), or a DataLoader, which then brings `batch_size`, `shuffle`,
-                `drop_last`, `collate_fn` and `options`.
-            batch_size: samples of the global batch.
-            batch_size_per_device: samples a device; the global batch is that times the world size.
-            shuffle: a new order every epoch, the same on any number of devices.
-            drop_last: leave a last batch that is not full out.
-            micro_batch_size: the most samples a rank computes at a time, or `"auto"`.
-            num_micro_batches: into how many micro-batches a global batch is cut instead, on any
+            data: a map-style dataset or a stream (an IterableDataset, or another object that can be
+                iterated again and again), or a DataLoader, which already has `batch_size`,
+                `shuffle`, `drop_last`, `collate_fn` and `options`.
+            batch_size: the number of samples of the global batch.
+            batch_size_per_device: the number of samples of each device, instead of `batch_size`.
+            shuffle: True for a new order in every epoch, the same on any number of devices.
+            drop_last: True to leave out a last batch that is not full.
+            micro_batch_size: the most samples that a rank computes at a time, or `"auto"`.
+            num_micro_batches: instead of it, the number of micro-batches of a global batch, on any
                 number of ranks; BatchNorm then has the same statistics everywhere.
-            shares: how the batch is divided, `"1:2"` or `"auto"`; None: as `init` was told.
-            weight: gives a batch's weight in the mean, such as its number of tokens; the loss is
-                then the mean over that. Called on the CPU batch.
+            shares: how the batch is divided, `"1:2"` or `"auto"`; None: as set by `init`.
+            weight: returns a batch's weight in the mean, such as its number of tokens; the loss is
+                then the mean over that. Called with the batch on the CPU.
             sample_rng: give every sample random streams of its own; False for datasets that draw
                 nothing, which are then read in whole batches.
             collate_fn: joins samples into a batch.
-            transform: of a stream: applied to each sample of this rank's.
-            shard: of a stream: how a rank comes by its part. Left out, it reads the whole and keeps
-                its own; `shard(start, step)` gives the samples start, start + step, ...; False: the
-                stream splits itself over the ranks.
+            transform: for a stream: applied to each sample of this rank.
+            shard: for a stream: how a rank comes by its part. If it is left out, every rank reads
+                the whole stream and keeps its part; a function `shard(start, step)` returns the
+                samples start, start + step, ...; False: the stream splits itself over the ranks.
             **options: of `torch.utils.data.DataLoader`: `num_workers`, `prefetch_factor`, ...
 
         Raises:
             DataError, SettingError: data or sizes that make no global batch.
-            RanksDifferError: data of other lengths on other ranks.
+            RanksDifferError: the ranks have data of different lengths.
         """
         self._check_open("loader")
         source = make_source(
@@ -219,12 +225,14 @@ class World:
             sample_rng=sample_rng,
         )
 
+    # The training step
+
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """The backward pass, weighted so that the step's gradient is that of the global mean.
+        """Runs the backward pass, weighted so that the step has the gradient of the global mean.
 
         Args:
-            loss: the mean over this rank's samples of the micro-batch (with `weight=`: over what
-                they weigh), one element.
+            loss: one element: the mean over this rank's samples of the micro-batch, or with
+                `weight=` the mean over their weights.
             **options: of `torch.autograd.backward`, such as `retain_graph`.
 
         Raises:
@@ -234,62 +242,73 @@ class World:
         self._preparer.backward(loss, **options)
 
     def loss(self) -> float | None:
-        """The loss of the global batch, over all that `backward` was given on all ranks.
+        """Returns the loss of the global batch, from all losses that `backward` got on all ranks.
 
         All ranks call it together; it waits for the device.
 
         Returns:
-            The loss; None on micro-batches that do not close a global batch.
+            The loss; None for a micro-batch that is not the last of its global batch.
 
         Raises:
             UsageError: called before `backward`, or outside of the training loop.
         """
-        return self._preparer.loss() if self.is_last_micro_batch else None
+        if not self.is_last_micro_batch:
+            return None
+        return self._preparer.loss()
 
     def clip_grad_norm_(
         self, model: nn.Module, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clips by the norm of the whole gradient of the global batch.
+        """Clips the gradient of the global batch by the norm of the whole gradient.
 
         Returns:
-            The norm before clipping; None on micro-batches that do not close a global batch.
+            The norm before clipping; None for a micro-batch after which no optimizer steps.
         """
         if not self._run.step.micro_batch.closes:
             return None
         return self._preparer.clip(model, max_norm, norm_type)
 
+    # Communication between ranks
+
     def sum(self, value: Any) -> Any:
-        """The sum over all ranks of tensors, numbers and nests of them, on every rank."""
+        """Returns on every rank the sum over all ranks.
+
+        Args:
+            value: a tensor, a number, or a nested container of them.
+        """
         return self._run.collectives.sum(value)
 
     def mean(self, value: Any) -> Any:
-        """The mean over ranks; for a mean over samples divide two sums."""
+        """Returns the mean over ranks. For a mean over samples divide two sums."""
         return self._run.collectives.mean(value)
 
     def max(self, value: Any) -> Any:
-        """The largest over all ranks; NaN where any rank has NaN."""
+        """Returns the largest value of all ranks; NaN if any rank has NaN."""
         return self._run.collectives.max(value)
 
     def min(self, value: Any) -> Any:
-        """The smallest over all ranks; NaN where any rank has NaN."""
+        """Returns the smallest value of all ranks; NaN if any rank has NaN."""
         return self._run.collectives.min(value)
 
     def gather(self, value: Any, *, gradient: bool = False) -> Any:
-        """All ranks' values: tensors joined along the first dimension, numbers as lists.
+        """Returns all ranks' values: tensors joined along the first dimension, numbers as lists.
 
-        With `gradient=True` the result carries gradients back to the tensors of all ranks, as a
-        contrastive loss over the whole batch needs; with `world.backward` they are exact for parts
-        of any sizes. Without it the result carries none, which is enough for metrics.
+        Args:
+            value: a tensor, a number, or a nested container of them.
+            gradient: True if gradients are to flow back to the tensors of all ranks, as a
+                contrastive loss over the whole batch needs. With `world.backward` they are exact
+                for parts of any sizes. For metrics no gradients are needed.
 
         Raises:
-            UsageError: gradients are asked for where a batch is not on all ranks at once: with
-                micro-batches, under `pipeline` and `diloco`.
+            UsageError: `gradient` is True while a batch is not on all ranks at once: with
+                micro-batches, or under `pipeline` and `diloco`.
         """
         if gradient:
             self._check_gathers_whole_batch()
         return self._run.collectives.gather(value, gradient=gradient)
 
     def _check_gathers_whole_batch(self) -> None:
+        """Raises UsageError if the ranks together do not have the whole global batch."""
         micro_batches = self._run.step.micro_batch.num_micro_batches
         found = ""
         if self.strategy in ("pipeline", "diloco"):
@@ -304,40 +323,42 @@ class World:
             )
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Rank `source`'s value on every rank; the others may pass None."""
+        """Returns the value of rank `source` on every rank; the other ranks may pass None."""
         return self._run.collectives.broadcast(value, source)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Waits until every rank has called it."""
         self._run.collectives.barrier()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Rank 0 runs the block first, the others when it is done (however long that takes)."""
-        self._num_turns += 1
-        return main_process_first(self._run, str(self._num_turns))
+        """Returns a context: rank 0 runs its block first, the others when rank 0 is done."""
+        self._num_calls_of_main_process_first += 1
+        return main_process_first(self._run, str(self._num_calls_of_main_process_first))
+
+    # Output
 
     def print(self, *values: object, sep: str = " ") -> None:
-        """Prints on rank 0 alone, above a running progress bar."""
+        """Prints on rank 0 only, above a running progress bar."""
         if self.is_main:
             print_line(sep.join(str(value) for value in values))
 
     def log(self, **values: float | Tensor) -> None:
-        """Adds to the running means that `progress` shows: means over all ranks' samples.
+        """Adds values to the running means, over all ranks' samples, that `progress` shows.
 
         Raises:
-            UsageError: outside of `for batch in world.progress(loader)`, where nothing shows them.
+            UsageError: called outside of a loop `for batch in world.progress(loader)`.
         """
-        check_shown(self._means, values)
-        self._means[-1].add(self._run.step.micro_batch_in_use.local_rows, **values)
+        check_shown(self._running_means, values)
+        self._running_means[-1].add(self._run.step.micro_batch_in_use.local_rows, **values)
 
     def progress(self, loader: Loader, description: str | None = None) -> Iterator[Any]:
-        """Iterates the loader and shows, on rank 0, how far it is, how fast, and what is logged."""
+        """Iterates the loader. Rank 0 shows its progress, its speed, and what is logged."""
         check_loader(loader)
         text = f"epoch {self.epoch}" if description is None else description
         return progress(
             loader,
             self._run.collectives,
-            self._means,
+            self._running_means,
             text,
             done=loader.start,
             extensions=self._run.extensions,
@@ -350,14 +371,16 @@ class World:
         loader: Loader | None = None,
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
     ) -> Memory:
-        """What each device holds for a prepared model; see `lockstep.extensions.memory.measure`."""
-        from lockstep.extensions.memory import measure  # not all scripts ask
+        """Measures what each device holds for a prepared model; see `extensions.memory.measure`."""
+        from lockstep.extensions.memory import measure  # few scripts call it
 
         self._check_open("memory")
         return measure(self._preparer, model, optimizer, loader, loss)
 
+    # Epochs and checkpoints
+
     def epochs(self, total: int) -> Iterator[int]:
-        """The epochs from 0, or from where a checkpoint was resumed, to `total` - 1."""
+        """Yields the epochs from 0, or from where a checkpoint was resumed, to `total` - 1."""
         return self._epochs.run(total)
 
     def checkpoint(
@@ -372,15 +395,15 @@ class World:
         asynchronous: bool = True,
         **state: Any,
     ) -> Checkpoint:
-        """Saves and resumes the whole state: `.save()`, `.step()`, `.resume()`, `.wait()`.
+        """Returns an object that saves and resumes: `.save()`, `.step()`, `.resume()`, `.wait()`.
 
         Args:
-            folder: where; made when it is needed.
-            keep: how many of the newest checkpoints stay.
-            every: steps, or time, after which `.step()` saves.
-            best: the one with the smallest or largest `.save(metric=...)` stays too.
+            folder: where checkpoints are saved; made if it does not exist.
+            keep: how many of the newest checkpoints are kept.
+            every: the number of steps, or the time, after which `.step()` saves.
+            best: keeps the checkpoint with the smallest or largest `.save(metric=...)` too.
             busy: what a save does while an earlier one is being written.
-            asynchronous: False: `.save()` returns when all is on disk.
+            asynchronous: False if `.save()` is to return when everything is on disk.
             **state: what belongs to the training: `model=`, `optimizer=`, `loader=`, ...
         """
         from lockstep.checkpoint.schedule import Policy  # not all scripts save
@@ -388,18 +411,9 @@ class World:
 
         self._check_open("checkpoint")
         policy = Policy(keep=keep, every=every, best=best, busy=busy, asynchronous=asynchronous)
-        first = not self._folders
-        self._folders.append(str(folder))
-        saved = {id(value) for value in state.values()}
-        for scheduler in self._preparer.schedulers:
-            known = saved & {id(scheduler), id(scheduler.inner)}
-            if id(scheduler.prepared) in saved and not known:
-                warn(
-                    f"world.checkpoint({str(folder)!r}, ...) without a scheduler",
-                    f"the optimizer is saved, and the {type(scheduler.inner).__name__} that was "
-                    "prepared with it is not: a resumed run would begin its schedule anew",
-                    "name it too: world.checkpoint(..., scheduler=scheduler)",
-                )
+        is_first = not self._checkpoint_folders
+        self._checkpoint_folders.append(str(folder))
+        self._warn_of_unsaved_schedulers(folder, state)
         return Checkpoint(
             folder,
             self._run,
@@ -407,13 +421,28 @@ class World:
             state,
             world=self,
             virtual_ranks=self._preparer.virtual_ranks,
-            rounds_in_memory=first,
+            rounds_in_memory=is_first,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the run itself has to remember: epoch, step, the loss scaler.
+    def _warn_of_unsaved_schedulers(self, folder: str | Path, state: dict[str, Any]) -> None:
+        """Warns of a scheduler whose optimizer is saved in a checkpoint while it is not."""
+        saved_ids = {id(value) for value in state.values()}
+        for scheduler in self._preparer.schedulers:
+            optimizer_is_saved = id(scheduler.prepared) in saved_ids
+            scheduler_is_saved = id(scheduler) in saved_ids or id(scheduler.inner) in saved_ids
+            if optimizer_is_saved and not scheduler_is_saved:
+                warn(
+                    f"world.checkpoint({str(folder)!r}, ...) without a scheduler",
+                    f"the optimizer is saved, and the {type(scheduler.inner).__name__} that was "
+                    "prepared with it is not: a resumed run would begin its schedule anew",
+                    "name it too: world.checkpoint(..., scheduler=scheduler)",
+                )
 
-        Under `state`, by rank, what this one has not sent yet of its gradients, if it compresses.
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the run itself: epoch, step, and the loss scaler.
+
+        If gradients are compressed, `state` has by rank the rounding errors that this rank has not
+        sent yet.
         """
         self._run.extensions.settle()
         state: dict[str, Any] = {
@@ -427,31 +456,36 @@ class World:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave."""
+        """Loads what `state_dict` returned."""
         self._epochs.present = state["epoch"]
         self._run.step.number = state["step"]
         self._preparer.precision.load_state_dict(state["scaler"])
         self._preparer.load_unsent_gradients(state.get("state", {}))
 
     def close(self) -> None:
-        """Leaves the run; called at exit too. A second call does nothing."""
+        """Leaves the run. It is also called at exit; a second call does nothing."""
         self._close(failed=False)
 
     def _close(self, *, failed: bool) -> None:
+        """Leaves the run.
+
+        Args:
+            failed: True if this process had an error.
+        """
         if self._closed:
             return
         self._closed = True
-        _open.discard(self)
+        _open_worlds.discard(self)
         atexit.unregister(process_group.close_at_exit)
         self._preparer.release()
         process_group.leave(self._run, failed=failed)
         if not failed:
             self._run.extensions.settle()
         if self.is_main and not failed:
-            print_closing(self._run.step, self._folders, traffic, self.strategy)
+            print_closing(self._run.step, self._checkpoint_folders, traffic, self.strategy)
 
     def _announce(self) -> None:
-        """Prints the choices made since the last time, once, on rank 0."""
+        """Prints, on rank 0, the choices that were made since the last call."""
         choices = self._preparer.choices
         self._preparer.choices = []
         if not choices:
@@ -462,10 +496,11 @@ class World:
             hosts = 1 if joined is None else len(set(joined.hosts))
             print_choices(title_of(self.size, hosts, __version__), choices)
 
-    def _check_open(self, what: str) -> None:
+    def _check_open(self, method: str) -> None:
+        """Raises UsageError if the world was closed."""
         if self._closed:
             raise UsageError(
-                f"world.{what} after world.close()", "the run was left", "close at the very end"
+                f"world.{method} after world.close()", "the run was left", "close at the very end"
             )
 
 
@@ -489,42 +524,42 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     collective_timeout: float | timedelta | None = None,
     measure_link: bool = True,
 ) -> World:
-    """Joins the run: process group, device, seeds. Started plainly, the run is one process.
+    """Joins the run, and sets its device and seeds. A script started by `python` is a run of one.
 
-    What is left out here may be set outside the script, by `lockstep run --precision bf16` or
-    LOCKSTEP_PRECISION=bf16; a contradiction is an error.
+    An argument that is left out may be set outside of the script, by `lockstep run --precision
+    bf16` or LOCKSTEP_PRECISION=bf16; a contradiction is an error.
 
     Args:
         strategy: `single`, `dp`, `ddp`, `fsdp`, `hsdp`, `pipeline`, `diloco`, or options such as
             `lockstep.strategies.DDP(...)`; left out, `single` on one process, `ddp` on several.
-        seed: of everything random (left out: 0).
-        precision: `fp32` (left out), `bf16`, `fp16` or `fp64`.
-        backend: `nccl`, `gloo` or `mpi`; left out, by device.
+        seed: of all random numbers (default: 0).
+        precision: `fp32` (default), `bf16`, `fp16` or `fp64`.
+        backend: `nccl`, `gloo` or `mpi`; by default chosen by device.
         init_method: `env://`, `tcp://host:port` or `file:///path`.
-        rank: with `world_size`, where no launcher tells.
-        world_size: likewise.
-        shares: how a global batch is divided, `"1:2"` or `(1, 2)`; `"auto"`: by how fast the ranks
-            are, which is measured in the first batch; left out, equally.
-        micro_batch_size: the most samples a rank computes at a time; `"auto"`: as many as fit into
-            its memory; left out, its whole part.
-        num_micro_batches: into how many micro-batches a global batch is cut instead, on any number
-            of ranks; BatchNorm then has the same statistics everywhere.
-        device: `cpu`, `cuda` or `cuda:0`; left out, a GPU where there is one.
+        rank: the number of this process, with `world_size`, if no launcher sets it.
+        world_size: the number of processes, if no launcher sets it.
+        shares: how a global batch is divided, `"1:2"` or `(1, 2)`; `"auto"`: by the speed of the
+            ranks, which is measured in the first batch; by default equally.
+        micro_batch_size: the most samples that a rank computes at a time; `"auto"`: as many as fit
+            into its memory; by default its whole part.
+        num_micro_batches: instead of it, the number of micro-batches of a global batch, on any
+            number of ranks; BatchNorm then has the same statistics everywhere.
+        device: `cpu`, `cuda` or `cuda:0`; by default a GPU if there is one.
         sync_batchnorm: False leaves BatchNorm layers with statistics of their own on each rank.
-        ledger: folder in which every rank writes down which samples it trains in which step; left
-            out, nothing is written. `lockstep ledger` reads it.
-        report: folder in which every rank writes down how its steps go; left out, nothing is
-            written. `lockstep report` makes a page of it.
-        join_timeout: seconds that the ranks wait for each other here (left out: 30).
-        collective_timeout: seconds that a collective may take (left out: torch's default).
-        measure_link: False leaves out to measure the network between machines, under a second
-            here, and what other ways of training would gain on it.
+        ledger: a folder in which every rank writes down which samples it trains in which step, for
+            `lockstep ledger`; by default nothing is written.
+        report: a folder in which every rank writes down how its steps go, for `lockstep report`;
+            by default nothing is written.
+        join_timeout: how many seconds the ranks wait for each other here (default: 30).
+        collective_timeout: how many seconds a collective may take (default: torch's).
+        measure_link: False to leave out the measurement of the network between machines, which
+            takes less than a second here, and the advice that follows from it.
 
     Raises:
         JoinError: the ranks did not come together; the subclass says why.
         RanksDifferError: the ranks run other code, arguments, versions or settings.
         SettingError: a setting that cannot be honoured.
-        UsageError: this process is in a run already.
+        UsageError: this process is already in a run.
     """
     settings = resolve_settings(
         os.environ,
