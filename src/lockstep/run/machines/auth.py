@@ -231,8 +231,10 @@ async def authenticate(address: str, port: int, token: Token, purpose: bytes) ->
             raise ConnectionFailed(TOKEN_DIFFERS)
     except BaseException as error:
         proxy.writer.transport.abort()
+        # It accepted the connection and then said nothing. (A TimeoutError is an OSError as well.)
         if isinstance(error, TimeoutError):
             raise ConnectionFailed(NOT_A_LAUNCHER) from None
+        # The connection broke, or the other side closed it.
         if isinstance(error, OSError | EOFError):
             raise ConnectionFailed(CUT) from None
         raise
@@ -252,6 +254,7 @@ async def _connect(address: str, port: int) -> Streams:
 
 
 async def _check_magic(reader: StreamReader) -> None:
+    """Raises ConnectionFailed if what comes first is not the beginning of the handshake."""
     if await reader.readexactly(len(MAGIC)) != MAGIC:
         raise ConnectionFailed(NOT_A_LAUNCHER)
 
@@ -259,6 +262,7 @@ async def _check_magic(reader: StreamReader) -> None:
 def _hmac(
     token: Token, side: bytes, proxy_nonce: bytes, client_nonce: bytes, purpose: bytes
 ) -> bytes:
+    """Returns the proof of one side ("client" or "server") that it has the token."""
     return hmac.digest(token.key, side + proxy_nonce + client_nonce + purpose, "sha256")
 
 

@@ -70,6 +70,8 @@ class DynamicRendezvous(Rendezvous):
             decided = self._peers.server.decided
             decided_round = decided["round"]
             participants = decided["nodes"]
+            # The server may have decided on a round that this node took part in, or on one that is
+            # over since this node has asked for a later one.
             is_new_round = decided_round > own.started and decided_round >= own.round
             if is_new_round and own.number in participants:
                 break
@@ -105,10 +107,11 @@ class DynamicRendezvous(Rendezvous):
         """Returns how many nodes wait for a new round, or 1 if a lost node makes one necessary."""
         own = self._peers.own
         asking = [node for node in self._peers.present() if node.round > own.round]
+        # New nodes may have to wait, but not the nodes that take part in the running round.
+        all_are_new = all(node.started < own.started for node in asking)
         if asking:
-            # New nodes may have to wait, but not the nodes that take part in the running round.
-            all_are_new = all(node.started < own.started for node in asking)
-            if not (all_are_new and self.defers_joiners()):
+            must_wait = all_are_new and self.defers_joiners()
+            if not must_wait:
                 return len(asking)
         return 1 if self.describe_lost_nodes() else 0
 
@@ -141,13 +144,14 @@ class DynamicRendezvous(Rendezvous):
         if len(present) < self._parameters.min_nodes:
             self._enough_nodes_since = math.inf
             return
+        # There are enough nodes. The first round waits a while for more of them.
         self._enough_nodes_since = min(self._enough_nodes_since, now)
         last_call_end = self._enough_nodes_since + last_call_timeout(self._parameters)
         if round_number == 1 and len(present) < max_nodes and now < last_call_end:
             return
-        if self._peers.own.decided["round"] >= round_number:
-            return
-        if any(node.round < round_number for node in present):
+        is_decided_already = self._peers.own.decided["round"] >= round_number
+        all_have_asked = all(node.round >= round_number for node in present)
+        if is_decided_already or not all_have_asked:
             return
         delete_keys_of_ranks(self._store)
         # Ordered by host, as in torch's rendezvous.

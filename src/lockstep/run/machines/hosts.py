@@ -80,6 +80,7 @@ class Host:
         return self._is_here()
 
     def _is_here(self) -> bool:
+        """Computes `here`."""
         user = self.name.rpartition("@")[0]
         with contextlib.suppress(KeyError, OSError):  # raised if the current user has no name
             if user and user != getpass.getuser():

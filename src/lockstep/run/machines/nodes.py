@@ -111,14 +111,17 @@ class Peers:
             changes: new values by field. Those of `published` are merged into the present ones.
         """
         with self._lock:
-            node = self._nodes.get(number) or Node(**changes)
+            node = self._nodes.get(number)
+            if node is None:
+                node = Node(**changes)
             published = {**node.published, **changes.get("published", {})}
-            self._nodes[number] = replace(node, **{**changes, "published": published})
+            new_values = {**changes, "published": published}
+            self._nodes[number] = replace(node, **new_values)
 
     def update(self, **changes: Any) -> None:
         """Changes fields of the own node, here and at all other launchers."""
         self.write(self.own_number, changes)
-        self.send(changes, None)
+        self.send(changes, None)  # to all other launchers
 
     def admit(self, candidate: Node) -> Node:
         """Adds a launcher that wants to join, and gives it its number. Called by the server.
@@ -171,9 +174,10 @@ def without_replaced(nodes: Iterable[Node]) -> list[Node]:
     for node in sorted(nodes, key=lambda node: node.number):
         if node.rank is None:
             continue
-        holder = holder_of_rank.get(node.rank)
-        if holder is None or node.state == HERE or holder.state != HERE:
-            holder_of_rank[node.rank] = node
+        earlier_holder = holder_of_rank.get(node.rank)
+        if earlier_holder is not None and earlier_holder.state == HERE and node.state != HERE:
+            continue  # the node that came later has gone again
+        holder_of_rank[node.rank] = node
     return [node for node in nodes if node.rank is None or holder_of_rank[node.rank] is node]
 
 

@@ -159,6 +159,7 @@ class _MultiNodeOpener:
         choice = self._choose_server()
         if choice == _ServerChoice.CONNECT:
             return self._connect(self._timeout)
+        # From here on this node serves the run, unless another launcher turns out to do so.
         is_sure = choice == _ServerChoice.SERVE_BY_FLAGS
         if is_sure and not _is_this_machine(endpoint.host):
             # The address may be that of a port forwarding to this machine. Or it may be that of
@@ -173,8 +174,9 @@ class _MultiNodeOpener:
             if not isinstance(error, PortTakenError):
                 raise error from None
             # If a launcher has the port, this node connects to it, or is told why it may not.
+            timeout = OTHER_SERVER_TIMEOUT_S if is_sure else self._timeout
             try:
-                return self._connect(OTHER_SERVER_TIMEOUT_S if is_sure else self._timeout)
+                return self._connect(timeout)
             except (MasterUnreachableError, TokenDiffersError):
                 raise error from None
         return self._serve(listener)
@@ -288,6 +290,7 @@ class _MultiNodeOpener:
                     f"set {TOKEN_VARIABLE} to the same text on all machines (`openssl rand -hex "
                     "16` makes one), or copy the token file of one machine to the others",
                 )
+            # Another program may listen there only because it is about to end.
             is_wrong_service = reason == auth.NOT_A_LAUNCHER
             if waited > timeout or (is_wrong_service and waited > WRONG_SERVICE_TIMEOUT_S):
                 tried = 0.0 if is_wrong_service else timeout

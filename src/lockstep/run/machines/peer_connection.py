@@ -84,10 +84,11 @@ class Connection:
             (length,) = LENGTH_FORMAT.unpack(length_bytes)
             if length > MAX_MESSAGE_BYTES:
                 raise ValueError("a message that is too long")
+            is_heartbeat = length == 0
             message = None
-            if length:
+            if not is_heartbeat:
                 message = json.loads(await self._reader.readexactly(length))
-            self._missed_heartbeats = 0
+            self._missed_heartbeats = 0  # any message shows that the other side is there
             if isinstance(message, dict):
                 return message
 
@@ -162,13 +163,15 @@ class PeerServer:
             return
         nodes = [vars(node) for node in self._peers.all()]
         connection.send({"number": number, "nodes": nodes})
+        # The other clients are told of the new node, which is not yet one of the clients.
         self.send(vars(self._peers.node(number)), number)
         self._clients[number] = connection
         reason = await connection.handle_messages(
             lambda message: self._handle_message(number, message)
         )
         del self._clients[number]
-        if self._peers.node(number).state == HERE and not self._closing:
+        has_said_goodbye = self._peers.node(number).state != HERE
+        if not has_said_goodbye and not self._closing:
             self._change_node(number, {"state": LOST, "why": reason})
 
     def _handle_message(self, number: int, message: Mapping[str, Any]) -> None:

@@ -212,8 +212,10 @@ class RequestReader:
         self._last_heard = time.monotonic()
         if not data:
             return None
-        *lines, self._unfinished_line = (self._unfinished_line + data).split(b"\n")
-        return [json.loads(line) for line in lines if line]
+        text = self._unfinished_line + data
+        *lines, unfinished_line = text.split(b"\n")
+        self._unfinished_line = unfinished_line
+        return [json.loads(line) for line in lines if line]  # an empty line is a heartbeat
 
 
 def send_answer(values: Mapping[str, object], output: int = STDOUT) -> None:
@@ -334,7 +336,8 @@ def watch_launcher(
         thread.join(LAST_OUTPUT_TIMEOUT_S)
     nobody_reads.set()
     if exit_code < 0:
-        return 128 - exit_code
+        signal_number = -exit_code
+        return 128 + signal_number
     return exit_code
 
 

@@ -65,7 +65,7 @@ def read_endpoint(parameters: RendezvousParameters) -> Endpoint:
     """
     if parameters.backend == "static":
         flags = "--master-addr and --master-port"
-        default_port = -1
+        default_port = -1  # no port is given
     else:
         flags = "--rdzv-endpoint"
         default_port = DEFAULT_C10D_PORT

@@ -120,13 +120,13 @@ class Remote:
             attempt: raises Problem if it fails.
             deadline: (monotonic) after which no further attempt begins.
         """
-        drop: ConnectionDropped | None = None
+        last_drop: ConnectionDropped | None = None
         pauses = list(RETRY_PAUSES_S)
         while True:
             try:
                 return await attempt()
-            except ConnectionDropped as error:
-                drop = error
+            except ConnectionDropped as drop:
+                last_drop = drop
                 if not pauses:
                     raise
                 # At random, so that not all machines try again at the same time.
@@ -134,9 +134,10 @@ class Remote:
                 if time.monotonic() + pause > deadline:
                     raise
             except Problem:
-                # An attempt that the deadline cut short says nothing about the cause.
-                if drop is not None and time.monotonic() >= deadline:
-                    raise drop from None
+                # An attempt that the deadline cut short says nothing about the cause. The drop
+                # before it does.
+                if last_drop is not None and time.monotonic() >= deadline:
+                    raise last_drop from None
                 raise
             await self.close()
             await asyncio.sleep(pause)
@@ -270,6 +271,7 @@ class Remote:
         return await self._receive_answer(self.answer_timeout_s)
 
     async def _receive_answer(self, timeout: float) -> dict[str, Any]:
+        """Waits for the next answer; raises Problem if none comes within `timeout` seconds."""
         answer = None
         with contextlib.suppress(TimeoutError):
             answer = await asyncio.wait_for(self._answers.get(), timeout)
@@ -381,31 +383,35 @@ class Remote:
         A process that ssh has left behind may hold the stream open, and go on writing to it.
         """
         silent_s = 0.0
-        remaining_wait_s = FINISH_TIMEOUT_S
+        remaining_wait_s = FINISH_TIMEOUT_S  # how long it is still read after the process's end
         reads_after_end = 0
         while True:
             was_running = self._is_running()
             read_started = time.monotonic()
             timeout = FINISH_TIMEOUT_S if remaining_wait_s > 0 else FINISH_TIMEOUT_S / 4
+            data: bytes | None
             try:
                 data = await asyncio.wait_for(reader.read(READ_BYTES), timeout)
             except TimeoutError:
-                data = None
+                data = None  # nothing came in time
+            is_closed = data == b""
             waited_s = time.monotonic() - read_started
             if not was_running:
                 remaining_wait_s -= waited_s
                 reads_after_end += 1
-                if reads_after_end > MAX_READS_AFTER_END:
+                if reads_after_end > MAX_READS_AFTER_END:  # what comes is from another process
                     break
                 if data is None and remaining_wait_s <= 0:
                     break
+            if is_closed:
+                break
             if data is None:
                 silent_s += waited_s
-                if self._launcher_started and stream == "stdout" and silent_s > SILENCE_TIMEOUT_S:
+                # A helper that has started the launcher sends heartbeats on its standard output.
+                expects_heartbeats = self._launcher_started and stream == "stdout"
+                if expects_heartbeats and silent_s > SILENCE_TIMEOUT_S:
                     self.kill()
                 continue
-            if not data:
-                break
             silent_s = 0.0
             await self._process_output(stream, data)
         self._begun_answers[stream] = b""  # an answer that has not come whole
@@ -488,7 +494,7 @@ async def run_on_all(
     for remote, outcome in zip(remotes, outcomes, strict=True):
         if isinstance(outcome, Problem):
             problems[remote] = outcome
-        elif isinstance(outcome, BaseException):
+        elif isinstance(outcome, BaseException):  # no failure of the machine, but of this program
             raise outcome
         else:
             results[remote] = outcome

@@ -110,16 +110,17 @@ class _HostsRun:
 
     def _on_signal(self, name: str) -> None:
         """Passes a signal on to the launchers, or gives up if they are not started yet."""
-        is_first = self._ending_signal is None
-        if name != "SIGUSR1":
+        asks_to_end = name != "SIGUSR1"  # SIGUSR1 asks the ranks to save
+        was_asked_before = self._ending_signal is not None
+        if asks_to_end:
             self._ending_signal = signal.Signals[name]
         if self._launchers_started:
             self._send_signal(name, self._remotes)
             return
-        if name == "SIGUSR1":
-            return  # it asks ranks to save, and there are none yet
-        if is_first and self._main_task:
-            self._main_task.cancel()
+        if not asks_to_end:
+            return  # there are no ranks yet that could save
+        if self._main_task and not was_asked_before:
+            self._main_task.cancel()  # `run` then closes the connections
             return
         # The user cannot wait until the connections are closed.
         for remote in self._remotes:
@@ -148,13 +149,15 @@ class _HostsRun:
         """
         sink = self._sinks[stream]
         # If the run has several ranks, their lines begin with "[rank".
-        is_launcher_line = line.strip() and not line.startswith(b"[rank")
+        is_launcher_line = bool(line.strip()) and not line.startswith(b"[rank")
         if stream == "stderr" and len(self._remotes) > 1 and is_launcher_line:
             # Each launcher lists the consequences that it has seen; the first list is enough.
             key = b"consequences" if line.startswith(b"consequences: ") else line
-            if self._host_of_launcher_line.setdefault(key, host) is not host:
+            first_host = self._host_of_launcher_line.setdefault(key, host)
+            if first_host is not host:
                 return
         sink.write(f"[{host.name}] ".encode() + line + b"\n", self._bottom_row(sink))
+        # While the terminal takes nothing, no further line of this machine is read.
         while len(sink.waiting) > MAX_UNPRINTED_BYTES and self._ending_signal is None:
             await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -172,6 +175,7 @@ class _HostsRun:
         return b""
 
     def _draw(self) -> None:
+        """Writes what the terminals take now, and the rows at their bottom."""
         for sink in self._sinks.values():
             sink.draw(self._bottom_row(sink))
             sink.flush()

@@ -41,15 +41,17 @@ class StaticRendezvous(Rendezvous):
         Raises:
             MissingRankError: a node has not come within the join timeout, or has left for good.
         """
-        present = self._peers.present()
-        # The round that another node has asked for already, or the one after the last.
-        round_number = max(max(node.round, node.started + 1) for node in present)
+        # The round after the last one, or the one that another node has asked for already.
+        round_number = 1
+        for node in self._peers.present():
+            round_number = max(round_number, node.round, node.started + 1)
         self._peers.update(round=round_number)
         self._wait_for_all_nodes(round_number)
         self._peers.update(started=round_number)
         self.attempt = round_number - 1
         store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
-        rank = self._peers.own.rank or 0
+        own_rank = self._peers.own.rank
+        rank = 0 if own_rank is None else own_rank
         # Node 0 prepares the store; the others wait until the key is there.
         if rank == 0:
             delete_keys_of_ranks(self._store)
@@ -67,11 +69,16 @@ class StaticRendezvous(Rendezvous):
             missing = describe_missing(self._peers.all(), num_nodes, round_number)
             if not missing:
                 return
-            node = self._find_node_gone_for_good(round_number)
-            if node is not None or time.monotonic() > deadline:
+            found = ""
+            node_gone_for_good = self._find_node_gone_for_good(round_number)
+            if node_gone_for_good is not None:
+                found = describe_departure(node_gone_for_good)
+            elif time.monotonic() > deadline:
+                found = f"{missing} (waited {timeout:g} s)"
+            if found:
                 raise MissingRankError(
                     f"--nnodes {num_nodes}",
-                    describe_departure(node) if node else f"{missing} (waited {timeout:g} s)",
+                    found,
                     "look at the output of the launcher there, or start it",
                 )
             announcer.update(missing)

@@ -25,7 +25,7 @@ class TorchRendezvous(Rendezvous):
     can_publish = False
 
     def __init__(self, parameters: RendezvousParameters, peers: Peers, say: Say) -> None:
-        super().__init__(parameters, peers, None, say, None)
+        super().__init__(parameters, peers, store=None, say=say, interface=None)
         try:
             handler = get_rendezvous_handler(parameters)
         except ValueError as error:

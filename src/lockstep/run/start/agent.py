@@ -396,6 +396,7 @@ class Agent(api.SimpleElasticAgent):
         spawned = spawned_ranks(attempt.processes[0])
         pids = [process.pid for process in spawned]
         if pids != [process.pid for process in self._spawned_ranks]:  # others than last time
+            # If it has spawned none, the only rank itself is watched.
             self._supervisor = Supervisor(
                 spawned or attempt.processes,
                 self._plan.hang,
@@ -443,16 +444,17 @@ class Agent(api.SimpleElasticAgent):
         if now >= self._timeout_at and attempt.running:
             self.timed_out_ranks = tuple(process.rank for process in attempt.running)
             return True
-        # In an elastic run the others go on without a lost machine. Then it has a description.
-        is_node_lost = self._rdzv.lost_nodes() and not self._rdzv.describe_lost_nodes()
+        # An elastic run goes on without a lost machine. `describe_lost_nodes` then names it.
+        is_node_lost = bool(self._rdzv.lost_nodes())
+        goes_on_without_it = bool(self._rdzv.describe_lost_nodes())
+        if is_node_lost and not goes_on_without_it:
+            return True
         reports = self._reports_of_others(attempt).values()
-        if is_node_lost or any(report.failed for report in reports):
+        if any(report.failed for report in reports):
             return True
         if now >= self._next_slow_checks:
             self._next_slow_checks = now + _SLOW_CHECKS_INTERVAL_S
-            for process in attempt.running:
-                peak_bytes = peak_memory(process.pid) if process.pid else None
-                process.peak_bytes = peak_bytes or process.peak_bytes
+            self._note_peak_memory(attempt)
             if attempt.world_size == 1 and attempt.running:
                 self._watch_spawned_ranks(attempt)
             self._announce_deleted_logs(attempt)
@@ -463,6 +465,13 @@ class Agent(api.SimpleElasticAgent):
                     return True
         self._snapshot_exchange.answer()
         return self._supervisor is not None and self._supervisor.check()
+
+    def _note_peak_memory(self, attempt: Attempt) -> None:
+        """Notes the highest resident memory of each running rank, which is lost at its end."""
+        for process in attempt.running:
+            peak_bytes = peak_memory(process.pid) if process.pid else None
+            if peak_bytes:
+                process.peak_bytes = peak_bytes
 
     def _read_events(self, timeout: float = 0.0) -> None:
         """Notes which ranks the zygote has started and which have ended since the last call.
@@ -485,6 +494,7 @@ class Agent(api.SimpleElasticAgent):
                 elif event.code is None:  # it was started
                     process.pid = event.pid
                 elif process.pid in (None, event.pid) and process.code is None:
+                    # It has ended, and its end was not noted before.
                     process.pid = event.pid
                     process.code = event.code
                     process.ended_at = time.time()
@@ -518,8 +528,10 @@ class Agent(api.SimpleElasticAgent):
 
     def _is_membership_changing(self, attempt: Attempt) -> bool:
         """True if ranks here failed because the run goes on with other machines than before."""
+        if not self._rdzv.elastic:
+            return False
         reports = self._reports_of_others(attempt).values()
-        if any(report.failed for report in reports) or not self._rdzv.elastic:
+        if any(report.failed for report in reports):
             return False
         deadline = time.monotonic() + _MEMBERSHIP_CHANGE_S
         wait_until(lambda: self._rdzv.num_nodes_waiting() > 0, deadline)
@@ -762,9 +774,13 @@ class Agent(api.SimpleElasticAgent):
             lost_nodes=lost_nodes,
             folder=f"{attempt.folder}{' (its logs were deleted)' if attempt.logs_deleted else ''}",
         )
-        if failure is None or failure.kind != "interrupted" or own_report.interrupted is not None:
-            return failure
-        return replace(failure, headline=f"{failure.headline} on host {interrupted[0].host}")
+        was_interrupted_elsewhere = (
+            failure is not None and failure.kind == "interrupted" and own_report.interrupted is None
+        )
+        if failure is not None and was_interrupted_elsewhere:
+            headline = f"{failure.headline} on host {interrupted[0].host}"
+            return replace(failure, headline=headline)
+        return failure
 
     def _has_all_reports(self, attempt: Attempt, own_report: ExitReport) -> bool:
         """True if the reports of the other launchers are complete, or no more of them is needed."""
@@ -774,12 +790,14 @@ class Agent(api.SimpleElasticAgent):
             return True
         if not any(report.failed for report in reports):
             return True
+        # Something failed. What failed first is known once every machine has told of all its ranks.
         complete = {node for node, report in reports_of_others.items() if report.complete}
         lost = {_node_rank(node) for node in self._rdzv.lost_nodes()}
         return len(complete | lost) >= attempt.nodes - 1
 
 
 def _node_rank(node: Node) -> int:
+    """Returns a node's rank; -1, which no node has, if it has been given none yet."""
     return -1 if node.rank is None else node.rank
 
 

@@ -238,7 +238,9 @@ class Console:
         prefix = self._prefix.safe_substitute(rank=rank, local_rank=local_rank)
         rank_descriptors = []
         for name, sink in self._sinks.items():
-            if is_only_rank and name in shown and sink.is_tty and not self._always_logged:
+            is_shown_on_terminal = name in shown and sink.is_tty
+            if is_only_rank and is_shown_on_terminal and not self._always_logged:
+                # The rank gets the terminal itself.
                 sink.shared = True
                 rank_descriptors.append(os.dup(sink.descriptor))
                 continue
@@ -425,8 +427,11 @@ class Console:
             return b""
         unfinished = []
         for stream in self._streams:
-            is_passed_on_unchanged = not stream.prefix
-            if stream.sink is sink and not is_passed_on_unchanged and stream.state.strip():
+            if stream.sink is not sink:
+                continue
+            if not stream.prefix:  # it is passed on unchanged, its unfinished line included
+                continue
+            if stream.state.strip():
                 unfinished.append(stream)
         if not unfinished:
             return b""
@@ -437,7 +442,10 @@ class Console:
         """Shows what is left of a stream, and closes it."""
         self._streams.remove(stream)
         if stream.sink is not None:
-            lines = [stream.state] if stream.prefix and stream.state.strip() else []
+            # The last line may be without its end. A stream without a prefix is passed on
+            # unchanged, so its last line has been shown already.
+            has_unfinished_line = bool(stream.state.strip())
+            lines = [stream.state] if stream.prefix and has_unfinished_line else []
             self._show(stream, stream.sink, stream.hold_back_last_words(lines))
             self._show_last_words(stream)
             stream.sink.draw(self._status_row(stream.sink))
@@ -511,7 +519,7 @@ class _Stream:
         self.last_read = time.monotonic()
         if not lines or self.log.stem != "stderr" or not self._has_raised():
             return lines
-        begin = 0
+        begin = 0  # without a traceback all of the lines are last words
         if not self.last_words:
             for index, line in enumerate(lines):
                 if _TRACEBACK_HEADING in line:

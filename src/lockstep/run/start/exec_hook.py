@@ -84,7 +84,7 @@ def _without_heartbeat(path: Path) -> Iterator[None]:
     """
     try:
         descriptor = os.open(path, os.O_RDWR)
-    except OSError:
+    except OSError:  # there is no heartbeat
         yield
         return
     try:

@@ -127,8 +127,14 @@ def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
         return cores
     if asked == "auto":
         return gpus if gpus > 0 else cores
-    if asked == "gpu" and gpus > 0:
-        return gpus
+    if asked == "gpu":
+        if gpus > 0:
+            return gpus
+        raise SettingError(
+            f"--nproc {asked}",
+            "no GPU is visible",
+            "give a number, or --nproc cpu (one a core)",
+        )
     try:
         number = int(asked)
     except ValueError:
@@ -140,12 +146,6 @@ def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
             number = int(determine_local_world_size(str(asked)))
     if number >= 1:
         return number
-    if asked == "gpu":
-        raise SettingError(
-            f"--nproc {asked}",
-            "no GPU is visible",
-            "give a number, or --nproc cpu (one a core)",
-        )
     raise SettingError(
         f"--nproc {asked}",
         "not a number of processes",

@@ -33,8 +33,9 @@ def make_folder(log_dir: str | None, name: str) -> Path:
             mode = 0o700
         parent = parent.absolute()  # the ranks may change their working directory
         parent.mkdir(parents=True, exist_ok=True, mode=mode)
-        if not log_dir and parent.stat().st_uid != os.getuid():
-            # Another user has made it, and could read our logs or replace them.
+        belongs_to_another_user = parent.stat().st_uid != os.getuid()
+        if not log_dir and belongs_to_another_user:
+            # That user could read our logs or replace them.
             parent = parent.parent
         stamp = time.strftime("%Y%m%d-%H%M%S")
         prefix = f"{name[:_MAX_NAME_CHARACTERS]}-{stamp}-"

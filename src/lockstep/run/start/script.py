@@ -163,7 +163,7 @@ def _parse_flags(spec: LaunchSpec) -> argparse.Namespace:
 
 def _nproc_known_early(spec: LaunchSpec) -> int:
     """Returns the number of ranks here; 0 if it depends on the machine (`auto`, `gpu`, `cpu`)."""
-    asked = spec.nproc or "1"
+    asked = "1" if spec.nproc is None else spec.nproc  # torchrun's default
     return int(asked) if asked.isdigit() else 0
 
 
@@ -301,8 +301,9 @@ def _why_cold(request: _Request, environ: Mapping[str, str]) -> str | None:
         return "PYTHON_EXEC is set"
     if sys.platform != "linux":
         return f"a process that uses torch cannot be copied on {sys.platform}"
-    for name in request.hints.variables_for_import:
-        return f"the script sets {name} before it imports torch"
+    variables = request.hints.variables_for_import
+    if variables:
+        return f"the script sets {variables[0]} before it imports torch"
     return None
 
 
@@ -320,11 +321,12 @@ def _fresh_command(script: Script, flags: argparse.Namespace) -> Command:
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     numa = flags.numa_binding
     if _is_program(flags):
-        return Command((script.path, *script.arguments), {}, numa)
+        return Command((script.path, *script.arguments), environment={}, numa=numa)
     if python != sys.executable:
         # Another interpreter may have neither Lockstep nor our version of Python.
-        module = ("-m",) if script.module else ()
-        return Command((python, "-u", *module, script.path, *script.arguments), {}, numa)
+        module_flag = ("-m",) if script.module else ()
+        line = (python, "-u", *module_flag, script.path, *script.arguments)
+        return Command(line, environment={}, numa=numa)
     return worker.fresh_interpreter(script)._replace(numa=numa)
 
 

@@ -67,7 +67,9 @@ class Sink:
             columns = os.get_terminal_size(self.descriptor).columns
         except OSError:
             return _DEFAULT_COLUMNS - 1
-        return max(_MIN_COLUMNS, columns or _DEFAULT_COLUMNS) - 1
+        if columns == 0:  # the terminal does not know its width
+            columns = _DEFAULT_COLUMNS
+        return max(_MIN_COLUMNS, columns) - 1
 
     def colour_prefix(self, prefix: str, rank: int) -> bytes:
         """Returns the prefix of a rank's lines; on a terminal in the rank's colour."""

@@ -59,11 +59,15 @@ def read_script(script: Script) -> SourceHints:
 
     A module is looked for in the working directory, where `python -m` looks first.
     """
-    path = Path(*script.path.split(".")) if script.module else Path(script.path)
-    if path.is_dir():
-        path = path / "__main__.py"
-    elif script.module:
-        path = path.with_suffix(".py")
+    if script.module:
+        names = script.path.split(".")
+        path = Path(*names)
+        is_package = path.is_dir()
+        path = path / "__main__.py" if is_package else path.with_suffix(".py")
+    else:
+        path = Path(script.path)
+        if path.is_dir():  # Python runs the `__main__.py` of a folder
+            path = path / "__main__.py"
     try:
         with tokenize.open(path) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks will show them
@@ -141,6 +145,7 @@ def _assignment_keys(nodes: list[ast.AST]) -> list[ast.Constant]:
 
 def _reads_rank(nodes: list[ast.AST]) -> bool:
     """True if the source mentions RANK or LOCAL_RANK other than to set it."""
+    # Nodes are compared by identity: the same text may be read in one place and set in another.
     assigned = {id(constant) for constant in _assignment_keys(nodes)}
     for node in nodes:
         if isinstance(node, ast.Constant) and id(node) not in assigned:
@@ -177,6 +182,7 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
     while pending:
         node = pending.pop()
         nodes.append(node)
+        # It is taken out of the table, so a function that is named twice is looked at once.
         function = functions.pop(_last_name(node), None)
         if function is not None:
             pending.extend(function.body)
@@ -190,8 +196,12 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
 
 
 def _is_spawn_of_generator(call: ast.Call) -> bool:
-    """True for `generator.spawn(n)` of a random generator, which starts no process."""
-    return _last_name(call.func) == "spawn" and len(call.args) + len(call.keywords) < 2
+    """True for `generator.spawn(n)` of a random generator, which starts no process.
+
+    `mp.spawn` is given a function and more.
+    """
+    num_arguments = len(call.args) + len(call.keywords)
+    return _last_name(call.func) == "spawn" and num_arguments < 2
 
 
 def _last_name(node: ast.AST) -> str:

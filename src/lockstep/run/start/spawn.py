@@ -194,13 +194,14 @@ def _pickle_if_possible(call: FunctionCall, was_set: str) -> bytes | None:
     """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)  # at the prompt: None; from standard input: "<stdin>"
-    has_module_name = getattr(main, "__spec__", None) is not None
-    has_script = has_module_name or (file is not None and Path(file).is_file())
+    was_started_as_module = getattr(main, "__spec__", None) is not None  # by `python -m`
+    has_script = was_started_as_module or (file is not None and Path(file).is_file())
     try:
         pickled = pickle.dumps(call)
     except Exception as error:  # pickle, and a user's own reducer, may raise anything
         reason = f"it cannot be sent to a fresh process ({error})"
     else:
+        # At the prompt a function of an importable module needs nothing that was typed there.
         needs_no_script = file is None and b"__main__" not in pickled
         if has_script or needs_no_script:
             return pickled
@@ -263,14 +264,16 @@ def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, plan: Launc
 
 def _raise_if_interrupted(agent: Agent) -> None:
     """Raises what a signal that ended the run would have raised in this process."""
-    number = agent.interrupted.signal if agent.interrupted else 0
     if agent.failure is not None and agent.failure.kind == "interrupted":
-        # It may also be the Ctrl-C that an only rank was sent.
-        number = agent.failure.exit_code - 128
-    if number == signal.SIGINT:
+        # By the launcher's signal, or by the Ctrl-C that an only rank was sent.
+        exit_code = agent.failure.exit_code
+    elif agent.interrupted is not None:
+        exit_code = 128 + agent.interrupted.signal
+    else:
+        return
+    if exit_code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
-    if number:
-        raise SystemExit(128 + number)
+    raise SystemExit(exit_code)
 
 
 def _returned_values(agent: Agent, was_set: str, timeout: float | None) -> list[Any]:
@@ -308,6 +311,7 @@ def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> 
 
     folders = {process.rank: process.folder for process in attempt.processes}
     failed_rank = min(failure.ranks, default=0)
+    # The exception of the first of the failed ranks that has recorded one.
     record = None
     # The ranks of a deadlock were ended by the launcher, so what they recorded is no cause.
     ranks = () if failure.kind == "deadlock" else failure.ranks

@@ -28,6 +28,7 @@ def last_state(line: bytes) -> bytes:
     """Returns the last state of a line that may have been drawn several times."""
     if b"\r" not in line and b"\x1b" not in line:
         return line
+    # An erased line counts as one that was drawn blank.
     line = _ERASE_LINE.sub(b"\r \r", line)
     line = _CURSOR_OR_TITLE.sub(b"", line)
     for state in reversed(line.split(b"\r")):

@@ -138,6 +138,7 @@ def node_numbers(nnodes: str) -> tuple[int, int]:
         SettingError: it stands for no number of machines.
     """
     parts = nnodes.split(":")
+    # What is not a number counts as 0, which is refused below.
     numbers = [int(part) if part.strip().isdigit() else 0 for part in parts]
     fewest = numbers[0]
     most = numbers[-1]
@@ -161,13 +162,15 @@ def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
     options = _rendezvous_options(flags.rdzv_conf)
     if backend == "static":
         options["rank"] = flags.node_rank
-    has_no_endpoint = backend == "static" and not endpoint
-    is_one_machine = has_no_endpoint and flags.master_port is None and most_nodes == 1
-    if flags.standalone or is_one_machine:
+    # With "static", torchrun's default, --master-addr and --master-port stand for the endpoint.
+    uses_master_flags = backend == "static" and not endpoint
+    needs_no_port = uses_master_flags and flags.master_port is None and most_nodes == 1
+    if flags.standalone or needs_no_port:
+        # One machine: any free port will do, so that two runs do not meet.
         backend = "c10d"
         endpoint = "localhost:0"
         run_id = str(uuid.uuid4())
-    elif has_no_endpoint:
+    elif uses_master_flags:
         endpoint = f"{flags.master_addr}:{flags.master_port or _DEFAULT_MASTER_PORT}"
     return RendezvousParameters(
         backend, endpoint, run_id or "none", fewest_nodes, most_nodes, flags.local_addr, **options

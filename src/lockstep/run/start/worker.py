@@ -221,7 +221,7 @@ def run_recorded(
         report: called with the exception.
 
     Returns:
-        The exit code; -2 if Ctrl-C ended the program.
+        The exit code; minus the number of SIGINT if Ctrl-C ended the program.
     """
     folder = Path(os.environ[FOLDER_VARIABLE])
     from lockstep.run.watch import error_record, probe

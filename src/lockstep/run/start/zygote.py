@@ -315,18 +315,21 @@ class Server:
     def _handle_message(self) -> bool:
         """Does what one message asks for; returns False if the launcher has closed its end."""
         data, files = _receive(self.control)
+        is_closed = not data
+        if is_closed:
+            return False
         if files:  # only the request for a rank comes with descriptors
             self._start(files)
             for file in files:
                 os.close(file)
-        elif data:
-            request = json.loads(data)
-            if "left_behind" in request:
-                self._end_left_behind(_LEFT_BEHIND_TERM_GRACE_S)
-                self._report(Event(_LEFT_BEHIND, None))
-            else:
-                self._signal(request["signal"], set(request["ranks"]))
-        return bool(data)
+            return True
+        request = json.loads(data)
+        if "left_behind" in request:
+            self._end_left_behind(_LEFT_BEHIND_TERM_GRACE_S)
+            self._report(Event(rank=_LEFT_BEHIND, pid=None))
+        else:
+            self._signal(request["signal"], set(request["ranks"]))
+        return True
 
     # Starting ranks
 
@@ -342,7 +345,7 @@ class Server:
         try:
             pid = self._make_rank(files)
         except OSError as error:  # no more processes, or no more memory
-            self._report(Event(rank, None, reason=str(error.strerror)))
+            self._report(Event(rank, pid=None, reason=str(error.strerror)))
             return
         self.running[pid] = rank
         command = request["command"]

@@ -196,6 +196,7 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
         # The stack proves that the main thread is inside a recorded call: it is its latest one.
         all_calls = state.calls or ()
         calls_of_main_thread = [call for call in all_calls if call.thread == state.main_thread]
+        # A record may lack the threads of its calls.
         candidates = calls_of_main_thread or all_calls
     for call in candidates:
         if call.state == "started":

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from lockstep.run.watch import stacks
 from lockstep.run.watch.snapshot import CollectiveCall, Group, Snapshot
@@ -22,8 +23,14 @@ _DEFAULT_TIMEOUT_S = 1800.0
 # differ by rank, or are not recorded on every rank.
 _SAME_SIZE_OPS = {"all_reduce", "broadcast", "reduce", "_broadcast_oop", "_reduce_oop"}
 
-Signature = tuple[str, int | None, tuple[str, ...]]
-"""The operation and, if they must be equal on all ranks, the number of elements and the types."""
+
+class Signature(NamedTuple):
+    """What must be equal on all ranks for their calls to match."""
+
+    op: str
+    num_elements: int | None = None
+    """None if it may differ between the ranks; then `dtypes` is empty."""
+    dtypes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,9 +49,9 @@ class Mismatch:
 def signature(call: CollectiveCall) -> Signature:
     """Returns what must be equal on all ranks for their calls to match."""
     if call.op not in _SAME_SIZE_OPS:
-        return call.op, None, ()
+        return Signature(call.op)
     num_elements = sum(prod(size) for size in call.input_sizes)
-    return call.op, num_elements, call.dtypes
+    return Signature(call.op, num_elements, call.dtypes)
 
 
 class CallTable:

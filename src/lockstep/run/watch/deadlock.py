@@ -80,14 +80,14 @@ def _calls_made(mismatch: Mismatch | None) -> list[CollectiveCall]:
 
 
 def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> str:
-    """Says in what the ranks wait, in the words of the headline."""
+    """Returns the part of the headline that says what the ranks wait in."""
     if any(activity.p2p for activity in waiting.values()):
         return f"{name_ops(waiting)}, for each other"
     if _create_different_groups(waiting):
         return f"{name_ops(waiting)}, for process groups that differ"
     ops_at_mismatch = {call.op for call in _calls_made(mismatch)}
     if _only_sizes_differ(mismatch):
-        (op,) = ops_at_mismatch
+        (op,) = ops_at_mismatch  # all of them called the same operation
         return f"{op} with different sizes or types"
     ops = {activity.op for activity in waiting.values()}
     if len(ops) > 1 or len(ops_at_mismatch) > 1:
@@ -231,10 +231,11 @@ def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
 
 
 def _is_from_new_line(activities: Sequence[Activity]) -> bool | None:
-    """True if none of the ranks' earlier collectives came from the line that they are at now.
+    """Returns whether the ranks are at a line from which they have made no collective before.
 
     Returns:
-        None if that is not known, as the lines of earlier calls were not obtained.
+        False if one of them has made one from its line; None if the lines of earlier collectives
+        are not known.
     """
     for activity in activities:
         pending = activity.state.pending_calls()

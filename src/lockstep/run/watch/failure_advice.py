@@ -117,6 +117,7 @@ def advise(kind: str, end: ExitStatus, *, no_peer_was_lost: bool) -> tuple[str, 
     # rank itself, the kind is not "oom".
     if kind == "exception" and end.oom and re.search(r"DataLoader worker|signal: Killed", text):
         return (f"the kernel's out-of-memory killer ended a worker: {_MEMORY}",)
+    # The rank was killed with the process that had started it. Perhaps that was for memory.
     if end.with_fork_server and end.oom:
         return (f"the kernel's out-of-memory killer has ended a process meanwhile: {_MEMORY}",)
     if kind in BY_KIND:

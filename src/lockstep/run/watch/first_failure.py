@@ -180,11 +180,11 @@ def _was_interrupted_too(end: ExitStatus, interrupted: Interruption | None) -> b
 
 
 def _lost_peer_text(end: ExitStatus) -> str | None:
-    """Returns the words by which a rank's end shows itself to be a consequence."""
+    """Returns the words of a rank's error that say that a peer was lost; None if none do."""
     if end.error is not None:
         return find_lost_peer_text([end.error.message, *end.error.chain])
     if end.code == -signal.SIGABRT:
-        # An exception in a C++ thread, such as NCCL's watchdog, ends the process so.
+        # An exception in a C++ thread, such as NCCL's watchdog, aborts the process.
         return find_lost_peer_text(end.last_lines)
     if end.printed is not None:
         return find_lost_peer_text(end.printed.text)
@@ -305,14 +305,15 @@ def _launcher_exit_code(end: ExitStatus) -> int:
     """Returns the exit code with which the launcher ends because of a rank's end."""
     if end.code > 0:
         return end.code
-    was_ended_by_signal = end.code < 0
-    if was_ended_by_signal and end.error is not None and end.error.type != "SystemExit":
-        if end.error.exit_code > 0:
-            return end.error.exit_code
-        # Ctrl-C ends Python by a signal. A shell reports that as 128 plus the signal.
-        signal_number = -end.code
-        return 128 + signal_number
-    return EXIT_LOST_RANK
+    error = end.error
+    if end.code == 0 or error is None or error.type == "SystemExit":
+        return EXIT_LOST_RANK
+    # It has raised an exception, and a signal ended it.
+    if error.exit_code > 0:  # the code with which it would have ended without the signal
+        return error.exit_code
+    # Ctrl-C ends Python by a signal. A shell reports that as 128 plus the signal.
+    signal_number = -end.code
+    return 128 + signal_number
 
 
 def _roots_without_error(ends: _Ends) -> list[FirstFailure]:
@@ -370,7 +371,7 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
                 left_early.append(replace(_root_of_exit(end), details=rows, advice=hang.advice))
         if left_early:
             return left_early
-    kind: FailureKind = "signal"
+    kind: FailureKind = "signal"  # the others wait for a rank that has died
     if hang.kind == "deadlock":
         kind = "deadlock"
     elif hang.kind == "left":

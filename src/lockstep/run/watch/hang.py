@@ -105,16 +105,19 @@ def _nothing_is_visible(case: Case) -> Verdict | None:
 
 
 def _all_are_blocked(case: Case) -> Verdict | None:
-    """All of several ranks are blocked at once. If only one of them computes, that is normal."""
+    """All of several ranks are blocked at once. As long as one of them computes, that is normal."""
     alive = case.alive
     ended_ranks = case.activities.keys() - alive.keys()
+    if case.waiting or len(case.activities) < 2:
+        return None
     blocked_kinds = {Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED}
     if ended_ranks:
-        # At a script's end one of torch's threads may want the lock with which the interpreter
-        # waits for it.
+        # At a script's end the interpreter waits for a thread of torch, and holds the lock that
+        # this thread wants. Such a rank is silent.
         blocked_kinds.add(Kind.SILENT)
     kinds = {activity.kind for activity in alive.values()}
-    if case.waiting or len(case.activities) < 2 or not kinds <= blocked_kinds:
+    all_are_blocked = kinds <= blocked_kinds
+    if not all_are_blocked:
         return None
     duration = f"{case.waited_s:.0f} s"
     if ended_ranks:
@@ -198,7 +201,8 @@ _VERDICT_ON_AWAITED_RANK: dict[Kind, VerdictKind] = {
 def _awaited_rank_is_busy(case: Case) -> Verdict | None:
     """The others wait for a rank that still does something, or that cannot be seen.
 
-    If they wait for several ranks, those decide whose kind is the clearest.
+    If they wait for several ranks that do different things, the verdict is on those of which it is
+    clearest what they do.
     """
     roots = case.roots
     for kind, verdict_kind in _VERDICT_ON_AWAITED_RANK.items():

@@ -52,8 +52,8 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
     for line in lines[heading_number + 1 :]:
         block.append(_remove_prefix(prefix, line[:_MAX_LINE_CHARS]))
     for number, text in enumerate(block):
-        is_frame = not text.strip() or text[0].isspace()
-        if not is_frame:  # the first line that is not indented says which exception it was
+        is_blank_or_indented = not text.strip() or text[0].isspace()
+        if not is_blank_or_indented:  # the first such line says which exception it was
             user_line = _user_line(block[:number])
             return PrintedError(text.rstrip(), user_line, tuple(block[number:][:_MAX_LINES]))
     return None

@@ -159,8 +159,8 @@ class RankState:
         for call in self.calls or ():
             if call.state == "completed":
                 continue
-            is_in_order = not call.p2p  # `completed` counts collectives alone
-            if is_in_order and call.seq <= completed.get(call.key, 0):
+            is_collective = not call.p2p  # `completed` says nothing about sends and receives
+            if is_collective and call.seq <= completed.get(call.key, 0):
                 continue
             pending.append(call)
         return pending

@@ -265,6 +265,7 @@ def _context(stack: Stack) -> str:
 
 
 def _is_waiting(frame: Frame) -> bool:
+    """True if a frame is in a function that does nothing but wait for other ranks."""
     if _is_in(frame, *_WAITING_FILES):
         is_public = not frame.function.startswith("_")
         return is_public or _INNER_WAITING_FUNCTION.fullmatch(frame.function) is not None

@@ -112,6 +112,7 @@ def _judge_window(window: Sequence[_Collective], snapshot: Snapshot) -> Verdict 
     rank = _rank_that_stands_out(window)
     if rank is None:
         return None
+    # One long stall is no straggler: the others must have waited in every part of the window.
     wait_s_by_part = _wait_by_part(window, rank, window_s)
     part_s = window_s / NUM_WINDOW_PARTS
     if min(wait_s_by_part) <= STRAGGLER_MIN_SHARE_OF_TIME * part_s:
@@ -176,4 +177,11 @@ def _straggler_verdict(
         "slower storage; and at what it does alone in every step. Uneven `shares` give "
         "it less work, except under diloco"
     )
-    return Verdict("straggler", False, (rank,), headline, tuple(rows), advice=(advice,))
+    return Verdict(
+        kind="straggler",
+        fatal=False,
+        ranks=(rank,),
+        headline=headline,
+        rows=tuple(rows),
+        advice=(advice,),
+    )

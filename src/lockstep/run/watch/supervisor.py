@@ -184,16 +184,18 @@ class Supervisor:
         moved between them: a rank for which the others wait may both work and be blocked.
         """
         lines = tuple(row.line for row in verdict.rows)
-        same_lines = (verdict.kind, verdict.ranks, lines)
-        is_awaited = verdict.kind in _KINDS_OF_AWAITED_RANKS
-        same_state = ("awaited" if is_awaited else verdict.kind, verdict.ranks, self._moved_at)
-        reported_s = max(
-            self._reported_s.get(same_lines, 0.0), self._reported_s.get(same_state, 0.0)
-        )
+        key_by_lines = (verdict.kind, verdict.ranks, lines)
+        kind: str = verdict.kind
+        if kind in _KINDS_OF_AWAITED_RANKS:
+            kind = "awaited"
+        key_by_last_move = (kind, verdict.ranks, self._moved_at)
+        reported_s = 0.0  # how long the same wait had lasted when it was last reported
+        for key in (key_by_lines, key_by_last_move):
+            reported_s = max(reported_s, self._reported_s.get(key, 0.0))
         if lasted_s < _REPORT_AGAIN_FACTOR * reported_s:
             return False
-        self._reported_s[same_lines] = max(lasted_s, reported_s)
-        self._reported_s[same_state] = max(lasted_s, reported_s)
+        for key in (key_by_lines, key_by_last_move):
+            self._reported_s[key] = max(lasted_s, reported_s)
         return True
 
     def _check_for_stragglers(self, now: float) -> None:

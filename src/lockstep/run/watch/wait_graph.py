@@ -156,7 +156,7 @@ def _awaited_ranks(
             awaited |= table.missing_ranks(call)
         return awaited
     if activity.p2p:
-        return set(activities)
+        return set(activities)  # it waits for one of them
     awaited = {
         rank for rank, other in activities.items() if not _wait_for_the_same(activity, other)
     }
