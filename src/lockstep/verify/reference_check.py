@@ -1,4 +1,7 @@
-"""Checks that the run on one process gives something to compare with."""
+"""Checks that the run on one process (the *reference*) gives something to compare with.
+
+If it does not, a `UsageError` says what was set, what was found, and what to do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Runs a script once and reads what its ranks have recorded."""
+"""Runs a script once and reads what its ranks have recorded.
+
+A `RunConfig` says how the script is run. Each rank writes a `RankUpdate` for every optimizer step,
+and a `RankEnd` when its script has ended. The steps of all ranks are lined up to `Update`s, and
+together they are the `RunRecord` of the run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Finds what is wrong with a run by itself, whatever the reference says."""
+"""Finds what is wrong with a run by itself, whatever the reference says.
+
+A run is a list of `Update`s; each is one optimizer step, with the record of every rank
+(`RankUpdate`). A `Finding` is a cause, such as LS103, with what was seen. Ranks of one run are
+compared with each other here: they must have the same parameters and gradients, and other samples.
+"""
 
 from __future__ import annotations
 

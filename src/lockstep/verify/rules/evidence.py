@@ -1,7 +1,9 @@
 """Sentences of evidence that several rules use.
 
-Each function looks at one difference (`Divergence`) and returns sentences for `Cause.evidence`, or
-nothing if there is no such evidence.
+Each function looks at one difference between a run on one process and one on several (`case`) and
+returns sentences for `Cause.evidence`, or nothing if there is no such evidence. `case.expected` is
+what the optimizer step recorded on one process, `case.actual` what each rank recorded. A *line* is
+a text such as "train.py:12: loss.backward()".
 """
 
 from __future__ import annotations

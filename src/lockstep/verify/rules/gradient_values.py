@@ -123,32 +123,28 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
     ratio = constant_ratio(expected, actual, case.max_error)
     if ratio is None:
         return None
-    num_ranks = case.num_ranks
     passes_of_one = case.expected.backward_passes
     passes_of_rank = case.actual.backward_passes
-    gather = _gather_without_graph(case)
-    candidates: list[tuple[str, float, list[str]]] = []
+    ratio_of_code: dict[str, float] = {}
     if passes_of_one != passes_of_rank and passes_of_one and passes_of_rank:
-        passes = [backward_passes(case)]
-        candidates.append(("LS203", passes_of_rank / passes_of_one, passes))
-        candidates.append(("LS204", passes_of_one / passes_of_rank, passes))
-    candidates.append(("LS201", num_ranks, gather))
-    candidates.append(("LS202", 1 / num_ranks, gather))
-    fitting = []
-    for code, value, reasons in candidates:
-        if near(ratio, value, case.max_error):
-            fitting.append((code, reasons))
-    if not fitting:
+        ratio_of_code["LS203"] = passes_of_rank / passes_of_one
+        ratio_of_code["LS204"] = passes_of_one / passes_of_rank
+    ratio_of_code["LS201"] = case.num_ranks
+    ratio_of_code["LS202"] = 1 / case.num_ranks
+    fitting_codes = []
+    for code, ratio_of_cause in ratio_of_code.items():
+        if near(ratio, ratio_of_cause, case.max_error):
+            fitting_codes.append(code)
+    if not fitting_codes:
         return None
-    code, reasons = fitting[0]
-    also = []
-    for other_code, _ in fitting[1:]:
-        also.append(f"it may be {other_code} as well; another --nproc tells")
-    return Cause(
-        code,
-        (_multiple(case, ratio), *loss_line(case), *reasons, *also),
-        ratio=ratio,
-    )
+    code, *other_codes = fitting_codes
+    if code in ("LS203", "LS204"):
+        reasons = [backward_passes(case)]
+    else:
+        reasons = _gather_without_graph(case)
+    also = [f"it may be {other} as well; another --nproc tells" for other in other_codes]
+    evidence = (_multiple(case, ratio), *loss_line(case), *reasons, *also)
+    return Cause(code, evidence, ratio=ratio)
 
 
 def _multiple(case: Divergence, ratio: float) -> str:

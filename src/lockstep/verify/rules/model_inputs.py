@@ -139,6 +139,8 @@ def other_inputs(case: Divergence) -> Cause | None:
             cause = random_loss(case, sentence)
             return cause or Cause("LS111", (sentence, *local_statistics(case)))
         if outputs_differ:
+            # The model returned something else for the same inputs, see `other_outputs`. What later
+            # models get follows from that.
             return None
     return None
 
