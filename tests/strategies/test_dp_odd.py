@@ -24,7 +24,7 @@ from torch.nn.parallel import comm
 import lockstep
 from lockstep import BalancedDataParallel
 from lockstep.errors import DataError, LockstepWarning, SettingError, UsageError
-from lockstep.extensions.autotune import ProfilingRun
+from lockstep.extensions.profiling import ProfilingRun
 from lockstep.optim.precision import Precision
 from lockstep.strategies import DP
 from lockstep.strategies.data_parallel import replicate

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import UsageError
-from lockstep.extensions.autotune import ForwardCall, ProfilingRun, seen_calls
+from lockstep.extensions.profiling import ForwardCall, ProfilingRun, record_calls
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
 
@@ -168,7 +168,7 @@ def test_what_cannot_be_tried(world, calls, said):
 def test_calls_with_gradients_are_seen_until_closed():
     model = nn.Linear(3, 3)
     x = torch.randn(2, 3)
-    with seen_calls([model]) as calls:
+    with record_calls([model]) as calls:
         model(x)
         with torch.no_grad():
             model(x)

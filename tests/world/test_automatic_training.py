@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 import lockstep
 from lockstep.batch import shares
 from lockstep.errors import SettingError, UsageError
-from lockstep.extensions.autotune import ProfilingRun
+from lockstep.extensions.profiling import ProfilingRun
 from lockstep.strategies import DP
 
 BATCH = 24
@@ -75,7 +75,7 @@ def seconds_as_if(run: ProfilingRun, samples: int, device: int | None = None) ->
 @contextmanager
 def quick_and_sure() -> Iterator[None]:
     """Few times are taken, which do not vary: how noise is met is tested in `data.test_shares`."""
-    with patch.object(shares, "_MOST", 3), patch.object(ProfilingRun, "seconds", seconds_as_if):
+    with patch.object(shares, "MAX_TIMES", 3), patch.object(ProfilingRun, "seconds", seconds_as_if):
         yield
 
 

@@ -40,7 +40,7 @@ from lockstep.distributed.torch_compat import (
     pytree,
 )
 from lockstep.errors import UsageError
-from lockstep.extensions.autotune import gpus_of, now, restored
+from lockstep.extensions.profiling import gpus_of, restored, synchronized_time
 from lockstep.strategies.data_parallel.module import DataParallel
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.training.prepare import Preparer
@@ -398,7 +398,7 @@ class TrainingSteps:
             batch = next(batches)
             present = self.loader.current
             last = present.last
-            begin = now(self._gpus)
+            begin = synchronized_time(self._gpus)
             with watch or nullcontext():
                 with self._look(present.local_rows) if look and present.first else nullcontext():
                     loss = self.loss(self.model, batch)
@@ -408,7 +408,7 @@ class TrainingSteps:
                     self._gradients = [weakref.ref(storage) for storage in storages(gradients)]
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            seconds += now(self._gpus) - begin
+            seconds += synchronized_time(self._gpus) - begin
         return seconds
 
     @contextmanager

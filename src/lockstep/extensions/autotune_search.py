@@ -1,0 +1,220 @@
+"""Searches the shares and the micro-batch size of a run, by measurements on all ranks.
+
+The *shares* of devices say how a global batch is divided over them. All ranks call the methods of
+`AutotuneSearch` together: they begin each measurement at the same time, because devices of one
+machine slow each other down, and they exchange the results, so that all decide from the same
+numbers. Times are measured repeatedly, because other programs may slow a machine down now and then;
+differences smaller than the variation of one rank count as none.
+
+Communication: an exchange of text before and after each measurement. For each division of the batch
+there are 5 to 20 of them, and there are at most three divisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from lockstep.batch.micro_batches import MicroBatchPlan
+from lockstep.batch.plan import part_sizes
+from lockstep.batch.shares import (
+    are_equally_fast,
+    choose_shares_by_times,
+    confirm_shares,
+    largest_that_fits,
+    step_seconds,
+    times_are_sufficient,
+)
+from lockstep.distributed.collectives import exchange_on_all_ranks
+from lockstep.distributed.process_group import Run
+from lockstep.errors import LockstepError, UsageError
+from lockstep.extensions.profiling import ForwardCall, ProfilingRun
+from lockstep.strategies.base import StrategyPlan
+
+MAX_DIVISIONS = 3
+"""How many different shares are measured at most."""
+
+
+class SharesResult(NamedTuple):
+    """What the search for shares has found."""
+
+    before: tuple[int, ...]
+    """The shares of the devices until now."""
+    after: tuple[int, ...]
+    """The shares that they should have."""
+    times: list[tuple[float, ...]]
+    """Measured seconds of a sample, several for each device, which explain the result."""
+
+
+class AutotuneSearch:
+    """The search on one rank.
+
+    Devices are numbered over the whole run. The number None stands for all devices of this process
+    together.
+
+    Args:
+        run: of this process.
+        plan: the strategy's.
+        division: how the loader divides global batches now.
+        num_samples: of this rank in the recorded micro-batch.
+        calls: the recorded forward calls.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        plan: StrategyPlan,
+        division: MicroBatchPlan,
+        num_samples: int,
+        calls: Sequence[ForwardCall],
+    ) -> None:
+        self._run = run
+        self._division = division
+        self._num_samples = num_samples
+        self._num_devices = plan.num_devices
+        self._local_devices = plan.local_devices
+        self._profiling = ProfilingRun(run, calls, num_samples)
+        self._fitting: dict[int | None, int] = {}
+        """The largest number of samples that is known to fit on a device."""
+        self._limits: dict[int | None, int] = {}
+        """The largest number of samples that fits on a device, where more were tried in vain."""
+
+    def find_shares(self) -> SharesResult:
+        """Measures the devices and finds shares with which all of them need the same time."""
+        batch_size = self._division.batch_size
+        before = self._division.shares
+        if len(before) != self._num_devices:  # the loader knows processes only
+            before = (1,) * self._num_devices
+        # If parts may be computed in micro-batches, memory does not limit the size of a part.
+        has_micro_batches = (
+            self._division.micro_batch_size is not None
+            or self._division.request.micro_batch_size_is_open
+        )
+        shares = before
+        seconds_of_shares: dict[tuple[int, ...], float] = {}
+        times_to_show: list[tuple[float, ...]] = []
+        while shares not in seconds_of_shares and len(seconds_of_shares) < MAX_DIVISIONS:
+            limits = self._find_everywhere(self._find_limit, self._local_devices, shares)
+            if has_micro_batches:
+                limits = [None] * self._num_devices
+            times = self._measure_times(shares)
+            if not times_to_show or are_equally_fast(times):
+                times_to_show = times
+            seconds_of_shares[shares] = step_seconds(times, shares, batch_size, limits)
+            shares = choose_shares_by_times(times, shares, batch_size, limits)
+        after = confirm_shares(seconds_of_shares, shares)
+        return SharesResult(before, after, times_to_show)
+
+    def find_micro_batch_size(self, shares: tuple[int, ...]) -> int | None:
+        """Returns how many samples every process can compute at a time, None for its whole part.
+
+        Args:
+            shares: of the processes.
+        """
+        sizes = part_sizes(self._division.batch_size, shares)
+        # Several devices of a process are tried together: one of them holds more than the others.
+        devices: Sequence[int | None] = (None,)
+        if len(self._local_devices) == 1:
+            devices = self._local_devices
+        limits = self._find_everywhere(self._find_limit, devices, shares)
+        limits_below_part: list[int] = []
+        for limit, size in zip(limits, sizes, strict=True):
+            if limit is not None and limit < size:
+                limits_below_part.append(limit)
+        return min(limits_below_part, default=None)
+
+    def _measure_times(self, shares: tuple[int, ...]) -> list[tuple[float, ...]]:
+        """Returns the seconds of a sample on each device, measured until they are sufficient."""
+        times_of_device: list[tuple[float, ...]] = [() for _ in range(self._num_devices)]
+        while True:
+            latest = self._find_everywhere(self._measure_seconds, self._local_devices, shares)
+            for device, seconds in enumerate(latest):
+                times_of_device[device] += (seconds,)
+            if times_are_sufficient(times_of_device):
+                return times_of_device
+
+    def _size_of_part(self, device: int | None, shares: tuple[int, ...]) -> int:
+        """Returns how many samples a device, or this process, would compute at a time."""
+        sizes = part_sizes(self._division.batch_size, shares)
+        index = self._run.collectives.data_parallel.rank if device is None else device
+        size = sizes[index]
+        if self._division.micro_batch_size:
+            return min(size, self._division.micro_batch_size)
+        return size
+
+    def _find_limit(self, device: int | None, shares: tuple[int, ...]) -> int | None:
+        """Returns how many samples fit on a device, None if its whole part does."""
+        size = self._size_of_part(device, shares)
+        fitting = self._fitting.get(device, self._num_samples)
+        if self._num_samples and device not in self._limits and size > fitting:
+            index = self._index_in_process(device)
+            fitting = largest_that_fits(
+                lambda samples: self._profiling.fits(samples, index), fitting, size
+            )
+            self._fitting[device] = fitting
+            if fitting < size:
+                self._limits[device] = fitting
+        return self._limits.get(device)
+
+    def _measure_seconds(self, device: int | None, shares: tuple[int, ...]) -> float:
+        """Returns the time of a sample on a device, if it computes as many as it would have to."""
+        size = self._size_of_part(device, shares)
+        if device in self._limits:
+            size = min(size, self._limits[device])
+        size = max(2, size)  # BatchNorm needs two
+        return self._profiling.seconds(size, self._index_in_process(device))
+
+    def _index_in_process(self, device: int | None) -> int | None:
+        """Returns the number of a device among those of this process.
+
+        None if the process has only one, or if `device` stands for all of them.
+        """
+        if device is None or len(self._local_devices) == 1:
+            return None
+        return device - self._local_devices[0]
+
+    def _find_everywhere(
+        self,
+        find: Callable[[int | None, tuple[int, ...]], Any],
+        devices: Sequence[int | None],
+        shares: tuple[int, ...],
+    ) -> list[Any]:
+        """Calls a function on all ranks at the same time.
+
+        Args:
+            find: called with a device and the shares.
+            devices: those of this process.
+            shares: are passed on.
+
+        Returns:
+            The results for all devices of all ranks, in the order of the ranks.
+
+        Raises:
+            UsageError: on all ranks, if the function failed on one.
+        """
+        collectives = self._run.collectives
+        shares_are_open = self._division.request.shares_are_open
+        was_set = "shares='auto'" if shares_are_open else "micro_batch_size='auto'"
+
+        def find_for_local_devices() -> tuple[None, list[Any]]:
+            try:
+                return None, [find(device, shares) for device in devices]
+            except Exception as error:
+                text = str(error)
+                if isinstance(error, LockstepError):
+                    text = f"{error.was_set}: {error.found}"
+                raise UsageError(
+                    was_set,
+                    "the model could not be tried at other sizes on "
+                    f"rank {collectives.topology.rank}: {type(error).__name__}: {text}",
+                    "give numbers instead, such as shares='2:3' and micro_batch_size=16",
+                ) from error
+
+        collectives.exchange("begin")
+        _, results_of_ranks = exchange_on_all_ranks(
+            collectives, was_set, find_for_local_devices, UsageError
+        )
+        results: list[Any] = []
+        for results_of_rank in results_of_ranks:
+            results += results_of_rank
+        return results

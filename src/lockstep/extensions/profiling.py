@@ -1,0 +1,313 @@
+"""Runs the model at several batch sizes on one rank, to see how fast it is and what fits in memory.
+
+In a real step the forward calls of the user's modules are recorded. They are then repeated with
+other numbers of samples, each time with a backward pass, and without other ranks. Afterwards
+everything is as before: parameters, buffers, attributes of modules, random streams.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.batch.pytree import map_tensors, tensors
+from lockstep.distributed.device import is_out_of_memory
+from lockstep.distributed.process_group import Run
+from lockstep.distributed.seeding import preserve_rng_state
+from lockstep.distributed.torch_compat import (
+    BatchNorm,
+    members,
+    outside_compiled_code,
+    own_part,
+)
+from lockstep.errors import UsageError
+from lockstep.strategies.base import may_set_attributes
+from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+
+MAX_TIMED_RUNS = 10
+MIN_TIMED_S = 0.03
+"""Runs are repeated until they took this long together, or until there were `MAX_TIMED_RUNS`."""
+FREE_MEMORY_SHARE = 0.05
+"""This share of a GPU's memory is kept free, because free memory is fragmented."""
+NUMBERS_OF_STATE = 2
+"""How many numbers an optimizer such as Adam keeps for each parameter from its first step on."""
+_WHY_NO_COLLECTIVES = (
+    "the forward pass is tried at several sizes on each rank, to find what is 'auto'"
+)
+
+
+class ForwardCall(NamedTuple):
+    """A recorded forward call."""
+
+    module: nn.Module
+    """The module that was called."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@contextmanager
+def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ForwardCall]]:
+    """Records the forward calls with gradients of some modules, while the context is entered."""
+    calls: list[ForwardCall] = []
+
+    @outside_compiled_code
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            calls.append(ForwardCall(module, args, kwargs))
+
+    with ExitStack() as hooks:
+        for module in modules:
+            handle = module.register_forward_pre_hook(record, prepend=True, with_kwargs=True)
+            hooks.enter_context(handle)
+        yield calls
+
+
+class ProfilingRun:
+    """Repeats recorded calls at other sizes, each time with a backward pass.
+
+    The loss that the user computes from the outputs is not known. It is replaced by one that needs
+    as much memory as a cross entropy: it keeps the logarithms of its inputs, and its gradient is a
+    new tensor.
+
+    Args:
+        run: of this process.
+        calls: all forward calls before one backward pass.
+        num_samples: with which they were made.
+
+    Raises:
+        UsageError: when it computes, if it cannot see which tensors hold the samples.
+    """
+
+    def __init__(self, run: Run, calls: Sequence[ForwardCall], num_samples: int) -> None:
+        self._run = run
+        self._calls = calls
+        self._num_samples = num_samples
+        self._modules = list(dict.fromkeys(call.module for call in calls))
+        self._gpus = gpus_of(run, self._modules)
+        self._warmed_up: set[tuple[int, int | None]] = set()
+        """Sizes and devices that were computed before, so that caches are filled."""
+
+    def fits(self, samples: int, device: int | None = None) -> bool:
+        """Returns True if there is enough memory for this many samples at a time.
+
+        Args:
+            samples: to compute.
+            device: the number of a device among those of this process. None for all of them.
+        """
+        with self._restore_everything():
+            try:
+                self._compute(samples, device, self._reserve_memory())
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            else:
+                return True
+        # Only now is the error gone, which held the frames that had asked for the memory.
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing where CUDA has not been used
+        return False
+
+    def seconds(self, samples: int, device: int | None = None) -> float:
+        """Returns the time of one sample if this many are computed at a time.
+
+        It is the shortest of several runs, because other programs only make a run slower.
+
+        Args:
+            samples: to compute.
+            device: as for `fits`.
+        """
+        run_times: list[float] = []
+        with self._restore_everything():
+            if (samples, device) not in self._warmed_up:
+                self._compute(samples, device)
+                self._warmed_up.add((samples, device))
+            while sum(run_times) < MIN_TIMED_S and len(run_times) < MAX_TIMED_RUNS:
+                begin = synchronized_time(self._gpus)
+                self._compute(samples, device)
+                run_times.append(synchronized_time(self._gpus) - begin)
+        return min(run_times) / samples
+
+    def _compute(
+        self, samples: int, device: int | None, reserved_memory: Tensor | None = None
+    ) -> None:
+        """Runs the forward passes of all calls, and one backward pass.
+
+        Args:
+            samples: to compute.
+            device: as for `fits`.
+            reserved_memory: is not freed before the end.
+        """
+        if not self._calls:
+            raise UsageError(
+                "world.backward(loss)",
+                "no forward pass of a prepared model came before it",
+                "call what world.prepare returned",
+            )
+        outputs: list[Tensor] = []
+        inputs: dict[int, Tensor] = {}
+        """What the backward pass computes gradients of, by id: arguments and parameters."""
+        with ExitStack() as stack:
+            for call in self._calls:
+                module = call.module
+                if device is not None and isinstance(module, DataParallel):
+                    stack.enter_context(module.only_on(device))
+                args, kwargs = self._resize(call, samples)
+                for tensor in [*tensors((args, kwargs)), *module.parameters()]:
+                    if tensor.requires_grad:
+                        inputs[id(tensor)] = tensor
+                outputs += tensors(module(*args, **kwargs))
+        losses = [_replacement_loss(output) for output in outputs if output.requires_grad]
+        if not losses or not inputs:
+            raise UsageError(
+                "the output of the model",
+                "no tensor with a gradient is seen in it",
+                "return tensors, or tuples, dicts or dataclasses of them",
+            )
+        torch.autograd.grad(losses, list(inputs.values()), allow_unused=True)
+
+    def _resize(self, call: ForwardCall, samples: int) -> Any:
+        """Returns the arguments of a call with another number of samples, by repeating them.
+
+        A tensor holds samples if its first dimension (of `nn.DataParallel`: its dimension `dim`)
+        has the length of the number of samples that the call was made with.
+
+        Returns:
+            The positional arguments and the keyword arguments.
+
+        Raises:
+            UsageError: no tensor holds samples.
+        """
+        any_was_resized = False
+        module = call.module
+        dim = module.dim if isinstance(module, nn.DataParallel) else 0
+
+        def resize(tensor: Tensor) -> Tensor:
+            nonlocal any_was_resized
+            resized = tensor.detach()
+            has_dim = -tensor.dim() <= dim < tensor.dim()
+            if has_dim and tensor.shape[dim] == self._num_samples:
+                any_was_resized = True
+                rows = torch.arange(samples, device=tensor.device) % self._num_samples
+                resized = resized.index_select(dim, rows)
+            return resized.requires_grad_(tensor.requires_grad)
+
+        arguments = map_tensors([call.args, call.kwargs], resize)
+        if not any_was_resized:
+            which = f"dimension {dim}" if dim else "first dimension"
+            raise UsageError(
+                f"a call of {type(module).__name__} with {self._num_samples} samples",
+                f"no tensor among its arguments has {self._num_samples} as its {which}",
+                "give the model tensors with one row a sample",
+            )
+        return arguments
+
+    def _reserve_memory(self) -> Tensor | None:
+        """Allocates what the optimizer's state will need on a GPU, and a margin."""
+        if self._run.device.type != "cuda":
+            return None
+        trained: dict[int, nn.Parameter] = {}
+        for module in self._modules:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    trained[id(parameter)] = parameter
+        state_bytes = NUMBERS_OF_STATE * sum(
+            parameter.numel() * parameter.element_size() for parameter in trained.values()
+        )
+        _, total_memory = torch.cuda.mem_get_info(self._run.device)
+        margin = int(FREE_MEMORY_SHARE * total_memory)
+        return torch.empty(state_bytes + margin, dtype=torch.uint8, device=self._run.device)
+
+    @contextmanager
+    def _restore_everything(self) -> Iterator[None]:
+        """Restores modules and random streams at the end, and refuses collectives meanwhile.
+
+        BatchNorm that is synchronised over the ranks computes its own statistics meanwhile.
+        """
+        collectives = self._run.collectives
+        layers: list[nn.Module] = []
+        for module in self._modules:
+            layers += module.modules()
+        layers = list(dict.fromkeys(layers))
+        buffers: list[Tensor] = []
+        dictionaries: list[dict[str, Any]] = []
+        synchronised: list[nn.Module] = []
+        for layer in layers:
+            buffers += [b for b in members(layer).buffers.values() if b is not None]
+            # Replicas of one process have a forward of their own, which stays.
+            is_synchronised = isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
+            if is_synchronised and "forward" not in vars(layer):
+                synchronised.append(layer)
+            # Attributes are restored as well: one that is set to activations would keep the memory
+            # of the largest size.
+            if may_set_attributes(layer) or layer in synchronised:
+                dictionaries.append(vars(layer))
+        dictionaries += [members(layer).buffers for layer in layers]
+        contents = [(dictionary, dict(dictionary)) for dictionary in dictionaries]
+        blocked_before = collectives.blocked
+        with restored(contents, buffers, self._gpus), torch.enable_grad():
+            try:
+                collectives.blocked = _WHY_NO_COLLECTIVES
+                for layer in synchronised:
+                    layer.forward = BatchNorm.forward.__get__(layer)
+                yield
+            finally:
+                collectives.blocked = blocked_before
+
+
+def _replacement_loss(output: Tensor) -> Tensor:
+    """Returns a number that needs as much memory for its backward pass as a cross entropy."""
+    real = torch.view_as_real(output) if output.is_complex() else output
+    if real.dim() == 0:
+        return real
+    return real.log_softmax(-1).square().sum()
+
+
+@contextmanager
+def restored(
+    dictionaries: Sequence[tuple[dict[Any, Any], dict[Any, Any]]],
+    values: Iterable[Tensor],
+    gpus: Sequence[torch.device],
+) -> Iterator[None]:
+    """Restores dictionaries, the values of tensors, and random streams at the end.
+
+    Args:
+        dictionaries: each with a copy of it, whose content it gets back.
+        values: tensors. They are written to in place, because other objects refer to them.
+        gpus: whose random streams are used.
+    """
+    # The copies are on the CPU, so that they do not add to the memory of a GPU that is measured.
+    copies = [(tensor, own_part(tensor).to("cpu", copy=True)) for tensor in values]
+    with preserve_rng_state(), torch.random.fork_rng(gpus, enabled=bool(gpus)):
+        try:
+            yield
+        finally:
+            for dictionary, content in dictionaries:
+                dictionary.clear()
+                dictionary.update(content)
+            with torch.no_grad():
+                for tensor, value in copies:
+                    own_part(tensor).copy_(value)
+
+
+def gpus_of(run: Run, modules: Iterable[nn.Module]) -> list[torch.device]:
+    """Returns all GPUs that some modules compute on."""
+    devices = {run.device: None}  # a dict, because it keeps the order
+    for module in modules:
+        devices |= dict.fromkeys(parameter.device for parameter in module.parameters())
+        if isinstance(module, DataParallel):
+            devices |= dict.fromkeys(module.devices)
+    return [device for device in devices if device.type == "cuda"]
+
+
+def synchronized_time(gpus: Iterable[torch.device]) -> float:
+    """Waits until GPUs have finished their work, and returns the seconds of a clock."""
+    for gpu in gpus:
+        torch.cuda.synchronize(gpu)
+    return time.perf_counter()
