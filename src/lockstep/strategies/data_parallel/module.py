@@ -181,15 +181,18 @@ class DataParallel(nn.DataParallel[nn.Module]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward pass on all replicas, and joins their outputs."""
         replicas = self._make_replicas((inputs, kwargs))
+        # The module itself, unless its device gets no samples: then the first copy that runs, and
+        # what the forward pass leaves there must be copied to the module.
         first = replicas[0]
+        is_copy = first.module is not self.module
+        attributes_before = attributes(first.module) if is_copy else {}
         checks_state = len(replicas) > 1 and torch.is_grad_enabled() and not self._has_checked_state
         state_before = forward_state(first.module) if checks_state else {}
-        attributes_before = {} if first.module is self.module else attributes(first.module)
 
         outputs = self._run(replicas)
 
         home = first.home
-        if first.module is not self.module:
+        if is_copy:
             copy_state_back(self.module, first.module, attributes_before, home)
         if checks_state:
             self._has_checked_state = True
@@ -279,6 +282,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
         self.returned_mean = False
         if len(outputs) == 1:
             return map_tensors(outputs[0], lambda tensor: tensor.to(device))
+        # A replica may return a parameter or buffer. All replicas have these in the same order, so
+        # the index shows whether they returned the same one.
         index_of_state: list[dict[int, int]] = []
         for replica in replicas:
             state = parameters_and_buffers(replica.module)

@@ -155,6 +155,7 @@ def _bind_forward(forward: Any, original: nn.Module, new_module: nn.Module) -> C
     reference = weakref.ref(new_module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Calls the forward with the copy in the place of the original."""
         return _rebind(forward, original, reference())(*args, **kwargs)
 
     return call

@@ -92,6 +92,7 @@ def scatter(
     part_size = end - begin
 
     def take_part(tensor: Tensor) -> Tensor:
+        """Returns the part of one tensor of the batch, on the replica's device."""
         holds_samples = has_dimension(tensor, dim) and tensor.shape[dim] == num_samples
         if holds_samples and part_size < num_samples:
             if tensor.is_sparse:

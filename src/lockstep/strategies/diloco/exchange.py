@@ -50,6 +50,7 @@ class Exchange:
         num_summands = max(self._num_virtual_ranks, num_ranks)
 
         def wait() -> None:
+            """Divides the sums, once they are there."""
             if end_sum is not None:
                 end_sum()
             for tensor in sums:
@@ -89,6 +90,7 @@ class Exchange:
         finish_gather = self._start_gather(encode(values, method, lost))
 
         def wait() -> None:
+            """Decodes the rows of all virtual ranks, once they are there, and fills `means`."""
             total = torch.zeros_like(values[:1])
             decoded = torch.empty_like(values[:1])
             rows = finish_gather().to(total.device)
@@ -139,6 +141,7 @@ class Exchange:
         )
 
         def finish() -> Tensor:
+            """Waits for the rows, and puts the columns that other ranks received beside them."""
             finish_exchange()
             if num_sharing == 1:
                 return received

@@ -47,7 +47,7 @@ class TensorVersions:
         if version == self.in_module:
             return
         new_values = self.values(version)
-        self._stored[self.in_module] = self.values(self.in_module)
+        self._stored[self.in_module] = self.values(self.in_module)  # no copies
         for tensor, value in zip(self._get_tensors(), new_values, strict=True):
             tensor.data = value
         self._stored.pop(version, None)

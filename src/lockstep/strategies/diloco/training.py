@@ -256,7 +256,10 @@ class DiLoCoTraining(Extension):
 
     @torch.no_grad()
     def _finish_global_batch(self) -> None:
-        """Exchanges what is due after the steps of all virtual ranks for a global batch."""
+        """Exchanges what is due after the steps of all virtual ranks for a global batch.
+
+        Fragments that were sent `delay` steps ago are applied, then others are sent.
+        """
         self._global_batch_is_unfinished = False
         for fragment in self._outer_optimizer.due_fragments(self._step.number):
             self._apply(fragment)

@@ -28,7 +28,11 @@ class PipelinePlace:
     def of_rank(
         cls, rank: int, num_ranks: int, num_positions: int, stages_per_rank: int
     ) -> PipelinePlace:
-        """Returns the place of a rank."""
+        """Returns the place of a rank.
+
+        The first `num_pipelines` ranks are at the last position, each in another pipeline; the next
+        ones are at the position before it, and so on.
+        """
         num_pipelines = num_ranks // num_positions
         return cls(
             num_positions=num_positions,
@@ -51,5 +55,5 @@ class PipelinePlace:
     def rank_of_stage(self, stage: int) -> int:
         """Returns the rank of this pipeline that has a stage."""
         position = stage % self.num_positions
-        row = self.num_positions - 1 - position
-        return row * self.num_pipelines + self.pipeline
+        positions_after = self.num_positions - 1 - position
+        return positions_after * self.num_pipelines + self.pipeline

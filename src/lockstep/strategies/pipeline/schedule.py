@@ -160,6 +160,7 @@ def _interleaved_orders(
     finished: dict[Action, _Finished] = {}
 
     def is_possible(action: Action, rank: _SimulatedRank, tick: int) -> bool:
+        """Returns True if all actions that `action` requires are finished in time."""
         meeting_point = rank.meeting_point_of(action)
         for required in _requirements(action, positions, last_stage, max_under_way):
             if required not in finished:
@@ -167,7 +168,7 @@ def _interleaved_orders(
             if finished[required].tick > tick:
                 return False
             if finished[required].meeting_point > meeting_point:
-                return False
+                return False  # the rank that did it may wait at a meeting point for this rank
         return True
 
     tick = 0

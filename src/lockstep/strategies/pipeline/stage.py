@@ -216,6 +216,7 @@ class StageRun:
                 f"stage {self.stage} is called with another number of tensors than it was sent",
                 "build the arguments of the stage's first submodule in the same way on all ranks",
             )
+        # The arguments are shapes; each is replaced by the next received tensor.
         remaining = iter(tensors)
         filled: Arguments = pytree.tree_map_only(Tensor, lambda _: next(remaining), arguments)
         return filled

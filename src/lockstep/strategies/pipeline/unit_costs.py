@@ -71,7 +71,7 @@ def measure(
         COPIES_OF_A_PARAMETER * of_parameters + of_activations
         for of_parameters, of_activations in zip(parameter_bytes, activation_bytes, strict=True)
     ]
-    seconds_of_model = max(sum(seconds), 1e-12)
+    seconds_of_model = max(sum(seconds), 1e-12)  # never divide by 0
     bytes_of_model = max(sum(total_bytes), 1)
     costs: list[float] = []
     for seconds_of_unit, bytes_of_unit in zip(seconds, total_bytes, strict=True):
@@ -122,6 +122,7 @@ def _time_units(
     def time_first_call(
         number: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """Is a forward pre-hook of the unit with this number."""
         if number in seconds_of_unit:
             return
         seconds_of_unit[number] = 0.0  # timing calls the unit, and so this hook, again
