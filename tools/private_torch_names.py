@@ -240,7 +240,7 @@ def _own_names(tree: ast.Module) -> set[str]:
 
 
 def _bases_of_classes(modules: Mapping[str, Module]) -> dict[str, list[str]]:
-    """Returns the bases of each class of ours, as `torch.nn.Module` or `lockstep.session.step.Step`."""
+    """Returns the bases of each class of ours, such as `torch.nn.Module`."""
     bases_of_class = {}
     for name, module in modules.items():
         imports = _imports(module.tree)
