@@ -127,7 +127,7 @@ def train_in_pieces(folder: Path) -> list[tuple[Record, dict[str, Tensor]] | Non
         if rank >= size:
             parts.append(None)
             continue
-        process_group._joins = (
+        process_group._num_joins = (
             piece  # all ranks of a run have joined as often, and here they have not
         )
         place = {} if size == 1 else {"rank": rank, "world_size": size}

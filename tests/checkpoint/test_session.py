@@ -95,7 +95,7 @@ class Training:
         collectives = collectives or Collectives(Topology(), CPU)
         torch.manual_seed(0)
         net = Net()
-        self.model: nn.Module = net if collectives.alone else DistributedDataParallel(net)
+        self.model: nn.Module = net if collectives.single_process else DistributedDataParallel(net)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=50)
         self.world = World()

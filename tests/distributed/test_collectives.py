@@ -14,7 +14,8 @@ from ranks import run_ranks
 
 import lockstep
 from lockstep.communication import routing
-from lockstep.distributed.collectives import Collectives, from_bytes, to_bytes
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.tensor_bytes import from_bytes, to_bytes
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.errors import RanksDifferError, UsageError
 
@@ -77,7 +78,7 @@ def everything(backend: str | None = None) -> dict[str, Any]:
 def everything_by_first() -> dict[str, Any]:
     """As where there are too many ranks for a ring."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "_RING", 1)
+        patch.setattr(routing, "MAX_RING_RANKS", 1)
         return everything("gloo")
 
 

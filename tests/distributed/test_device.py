@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 import lockstep
 from lockstep.distributed.device import choose_device
-from lockstep.distributed.process_group import _on_this_machine
+from lockstep.distributed.process_group import _exchange_on_this_machine
 from lockstep.distributed.topology import Topology
 from lockstep.errors import SettingError
 
@@ -83,10 +83,10 @@ def tell() -> list[list[str]]:
         joined = world._run.joined
         late = []
         if world.is_main:  # the other one says nothing
-            late = _on_this_machine(joined, 0.05, "mine")
+            late = _exchange_on_this_machine(joined, 0.05, "mine")
             joined.store.delete_key("here/0")
         world.barrier()
-        return [_on_this_machine(joined, 20.0, f"GPU {world.rank}"), late]
+        return [_exchange_on_this_machine(joined, 20.0, f"GPU {world.rank}"), late]
 
 
 def test_processes_of_a_machine_tell_each_other() -> None:

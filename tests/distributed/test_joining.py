@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from lockstep.distributed import rendezvous
-from lockstep.distributed.manifest import Join
+from lockstep.distributed.join import Join
 from lockstep.distributed.network import Endpoint, wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.errors import (
@@ -194,7 +194,7 @@ def test_a_store_that_goes_away_is_reported(free_port: Callable[[], int]) -> Non
 
 
 def test_a_rank_0_that_falls_silent_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.distributed.manifest.GRACE_S", 0.1)
+    monkeypatch.setattr("lockstep.distributed.join.GRACE_S", 0.1)
     store = dist.HashStore()
     rank_of(0, 1).join(store)
     store.delete_key("decision")

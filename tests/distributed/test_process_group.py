@@ -17,14 +17,9 @@ import torch
 import torch.distributed as dist
 from ranks import HANG_S
 
+from lockstep.distributed.backend import CUDA_BACKENDS, choose_backend, close_group, open_group
 from lockstep.distributed.network import wait_until
-from lockstep.distributed.process_group import (
-    CUDA_BACKENDS,
-    choose_backend,
-    close_group,
-    open_group,
-    store_at_end,
-)
+from lockstep.distributed.process_group import store_at_end
 from lockstep.distributed.topology import Topology
 from lockstep.errors import SettingError
 
@@ -115,7 +110,7 @@ WORKER = """
 import json, os, socket, torch, torch.distributed as dist
 from lockstep.distributed.topology import detect
 from lockstep.distributed.manifest import collect
-from lockstep.distributed.process_group import close_group, open_group
+from lockstep.distributed.backend import close_group, open_group
 from lockstep.distributed.rendezvous import join
 import psutil
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from lockstep.distributed import rendezvous
+from lockstep.distributed.backend import choose_backend, close_group, open_group
 from lockstep.distributed.manifest import collect
 from lockstep.distributed.network import Endpoint, local_addresses, wait_until
-from lockstep.distributed.process_group import choose_backend, close_group, open_group
 from lockstep.distributed.rendezvous import join, parse_init_method
 from lockstep.distributed.topology import Topology, detect
 from lockstep.errors import (
@@ -47,7 +47,7 @@ def try_to_join(init_method: str | None, timeout: float) -> Outcome:
     except LockstepError as error:
         return type(error).__name__, str(error)
     joined.close()
-    return "joined", ",".join(map(str, joined.here))
+    return "joined", ",".join(map(str, joined.ranks_on_this_host))
 
 
 def train_a_little(init_method: str | None) -> float:

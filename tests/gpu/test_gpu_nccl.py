@@ -20,16 +20,16 @@ from problems import difference, mean_loss, mlp, tensors, weights
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.distributed import collectives, torch_compat
-from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.process_group import (
+from lockstep.distributed import reductions, tensor_bytes, torch_compat
+from lockstep.distributed.backend import (
     CUDA_BACKENDS,
-    Run,
     carrier_device,
     choose_backend,
     close_group,
     open_group,
 )
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import Topology
 from lockstep.optim.precision import Precision
 from lockstep.run.watch.probe import FLIGHT_RECORDER_VARIABLES
@@ -87,20 +87,20 @@ def every_dtype(device: torch.device) -> list[str]:
     assert carrier_device(torch.device("cpu")) == torch.device("cpu")
     for dtype in DTYPES:
         mine = values(dtype, device)
-        moved = collectives.to_bytes(mine)
+        moved = tensor_bytes.to_bytes(mine)
         parts = [torch.empty_like(moved)]
         dist.all_gather(parts, moved)
         dist.broadcast(moved, 0)
-        found = [collectives.from_bytes(data, dtype, mine.shape) for data in (*parts, moved)]
+        found = [tensor_bytes.from_bytes(data, dtype, mine.shape) for data in (*parts, moved)]
         for name, operation in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):
             # The sum of booleans is a count, and complex numbers have no order.
             fits = dtype is not torch.bool if name == "sum" else not dtype.is_complex
-            found += [collectives.all_reduced(mine, operation)] if fits else []
-        plain = collectives.to_bytes(mine).cpu()
+            found += [reductions.all_reduced_copy(mine, operation)] if fits else []
+        plain = tensor_bytes.to_bytes(mine).cpu()
         alike = all(
             f.dtype == dtype
             and f.device == device
-            and torch.equal(collectives.to_bytes(f).cpu(), plain)
+            and torch.equal(tensor_bytes.to_bytes(f).cpu(), plain)
             for f in found
         )
         wrong += [] if alike else [str(dtype)]

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader, Sampler, random_split
 
 import lockstep
-from lockstep.distributed.rendezvous import Join
+from lockstep.distributed.join import Join
 from lockstep.errors import LockstepWarning, RanksDifferError, SettingError, UsageError
 
 

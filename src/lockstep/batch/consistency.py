@@ -45,7 +45,7 @@ def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
     Raises:
         RanksDifferError: an index stands for different samples; raised on all ranks.
     """
-    if collectives.alone or type(source) is not Source:
+    if collectives.single_process or type(source) is not Source:
         return
     indices = _spread_indices(len(source.dataset))  # type: ignore[arg-type]
     first_reading = _read_on_all_ranks(source, seed, indices, collectives)

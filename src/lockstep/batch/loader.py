@@ -201,7 +201,7 @@ class Loader:
         samples_of_rank = sizes.sum(axis=0).tolist()
         num_ranks = len(samples_of_rank)
         if num_ranks == 1:
-            how = "in one process" if self._collectives.alone else "by all ranks together"
+            how = "in one process" if self._collectives.single_process else "by all ranks together"
         elif len(set(samples_of_rank)) == 1:
             how = f"{samples_of_rank[0]} on each of {num_ranks} ranks"
         else:

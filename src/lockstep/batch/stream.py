@@ -298,7 +298,7 @@ class IterableLoader(Loader):
             training: True for a pass with gradients.
         """
         source = self.source
-        alone = self._collectives.alone
+        alone = self._collectives.single_process
         needs_counts = training or self._evaluates_together or source.drop_last
         asks_for_counts = needs_counts and source.shard is not None and not alone
         compares = training and not alone

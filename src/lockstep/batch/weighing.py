@@ -143,7 +143,7 @@ def scale_by_weight(
         global_batch = []
         weight_before = 0.0
         yield from ready
-        if collectives.alone:  # there is no sum to wait for, so nothing is read ahead
+        if collectives.single_process:  # there is no sum to wait for, so nothing is read ahead
             yield from weight_sum.wait()
             weight_sum = None
     if weight_sum is not None:
@@ -190,7 +190,7 @@ class _WeightSum:
         values = [*weights, has_other_rows, has_unknown_rows, self._epoch, self._position]
         self._sums = torch.tensor(values, dtype=torch.float64)
         self._work = None
-        if not collectives.alone:
+        if not collectives.single_process:
             self._work = dist.all_reduce(self._sums, async_op=True)
 
     def wait(self) -> list[ReadMicroBatch]:

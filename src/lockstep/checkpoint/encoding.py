@@ -27,7 +27,7 @@ from torch import Tensor
 from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, as_shape, dtype_name
 from lockstep.checkpoint.sharding import is_replicated_copy, view_key
 from lockstep.checkpoint.shards import Box, TensorInShards
-from lockstep.distributed.collectives import from_bytes, to_bytes
+from lockstep.distributed.tensor_bytes import from_bytes, to_bytes
 from lockstep.distributed.torch_compat import (
     is_sharded,
     local_box,

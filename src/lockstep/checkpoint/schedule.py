@@ -121,7 +121,7 @@ class SaveSchedule:
         self._requests.listen()
         save = isinstance(self._every, int) and number % self._every == 0
         stop = False
-        if self._collectives.alone:
+        if self._collectives.single_process:
             save_requested = self._requests.take_save()
             save = save or save_requested or self._is_due()
             stop = self._requests.stop

@@ -1,6 +1,9 @@
-"""Joining and leaving a run: from settings and environment to a process group.
+"""Joining and leaving a run: from settings and environment to an open process group.
 
-Which backend, over which network interface, opened and closed.
+A `Run` is one process's part in a training job. `join_run` finds out which rank this process is,
+meets the other ranks at a *store* (torch's key-value store, which they share before a process
+group exists), chooses the device and opens the process group; `leave` closes all of it. A *choice*
+is something Lockstep decided by itself, with the reason, for the log.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -29,6 +31,7 @@ from lockstep.communication.link import Link, measure
 from lockstep.communication.shared_memory import open_shared_memory
 from lockstep.communication.traffic import traffic
 from lockstep.distributed import network
+from lockstep.distributed.backend import choose_backend, close_group, open_group
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.device import choose_device
 from lockstep.distributed.manifest import collect
@@ -38,17 +41,19 @@ from lockstep.errors import LockstepError, SettingError, UsageError, set_rank
 from lockstep.session.extension import Extensions
 from lockstep.session.step import Step
 from lockstep.settings import Choice, Settings, settings_of_ranks
-from lockstep.wording import did_you_mean
 
 if TYPE_CHECKING:
     from lockstep.distributed.rendezvous import Joined
 
 
-CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
-_BACKENDS = ("nccl", "gloo", "mpi")
-_BY_SCRIPT = "the script"
-# Long enough for any honest work of rank 0; a rank that has died ends the run in other ways.
-_MAIN_FIRST = timedelta(days=7)
+SCRIPT_SOURCE = "the script"
+"""The `source` of a topology whose rank and world size are arguments of `lockstep.init`."""
+
+MAIN_PROCESS_FIRST_TIMEOUT = timedelta(days=7)
+"""Long enough for any work of rank 0. A rank that has died ends the run in other ways."""
+
+CLOSING_TIMEOUT = timedelta(seconds=5)
+"""How long a request to the store may take at the end of a run, when its rank may have left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,73 +63,74 @@ class Run:
     topology: Topology
     device: torch.device
     backend: str
-    """Empty where there is no process group: on one process."""
+    """In torch's notation; empty on one process, where there is no process group."""
     collectives: Collectives
     step: Step
     settings: Settings
     joined: Joined | None
     """The store that the ranks met at; None on one process."""
     examples: list[Callable[[], Any]] = field(default_factory=list)
-    """Each gives a batch of a loader that is being prepared, for strategies that measure."""
+    """Functions that return a batch of a loader that is being prepared, for strategies that
+    measure."""
     link: Link | None = None
-    """Between machines; None: there is one, or it was not measured."""
+    """The network between machines; None if there is one machine, or it was not measured."""
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    """What the strategy has opened beside the group of all ranks; closed with it."""
+    """The process groups that the strategy has opened, by name; closed with the run."""
     loaders: list[Any] = field(default_factory=list)
-    """All prepared ones."""
+    """All prepared loaders."""
     prepared: list[weakref.ref[nn.Module]] = field(default_factory=list)
-    """The modules that `World.prepare` gave out."""
+    """The modules that `World.prepare` returned."""
 
     @property
     def extensions(self) -> Extensions:
-        """Everything that takes part in the training, in the order in which it is told."""
+        """Everything that takes part in the training, in the order in which it is called."""
         return self.step.extensions
 
 
-CLOSING_TIMEOUT = timedelta(seconds=5)
-"""Of the store, for what ranks tell each other at the end of the run: it may have gone with one."""
+_current_run: Run | None = None
+_num_joins = 0
+"""How often this process has joined a run."""
 
 
 @contextmanager
 def store_at_end(joined: Joined) -> Iterator[Store]:
-    """The store of the run, for a few requests at its end, which do not wait long.
+    """Gives the store of the run for a few requests at its end, with a short timeout.
 
-    Nothing is raised where the store has gone with another rank.
+    If the store's rank has left, the block ends early and nothing is raised.
     """
     store: Any = joined.store  # torch's annotations leave `timeout` out
-    before = store.timeout
+    timeout_before = store.timeout
     store.set_timeout(CLOSING_TIMEOUT)
     try:
         yield store
     except RuntimeError:
         return
     finally:
-        store.set_timeout(before)  # checkpoints that are still being written need theirs
+        # Checkpoints that are still being written need the long timeout.
+        store.set_timeout(timeout_before)
 
 
 def run_of(module: nn.Module) -> Run | None:
-    """The run that a module was prepared in, as long as it goes on.
+    """Returns the run that a module was prepared in, if that is the current run; else None.
 
-    What `torch.compile` has made of a prepared module belongs to the run, too.
+    A module that `torch.compile` made from a prepared module belongs to the run, too.
     """
-    run = _current
+    run = _current_run
     if run is None:
         return None
-    while not any(prepared() is module for prepared in run.prepared):
-        inner = without_compile(module)
-        if inner is module:
+    while not any(reference() is module for reference in run.prepared):
+        inner_module = without_compile(module)
+        if inner_module is module:
             return None
-        module = inner
+        module = inner_module
     return run
 
 
 def blocked() -> str | None:
-    """Why a collective of the present run would hang just now, or None."""
-    return None if _current is None else _current.collectives.blocked
-
-
-_current: Run | None = None
-_joins = 0
+    """Returns why a collective of the current run would hang just now, or None."""
+    if _current_run is None:
+        return None
+    return _current_run.collectives.blocked
 
 
 def join_run(
@@ -138,9 +144,12 @@ def join_run(
 
     Args:
         settings: what the user set.
-        environ: read once, here.
-        rank: given in the script instead of by a launcher; then `world_size` is given too.
-        world_size: likewise.
+        environ: the environment variables.
+        rank: of this process, if the script gives it instead of a launcher.
+        world_size: given together with `rank`.
+
+    Returns:
+        The run, and what Lockstep chose for it.
 
     Raises:
         JoinError: the ranks did not come together within `settings.join_timeout_s`.
@@ -148,83 +157,154 @@ def join_run(
         SettingError: something that was set cannot be honoured.
         UsageError: this process is in a run already.
     """
-    global _current
-    if _current is not None or dist.is_initialized():
+    global _current_run
+    if _current_run is not None or dist.is_initialized():
+        if _current_run is not None:
+            found = "this process is in a run already"
+        else:
+            found = "torch.distributed.init_process_group was called before it"
         raise UsageError(
             "lockstep.init",
-            "this process is in a run already"
-            if _current is not None
-            else "torch.distributed.init_process_group was called before it",
+            found,
             "call lockstep.init once, and nothing else that opens a process group; "
             "world.close() leaves the run",
         )
-    topology = _topology(environ, settings.init_method, rank, world_size)
+    topology = _find_topology(environ, settings.init_method, rank, world_size)
     set_rank(topology.rank if topology.size > 1 else None)
     joined = None
     try:
         if topology.size > 1:
-            joined = _meet(topology, settings, environ)
-            topology = _with_neighbours(topology, joined)
-        run, choices = _open(topology, settings, environ, joined)
+            joined = _meet_other_ranks(topology, settings, environ)
+            topology = _add_local_rank(topology, joined)
+        run, choices = _set_up_run(topology, settings, environ, joined)
     except BaseException:
         close_group()
         if joined is not None:
             joined.close(others_leave=False)
         set_rank(None)
         raise
-    _current = run
+    _current_run = run
     return run, choices
 
 
-def _meet(topology: Topology, settings: Settings, environ: Mapping[str, str]) -> Joined:
-    from lockstep.distributed.rendezvous import join  # one process meets nobody
-
-    global _joins
-    _joins += 1  # a store that outlives this run must not show it the requests of the last
-    launch = environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return join(
-        topology,
-        settings.init_method,
-        manifest=collect(
-            {**settings_of_ranks(settings), "threads": environ.get("OMP_NUM_THREADS")}
-        ),
-        timeout=settings.join_timeout_s,
-        attempt=".".join((*launch, str(_joins))),
+def _find_topology(
+    environ: Mapping[str, str], init_method: str | None, rank: int | None, world_size: int | None
+) -> Topology:
+    """Returns this process's place, from the environment or from the arguments of `init`."""
+    detected = detect(environ, sys.argv[1:]) or Topology()
+    if (rank is None) != (world_size is None):
+        raise SettingError(
+            f"rank={rank}, world_size={world_size}",
+            "only one of them was given",
+            "give both, or neither under a launcher",
+        )
+    if rank is None or world_size is None:
+        return detected
+    if detected.size > 1:
+        if detected.rank == rank and detected.size == world_size:
+            return detected
+        raise SettingError(
+            f"rank={rank}, world_size={world_size} in the script",
+            f"{detected.source} says rank {detected.rank} of {detected.size}",
+            "leave them out under a launcher",
+        )
+    # Without a launcher nothing says which processes share this machine. If the address of rank 0
+    # is a loopback address, all of them do. Otherwise each is taken to be alone on its machine
+    # until the ranks have met (`_add_local_rank`).
+    master_host = environ.get("MASTER_ADDR")
+    if init_method is not None and init_method.startswith("tcp://"):
+        master_host = urlsplit(init_method).hostname
+    all_on_this_machine = network.means_loopback(master_host)
+    return Topology(
+        rank=rank,
+        size=world_size,
+        local_rank=rank if all_on_this_machine else 0,
+        local_size=world_size if all_on_this_machine else 1,
+        node_rank=0 if all_on_this_machine else rank,
+        master_addr=environ.get("MASTER_ADDR"),
+        master_port=port(environ),
+        source=SCRIPT_SOURCE,
     )
 
 
-def _open(
+def _meet_other_ranks(topology: Topology, settings: Settings, environ: Mapping[str, str]) -> Joined:
+    """Waits for the other ranks at the store and compares settings and versions with theirs."""
+    from lockstep.distributed.rendezvous import join  # not needed by a single process
+
+    global _num_joins
+    _num_joins += 1
+    compared_settings: dict[str, object] = dict(settings_of_ranks(settings))
+    compared_settings["threads"] = environ.get("OMP_NUM_THREADS")
+    # A store may outlive this run. The next one must not find the requests of this one there, so
+    # keys contain the launcher's run and restart, and the number of this join.
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+    restart_count = environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return join(
+        topology,
+        settings.init_method,
+        manifest=collect(compared_settings),
+        timeout=settings.join_timeout_s,
+        attempt=f"{run_id}.{restart_count}.{_num_joins}",
+    )
+
+
+def _add_local_rank(topology: Topology, joined: Joined) -> Topology:
+    """Completes a topology that came from the script, now that the hosts of all ranks are known."""
+    if topology.source != SCRIPT_SOURCE:
+        return topology
+    hosts_in_order = list(dict.fromkeys(joined.hosts))
+    return replace(
+        topology,
+        local_rank=joined.ranks_on_this_host.index(topology.rank),
+        local_size=len(joined.ranks_on_this_host),
+        node_rank=hosts_in_order.index(joined.hosts[topology.rank]),
+    )
+
+
+def _set_up_run(
     topology: Topology, settings: Settings, environ: Mapping[str, str], joined: Joined | None
 ) -> tuple[Run, list[Choice]]:
-    """Chooses the device and opens the process group."""
+    """Chooses the device, opens the process group and builds the run.
+
+    Args:
+        topology: this process's place.
+        settings: what the user set.
+        environ: the environment variables.
+        joined: the store that the ranks met at; None on one process.
+    """
     device, reason = choose_device(
         settings.device,
         topology,
         environ,
         may_share=settings.backend == "gloo",
-        on_this_machine=partial(_on_this_machine, joined, settings.join_timeout_s),
+        on_this_machine=partial(_exchange_on_this_machine, joined, settings.join_timeout_s),
     )
     choices = [Choice("device", str(device), reason)]
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        by = "OMP_NUM_THREADS" if environ.get("OMP_NUM_THREADS") else "torch's default"
-        choices.append(Choice("threads", str(torch.get_num_threads()), f"per process; {by}"))
-    if joined is not None or settings.backend is not None:
-        backend, reason = choose_backend(settings.backend, device)
+        source = "OMP_NUM_THREADS" if environ.get("OMP_NUM_THREADS") else "torch's default"
+        choices.append(Choice("threads", str(torch.get_num_threads()), f"per process; {source}"))
+
+    backend = ""
+    timeout = None
+    if settings.collective_timeout_s is not None:
+        timeout = timedelta(seconds=settings.collective_timeout_s)
     if joined is not None:
-        limit = settings.collective_timeout_s
-        timeout = None if limit is None else timedelta(seconds=limit)
+        backend, reason = choose_backend(settings.backend, device)
         interface = open_group(topology, backend, device, joined.store, timeout=timeout)
         choices.append(Choice("backend", "nccl" if "nccl" in backend else backend, reason))
         choices.append(Choice("network", *interface))
+    elif settings.backend is not None:
+        choose_backend(settings.backend, device)  # raises if the backend cannot be used
+
     traffic.reset()
     collectives = Collectives(topology, device)
     if joined is not None:
         choices.append(_share_memory(collectives, settings, timeout))
     link = None
-    several = joined is not None and not topology.one_node
-    if several and backend == "gloo" and settings.measure_link:
+    several_machines = joined is not None and not topology.one_node
+    if several_machines and backend == "gloo" and settings.measure_link:
         link = _measure_link(collectives)
     if link is not None:
         reason = "measured: each machine sends and receives at a time"
@@ -233,7 +313,7 @@ def _open(
     run = Run(
         topology=topology,
         device=device,
-        backend="" if joined is None else backend,
+        backend=backend,
         collectives=collectives,
         step=Step(),
         settings=settings,
@@ -243,295 +323,155 @@ def _open(
     return run, choices
 
 
-def _measure_link(collectives: Collectives) -> Link | None:
-    """Between the first ranks of all machines; None: there is one."""
-    nodes = collectives.exchange(collectives.topology.node_rank)
-    ranks = [nodes.index(node) for node in dict.fromkeys(nodes)]
-    if len(ranks) == 1:  # the environment says otherwise
-        return None
-    place = ranks.index(own) if (own := collectives.topology.rank) in ranks else None
+def _exchange_on_this_machine(joined: Joined | None, timeout_s: float, text: str) -> list[str]:
+    """Returns the texts of all processes of this machine, this one's included.
 
-    def shift(size: int) -> float:
-        if place is None:
-            return 0.0
-        given, taken = torch.zeros(2, size, dtype=torch.uint8)
-        begin = time.perf_counter()
-        after, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]
-        # The other order may halve it, see `routing.start_all_to_all`.
-        for work in (dist.irecv(taken, before), dist.isend(given, after)):
-            if work is not None:
-                work.wait()
-        return time.perf_counter() - begin
-
-    return measure(shift, collectives.max, len(ranks))
+    A process that gives no text in time counts as one that gives the same text.
+    """
+    if joined is None:
+        return [text]
+    store = joined.store
+    keys = [f"here/{rank}" for rank in joined.ranks_on_this_host]
+    store.set(f"here/{joined.rank}", text)
+    if network.wait_until(lambda: store.check(keys), time.monotonic() + timeout_s):
+        return [store.get(key).decode() for key in keys]
+    return [text, text]
 
 
 def _share_memory(
     collectives: Collectives, settings: Settings, timeout: timedelta | None
 ) -> Choice:
-    """What is on the CPU goes through shared memory where that is possible, and why."""
-    topology, shared = collectives.topology, None
+    """Makes CPU tensors go through shared memory if that is possible; returns what was chosen."""
     if settings.backend is not None:
+        shared_memory = None
         reason = f"backend={settings.backend!r} was asked for"
     else:
-        limit = (timeout or default_pg_timeout).total_seconds()
-        shared, reason = open_shared_memory(
-            topology.rank, topology.node_rank, limit, collectives.exchange
+        shared_memory, reason = open_shared_memory(
+            collectives.topology.rank,
+            collectives.topology.node_rank,
+            (timeout or default_pg_timeout).total_seconds(),
+            collectives.exchange,
         )
-    routing.use_shared_memory(shared)
-    way = "the backend" if shared is None else "shared memory"
-    return Choice("CPU tensors", f"through {way}", reason)
+    routing.use_shared_memory(shared_memory)
+    carrier = "the backend" if shared_memory is None else "shared memory"
+    return Choice("CPU tensors", f"through {carrier}", reason)
 
 
-def _on_this_machine(joined: Joined | None, timeout: float, text: str) -> list[str]:
-    """This process's text, and those that the others of this machine tell in the same place.
+def _measure_link(collectives: Collectives) -> Link | None:
+    """Measures the network between the first ranks of all machines; None if there is only one.
 
-    One that tells nothing in time counts as one that tells the same.
+    Messages go round in a ring of machines: each machine sends to the next one.
     """
-    if joined is None:
-        return [text]
-    store, keys = joined.store, [f"here/{rank}" for rank in joined.here]
-    store.set(f"here/{joined.rank}", text)
-    come = network.wait_until(lambda: store.check(keys), time.monotonic() + timeout)
-    return [store.get(key).decode() for key in keys] if come else [text, text]
+    node_of_rank = collectives.exchange(collectives.topology.node_rank)
+    first_ranks = [node_of_rank.index(node) for node in dict.fromkeys(node_of_rank)]
+    num_machines = len(first_ranks)
+    if num_machines == 1:  # although the environment says that there are several
+        return None
+    rank = collectives.topology.rank
+    ring_position = first_ranks.index(rank) if rank in first_ranks else None
 
+    def shift(size: int) -> float:
+        """Sends so many bytes to the next machine; returns the seconds that it took."""
+        if ring_position is None:
+            return 0.0
+        data_to_send = torch.zeros(size, dtype=torch.uint8)
+        received_data = torch.zeros(size, dtype=torch.uint8)
+        next_rank = first_ranks[(ring_position + 1) % num_machines]
+        previous_rank = first_ranks[ring_position - 1]
+        begin = time.perf_counter()
+        # Sending first may halve the speed, see `routing.start_all_to_all`.
+        receiving = dist.irecv(received_data, previous_rank)
+        sending = dist.isend(data_to_send, next_rank)
+        for work in (receiving, sending):
+            if work is not None:
+                work.wait()
+        return time.perf_counter() - begin
 
-def _with_neighbours(topology: Topology, joined: Joined) -> Topology:
-    """Where the script gave the rank, the local rank is known once the ranks have met."""
-    if topology.source != _BY_SCRIPT:
-        return topology
-    return replace(
-        topology,
-        local_rank=joined.here.index(topology.rank),
-        local_size=len(joined.here),
-        node_rank=list(dict.fromkeys(joined.hosts)).index(joined.hosts[topology.rank]),
-    )
+    return measure(shift, collectives.max, num_machines)
 
 
 def leave(run: Run, *, failed: bool) -> None:
     """Closes what `join_run` opened.
 
     Args:
-        run: to leave.
+        run: the run to leave.
         failed: this process ends with an error, so the others cannot be counted on.
     """
-    global _current
-    if _current is not run:
+    global _current_run
+    if _current_run is not run:
         return
-    _current = None
-    with ExitStack() as stack:  # all of it, whatever raises
+    _current_run = None
+    # The stack calls these in reverse order: the extensions are closed first. It calls all of
+    # them, even if one raises.
+    with ExitStack() as stack:
         stack.callback(set_rank, None)
         stack.callback(_leave_group, run, failed)
         stack.callback(run.extensions.close, failed)
 
 
 def _leave_group(run: Run, failed: bool) -> None:
+    """Closes the process groups and the store of a run."""
     run.groups.clear()
-    if run.joined is not None:
-        # NCCL waits for outstanding work of ranks that may never do theirs.
-        if not (failed and run.device.type == "cuda"):
-            close_group()
-        run.joined.close(others_leave=not failed)
+    if run.joined is None:
+        return
+    # NCCL would wait for outstanding work of ranks that may never do theirs.
+    nccl_may_hang = failed and run.device.type == "cuda"
+    if not nccl_may_hang:
+        close_group()
+    run.joined.close(others_leave=not failed)
 
 
 def close_at_exit(close: Callable[..., None]) -> None:
     """Leaves the run when Python ends.
 
-    Python would end with 0 whatever is raised here; an error of ours gives it its own exit code.
+    Python ends with exit code 0 even if a function raises that was registered with `atexit`. So an
+    error of Lockstep's is printed here and the process ends with the exit code of the error.
 
     Args:
-        close: is given `failed`.
+        close: called with `failed`: True if the script ended with an exception.
     """
+    script_raised = hasattr(sys, "last_type")  # set by an uncaught exception
     try:
-        close(failed=hasattr(sys, "last_type"))  # set by an uncaught exception
+        close(failed=script_raised)
     except LockstepError as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(error.exit_code)
 
 
 @contextmanager
-def main_process_first(run: Run, turn: str) -> Iterator[None]:
-    """Rank 0 runs the block, then the others; they wait at the store, where no timeout is short.
+def main_process_first(run: Run, call_id: str) -> Iterator[None]:
+    """Lets rank 0 run the block first, then the other ranks.
+
+    They wait at the store, which has no short timeout as collectives have.
+
+    Args:
+        run: the current run.
+        call_id: the same text on all ranks for one call, and another one for each call.
 
     Raises:
-        UsageError: on the other ranks, where rank 0's block raised.
+        UsageError: on the other ranks, if rank 0's block raised.
     """
     if run.joined is None:
         yield
         return
-    key, store, failed = f"main_process_first/{turn}", run.joined.store, True
+    store = run.joined.store
+    key = f"main_process_first/{call_id}"
     if not run.topology.is_main:
-        store.wait([key], _MAIN_FIRST)
+        store.wait([key], MAIN_PROCESS_FIRST_TIMEOUT)
         if store.get(key) == b"failed":
             raise UsageError(
                 "with world.main_process_first()",
                 "rank 0 raised in its block",
                 "look at rank 0's error",
             )
-    run.collectives.in_turn = True
+    run.collectives.in_main_process_first = True
+    result = "failed"
     try:
         yield
-        failed = False
+        result = "done"
     finally:
-        run.collectives.in_turn = False
+        run.collectives.in_main_process_first = False
         if run.topology.is_main:
-            store.set(key, "failed" if failed else "done")
-
-
-def _topology(
-    environ: Mapping[str, str], init_method: str | None, rank: int | None, world_size: int | None
-) -> Topology:
-    found = detect(environ, sys.argv[1:]) or Topology()
-    if (rank is None) != (world_size is None):
-        raise SettingError(
-            f"rank={rank}, world_size={world_size}",
-            "only one of them was given",
-            "give both, or neither under a launcher",
-        )
-    if rank is None or world_size is None:
-        return found
-    if found.size > 1:
-        if (found.rank, found.size) == (rank, world_size):
-            return found
-        raise SettingError(
-            f"rank={rank}, world_size={world_size} in the script",
-            f"{found.source} says rank {found.rank} of {found.size}",
-            "leave them out under a launcher",
-        )
-    # Without a launcher nothing says which processes share this machine. With an address of
-    # loopback they all do; with any other, each is taken to be alone on its machine.
-    host = environ.get("MASTER_ADDR")
-    if init_method is not None and init_method.startswith("tcp://"):
-        host = urlsplit(init_method).hostname
-    local = network.means_loopback(host)
-    return Topology(
-        rank=rank,
-        size=world_size,
-        local_rank=rank if local else 0,
-        local_size=world_size if local else 1,
-        node_rank=0 if local else rank,
-        master_addr=environ.get("MASTER_ADDR"),
-        master_port=port(environ),
-        source=_BY_SCRIPT,
-    )
-
-
-def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]:
-    """The backend in torch's notation, and the reason.
-
-    Args:
-        backend: `nccl`, `gloo`, `mpi`, or None to choose by the device.
-        device: the one this rank computes on.
-
-    Raises:
-        SettingError: the backend is unknown, not built into this torch, or cannot serve the device.
-    """
-    cuda = device.type == "cuda"
-    if backend is None:
-        if not cuda:
-            return "gloo", f"the device is {device}"
-        if dist.is_nccl_available():
-            return CUDA_BACKENDS, "nccl for what is on the GPU, gloo for what is on the CPU"
-        return "gloo", "this torch was built without nccl"
-    if backend not in (*_BACKENDS, CUDA_BACKENDS):
-        advice = did_you_mean(backend.lower(), _BACKENDS, "leave it out to have one chosen")
-        found = f"the backends are {', '.join(_BACKENDS)}"
-        raise SettingError(f"backend={backend!r}", found, advice)
-    if backend in ("nccl", CUDA_BACKENDS):
-        if cuda and dist.is_nccl_available():
-            return CUDA_BACKENDS, "nccl was asked for; gloo serves what is on the CPU"
-        found = f"the device is {device}; NCCL moves data of GPUs only"
-        if cuda:
-            found = f"torch {torch.__version__} was built without NCCL"
-        raise SettingError("backend='nccl'", found, "use 'gloo', which serves GPUs too, slower")
-    if backend == "mpi" and not dist.is_mpi_available():
-        raise SettingError(
-            "backend='mpi'",
-            f"torch {torch.__version__} was built without MPI",
-            f"use {'nccl' if cuda else 'gloo'} (mpirun still starts it), or a torch built with MPI",
-        )
-    return backend, "it was asked for"
-
-
-def open_group(
-    topology: Topology,
-    backend: str,
-    device: torch.device,
-    store: Store,
-    *,
-    timeout: timedelta | None,
-) -> tuple[str, str]:
-    """Opens torch's default process group.
-
-    Args:
-        topology: who this process is.
-        backend: from `choose_backend`.
-        device: the one this rank computes on.
-        store: where the ranks have met.
-        timeout: how long a collective may take; None: torch's default for the backend.
-
-    Returns:
-        The network interface of the CPU side and the reason for it.
-
-    Raises:
-        SettingError: an interface that was named does not exist, or none can be chosen, or MPI
-            numbers the ranks differently.
-    """
-    # Its functions take the default group as the default of an argument. Imported after the group
-    # was opened (DDP does that), they would keep it, with its threads, alive until the process
-    # ends; see `ExactDDP.release` for what such a thread can do then.
-    import_module("torch.distributed.nn.functional")
-    if backend == "mpi":
-        dist.init_process_group("mpi", timeout=timeout)
-        if (dist.get_rank(), dist.get_world_size()) != (topology.rank, topology.size):
-            found = f"MPI says rank {dist.get_rank()} of {dist.get_world_size()}"
-            dist.destroy_process_group()
-            raise SettingError(
-                f"rank {topology.rank} of {topology.size} (from {topology.source})",
-                found,
-                "start the run with the mpirun that this torch was built against",
-            )
-        return "MPI's own", "the backend is mpi"
-    store.set_timeout(timeout or default_pg_timeout)  # the join's is too short for what follows
-    interface, reason = network.choose_interface(
-        os.environ,
-        network.local_addresses(),
-        topology.one_node,
-        network.address_reaching(topology.master_addr),
-        network.hostname_address(),
-    )
-    network.use_gloo_interface(interface, topology.size)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=topology.rank,
-        world_size=topology.size,
-        timeout=timeout,
-        # NCCL then connects now, not in the first collective, and knows the device.
-        device_id=device if "nccl" in backend else None,
-    )
-    # A rank that left now, as its strategy is refused, would close connections that others have
-    # yet to accept, and they would tell of that instead.
-    store.add("connected", 1)
-    limit = time.monotonic() + (timeout or default_pg_timeout).total_seconds()
-    size = topology.size
-    network.wait_until(lambda: store.add("connected", 0) == size, limit, ranks=size)
-    return interface or "by host name", reason
-
-
-def carrier_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where what is sent must lie: NCCL takes CUDA tensors, every other backend the CPU's."""
-    if device.type == "cpu":
-        return device
-    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    return device if backends.get(device.type) == "nccl" else torch.device("cpu")
-
-
-def close_group() -> None:
-    """Undoes `open_group`, as far as it came."""
-    network.use_gloo_interface(None)
-    routing.use_shared_memory(None)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+            store.set(key, result)

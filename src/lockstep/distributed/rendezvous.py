@@ -1,22 +1,18 @@
-"""How the ranks come together: `env://`, `tcp://host:port` or `file:///path`.
+"""How the ranks meet: at the store of `env://`, `tcp://host:port` or `file:///path`.
 
-`env://` and `tcp://`: rank 0 serves a TCPStore, the others connect to it. Torch's own store listens
-on all interfaces; ours is given a socket that listens on one. Before torch's client is built, a
-plain socket finds out what is behind the port, since the client waits without end for something
-that listens but is not a store, and reports all causes alike.
+A *store* is torch's key-value store, which processes share before there is a process group. Under
+`env://` and `tcp://` rank 0 serves a TCPStore and the other ranks connect to it; `file://` is
+torch's FileStore (see `init_file`). Once they have met, the ranks decide by the protocol of `join`
+whether the run starts.
 
-`file://`: torch's FileStore, after a look at what is there. The store removes the file when the
-last rank has let go of it. A run that was killed leaves it behind, and the next run would meet the
-dead. So the file is read first, as plain bytes and without changing it: what ranks write is JSON,
-whatever the format around it.
+Torch's own TCPStore listens on all interfaces; ours is given a socket that listens on one. Before
+torch's client is built, a plain socket finds out what is behind the port, since the client waits
+without end for something that listens but is not a store, and reports all causes alike.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import socket
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,81 +22,88 @@ from functools import cache, partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from lockstep import errors
 from lockstep.distributed import network
-from lockstep.distributed.manifest import (
-    ERROR_MARK,
-    REQUEST_MARK,
-    Join,
-    JoinRequest,
-    read_request,
-)
+from lockstep.distributed.init_file import open_file
+from lockstep.distributed.join import Join, read_request
 from lockstep.distributed.network import LOOPBACK, Endpoint, is_here, wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.distributed.torch_compat import answers_as_store
 
-_FORMS = "the forms are 'env://', 'tcp://host:port' and 'file:///absolute/path'"
-_NOT_A_STORE = "something listens there, but it is not a torch store"
-_ATTEMPT_S = 2.0
+INIT_METHOD_FORMS = "the forms are 'env://', 'tcp://host:port' and 'file:///absolute/path'"
+NOT_A_STORE = "something listens there, but it is not a torch store"
+
+ATTEMPT_TIMEOUT_S = 2.0
 """How long one attempt to connect, or to be answered, may take."""
-_OWN_STORE_S = 60.0
+OWN_STORE_TIMEOUT_S = 60.0
 """How long a busy machine may take to answer itself."""
-_CLOSE_S, _REMOVAL_S = 5.0, 1.0
-_RANK_0_S = 2.0
-"""How long a store may be served before rank 0 has said that it is there."""
-_TOGETHER_S = 3.0
-"""Processes that were created within this time of each other were started together."""
+CLOSING_TIMEOUT_S = 5.0
+"""How long rank 0 waits until the other ranks have closed the store."""
+FILE_REMOVAL_TIMEOUT_S = 1.0
+"""How long rank 0 waits until torch has removed the file of a FileStore."""
+RANK_0_ANNOUNCEMENT_S = 2.0
+"""How long a store may be served before rank 0 has announced itself there."""
 
 
 @dataclass(eq=False)
 class Joined:
-    """What the ranks share once they have come together."""
+    """What the ranks share once they have joined the run: the store, and who is where."""
 
     store: Store
-    """For process groups and small messages, until `close`; whoever keeps it keeps port or file in
-    use."""
+    """For process groups and small messages, until `close`. While anyone has a reference to it, its
+    port or file stays in use."""
     hosts: Sequence[str]
-    """Of each rank."""
+    """The host of each rank."""
     rank: int
     served_by_rank_0: bool
     file: Path | None
+    """The file of a FileStore."""
 
     @property
-    def here(self) -> list[int]:
+    def ranks_on_this_host(self) -> list[int]:
         """The ranks of this machine."""
-        return [r for r, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+        this_host = self.hosts[self.rank]
+        return [rank for rank, host in enumerate(self.hosts) if host == this_host]
 
     def close(self, *, others_leave: bool = True) -> None:
-        """Lets go of the store; to be called on every rank after the process group was closed.
+        """Closes the store. Each rank calls it after the process group was closed.
 
-        Where rank 0 serves the store, it waits until the others have let go of it. The file of
-        `file://` is removed by the store of the rank that is the last to let go, or by rank 0.
+        If rank 0 serves the store, it waits until the other ranks have closed it. The file of
+        `file://` is removed by torch when the last rank closes its store, or else by rank 0.
 
         Args:
-            others_leave: whether the others can be counted on to do the same; rank 0 waits for
-                them, but not long.
+            others_leave: True if the other ranks will close it too, so that rank 0 should wait for
+                them (for a few seconds).
         """
         store = self.store
         del self.store
-        if not (self.served_by_rank_0 or self.file):
-            return
-        left = False
-        with suppress(RuntimeError):  # the other side has gone, which is what we are about to do
+        if not self.served_by_rank_0 and self.file is None:
+            return  # the launcher serves it
+        others_have_left = False
+        # A RuntimeError: the other side has gone, which is what this rank is about to do.
+        with suppress(RuntimeError):
             if self.rank != 0:
                 store.set(f"left/{self.rank}", "")
                 return
-            others = [f"left/{rank}" for rank in range(1, len(self.hosts))]
-            limit = time.monotonic() + _CLOSE_S
-            left = others_leave and wait_until(partial(store.check, others), limit)
+            if others_leave:
+                keys = [f"left/{rank}" for rank in range(1, len(self.hosts))]
+                deadline = time.monotonic() + CLOSING_TIMEOUT_S
+                others_have_left = wait_until(partial(store.check, keys), deadline)
         del store
-        if left and self.file is not None:
-            # Of two stores that are let go at once, torch's counting may let neither be the last.
-            file = self.file
-            if not wait_until(lambda: not file.exists(), time.monotonic() + _REMOVAL_S):
-                file.unlink(missing_ok=True)
+        if others_have_left and self.file is not None:
+            _remove_file(self.file)
+
+
+def _remove_file(file: Path) -> None:
+    """Removes the file of a FileStore that all ranks have closed, if torch does not remove it.
+
+    If two ranks close it at the same time, torch's count of users may let neither be the last.
+    """
+    deadline = time.monotonic() + FILE_REMOVAL_TIMEOUT_S
+    if not wait_until(lambda: not file.exists(), deadline):
+        file.unlink(missing_ok=True)
 
 
 def join(
@@ -114,11 +117,11 @@ def join(
     """Meets the other ranks; returns on all of them, or raises the same error on all of them.
 
     Args:
-        topology: who this process is.
+        topology: this process's place.
         init_method: `env://` (also None), `tcp://host:port` or `file:///path`.
         manifest: from `manifest.collect`; must be equal on all ranks.
         timeout: how long ranks wait for each other, in seconds.
-        attempt: tells restarts apart that meet at the same store of a launcher.
+        attempt: distinguishes restarts that meet at the same store of a launcher.
 
     Raises:
         SettingError: the init method is malformed, or the address of rank 0 is not known.
@@ -131,48 +134,47 @@ def join(
         PortTakenError: rank 0's port belongs to another program.
         StaleInitFileError: the file is left over from an earlier run.
     """
-    where = parse_init_method(topology, init_method)
-    place, file, of_launcher = f"tcp://{where}", None, False
-    if isinstance(where, Path):
-        place, file = f"file://{where}", where
-        store = open_file(where, topology.size, timeout)
+    location = parse_init_method(topology, init_method)
+    file = None
+    launcher_serves = False
+    if isinstance(location, Path):
+        location_text = f"file://{location}"
+        file = location
+        store = open_file(location, topology.size, timeout)
     else:
-        masters = (topology.master_addr, topology.master_port)
-        of_launcher = topology.agent_store and (where.host, where.port) == masters
-        if of_launcher:
-            place = f"the launcher's store at {place}"
-        if topology.is_main and not of_launcher:
-            store = _serve(where, topology, manifest, timeout, attempt)
+        location_text = f"tcp://{location}"
+        is_master_address = (
+            location.host == topology.master_addr and location.port == topology.master_port
+        )
+        launcher_serves = topology.agent_store and is_master_address
+        if launcher_serves:
+            location_text = f"the launcher's store at {location_text}"
+        if topology.is_main and not launcher_serves:
+            store = _serve_or_connect(location, topology, manifest, timeout, attempt)
         else:
-            store = connect(where, timeout)
-    scoped = _scope(store, attempt)
+            store = connect(location, timeout)
+    run_store = _store_of_run(store, attempt)
     try:
-        hosts = Join(scoped, topology, manifest, place, timeout, file).agree()
+        hosts = Join(run_store, topology, manifest, location_text, timeout, file).agree()
     except (errors.JoinError, errors.RanksDifferError) as error:
-        failed = error.with_traceback(None)
+        failure = error.with_traceback(None)
     else:
-        return Joined(scoped, hosts, topology.rank, file is None and not of_launcher, file)
-    del store, scoped  # lets go of port and file even while the error is being looked at
-    raise failed
+        rank_0_serves = file is None and not launcher_serves
+        return Joined(run_store, hosts, topology.rank, rank_0_serves, file)
+    # While somebody looks at the error, nothing may refer to the store: that frees port and file.
+    del store, run_store
+    raise failure
 
 
 def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint | Path:
-    """Reads an init method.
+    """Returns where the store is: an endpoint, or the path of a file.
 
     Raises:
-        SettingError: it is malformed, or it is `env://` and rank 0's address is not known.
+        SettingError: the init method is malformed, or it is `env://` and rank 0's address is not
+            known.
     """
     if init_method is None or init_method == "env://":
-        if topology.master_addr is None or topology.master_port is None:
-            missing = "MASTER_ADDR" if topology.master_addr is None else "MASTER_PORT"
-            raise errors.SettingError(
-                f"rank {topology.rank} of {topology.size} (from {topology.source})",
-                f"{missing} is not set, so rank 0 cannot be found",
-                f"set {missing}, start with `lockstep run`, or give init_method='tcp://host:port'",
-            )
-        # A launcher's store listens where the launcher chose to, which need not be loopback.
-        one_node = topology.one_node and not topology.agent_store
-        return Endpoint(topology.master_addr, topology.master_port, one_node)
+        return _endpoint_of_environment(topology)
     if init_method.startswith("file://"):
         path = Path(init_method.removeprefix("file://"))
         if not path.is_absolute():
@@ -180,38 +182,56 @@ def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint |
         return path
     try:
         parts = urlsplit(init_method)
-        host, port = parts.hostname, parts.port
+        host = parts.hostname
+        port = parts.port
     except ValueError as error:
         raise _malformed(init_method, str(error)) from None
     if parts.scheme != "tcp":
-        found = f"the scheme is {parts.scheme!r}"
-    elif not host or not port:
-        found = f"the {'port' if host else 'host'} is missing"
-    elif parts.path.strip("/") or parts.query:
+        raise _malformed(init_method, f"the scheme is {parts.scheme!r}")
+    if not host:
+        raise _malformed(init_method, "the host is missing")
+    if not port:
+        raise _malformed(init_method, "the port is missing")
+    if parts.path.strip("/") or parts.query:
         found = "something follows the port; rank and world_size are arguments of init"
-    else:
-        return Endpoint(host, port, topology.one_node)
-    raise _malformed(init_method, found)
+        raise _malformed(init_method, found)
+    return Endpoint(host, port, topology.one_node)
+
+
+def _endpoint_of_environment(topology: Topology) -> Endpoint:
+    """Returns the endpoint of `env://`: MASTER_ADDR and MASTER_PORT."""
+    if topology.master_addr is None or topology.master_port is None:
+        missing = "MASTER_ADDR" if topology.master_addr is None else "MASTER_PORT"
+        raise errors.SettingError(
+            f"rank {topology.rank} of {topology.size} (from {topology.source})",
+            f"{missing} is not set, so rank 0 cannot be found",
+            f"set {missing}, start with `lockstep run`, or give init_method='tcp://host:port'",
+        )
+    # The store of a launcher listens where the launcher chose to, which need not be loopback.
+    one_node = topology.one_node and not topology.agent_store
+    return Endpoint(topology.master_addr, topology.master_port, one_node)
 
 
 def _malformed(init_method: str, found: str) -> errors.SettingError:
-    return errors.SettingError(f"init_method={init_method!r}", found, _FORMS)
+    return errors.SettingError(f"init_method={init_method!r}", found, INIT_METHOD_FORMS)
 
 
-def _scope(store: Store, attempt: str) -> Store:
+def _store_of_run(store: Store, attempt: str) -> Store:
+    """Returns the part of a store that belongs to this attempt to start a run."""
     return PrefixStore(f"lockstep/{attempt}", store)
 
 
-def _serve(
+def _serve_or_connect(
     endpoint: Endpoint,
     topology: Topology,
     manifest: Mapping[str, str],
     timeout: float,
     attempt: str,
 ) -> Store:
-    """Rank 0's store.
+    """Serves rank 0's store and returns it.
 
-    Where the port is taken by another rank 0 of the same run, that one's store: it is to tell all.
+    If another process with rank 0 of the same run serves one already, it returns that process's
+    store, so that all ranks are told of the duplicate.
 
     Raises:
         PortTakenError: something else has the port.
@@ -219,17 +239,24 @@ def _serve(
     try:
         return serve(endpoint, timeout)
     except errors.PortTakenError:
-        if _why_no_store(endpoint, time.monotonic() + _ATTEMPT_S)[1]:
+        found = _look_for_store(endpoint, time.monotonic() + ATTEMPT_TIMEOUT_S)
+        if not found.is_store:
             raise
     store = connect(endpoint, timeout)
-    scoped = _scope(store, attempt)
-    if not wait_until(lambda: scoped.check(["rank 0"]), time.monotonic() + min(_RANK_0_S, timeout)):
+    run_store = _store_of_run(store, attempt)
+    deadline = time.monotonic() + min(RANK_0_ANNOUNCEMENT_S, timeout)
+    if not wait_until(lambda: run_store.check(["rank 0"]), deadline):
         raise network.port_taken(endpoint)
-    other = read_request(scoped, "rank 0")
-    same = all(other.manifest.get(f) == manifest.get(f) for f in ("arguments", "script"))
-    if scoped.check(["decision"]) or other.size != topology.size or not same:
-        arguments = other.manifest.get("arguments", "")
-        owner = f"another Lockstep run: {other.process}, {arguments}".rstrip(", ")
+    other = read_request(run_store, "rank 0")
+    arguments = other.manifest.get("arguments")
+    same_command = (
+        arguments == manifest.get("arguments")
+        and other.manifest.get("script") == manifest.get("script")
+        and other.size == topology.size
+    )
+    has_decided = run_store.check(["decision"])
+    if has_decided or not same_command:
+        owner = f"another Lockstep run: {other.process}, {arguments or ''}".rstrip(", ")
         raise network.port_taken(endpoint, owner)
     return store
 
@@ -259,150 +286,76 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
         PortTakenError: another program of this machine has the port.
     """
     deadline = time.monotonic() + timeout
-    address = reason = ""
+    found = LookupResult("", "")
 
-    def is_there() -> bool:
-        nonlocal address, reason
-        address, reason = _why_no_store(endpoint, deadline)
-        return not reason
+    def store_is_there() -> bool:
+        nonlocal found
+        found = _look_for_store(endpoint, deadline)
+        return found.is_store
 
-    if not wait_until(is_there, deadline):
-        if reason == _NOT_A_STORE and is_here(address):
+    if not wait_until(store_is_there, deadline):
+        if found.why_no_store == NOT_A_STORE and is_here(found.address):
             raise network.port_taken(endpoint)
-        raise network.unreachable("rank 0", endpoint, reason, address=address, tried=timeout)
+        raise network.unreachable(
+            "rank 0", endpoint, found.why_no_store, address=found.address, tried=timeout
+        )
+    remaining_s = max(deadline - time.monotonic(), ATTEMPT_TIMEOUT_S)
     try:
         return TCPStore(
-            address,
+            found.address,
             endpoint.port,
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=max(deadline - time.monotonic(), _ATTEMPT_S)),
+            timeout=timedelta(seconds=remaining_s),
         )
     except RuntimeError as error:
         reason = network.NO_ANSWER if "timed out" in str(error) else network.CUT
-        raise network.unreachable("rank 0", endpoint, reason, address=address) from None
+        raise network.unreachable("rank 0", endpoint, reason, address=found.address) from None
 
 
-def _why_no_store(endpoint: Endpoint, deadline: float) -> tuple[str, str]:
-    """One attempt at each address of the endpoint.
+@dataclass(frozen=True)
+class LookupResult:
+    """What one attempt to find a store has found."""
 
-    Returns:
-        The address that was tried last, and why there is no store; empty when there is one.
-    """
-    address, reason = "", network.UNRESOLVED
+    address: str
+    """The address that was tried last; empty if the host name does not resolve."""
+    why_no_store: str
+    """Empty if there is a store."""
+
+    @property
+    def is_store(self) -> bool:
+        """True if a store answers at the address."""
+        return not self.why_no_store
+
+
+def _look_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:
+    """Tries each address of the endpoint once, until a store answers."""
+    result = LookupResult("", network.UNRESOLVED)
     for address in endpoint.addresses():
-        limit = min(_ATTEMPT_S, max(deadline - time.monotonic(), 0.1))
+        timeout_s = min(ATTEMPT_TIMEOUT_S, max(deadline - time.monotonic(), 0.1))
         try:
-            connection = socket.create_connection((address, endpoint.port), timeout=limit)
-        except OSError as error:
-            refused = isinstance(error, ConnectionRefusedError)
-            reason = network.REFUSED if refused else network.NO_ANSWER
+            connection = socket.create_connection((address, endpoint.port), timeout=timeout_s)
+        except ConnectionRefusedError:
+            result = LookupResult(address, network.REFUSED)
+            continue
+        except OSError:
+            result = LookupResult(address, network.NO_ANSWER)
             continue
         with connection:
             if answers_as_store(connection) or not _greeting_is_current():
-                return address, ""
-        reason = _NOT_A_STORE
-    return address, reason
+                return LookupResult(address, "")
+        result = LookupResult(address, NOT_A_STORE)
+    return result
 
 
 @cache
 def _greeting_is_current() -> bool:
-    """Whether this torch's stores understand our greeting, tried on one; else all may be stores."""
-    store = network.serve_store(LOOPBACK, 0, timedelta(seconds=_OWN_STORE_S))
-    with socket.create_connection((LOOPBACK, store.port), timeout=_OWN_STORE_S) as connection:
-        return answers_as_store(connection)
+    """Returns True if stores of this version of torch understand the greeting that we send.
 
-
-def open_file(path: Path, size: int, timeout: float) -> Store:
-    """Opens the store at a path, creating the file or meeting those who have.
-
-    Args:
-        path: absolute; on a file system that all ranks share.
-        size: the world size; the file goes when so many processes have closed it.
-        timeout: of the join, in seconds.
-
-    Raises:
-        SettingError: the folder does not exist or cannot be written, or the path is a folder.
-        StaleInitFileError: the file is left over from an earlier run.
+    It is tried on a store of our own. If a store does not understand it, anything that listens
+    may be a store.
     """
-    _check_writable(path)
-    _check_fresh(path, timeout)
-    return FileStore(str(path), size)
-
-
-def _check_writable(path: Path) -> None:
-    asked = f"init_method='file://{path}'"
-    if path.is_dir():
-        raise errors.SettingError(asked, "it is a folder", "name a file in it")
-    if not path.parent.is_dir():
-        raise errors.SettingError(
-            asked, f"there is no folder {path.parent}", "create it on every machine"
-        )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise errors.SettingError(
-            asked, "it cannot be written", "choose a path that this user may write"
-        )
-
-
-def _check_fresh(path: Path, timeout: float) -> None:
-    try:
-        status, content = path.stat(), path.read_bytes()
-    except FileNotFoundError:
-        return
-    if not content:  # made ready by the user, or by another rank just now
-        return
-    age = max(0.0, _now(path.parent) - status.st_mtime)
-    own_start = psutil.Process().create_time()
-    dead = [request for request in _requests(content) if _has_ended(request)]
-    if ERROR_MARK.encode() in content and all(
-        abs(request.started - own_start) < _TOGETHER_S for request in dead
-    ):
-        return  # the others of this very start have failed already, and left the decision here
-    if dead:
-        reason = f"written by {dead[0].process}, which has ended"
-    elif age > time.time() - own_start + timeout:
-        reason = "from long before this process was started"
-    else:
-        return
-    duration, _, _ = str(timedelta(seconds=round(age))).partition(", ")  # `3 days` or `0:05:12`
-    raise errors.StaleInitFileError(
-        f"init_method='file://{path}'",
-        f"the file is left over from an earlier run: last changed {duration} ago, owner "
-        f"{_owner(path)}; {reason}",
-        f"make sure that no run uses it, then remove it (rm {path}), or name another file",
-    )
-
-
-def _requests(content: bytes) -> list[JoinRequest]:
-    _, *written = content.decode(errors="replace").split(REQUEST_MARK)
-    found = []
-    for text in written:
-        with suppress(ValueError, TypeError):  # still being written, or of another version
-            values, _ = json.JSONDecoder().raw_decode(REQUEST_MARK + text)
-            found.append(JoinRequest(**values))
-    return found
-
-
-def _has_ended(request: JoinRequest) -> bool:
-    if request.host != socket.gethostname():
-        return False  # nothing is known of it
-    try:
-        return bool(abs(psutil.Process(request.pid).create_time() - request.started) > 1)
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _now(folder: Path) -> float:
-    """The time by the clock of the file system, which may be another machine's."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            return os.fstat(file.fileno()).st_mtime
-    except OSError:
-        return time.time()
-
-
-def _owner(path: Path) -> str:
-    try:
-        return path.owner()
-    except (KeyError, OSError):
-        return f"user {path.stat().st_uid}"
+    store = network.serve_store(LOOPBACK, 0, timedelta(seconds=OWN_STORE_TIMEOUT_S))
+    address = (LOOPBACK, store.port)
+    with socket.create_connection(address, timeout=OWN_STORE_TIMEOUT_S) as connection:
+        return answers_as_store(connection)

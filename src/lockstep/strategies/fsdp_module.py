@@ -301,7 +301,7 @@ class ShardedModule(Extension):
                 "its parameters are on all ranks, and the process group is closed",
                 "evaluate before closing; world.checkpoint keeps whole weights",
             )
-        self._run.collectives.check_turn("a forward pass of a sharded model")
+        self._run.collectives.check_not_in_main_process_first("a forward pass of a sharded model")
         self._check_failed()
         if torch.is_grad_enabled():
             self._follow_micro_batch()

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.communication import routing
-from lockstep.distributed import collectives
-from lockstep.distributed.process_group import carrier_device
+from lockstep.distributed import tensor_bytes
+from lockstep.distributed.backend import carrier_device
 from lockstep.errors import UsageError
 
 BUCKET_BYTES = 25 * 2**20
@@ -52,7 +52,7 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
         if tensor.numel():
             filled.append(tensor.detach())
     for bucket in _make_buckets(filled, attrgetter("device")):
-        tensors_as_bytes = [collectives.to_bytes(tensor) for tensor in bucket]
+        tensors_as_bytes = [tensor_bytes.to_bytes(tensor) for tensor in bucket]
         message = tensors_as_bytes[0] if len(bucket) == 1 else torch.cat(tensors_as_bytes)
         routing.broadcast(message, group=group)
         received = torch.split(message, [len(as_bytes) for as_bytes in tensors_as_bytes])
@@ -60,7 +60,7 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
             if as_bytes.data_ptr() == tensor.data_ptr():
                 continue  # the message was received in the memory of the tensor
             # The clone is aligned in memory, as the dtype of the tensor requires.
-            tensor.copy_(collectives.from_bytes(as_bytes.clone(), tensor.dtype, tensor.shape))
+            tensor.copy_(tensor_bytes.from_bytes(as_bytes.clone(), tensor.dtype, tensor.shape))
 
 
 def _is_expanded(tensor: Tensor) -> bool:

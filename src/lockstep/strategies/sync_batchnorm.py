@@ -33,7 +33,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.communication import routing
-from lockstep.distributed.process_group import blocked, carrier_device
+from lockstep.distributed.backend import carrier_device
+from lockstep.distributed.process_group import blocked
 from lockstep.distributed.torch_compat import BatchNorm, outside_compiled_code
 from lockstep.errors import DataError, UsageError
 from lockstep.settings import Choice

@@ -62,7 +62,7 @@ class BatchNormNotes:
         size = self._cutting_size
         if self._has_warned or size is None or not self._model_has_batchnorm:
             return
-        is_pipeline = self._plan.rank.size == 1 and not self._run.collectives.alone
+        is_pipeline = self._plan.rank.size == 1 and not self._run.collectives.single_process
         if is_pipeline or not self._run.settings.sync_batchnorm:
             return
         self._has_warned = True

@@ -206,7 +206,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         except Exception as error:
             self._error_of_closure = error
             raise
-        if self._collectives is None or self._collectives.alone:
+        if self._collectives is None or self._collectives.single_process:
             return loss
         if not isinstance(loss, Tensor | float):
             return loss

@@ -338,7 +338,7 @@ class Preparer:
         shared_parameters = self._find_shared_parameters(module)
         wrapped = self.strategy.wrap(module, self.run)
         # The strategy comes first: it may know a reason why the module cannot be prepared at all.
-        if shared_parameters and not self.run.collectives.alone:
+        if shared_parameters and not self.run.collectives.single_process:
             raise UsageError(
                 "world.prepare of two modules with the same parameters",
                 f"{join_first(shared_parameters)} of the {type(module).__name__} belong to another "

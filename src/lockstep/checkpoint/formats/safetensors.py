@@ -27,7 +27,7 @@ from lockstep.checkpoint.encoding import DTYPE_OF_CODE
 from lockstep.checkpoint.file_errors import opened, unreadable
 from lockstep.checkpoint.formats.text import short
 from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, as_shape
-from lockstep.distributed.collectives import to_bytes
+from lockstep.distributed.tensor_bytes import to_bytes
 from lockstep.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000

@@ -99,12 +99,12 @@ class EvaluationCheck(Check):
         self._sum_of_means: Location | None = None
         """The line of that sum, where an evaluation came before it."""
         self._unprepared: UnpreparedLoaders | None = None
-        if run.collectives.alone:
+        if run.collectives.single_process:
             return
-        run.collectives.history = self._history
-        run.collectives.whole_history = self._whole_history
+        run.collectives.get_history = self._history
+        run.collectives.get_full_history = self._whole_history
         run.collectives.compare_histories = self._compare
-        run.collectives.summed = self._look_at_sum
+        run.collectives.on_sum = self._look_at_sum
         self._unprepared = UnpreparedLoaders(self._ended_unprepared_pass)
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:

@@ -59,7 +59,7 @@ class ParameterCheck(Check):
         if not changed:
             return
         effect = "their gradients are not averaged over the ranks"
-        if not self.run.collectives.alone:
+        if not self.run.collectives.single_process:
             raise changed_parameters_error(f"{join_first(changed)}; {effect}")
         self._warned = True
         effect = "with several processes their gradients would not be averaged"

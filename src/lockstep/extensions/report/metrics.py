@@ -57,7 +57,7 @@ class RunningMeans:
         """The samples of all ranks, as the last reduction gave them."""
         self.samples = 0
         """The samples of this rank so far; whoever yields them counts them here."""
-        self._is_alone = collectives.alone
+        self._is_alone = collectives.single_process
         self._device = collectives.device
         self._on_cuda = collectives.device.type == "cuda"
         self._every = every

@@ -20,7 +20,8 @@ from torch import Tensor
 from lockstep.batch.indices import ceil_div
 from lockstep.communication import routing
 from lockstep.communication.quantize import BLOCK, Method, decode, encode
-from lockstep.distributed.process_group import Run, carrier_device
+from lockstep.distributed.backend import carrier_device
+from lockstep.distributed.process_group import Run
 from lockstep.errors import SettingError
 from lockstep.strategies.replication import start_sum
 from lockstep.wording import count_noun

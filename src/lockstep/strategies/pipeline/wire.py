@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed import collectives
-from lockstep.distributed.process_group import carrier_device
+from lockstep.distributed import tensor_bytes
+from lockstep.distributed.backend import carrier_device
 from lockstep.errors import UsageError
 from lockstep.strategies.pipeline.input_kind import InputKind, remember
 
@@ -158,7 +158,7 @@ class Wire:
     def send_known(self, tensors: Sequence[Tensor], to: int) -> None:
         """Starts to send tensors whose specs the other side knows."""
         for tensor in tensors:
-            self._start_send(collectives.to_bytes(tensor).to(self._carrier), to)
+            self._start_send(tensor_bytes.to_bytes(tensor).to(self._carrier), to)
         self._sends = [(work, data) for work, data in self._sends if not work.is_completed()]
 
     def receive(
@@ -229,7 +229,7 @@ class Wire:
             if work is not None:
                 work.wait()
             dtype: torch.dtype = getattr(torch, spec.dtype)
-            tensors.append(collectives.from_bytes(data.to(self._device), dtype, spec.shape))
+            tensors.append(tensor_bytes.from_bytes(data.to(self._device), dtype, spec.shape))
         return tensors
 
     def wait(self) -> None:

@@ -1,0 +1,179 @@
+"""Chooses the communication backend and opens torch's default process group with it.
+
+A *backend* is the library that moves data between ranks: NCCL between GPUs, Gloo between CPUs, MPI
+if torch was built with it. On GPUs a run uses two at once, NCCL for CUDA tensors and Gloo for CPU
+tensors (`CUDA_BACKENDS`, in torch's notation). The *carrier device* is where a tensor must be so
+that the backend can send it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+from torch.distributed.constants import default_pg_timeout
+
+from lockstep.communication import routing
+from lockstep.distributed import network
+from lockstep.distributed.topology import Topology
+from lockstep.errors import SettingError
+from lockstep.wording import did_you_mean
+
+CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
+BACKENDS = ("nccl", "gloo", "mpi")
+
+
+def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]:
+    """Returns the backend in torch's notation, and the reason for it.
+
+    Args:
+        backend: `nccl`, `gloo`, `mpi`, or None to choose by the device.
+        device: the one this rank computes on.
+
+    Raises:
+        SettingError: the backend is unknown, not built into this torch, or cannot serve the device.
+    """
+    on_gpu = device.type == "cuda"
+    if backend is None:
+        if not on_gpu:
+            return "gloo", f"the device is {device}"
+        if dist.is_nccl_available():
+            return CUDA_BACKENDS, "nccl for what is on the GPU, gloo for what is on the CPU"
+        return "gloo", "this torch was built without nccl"
+    if backend not in (*BACKENDS, CUDA_BACKENDS):
+        advice = did_you_mean(backend.lower(), BACKENDS, "leave it out to have one chosen")
+        found = f"the backends are {', '.join(BACKENDS)}"
+        raise SettingError(f"backend={backend!r}", found, advice)
+    if backend in ("nccl", CUDA_BACKENDS):
+        if on_gpu and dist.is_nccl_available():
+            return CUDA_BACKENDS, "nccl was asked for; gloo serves what is on the CPU"
+        if on_gpu:
+            found = f"torch {torch.__version__} was built without NCCL"
+        else:
+            found = f"the device is {device}; NCCL moves data of GPUs only"
+        raise SettingError("backend='nccl'", found, "use 'gloo', which serves GPUs too, slower")
+    if backend == "mpi" and not dist.is_mpi_available():
+        alternative = "nccl" if on_gpu else "gloo"
+        raise SettingError(
+            "backend='mpi'",
+            f"torch {torch.__version__} was built without MPI",
+            f"use {alternative} (mpirun still starts it), or a torch built with MPI",
+        )
+    return backend, "it was asked for"
+
+
+def open_group(
+    topology: Topology,
+    backend: str,
+    device: torch.device,
+    store: Store,
+    *,
+    timeout: timedelta | None,
+) -> tuple[str, str]:
+    """Opens torch's default process group.
+
+    Args:
+        topology: this process's place.
+        backend: from `choose_backend`.
+        device: the one this rank computes on.
+        store: where the ranks have met.
+        timeout: how long a collective may take; None: torch's default for the backend.
+
+    Returns:
+        The network interface of the CPU side and the reason for it.
+
+    Raises:
+        SettingError: an interface that was named does not exist, or none can be chosen, or MPI
+            numbers the ranks differently.
+    """
+    # The functions of this module have the default group as the default of an argument. If DDP
+    # imported it after the group was opened, they would keep the group, with its threads, alive
+    # until the process ends; see `ExactDDP.release` for what such a thread can do then.
+    import_module("torch.distributed.nn.functional")
+    if backend == "mpi":
+        _open_mpi_group(topology, timeout)
+        return "MPI's own", "the backend is mpi"
+    timeout_or_default = timeout or default_pg_timeout
+    store.set_timeout(timeout_or_default)  # that of the join is too short for what follows
+    interface, reason = network.choose_interface(
+        os.environ,
+        network.local_addresses(),
+        topology.one_node,
+        network.address_reaching(topology.master_addr),
+        network.hostname_address(),
+    )
+    network.use_gloo_interface(interface, topology.size)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=topology.rank,
+        world_size=topology.size,
+        timeout=timeout,
+        # With the device NCCL connects now, not in the first collective.
+        device_id=device if "nccl" in backend else None,
+    )
+    _wait_until_all_are_connected(store, topology.size, timeout_or_default)
+    return interface or "by host name", reason
+
+
+def _open_mpi_group(topology: Topology, timeout: timedelta | None) -> None:
+    """Opens the default group with MPI, which numbers the ranks itself.
+
+    Raises:
+        SettingError: MPI's rank or number of ranks is not that of the topology.
+    """
+    dist.init_process_group("mpi", timeout=timeout)
+    mpi_rank = dist.get_rank()
+    mpi_size = dist.get_world_size()
+    if mpi_rank != topology.rank or mpi_size != topology.size:
+        dist.destroy_process_group()
+        raise SettingError(
+            f"rank {topology.rank} of {topology.size} (from {topology.source})",
+            f"MPI says rank {mpi_rank} of {mpi_size}",
+            "start the run with the mpirun that this torch was built against",
+        )
+
+
+def _wait_until_all_are_connected(store: Store, size: int, timeout: timedelta) -> None:
+    """Returns when all ranks have opened the group.
+
+    A rank that left earlier, because its strategy is refused, would close connections that other
+    ranks have yet to accept. They would then report this instead of the real error.
+    """
+    store.add("connected", 1)
+    deadline = time.monotonic() + timeout.total_seconds()
+
+    def all_are_connected() -> bool:
+        return store.add("connected", 0) == size  # adding 0 reads the counter
+
+    network.wait_until(all_are_connected, deadline, ranks=size)
+
+
+def close_group() -> None:
+    """Closes what `open_group` opened, also if it failed halfway."""
+    network.use_gloo_interface(None)
+    routing.use_shared_memory(None)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def carrier_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
+    """Returns where a tensor must be to be sent: NCCL sends from the GPU, others from the CPU.
+
+    Args:
+        device: where the tensor is.
+        group: the process group that sends it; None: the default group.
+    """
+    if device.type == "cpu":
+        return device
+    # The configuration is text such as "cpu:gloo,cuda:nccl".
+    for part in dist.get_backend_config(group).split(","):
+        device_type, backend = part.split(":")
+        if device_type == device.type and backend == "nccl":
+            return device
+    return torch.device("cpu")

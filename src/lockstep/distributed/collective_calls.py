@@ -1,0 +1,280 @@
+"""Describes calls of collectives, so that ranks can compare what each of them called.
+
+A collective takes a *nest*: a tensor, number or text, or lists and dicts of them. Its tensors,
+numbers and texts are the *leaves*. A `CallDescription` says which collective a rank called, and a
+`LeafDescription` the type, dtype and shape of each leaf. A *problem* is the reason why a leaf
+cannot be sent; a rank includes it in its description, and then all ranks raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.distributed.torch_compat import pytree
+from lockstep.errors import RanksDifferError
+from lockstep.wording import format_ranks, group_by_key
+
+CARRIER_DTYPES = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    torch.float8_e8m0fnu: torch.float32,
+}
+"""The dtypes that torch or a backend cannot compute with, and those that are reduced instead."""
+
+Problem = tuple[str, str, str]
+"""The parts of a `UsageError`: what was set, what was found, what to do."""
+
+
+class LeafDescription(NamedTuple):
+    """The type, dtype and shape of one leaf that a rank passed to a collective."""
+
+    kind: str
+    """`tensor`, `int`, `float`, `text`, or the name of a type that cannot be sent."""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, leaf: Any) -> LeafDescription:
+        """Describes a leaf."""
+        if isinstance(leaf, Tensor):
+            dtype_name = str(leaf.dtype).removeprefix("torch.")
+            return cls("tensor", dtype_name, tuple(leaf.shape))
+        if isinstance(leaf, int):  # also a bool
+            return cls("int")
+        if isinstance(leaf, float):
+            return cls("float")
+        if isinstance(leaf, str):
+            return cls("text")
+        return cls(type(leaf).__name__)
+
+    @property
+    def is_number(self) -> bool:
+        """True for one real number (a Python number or a 0-dimensional tensor)."""
+        if self.kind == "tensor":
+            return not self.shape and "complex" not in self.dtype
+        return self.kind in {"int", "float"}
+
+    @property
+    def is_floating_point(self) -> bool:
+        """True for a Python float and for a tensor of a floating-point dtype."""
+        return self.kind == "float" or "float" in self.dtype
+
+    @property
+    def num_rows(self) -> int:
+        """The size of a tensor's first dimension; 1 for a 0-dimensional tensor."""
+        return self.shape[0] if self.shape else 1
+
+    def __str__(self) -> str:
+        if self.kind == "tensor":
+            return f"{self.dtype}{list(self.shape)}"
+        return self.kind
+
+
+class CallDescription(NamedTuple):
+    """One rank's call of a collective, in a form that JSON can hold."""
+
+    name: str
+    detail: str = ""
+    structure: str = ""
+    """The structure of the nest, as text; empty if the collective takes none."""
+    leaves: tuple[LeafDescription, ...] = ()
+    problem: Problem | None = None
+    """Why this rank cannot take part; all ranks raise it."""
+    user_call: str | None = None
+    """What the user's line called, such as "checkpoint.save()"; None: not known, or not asked."""
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> CallDescription:
+        """Returns the description whose fields JSON has turned into lists."""
+        name, detail, structure, leaf_fields, problem_fields, user_call = fields
+        leaves = []
+        for kind, dtype, shape in leaf_fields:
+            leaves.append(LeafDescription(kind, dtype, tuple(shape)))
+        problem: Problem | None = None
+        if problem_fields is not None:
+            was_set, found, do = problem_fields
+            problem = (was_set, found, do)
+        return cls(name, detail, structure, tuple(leaves), problem, user_call)
+
+    def __str__(self) -> str:
+        parts = [self.name]
+        if self.detail:
+            parts.append(self.detail)
+        if self.structure:
+            leaves = ", ".join(str(leaf) for leaf in self.leaves)
+            parts.append(f"of {leaves or 'nothing'}")
+        return " ".join(parts)
+
+
+def describe_call(name: str, leaves: Sequence[Any], spec: pytree.TreeSpec) -> CallDescription:
+    """Describes the call of a collective on a nest, given as pytree's leaves and structure."""
+    problem = None
+    for leaf in leaves:
+        problem = find_problem(name, leaf)
+        if problem is not None:
+            break
+    descriptions = tuple(LeafDescription.of(leaf) for leaf in leaves)
+    return CallDescription(name, "", str(spec), descriptions, problem)
+
+
+def can_be_reduced(descriptions: Sequence[LeafDescription]) -> bool:
+    """Returns True if a reduction can combine one leaf, given as each rank passed it."""
+    if len(set(descriptions)) == 1:
+        return True
+    return all(description.is_number for description in descriptions)
+
+
+def can_be_joined(descriptions: Sequence[LeafDescription]) -> bool:
+    """Returns True if one leaf, given as each rank passed it, differs in its first size at most."""
+    forms = set()
+    for leaf in descriptions:
+        forms.add((leaf.kind, leaf.dtype, len(leaf.shape), leaf.shape[1:]))
+    return len(forms) == 1
+
+
+def find_problem(name: str, leaf: Any) -> Problem | None:
+    """Returns why the collective of this name cannot take the leaf, or None if it can."""
+    if isinstance(leaf, Tensor):
+        return _find_problem_of_tensor(name, leaf)
+    if isinstance(leaf, bool | int | float):
+        if isinstance(leaf, float) or leaf.bit_length() < 64 or name == "broadcast":
+            return None
+        return (
+            f"a collective on an integer of {leaf.bit_length()} bits",
+            "it does not fit into 64 bits",
+            "reduce it as a float, or as two integers",
+        )
+    if isinstance(leaf, str) and name in {"gather", "broadcast"}:
+        return None
+    if leaf is None and name == "broadcast":
+        return None
+    return (
+        f"a collective on a {type(leaf).__name__}",
+        "collectives take tensors, numbers, text (gather and broadcast) and nests of them",
+        "convert it first, for example with torch.as_tensor",
+    )
+
+
+def _find_problem_of_tensor(name: str, tensor: Tensor) -> Problem | None:
+    was_set = f"world.{name} of a tensor of {tensor.dtype}"
+    if not (_takes_part_in_promotion(tensor.dtype) or tensor.dtype in CARRIER_DTYPES):
+        return was_set, "no backend can carry this dtype", "convert it first"
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return was_set, "it is sparse, or has no data", "convert it first, with .to_dense()"
+    if name in {"max", "min"} and tensor.is_complex():
+        return was_set, "complex numbers have no order", f"take the {name}imum of its .abs()"
+    return None
+
+
+def _takes_part_in_promotion(dtype: torch.dtype) -> bool:
+    """Returns False for dtypes that torch only stores: quantized ones and those of a few bits."""
+    try:
+        return torch.promote_types(dtype, torch.bool) is not None
+    except RuntimeError:
+        return False
+
+
+@dataclass(frozen=True)
+class PackedNest:
+    """The nest that a broadcast sends: a form that JSON can hold, and its tensors in order."""
+
+    form: dict[str, Any]
+    """`leaves`: a `LeafDescription` for each tensor and every other leaf itself; `structure`."""
+    tensors: list[Tensor]
+    problem: Problem | None
+    """Why the nest cannot be sent; the form is then empty."""
+
+
+def pack_nest(value: Any) -> PackedNest:
+    """Takes a nest apart into what a broadcast sends as JSON and the tensors that follow."""
+    leaves, spec = pytree.tree_flatten(value)
+    problem = describe_call("broadcast", leaves, spec).problem
+    try:
+        structure = pytree.treespec_dumps(spec)
+        can_be_restored = pytree.treespec_loads(structure) == spec
+    except Exception:  # whatever the serialisation of a user's own container type raises
+        can_be_restored = False
+    if problem is None and not can_be_restored:
+        problem = (
+            "world.broadcast of a nest",
+            f"its structure cannot be sent: {spec}",
+            "send plain dictionaries with text as keys, lists and tuples",
+        )
+    if problem is not None:
+        return PackedNest({}, [], problem)
+    tensors = []
+    sent_leaves = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            sent_leaves.append(LeafDescription.of(leaf))
+        else:
+            sent_leaves.append(leaf)
+    return PackedNest({"leaves": sent_leaves, "structure": structure}, tensors, None)
+
+
+def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
+    """Returns the error that all ranks raise if they called different collectives.
+
+    Args:
+        calls: one for each rank, in their order.
+    """
+    collective_names = list(dict.fromkeys(call.name for call in calls))
+    user_calls = [call.user_call or _usual_user_call(call.name) for call in calls]
+    structures = {call.structure for call in calls}
+    show_structure = len(structures) > 1 and len(collective_names) == 1
+    found = []
+    for rank, call in enumerate(calls):
+        # Users do not know the exchanges that Lockstep makes itself, but what they called.
+        if call.name == "exchange" and call.user_call:
+            description = call.user_call
+        else:
+            description = str(call)
+        if show_structure:
+            description += f" in {call.structure}"
+        found.append(f"rank {rank}: {description}")
+    ranks_of_user_call = group_by_key(zip(user_calls, range(len(calls)), strict=True))
+    if len(ranks_of_user_call) > 1:
+        # A barrier waits for whatever the other ranks do, and is rarely the mistake: it comes last.
+        ordered = sorted(ranks_of_user_call, key=lambda name: name == "world.barrier()")
+        was_set = ", ".join(
+            f"{name} on {format_ranks(ranks_of_user_call[name])}" for name in ordered
+        )
+        return RanksDifferError(was_set, "; ".join(found), advise_call_on_all_ranks(ordered))
+    if len(collective_names) == 1:
+        was_set = user_calls[0].removesuffix("()")
+    else:
+        was_set = f"collectives: {' and '.join(collective_names)}"
+    return RanksDifferError(
+        was_set,
+        "; ".join(found),
+        "call the same collective with the same structure, shapes and types on every rank",
+    )
+
+
+def advise_call_on_all_ranks(user_calls: Sequence[str]) -> str:
+    """Returns the advice for functions that only some ranks called."""
+    if len(user_calls) == 1:
+        return f"all ranks must call {user_calls[0]}: take it out of `if world.is_main:`"
+    return (
+        f"all ranks must call {' and '.join(user_calls)}, in the same order: take what only some "
+        "ranks call out of `if world.is_main:`"
+    )
+
+
+def _usual_user_call(collective_name: str) -> str:
+    """Returns what a script usually calls to make a collective of this name."""
+    if collective_name == "exchange":
+        return "a collective of Lockstep's own"
+    return f"world.{collective_name}()"

@@ -1,0 +1,142 @@
+"""Opens the store of `init_method="file:///path"`, unless the file is left over from another run.
+
+It is torch's FileStore, which removes the file when the last rank has closed it. A run that was
+killed leaves the file behind, and the next run would wait for processes that are gone. So the file
+is read first, as plain bytes and without changing it: what ranks write to the store is JSON (see
+`join`), whatever the format of the file around it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+from torch.distributed import FileStore, Store
+
+from lockstep import errors
+from lockstep.distributed.join import ERROR_MARK, REQUEST_MARK, JoinRequest
+
+SAME_START_S = 3.0
+"""Processes that were created within this time of each other were started together."""
+CREATION_TIME_TOLERANCE_S = 1.0
+"""Two readings of the time at which a process was created differ by less."""
+
+
+def open_file(path: Path, size: int, timeout_s: float) -> Store:
+    """Opens the store at a path; creates the file if no other rank has done so.
+
+    Args:
+        path: absolute; on a file system that all ranks share.
+        size: the world size; the file is removed when so many processes have closed it.
+        timeout_s: how long ranks wait for each other.
+
+    Raises:
+        SettingError: the folder does not exist or cannot be written, or the path is a folder.
+        StaleInitFileError: the file is left over from an earlier run.
+    """
+    _check_writable(path)
+    _check_not_stale(path, timeout_s)
+    return FileStore(str(path), size)
+
+
+def _check_writable(path: Path) -> None:
+    """Raises SettingError if this user cannot create or write the file."""
+    was_set = f"init_method='file://{path}'"
+    if path.is_dir():
+        raise errors.SettingError(was_set, "it is a folder", "name a file in it")
+    if not path.parent.is_dir():
+        raise errors.SettingError(
+            was_set, f"there is no folder {path.parent}", "create it on every machine"
+        )
+    must_be_writable = path if path.exists() else path.parent
+    if not os.access(must_be_writable, os.W_OK):
+        raise errors.SettingError(
+            was_set, "it cannot be written", "choose a path that this user may write"
+        )
+
+
+def _check_not_stale(path: Path, timeout_s: float) -> None:
+    """Raises StaleInitFileError if the file is left over from an earlier run.
+
+    It is if a process that wrote to it has ended, or if it was last changed long before this
+    process was started.
+    """
+    try:
+        modified = path.stat().st_mtime
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    if not content:  # created by the user, or by another rank just now
+        return
+    own_start = psutil.Process().create_time()
+    ended = [request for request in _find_requests(content) if _has_ended(request)]
+    if ERROR_MARK.encode() in content:
+        # If all of them were started together with this process, they have failed already and
+        # left the decision here, which this process shall read.
+        if all(abs(request.started - own_start) < SAME_START_S for request in ended):
+            return
+    age_s = max(0.0, _file_system_time(path.parent) - modified)
+    process_age_s = time.time() - own_start
+    if ended:
+        reason = f"written by {ended[0].process}, which has ended"
+    elif age_s > process_age_s + timeout_s:
+        reason = "from long before this process was started"
+    else:
+        return
+    age, _, _ = str(timedelta(seconds=round(age_s))).partition(", ")  # `3 days` or `0:05:12`
+    raise errors.StaleInitFileError(
+        f"init_method='file://{path}'",
+        f"the file is left over from an earlier run: last changed {age} ago, owner "
+        f"{_owner(path)}; {reason}",
+        f"make sure that no run uses it, then remove it (rm {path}), or name another file",
+    )
+
+
+def _find_requests(content: bytes) -> list[JoinRequest]:
+    """Returns the join requests in the content of a store's file."""
+    text = content.decode(errors="replace")
+    # Every part but the first begins behind a mark, with the rest of a request.
+    parts = text.split(REQUEST_MARK)[1:]
+    requests = []
+    for part in parts:
+        # ValueError: it is still being written. TypeError: it is of another version of Lockstep.
+        with suppress(ValueError, TypeError):
+            fields, _ = json.JSONDecoder().raw_decode(REQUEST_MARK + part)
+            requests.append(JoinRequest(**fields))
+    return requests
+
+
+def _has_ended(request: JoinRequest) -> bool:
+    """Returns True if the process that wrote a request has certainly ended."""
+    if request.host != socket.gethostname():
+        return False  # nothing is known about processes of other machines
+    try:
+        created = psutil.Process(request.pid).create_time()
+    except psutil.NoSuchProcess:
+        return True
+    # A process with another creation time has only been given the same number.
+    return bool(abs(created - request.started) > CREATION_TIME_TOLERANCE_S)
+
+
+def _file_system_time(folder: Path) -> float:
+    """Returns the time by the clock of the file system, which may be another machine's."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
+
+
+def _owner(path: Path) -> str:
+    """Returns the name of the user who owns a file, or "user 1000" if there is no name."""
+    try:
+        return path.owner()
+    except (KeyError, OSError):
+        return f"user {path.stat().st_uid}"

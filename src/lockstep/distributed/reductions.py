@@ -1,0 +1,184 @@
+"""Reduces tensors of any dtype, and single numbers, over ranks: sum, mean, maximum, minimum.
+
+Backends can reduce some of torch's dtypes only. The others are converted to a *carrier*, the
+nearest dtype that every backend reduces, and converted back. A *leaf* is one tensor or number of
+the nest that a collective takes. NaN on any rank makes a maximum or minimum NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.communication import routing
+from lockstep.distributed.collective_calls import CARRIER_DTYPES, LeafDescription, find_problem
+from lockstep.errors import UsageError
+
+Number = bool | int | float
+
+UINT64_HIGHEST_BIT = -(2**63)
+"""The highest bit of a 64-bit integer, as an int64."""
+
+
+def all_reduced_copy(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    """Returns the reduction of a tensor over all ranks; the tensor itself keeps its values.
+
+    Sums of integers wrap around as in torch's addition.
+
+    Args:
+        tensor: of any dtype that `find_problem` accepts.
+        operation: SUM, MAX or MIN.
+    """
+    contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if contiguous.dtype is torch.uint64:
+        return _all_reduced_uint64(contiguous, operation)
+    carrier_dtype = CARRIER_DTYPES.get(contiguous.dtype, contiguous.dtype)
+    carrier = contiguous.to(carrier_dtype, copy=True)
+    if carrier.is_floating_point() and operation != dist.ReduceOp.SUM:
+        return _extreme_or_nan(carrier, operation).to(contiguous.dtype)
+    routing.all_reduce(carrier, operation)
+    return carrier.to(contiguous.dtype)
+
+
+def _all_reduced_uint64(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    """Returns the reduction of a uint64 tensor, which travels as int64.
+
+    Modulo 2**64 the sums of both are the same bits. For a maximum or minimum the highest bit is
+    flipped before and after: that maps the order of unsigned integers to that of signed ones.
+    """
+    flipped_bits = 0 if operation == dist.ReduceOp.SUM else UINT64_HIGHEST_BIT
+    carrier = tensor.view(torch.int64) ^ flipped_bits
+    routing.all_reduce(carrier, operation)
+    return (carrier ^ flipped_bits).view(torch.uint64)
+
+
+def _extreme_or_nan(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    """Returns the maximum or minimum over ranks, and NaN where any rank has NaN.
+
+    A backend returns NaN or the number, depending on the order in which ranks arrive. So a second
+    tensor travels with the numbers and marks where a rank has NaN: 1 for a maximum, -1 for a
+    minimum, since such a mark survives the reduction with the 0 of the other ranks.
+    """
+    is_nan = tensor.isnan()
+    nan_mark = 1 if operation == dist.ReduceOp.MAX else -1
+    # Infinity of the opposite sign never wins the reduction.
+    numbers = tensor.masked_fill(is_nan, -nan_mark * torch.inf)
+    marks = nan_mark * is_nan.to(tensor.dtype)
+    numbers_and_marks = torch.stack([numbers, marks])
+    routing.all_reduce(numbers_and_marks, operation)
+    reduced_numbers, reduced_marks = numbers_and_marks
+    return torch.where(reduced_marks == 0, reduced_numbers, torch.nan)
+
+
+def identity_element(leaf: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    """Returns a tensor of the leaf's shape and dtype that does not change a reduction.
+
+    That is 0 for SUM, the lowest value of the dtype for MAX and the highest for MIN.
+    """
+    if operation == dist.ReduceOp.SUM:
+        return torch.zeros_like(leaf)
+    needs_highest = operation == dist.ReduceOp.MIN
+    if leaf.dtype == torch.bool:
+        return torch.full_like(leaf, needs_highest)
+    if leaf.is_floating_point() and leaf.itemsize > 1:
+        return torch.full_like(leaf, torch.inf if needs_highest else -torch.inf)
+    # Some floating-point dtypes of 8 bits have no infinity.
+    limits = torch.finfo(leaf.dtype) if leaf.is_floating_point() else torch.iinfo(leaf.dtype)
+    return torch.full_like(leaf, limits.max if needs_highest else limits.min)
+
+
+def bool_to_int(leaf: Any) -> Any:
+    """Returns a boolean leaf as integers, so that its sum is a count; other leaves unchanged."""
+    if isinstance(leaf, Tensor) and leaf.dtype is torch.bool:
+        return leaf.to(torch.int64)
+    if isinstance(leaf, bool):
+        return int(leaf)
+    return leaf
+
+
+def to_floating_point(leaf: Any) -> Any:
+    """Returns integers and booleans in floating point, for a mean.
+
+    A leaf that has no mean, such as text, is returned as it is; the collective refuses it later,
+    on all ranks.
+    """
+    if find_problem("mean", leaf) is not None:
+        return leaf
+    if not isinstance(leaf, Tensor):
+        return float(leaf)
+    if leaf.is_floating_point() or leaf.is_complex():
+        return leaf
+    return leaf.to(torch.get_default_dtype())
+
+
+def divide(leaf: Any, divisor: int) -> Any:
+    """Returns `leaf / divisor` in the leaf's own dtype, for a leaf from `to_floating_point`."""
+    if isinstance(leaf, Tensor) and leaf.dtype in CARRIER_DTYPES:
+        # torch cannot divide these dtypes themselves.
+        carrier = leaf.to(CARRIER_DTYPES[leaf.dtype])
+        return (carrier / divisor).to(leaf.dtype)
+    return leaf / divisor
+
+
+def number_like(leaf: Any, number: Number, descriptions: Sequence[LeafDescription]) -> Any:
+    """Returns a reduced number in the form in which this rank passed its own.
+
+    Args:
+        leaf: what this rank passed: a number, or a 0-dimensional tensor.
+        number: the result of the reduction.
+        descriptions: the leaf as each rank passed it. If this rank passed an integer tensor and
+            another rank a float, the result is a float tensor.
+    """
+    if not isinstance(leaf, Tensor):
+        return number
+    dtype = leaf.dtype
+    any_floating_point = any(description.is_floating_point for description in descriptions)
+    if any_floating_point and not dtype.is_floating_point:
+        dtype = torch.get_default_dtype()
+    return torch.tensor(number, dtype=dtype, device=leaf.device)
+
+
+def check_fits(name: str, number: Number, descriptions: Sequence[LeafDescription]) -> None:
+    """Raises UsageError if a reduced integer does not fit into the dtype that some rank passed.
+
+    All ranks have the same arguments, so all of them raise, or none.
+
+    Args:
+        name: the collective, such as "sum".
+        number: the result of the reduction.
+        descriptions: the leaf as each rank passed it.
+    """
+    if type(number) is not int:
+        return
+    for description in descriptions:
+        is_tensor = description.kind == "tensor"
+        if not is_tensor or description.is_floating_point or description.dtype == "bool":
+            continue
+        limits = torch.iinfo(getattr(torch, description.dtype))
+        if not limits.min <= number <= limits.max:
+            raise UsageError(
+                f"world.{name} of 0-dimensional {description.dtype} tensors",
+                f"the result, {number}, does not fit into {description.dtype}",
+                "convert them to a wider dtype, or to plain numbers",
+            )
+
+
+def max_or_nan(numbers: list[Number]) -> Number:
+    """Returns the largest number, or NaN if there is one; Python's max depends on the order."""
+    return _nan_or(max, numbers)
+
+
+def min_or_nan(numbers: list[Number]) -> Number:
+    """Returns the smallest number, or NaN if there is one; Python's min depends on the order."""
+    return _nan_or(min, numbers)
+
+
+def _nan_or(choose: Callable[[list[Number]], Number], numbers: list[Number]) -> Number:
+    if any(math.isnan(number) for number in numbers):
+        return math.nan
+    return choose(numbers)
