@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.distributed import collectives
+from lockstep.distributed import tensor_bytes
 from lockstep.strategies.pipeline.wire import TensorSpec
 
 
@@ -24,7 +24,7 @@ def encode_gradient(tensor: Tensor) -> Tensor:
     if tensor.grad is None:
         shape = gradient_message_spec(tensor).shape
         return torch.zeros(shape, dtype=torch.uint8, device=tensor.device)
-    data = collectives.to_bytes(tensor.grad)
+    data = tensor_bytes.to_bytes(tensor.grad)
     has_gradient = data.new_ones(1)
     return torch.cat([data, has_gradient])
 
@@ -34,4 +34,4 @@ def decode_gradient(message: Tensor, tensor: Tensor) -> Tensor | None:
     has_gradient = message[-1]
     if not has_gradient:
         return None
-    return collectives.from_bytes(message[:-1], tensor.dtype, tensor.shape)
+    return tensor_bytes.from_bytes(message[:-1], tensor.dtype, tensor.shape)
