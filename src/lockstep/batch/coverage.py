@@ -157,7 +157,7 @@ class Coverage:
         micro_batch: MicroBatch,
         global_batch: Indices | None,
     ) -> None:
-        """A micro-batch of a pass is handed out on this rank.
+        """Adds a micro-batch that this rank is handed. Those of streams are not counted.
 
         Args:
             epoch: of the pass.

@@ -445,6 +445,7 @@ class Loader:
         batch_for_extensions: Any = batch
 
         def on_begin(micro_batch: MicroBatch) -> None:
+            """Notes that training on this batch begins, and tells the extensions of it."""
             self._set_current(micro_batch)
             extensions = self._step.extensions
             if extensions.listeners["delivered"]:
@@ -459,6 +460,7 @@ class Loader:
                         counts=self._collectives.contributes,
                     )
                 )
+            # If another pass over this loader has begun meanwhile, the position is that of it.
             if self._training_pass is training_pass or self._training_pass is None:
                 self._training_pass = training_pass
                 self._position = position

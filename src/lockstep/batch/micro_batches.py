@@ -139,6 +139,7 @@ class MicroBatchPlan:
         if self.sizes_vary:
             number = self._num_micro_batches(count)
         else:
+            # All batches are divided as a full one is, except for a short last batch.
             number = self._num_micro_batches(self.batch_size)
             if self.num_virtual_ranks is None and count < self.batch_size:
                 number = self._num_micro_batches_of_short(count, number)

@@ -191,8 +191,11 @@ def confirm_shares(
         last: the shares that the last times led to.
     """
     first = next(iter(seconds))
-    best = last if last in seconds else min(seconds, key=seconds.__getitem__)
-    if seconds[best] == math.inf:
+    if last in seconds:  # measuring these shares has led to the same shares again
+        best = last
+    else:
+        best = min(seconds, key=seconds.__getitem__)
+    if seconds[best] == math.inf:  # nothing that was tried fits
         return last
     if seconds[first] <= seconds[best] * MIN_SPEEDUP:
         return first

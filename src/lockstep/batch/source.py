@@ -252,20 +252,20 @@ def subset_indices(dataset: object) -> Iterator[Any]:
 def index_bytes(indices: Any) -> bytes:
     """Returns bytes that are equal for equal indices, given as list, range, array or tensor.
 
-    For objects other than numbers and texts only their number counts, since their text may hold an
-    address.
+    Of indices that are neither numbers nor texts only the length counts, since their text may hold
+    an address.
     """
-    number = str(len(indices)).encode()
+    length_alone = str(len(indices)).encode()
     if isinstance(indices, torch.Tensor):
         indices = indices.cpu()
     try:
         array = np.asarray(indices)
     except ValueError:  # such as tuples of several lengths
-        return number
+        return length_alone
     if array.dtype.kind in "iu" or not array.size:
         return array.astype(np.int64).tobytes()
     is_text = array.dtype.kind == "U"
-    return array.tobytes() if is_text else number
+    return array.tobytes() if is_text else length_alone
 
 
 def make_source(

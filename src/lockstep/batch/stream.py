@@ -267,6 +267,7 @@ class IterableLoader(Loader):
         planned_before = np.cumsum(planned_sizes, axis=0) - planned_sizes
         # At the end of the stream a rank may have fewer samples than planned.
         sizes = np.clip(rank_batch.counts - planned_before, 0, planned_sizes)
+        # The micro-batches of which some rank has samples.
         with_samples = np.flatnonzero(sizes.sum(axis=1))
         micro_batches = make_micro_batches(
             sizes[with_samples],

@@ -128,6 +128,7 @@ class IterableFetch(Dataset[Any]):
         self._reader: StreamReader | None = None
         self._digests: dict[int, list[Any]] = {}
         """The digests that the next `RankBatch` gets."""
+        # True if code of the user's prepares samples, and so may draw random numbers.
         self._prepares_samples = (
             source.transform is not None or source.collate is not default_collate
         )
@@ -294,7 +295,8 @@ class IterableFetch(Dataset[Any]):
             numbers: of the samples, shape `(n,)`.
         """
         transform = self._source.transform
-        if not self._sample_rng or not self._prepares_samples:
+        draws_nothing = not self._prepares_samples
+        if draws_nothing or not self._sample_rng:
             if transform is not None:
                 samples = [transform(sample) for sample in samples]
             return call_collate(self._source.collate, samples)
@@ -372,9 +374,13 @@ class IterableFetch(Dataset[Any]):
             self._digests[position] = batch_digests(samples)
 
     def _read_beginning(self, key: GlobalBatchKey) -> None:
-        """Reads the first samples of the epoch, whose digests go out with the next batch.
+        """Reads the first samples of the epoch; their digests go out with the next `RankBatch`.
 
-        A stream that is read from the beginning of the epoch anyway passes them on its way.
+        They are read only if the stream can skip to the middle of the epoch. Otherwise it is read
+        from the beginning anyway, and passes them on its way.
+
+        Args:
+            key: of the global batch that is wanted, which may be in the middle of the epoch.
         """
         if not self._can_skip:
             return

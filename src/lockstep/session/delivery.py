@@ -113,6 +113,11 @@ def weigh_the_same(deliveries: Sequence[Delivery]) -> bool:
     return len(weights) <= 1
 
 
+def still_referenced(deliveries: Iterable[Delivery]) -> list[Delivery]:
+    """Returns the deliveries of which the script still holds a tensor."""
+    return [delivery for delivery in deliveries if delivery.is_referenced]
+
+
 def next_trained(training_pass: TrainingPass) -> list[Delivery]:
     """Returns the delivery that a loss of this pass comes from, or an equivalent one."""
     if not training_pass.source_is_known and training_pass.untrained:
@@ -123,12 +128,17 @@ def next_trained(training_pass: TrainingPass) -> list[Delivery]:
 
 
 def check_order(delivery: Delivery) -> None:
-    """Raises UsageError if the micro-batches of a global batch are not trained in order."""
+    """Raises UsageError if the micro-batches of a global batch are not trained in order.
+
+    Args:
+        delivery: whose training is about to begin.
+    """
     training_pass = delivery.training_pass
     active = training_pass.active
     if active is None:
         return
     if delivery.micro_batch.first:
+        # A global batch may begin when the one before is complete, or has not been trained at all.
         in_order = training_pass.micro_batch.last or not training_pass.num_backwards
     else:
         follows = delivery.place > active.place

@@ -182,7 +182,7 @@ class Extensions(Extension):
         self._extensions: list[tuple[Place, Extension]] = []
         self.listeners: dict[str, list[Callable[..., None]]] = {}
         """By the name of an event, the methods to be called."""
-        self._observers_are_told = True
+        self._observers_are_notified = True
         for extension in _extensions_of_every_run:
             self.add(extension, Place.OBSERVER)
         self._update()
@@ -208,20 +208,21 @@ class Extensions(Extension):
     @contextmanager
     def observers_muted(self) -> Iterator[None]:
         """Observers are told nothing of what happens inside."""
-        self._observers_are_told = False
+        self._observers_are_notified = False
         self._update()
         try:
             yield
         finally:
-            self._observers_are_told = True
+            self._observers_are_notified = True
             self._update()
 
     def _update(self) -> None:
+        """Collects, for each event, the methods that an extension overrides, in their order."""
         for event in EVENTS:
             does_nothing = getattr(Extension, event)
             listeners: list[Callable[..., None]] = []
             for place, extension in self._extensions:
-                if place is Place.OBSERVER and not self._observers_are_told:
+                if place is Place.OBSERVER and not self._observers_are_notified:
                     continue
                 if getattr(type(extension), event) is not does_nothing:
                     listeners.append(getattr(extension, event))

@@ -1,15 +1,17 @@
 """The state of the optimizer step that is being computed. There is one `Step` in a run.
 
-Loaders say which micro-batch they hand out, `World.backward` and the prepared optimizers say what
-they did with it, and the step tells the extensions of the run (`session.extension`).
+A *pass* is one iteration of a training loop over a loader, and a *delivery* is one micro-batch that
+the loop gets in it. A loop may get deliveries before it has trained the earlier ones: it prefetches
+by hand, or keeps an epoch with `list(loader)` or `itertools.cycle(loader)`. The factor of a loss
+belongs to the delivery that the loss came from, which is not always the latest.
 
-A training loop may fetch batches before it has trained the ones before: it prefetches by hand,
-keeps an epoch with `list(loader)` or `itertools.cycle(loader)`, or overfits one batch. The factor
-of a loss belongs to the batch that the loss came from, not to the one that was fetched last. So
-each batch that is handed out is remembered, as a `Delivery`, by the storages of its tensors. As
-soon as a loop has fetched a batch too early, the prepared modules report the tensors that they are
-called with: the storages of their inputs say which delivery is trained. Where nothing says it, and
-the deliveries in question do not weigh the same, `source_of_loss` raises an error.
+So each delivery is remembered by the storages of its tensors. As soon as a loop has got one too
+early, the prepared modules report the tensors that they are called with: the storages of their
+inputs say which delivery is trained. If nothing says it, and the deliveries in question do not
+weigh the same, `source_of_loss` raises an error.
+
+Loaders say what they hand out, `World.backward` and the prepared optimizers what they did with it,
+and the step tells the extensions of the run (`session.extension`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from lockstep.session.delivery import (
     mixed_sources_error,
     next_trained,
     optimizer_steps_at,
+    still_referenced,
     two_loaders_error,
     unknown_source_error,
     weigh_the_same,
@@ -101,8 +104,8 @@ class Step:
         """Deliveries that forward passes were called with since the last backward pass."""
         self._trainable_after_end: list[Delivery] = []
         """Deliveries of a pass that is over which the script may still train on."""
-        self._trainable_beside: list[Delivery] = []
-        """The same, of passes that ended while another pass was trained on: a loop over
+        self._trainable_of_ended_passes: list[Delivery] = []
+        """The same, of all passes that ended while another pass went on: a loop over
         `zip(itertools.cycle(one), other)` trains on both."""
         self._was_fetched_ahead = False
         self._called_with_unknown = False
@@ -174,14 +177,16 @@ class Step:
     def module_called(
         self, storages: Iterable[StorageReference], *, has_gradient: bool = False
     ) -> None:
-        """A prepared module is called with gradients enabled.
+        """A prepared module is called with gradients enabled, perhaps with tensors of deliveries.
+
+        Training on a delivery begins when a module is first called with its tensors.
 
         Args:
-            storages: of the tensors that it is called with.
-            has_gradient: True if one of them has a gradient: it comes from another forward pass.
+            storages: of the tensors that the module is called with.
+            has_gradient: True if one of these has a gradient: it comes from another forward pass.
 
         Raises:
-            UsageError: they are of micro-batches in another order than they were handed out in.
+            UsageError: micro-batches are trained in another order than they were handed out in.
         """
         deliveries: list[Delivery] = []
         for storage in storages:
@@ -198,6 +203,7 @@ class Step:
                 check_order(delivery)
                 self._begin_delivery(delivery)
             elif self.training_pass is self._no_loader:
+                # Its loader has ended, and the loop trains on a batch that it still holds.
                 self.training_pass = training_pass
             training_pass.source_is_known = True
 
@@ -250,14 +256,18 @@ class Step:
         training_pass.untrained = still_untrained
 
     def _check_source_is_known(self) -> None:
-        """Raises UsageError if no forward pass shows what a loss came from, and it matters."""
+        """Raises UsageError if a loss may come from deliveries that do not weigh the same.
+
+        It is called if no forward pass has shown which delivery the loss comes from.
+        """
         if self.training_pass is self._no_loader:
-            kept = []
+            # No pass goes on. The script may still hold batches of the one that ended last.
+            deliveries_in_script = []
             for delivery in self._trainable_after_end:
                 if delivery.is_referenced and not delivery.micro_batch.plain:
-                    kept.append(delivery)
-            if kept:
-                raise unknown_source_error(kept, "of a loader that has ended")
+                    deliveries_in_script.append(delivery)
+            if deliveries_in_script:
+                raise unknown_source_error(deliveries_in_script, "of a loader that has ended")
             return
         possible: list[Delivery] = []
         for training_pass in self._passes:
@@ -265,12 +275,12 @@ class Step:
                 possible.append(training_pass.active)
             if not training_pass.source_is_known:
                 possible += training_pass.untrained
-        kept_beside = [each for each in self._trainable_beside if each.is_referenced]
-        if weigh_the_same([*possible, *kept_beside]):
+        ended_deliveries = still_referenced(self._trainable_of_ended_passes)
+        if weigh_the_same([*possible, *ended_deliveries]):
             return
         if weigh_the_same(possible):
             raise unknown_source_error(
-                [*possible, *kept_beside],
+                [*possible, *ended_deliveries],
                 "of two loaders, one of which has ended",
                 "begin another pass over the loader that ends first instead of itertools.cycle, "
                 "which keeps its batches; " + TRAIN_APART,
@@ -288,7 +298,7 @@ class Step:
         others: list[Delivery] = []
         for training_pass in self._passes:
             others += training_pass.untrained
-        others += [each for each in self._trainable_beside if each.is_referenced]
+        others += still_referenced(self._trainable_of_ended_passes)
         different = []
         for other in others:
             is_of_other_pass = other.training_pass is not recognised.training_pass
@@ -378,7 +388,7 @@ class Step:
                 self._watch_forward_passes()
 
     def end_pass(self, training_pass: TrainingPass, *, exhausted: bool = False) -> None:
-        """A pass is over; gradients of a global batch broken off in its middle are dropped.
+        """A pass is over. If it was left in the middle of a global batch, gradients are cleared.
 
         Args:
             training_pass: the pass.
@@ -395,12 +405,15 @@ class Step:
             self.virtual_rank = None
         has_gradients = training_pass.accumulated or training_pass.num_backwards > 0
         is_unfinished = has_gradients and not training_pass.micro_batch.last
-        fetched_ahead = exhausted and training_pass.untrained
-        if is_unfinished and not fetched_ahead:
+        # A loop that fetches ahead trains on the last batches after the loader has ended.
+        will_be_finished = exhausted and training_pass.untrained
+        if is_unfinished and not will_be_finished:
             self.extensions.clear_gradients()
         self._keep_trainable(training_pass)
-        beside = [*self._trainable_beside, *self._trainable_after_end] if self._passes else []
-        self._trainable_beside = [each for each in beside if each.is_referenced]
+        self._trainable_of_ended_passes += self._trainable_after_end
+        if not self._passes:
+            self._trainable_of_ended_passes = []
+        self._trainable_of_ended_passes = still_referenced(self._trainable_of_ended_passes)
         self.extensions.pass_ended()
 
     def _keep_trainable(self, training_pass: TrainingPass) -> None:
@@ -424,10 +437,10 @@ class Step:
             self._watch_forward_passes()
 
     def weigh_loss(self, loss: Tensor) -> Tensor:
-        """Weighs a loss by its part in the global batch, and adds it to that of the global batch.
+        """Weighs a loss by its part of the global batch, and adds it to the global batch's loss.
 
         Returns:
-            The weighted loss, for the backward pass. It may be NaN where its weight is 0.
+            The weighted loss, for the backward pass. It may be NaN if its weight is 0.
         """
         training_pass = self.training_pass
         scale = self.micro_batch_of_loss.scale
@@ -443,6 +456,7 @@ class Step:
             training_pass.stepped = False
         part = counted.detach()
         virtual_rank = training_pass.micro_batch.virtual_rank
+        # With virtual ranks, the scale makes a mean over one of them; this makes it one over all.
         if virtual_rank is not None and virtual_rank.mean_number_on_process != 1:
             part = part / virtual_rank.mean_number_on_process
         training_pass.loss = part + training_pass.loss
