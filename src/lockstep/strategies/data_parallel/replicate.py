@@ -267,6 +267,7 @@ def copy_state_back(
         original_part = module.get_submodule(path)
         for name, value in vars(part_of_replica[path]).items():
             is_new = name not in attributes_before
+            # An attribute that still is the same object needs no copy.
             if is_new or attributes_before[name] is not value:
                 vars(original_part)[name] = map_tensors(value, lambda tensor: tensor.to(home))
     with torch.no_grad():

@@ -123,10 +123,12 @@ class Exchange:
             return lambda: rows
         num_columns = rows.shape[1]
         num_peers = dist.get_world_size(across)
+        # Every process sends equally many rows, so some add rows of zeros.
         rows_per_peer = ceil_div(self._num_virtual_ranks, num_peers)
         sent = F.pad(rows, (0, 0, 0, rows_per_peer - len(rows)))
         sent = sent.to(carrier_device(rows.device, across))
 
+        # Of ranks that have the same rows, each sends its share of the columns.
         same_group = self._run.groups.get(SAME_VIRTUAL_RANKS)
         num_sharing = dist.get_world_size(same_group)
         if num_sharing > 1:
@@ -135,6 +137,7 @@ class Exchange:
             column_parts = torch.split(padded, width, 1)
             sent = column_parts[dist.get_rank(same_group)].contiguous()
 
+        # An all-gather, by an all-to-all in which every peer is sent the same.
         received = sent.new_empty(num_peers * rows_per_peer, sent.shape[1])
         same_for_every_peer = sent.view(1, -1).expand(num_peers, -1)
         finish_exchange = routing.start_all_to_all(

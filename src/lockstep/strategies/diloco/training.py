@@ -399,6 +399,7 @@ class DiLoCoTraining(Extension):
         every = self._options.every
         delay = self._options.delay
         steps_apart = self._step.number - self._options.start
+        # The last fragment of a round is applied `delay` steps after the end of the round.
         num_applied_rounds = max(0, steps_apart - delay) // every
         steps_in_rounds = num_applied_rounds * every
         steps_left = steps_apart - steps_in_rounds

@@ -103,10 +103,10 @@ class StagedModel:
             return
         is_here = stage in stages
         shape_forward = None
-        if not is_here:
+        if not is_here:  # this process computes nothing but shapes with it
             skip_normalisation(piece)
             shape_forward = piece.forward
-        elif len(stages) > 1:  # outside of this stage, for another one of this process
+        elif len(stages) > 1:  # values in its own stage, shapes while another stage runs
             shape_copy = copy_to_meta(piece)
             skip_normalisation(shape_copy)
             shape_forward = shape_copy.forward

@@ -1,8 +1,9 @@
 """What the stages of a pipeline send each other: messages of tensors whose *specs* both sides know.
 
 A *spec* is the shape and dtype of a tensor. Each tensor is one point-to-point operation. Before
-the first message for an *input kind* (`input_kind`) its specs are sent.
-A *posted* receive is one that was started (`irecv`) and is waited for later.
+the first message for an *input kind* (`input_kind`) its specs are sent. A *posted* receive is one
+that was started (`irecv`) and is waited for later. A *flag* ahead of a message says if it has the
+known specs.
 
 The specs may also depend on the values of the inputs: transformers makes no attention mask for a
 batch without padding, so one tensor less is sent. Every rank of a pipeline has the inputs, but only
@@ -112,7 +113,7 @@ class Wire:
         *,
         more: bool = False,
     ) -> None:
-        """Starts to send a message; the specs go ahead if they are not known of the kind.
+        """Starts to send a message; the specs go ahead if this kind has other known specs or none.
 
         Args:
             tensors: any number.
@@ -128,15 +129,17 @@ class Wire:
         known_specs = self._specs_of_kind.get(kind)
         expected = None if known_specs is None else _with_flag(known_specs, kind)
         has_flag = expected is not None and expected != known_specs
+        # The receiver has posted receives for a message like the one before. If this one is of
+        # another kind, zeros complete them.
         if self._posted_by_receiver is not None and self._posted_by_receiver != expected:
             self._send_zeros(self._posted_by_receiver, to)
 
         if known_specs is None:
             self._send_specs(specs, to, kind)
         elif known_specs == specs:
-            if has_flag:
+            if has_flag:  # 1: the tensors that follow have the known specs
                 self._start_send(torch.ones(1, dtype=torch.uint8, device=self._carrier), to)
-        elif has_flag:
+        elif has_flag:  # 0: zeros of the known specs follow, then the new specs and the tensors
             self._start_send(torch.zeros(1, dtype=torch.uint8, device=self._carrier), to)
             self._send_zeros(known_specs, to)
             self._send_specs(specs, to, kind)
@@ -175,8 +178,10 @@ class Wire:
         expected = None if specs is None else _with_flag(specs, kind)
         posted = self._posted
         self._posted = []
+        # Receives were posted for a message like the one before. If this one is of another kind,
+        # they get zeros.
         if posted and [receive.spec for receive in posted] != expected:
-            self.take(posted)  # zeros
+            self.take(posted)
             posted = []
 
         if specs is None or expected is None:
