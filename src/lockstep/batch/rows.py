@@ -50,12 +50,14 @@ class RowCounter:
             batch: what the collate function returned.
             planned: the number of samples that the collate function was given.
         """
-        if batch is None:
+        if batch is None:  # the collate function left out all samples
             return 0
         shapes = list(shapes_in(batch, planned))
         if not shapes:
+            # An empty container has no rows. Any other object does not show them.
             is_container = children_of(batch) is not None
             return 0 if is_container else planned
+        # A vector, of labels say, or a list of texts is the clearest sign.
         lengths_of_vectors = {shape.first for shape in shapes if shape.second is None}
         if planned in lengths_of_vectors:
             return planned
@@ -64,10 +66,12 @@ class RowCounter:
         first_dimensions = {shape.first for shape in shapes}
         second_dimensions = {shape.second for shape in shapes}
         if len(first_dimensions) > 1:
-            # Some tensors have time first, say. The samples are then in one of the dimensions.
+            # Some tensors have time first, say. If the planned number is among the dimensions, and
+            # no vector has another one, no sample was left out.
             has_planned = planned in first_dimensions or planned in second_dimensions
             return planned if has_planned and not lengths_of_vectors else None
         rows = first_dimensions.pop()
+        # Tensors of shape (time, samples) look like tensors with as many rows as time steps.
         may_have_time_first = second_dimensions == {planned}
         if rows == planned:
             if not may_have_time_first:

@@ -201,12 +201,14 @@ class _WeightSum:
         """
         if self._work is not None:
             self._work.wait()
-        *weights, num_ranks_with_other_rows, num_ranks_with_unknown_rows, epochs, positions = (
-            self._sums.tolist()
-        )
-        self._check_same_global_batch(epochs, positions)
+        sums = self._sums.tolist()
+        weights = sums[: self._num_virtual_ranks]
+        num_ranks_with_other_rows, num_ranks_with_unknown_rows = sums[-4:-2]
+        sum_of_epochs, sum_of_positions = sums[-2:]
+        self._check_same_global_batch(sum_of_epochs, sum_of_positions)
         rows = self._weighing.rows
         if self._weighing.weight is None and rows is not None:
+            # Batches are weighed by their rows; if these are as planned, so are the scales.
             global_samples = self._global_batch[0][0].micro_batch.global_samples
             if num_ranks_with_unknown_rows:
                 rows.warn_of_unknown(global_samples)
@@ -215,10 +217,12 @@ class _WeightSum:
             rows.warn_of_rows(global_samples, int(sum(weights)))
         return self._scaled(weights)
 
-    def _check_same_global_batch(self, epochs: float, positions: float) -> None:
-        """Raises RanksDifferError if epochs and positions, summed over the ranks, are not equal."""
+    def _check_same_global_batch(self, sum_of_epochs: float, sum_of_positions: float) -> None:
+        """Raises RanksDifferError if the sums over the ranks show that one is elsewhere."""
         topology = self._collectives.topology
-        if epochs == topology.size * self._epoch and positions == topology.size * self._position:
+        same_epoch = sum_of_epochs == topology.size * self._epoch
+        same_position = sum_of_positions == topology.size * self._position
+        if same_epoch and same_position:
             return
         raise RanksDifferError(
             "the same global batch on every rank, whose weights or rows are summed up",

@@ -207,7 +207,7 @@ class Extensions(Extension):
 
     @contextmanager
     def observers_muted(self) -> Iterator[None]:
-        """Observers are told nothing of what happens inside."""
+        """Observers are not notified of what happens inside."""
         self._observers_are_notified = False
         self._update()
         try:

@@ -215,7 +215,7 @@ class Step:
         """
         forwarded = self._forwarded
         self._forwarded = []
-        if forwarded:
+        if forwarded:  # forward passes were called with tensors of these deliveries
             if not weigh_the_same(forwarded):
                 self._forwarded = forwarded
                 raise mixed_sources_error(forwarded)
@@ -445,7 +445,7 @@ class Step:
         training_pass = self.training_pass
         scale = self.micro_batch_of_loss.scale
         weighted = loss if scale == 1.0 else loss * scale
-        # The mean over no samples is NaN, and does not count.
+        # The loss of no samples may be NaN, and counts as 0.
         counted = weighted if scale else weighted.new_zeros(())
         # Without a loader nobody says what a global batch is: each optimizer step ends one.
         without_loader = training_pass is self._no_loader or (
@@ -463,7 +463,11 @@ class Step:
         return weighted
 
     def mark_stepped(self) -> None:
-        """A prepared optimizer has stepped; several of them make one step together."""
+        """A prepared optimizer has stepped.
+
+        If several optimizers step for one global batch, the first one counts. Outside of a loader
+        every step counts.
+        """
         training_pass = self.training_pass
         if not training_pass.stepped or training_pass is self._no_loader:
             self.extensions.step_finished(self.number)
