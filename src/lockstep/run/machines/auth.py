@@ -84,6 +84,7 @@ class ConnectionServer:
         self._server.close()
 
     async def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
+        """Handles one connection and closes it; asyncio calls this for each."""
         self._open_writers.add(writer)
         try:
             await self._handle_connection(Streams(reader, writer))

@@ -107,9 +107,9 @@ class DynamicRendezvous(Rendezvous):
         """Returns how many nodes wait for a new round, or 1 if a lost node makes one necessary."""
         own = self._peers.own
         asking = [node for node in self._peers.present() if node.round > own.round]
-        # New nodes may have to wait, but not the nodes that take part in the running round.
-        all_are_new = all(node.started < own.started for node in asking)
         if asking:
+            # New nodes may have to wait, but not the nodes that take part in the running round.
+            all_are_new = all(node.started < own.started for node in asking)
             must_wait = all_are_new and self.defers_joiners()
             if not must_wait:
                 return len(asking)

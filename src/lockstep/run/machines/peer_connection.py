@@ -184,7 +184,7 @@ class PeerServer:
         if changes.get("state") != LEFT:
             changes.pop("state", None)
         recipient = message.get("to")
-        if recipient is None:
+        if recipient is None:  # they are for all launchers
             self._change_node(number, changes)
         elif recipient == self._peers.own_number:
             self._peers.write(number, changes)

@@ -174,10 +174,9 @@ def try_connection(address: str, port: int) -> dict[str, str]:
             )
             own_address = str(connection.getsockname()[0])
     except OSError as error:
-        return {
-            "why": error.strerror or f"no answer within {CONNECT_TIMEOUT_S:g} s",
-            "own": "",
-        }
+        # Python's own error at a timeout has no `strerror`.
+        reason = error.strerror or f"no answer within {CONNECT_TIMEOUT_S:g} s"
+        return {"why": reason, "own": ""}
     return {"why": "" if has_arrived else MESSAGE_LOST, "own": own_address}
 
 

@@ -158,6 +158,7 @@ class Rendezvous(RendezvousHandler):
 
         with self.resources:  # closed at the end of this block
             if why:
+                # The others are told at once: they end as well, or start again without this node.
                 self._peers.update(state=LEFT, why=why)
             if is_server:
                 timeout = LEAVE_TIMEOUT_AFTER_FAILURE_S if why else LEAVE_TIMEOUT_S

@@ -125,7 +125,7 @@ def _normalize_option(text: str) -> str:
         )
     if name.startswith("--") and (separator or value):
         return f"{name}={value}"
-    return name + value
+    return name + value  # "-p gpu" becomes "-pgpu"
 
 
 def job_script(options: Sequence[str], nproc: str | None, arguments: Sequence[str]) -> str:

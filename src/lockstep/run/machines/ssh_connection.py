@@ -237,6 +237,7 @@ class Remote:
         await self._retry_if_dropped(partial(self._run_rsync, command, file_names or b""))
 
     async def _run_rsync(self, command: Sequence[str], file_names: bytes) -> None:
+        """Runs rsync with these names as its input; raises Problem if it fails."""
         # Files and not pipes: a process that rsync leaves behind may hold a pipe open.
         with _temporary_file(file_names) as names_file, _temporary_file() as error_file:
             process = _start_process(
@@ -375,7 +376,7 @@ class Remote:
         has_unfinished_line = bool(self.unfinished_lines[stream].strip())
         await self._process_output(stream, b"\n" if has_unfinished_line else b"")
         if stream == "stdout":
-            self._answers.put_nowait(None)
+            self._answers.put_nowait(None)  # there will be no more answers
 
     async def _read_until_end(self, stream: str, reader: asyncio.StreamReader) -> None:
         """Reads a stream until it is closed, or a while after the process has ended.
@@ -426,7 +427,8 @@ class Remote:
         while True:
             start = text.find(self._answer_mark)
             end = text.find(b"\n", start)
-            if start < 0 or end < 0:
+            has_whole_answer = start >= 0 and end >= 0
+            if not has_whole_answer:
                 break
             answer = json.loads(text[start + len(self._answer_mark) : end])
             text = text[:start] + text[end + 1 :]
@@ -434,12 +436,10 @@ class Remote:
                 self.exit_code = answer.get("exit")
                 self._answers.put_nowait(answer)
         # The end of the text may be the beginning of an answer. It is kept until the rest comes.
-        start = text.rfind(self._answer_mark[:1])
-        end_of_text = text[start : start + len(self._answer_mark)]
-        if start < 0 or not self._answer_mark.startswith(end_of_text):
-            start = len(text)
+        start = self._find_begun_answer(text)
         self._begun_answers[stream] = text[start:]
-        lines, self.unfinished_lines[stream] = finished_lines(text[:start])
+        lines, unfinished_line = finished_lines(text[:start])
+        self.unfinished_lines[stream] = unfinished_line
         if not self._launcher_started:
             if stream == "stderr":
                 self._error_output = (self._error_output + data)[-MAX_ERROR_OUTPUT_BYTES:]
@@ -447,6 +447,18 @@ class Remote:
         for line in lines:
             if self._show is not None:
                 await self._show(self.host, stream, line)
+
+    def _find_begun_answer(self, text: bytes) -> int:
+        """Returns where an answer, or a part of its mark, begins at the end of a text.
+
+        Returns:
+            The length of the text if it does not end in one.
+        """
+        start = text.rfind(self._answer_mark[:1])
+        if start < 0:
+            return len(text)
+        begun_mark = text[start : start + len(self._answer_mark)]
+        return start if self._answer_mark.startswith(begun_mark) else len(text)
 
     async def wait_for_end(self) -> None:
         """Waits until the launcher there has ended, or the connection has."""

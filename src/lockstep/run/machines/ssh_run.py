@@ -101,7 +101,7 @@ class _HostsRun:
         except asyncio.CancelledError:
             if self._ending_signal is None:
                 raise
-            return 128 + self._ending_signal
+            return 128 + self._ending_signal  # `_on_signal` has cancelled this task
         finally:
             self._main_task = None
             await asyncio.gather(*(remote.close() for remote in self._remotes))

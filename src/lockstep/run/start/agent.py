@@ -500,7 +500,7 @@ class Agent(api.SimpleElasticAgent):
                     process.ended_at = time.time()
 
     def _events_of_zygotes_death(self, attempt: Attempt) -> list[Event]:
-        """Returns that every rank was killed: the kernel does so when the zygote has ended."""
+        """Returns the events of all ranks' deaths: the kernel kills them when the zygote ends."""
         code = self._zygote.wait()
         for process in attempt.running:
             process.fork_server_end = (

@@ -111,8 +111,9 @@ def choose_streams(
         streams = set()
         if rank in shown_ranks:
             for name, flag in (("stdout", Std.OUT), ("stderr", Std.ERR)):
-                is_redirected = flag & redirected[rank] and not flag & teed[rank]
-                if not is_redirected:
+                is_redirected = bool(flag & redirected[rank])
+                is_teed = bool(flag & teed[rank])
+                if is_teed or not is_redirected:
                     streams.add(name)
         shown[rank] = frozenset(streams)
     return shown
@@ -339,14 +340,16 @@ class Console:
             sink.flush()
         self._write_announcements()
         if now >= self._drain_until:
-            # A process that a rank has left behind still holds these streams open.
+            # The time of `drain` is over: a process that a rank has left behind still holds these
+            # streams open.
             for stream in list(self._streams):
                 self._read(stream)
                 if stream in self._streams:
                     self._end(stream)
         if not self._streams:
             self._drain_until = math.inf
-            if not self._drained.is_set():
+            is_drain_waiting = not self._drained.is_set()
+            if is_drain_waiting:
                 self._announce_same_last_words()
             self._drained.set()
 
@@ -380,7 +383,7 @@ class Console:
             return
         if stream.prefix:
             self._show(stream, stream.sink, stream.hold_back_last_words(lines))
-        else:
+        else:  # it is the only rank's, and passed on unchanged
             stream.sink.write(data)
             stream.sink.mid_line = not data.endswith(b"\n")
         if stream.sink.terminal:
@@ -546,11 +549,14 @@ class _Stream:
         self._file.write(data)
         if self.sink is None:
             return
-        filtered = [line for line in lines if any(text in line for text in self.filters)]
+        prefix = self.prefix.encode()
+        filtered = []
+        for line in lines:
+            if any(text in line for text in self.filters):
+                filtered.append(prefix + line + b"\n")
         if filtered:
-            prefix = self.prefix.encode()
             with open(self._filtered_log, "ab") as file:
-                file.write(b"".join(prefix + line + b"\n" for line in filtered))
+                file.write(b"".join(filtered))
 
     def close_files(self) -> None:
         """Closes the log; nothing is written to files from now on."""

@@ -171,7 +171,7 @@ def _starts_processes(tree: ast.AST, variables: set[str]) -> bool:
 
 
 def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
-    """Returns the nodes that are neither behind a condition nor in a function that is not named.
+    """Returns the nodes that are neither behind a condition nor in a function that is never called.
 
     `if __name__ == "__main__":` does not count as a condition. A function counts as called if its
     name is mentioned by what certainly runs.

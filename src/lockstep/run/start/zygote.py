@@ -390,7 +390,8 @@ class Server:
                     self._close_zygotes_descriptors(parent)
                     _, files = _receive(spares_end)
                     spares_end.close()
-                    if files:
+                    is_needed = bool(files)  # otherwise the zygote has closed its end
+                    if is_needed:
                         self._become_rank(files)
                 finally:
                     os._exit(1)
@@ -458,7 +459,7 @@ class Server:
                 self._report(Event(rank, pid, os.waitstatus_to_exitcode(status)))
 
     def _signal(self, number: int, ranks: set[int]) -> None:
-        """Sends a signal to ranks."""
+        """Sends a signal to ranks: to their process groups, or to their programs alone."""
         for pid, rank in self.running.items():
             if rank not in ranks:
                 continue

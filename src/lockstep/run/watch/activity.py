@@ -231,14 +231,13 @@ def is_still(earlier: RankState, later: RankState, seconds: float) -> bool:
 
 def _others_compute_for_it(earlier: RankState, later: RankState, seconds: float) -> bool:
     """True if a rank's other threads, or processes that it has started, are known to compute."""
-    for before_s, after_s in (
-        (earlier.cpu_s, later.cpu_s),
-        (earlier.children_cpu_s, later.children_cpu_s),
-    ):
-        is_known = before_s is not None and after_s is not None
-        if is_known and not _is_idle(before_s, after_s, seconds):
-            return True
-    return False
+    threads_are_known = earlier.cpu_s is not None and later.cpu_s is not None
+    if threads_are_known and not _is_idle(earlier.cpu_s, later.cpu_s, seconds):
+        return True
+    children_before_s = earlier.children_cpu_s
+    children_after_s = later.children_cpu_s
+    children_are_known = children_before_s is not None and children_after_s is not None
+    return children_are_known and not _is_idle(children_before_s, children_after_s, seconds)
 
 
 def _is_idle(before_s: float | None, after_s: float | None, seconds: float) -> bool:

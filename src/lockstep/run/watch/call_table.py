@@ -193,8 +193,8 @@ def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
         any_member_made_it = any(rank in calls_by_rank for rank in members)
         if not any_member_made_it:
             continue  # other ranks have made it, in a group of this name that they have destroyed
-        # A rank that is not in the table has surely not made the call only if no record of it can
-        # have been lost.
+        # A rank's call may be missing in the table because its record was lost. Only if that is
+        # ruled out for all ranks is it known that some have not made the call.
         all_would_know = all(table.would_know(key, seq, rank) for rank in members)
         some_are_missing = any(rank not in calls_by_rank for rank in members)
         differs = (key, seq) in table.mismatched_calls

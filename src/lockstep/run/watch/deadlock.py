@@ -34,8 +34,10 @@ def deadlock(case: Case) -> Verdict | None:
         has_mismatched_rank = bool(case.graph.mismatched & waiting.keys())
         is_deadlock = case.nothing_in_transit or has_mismatched_rank
     else:
+        # If all ranks wait in the same collective, it is the network that does not move.
         ops = {activity.op for activity in waiting.values()}
-        is_deadlock = mismatch is not None or _create_different_groups(waiting) or len(ops) > 1
+        calls_differ = mismatch is not None or len(ops) > 1
+        is_deadlock = calls_differ or _create_different_groups(waiting)
     if not is_deadlock:
         return None
     # The processor time says nothing about transfers by a GPU.

@@ -168,11 +168,13 @@ class Probe:
             complete_lines = text.split("\n")[:-1]
             if not complete_lines:
                 continue
+            # `NUMBER` or `NUMBER lines`
             number, _, option = complete_lines[-1].partition(" ")
             if number.isdigit():
                 self._answer_request(number, with_lines=option == "lines")
 
     def _answer_request(self, number: str, *, with_lines: bool) -> None:
+        """Writes the answer to one request, or why there is none, into the rank's evidence."""
         try:
             text = self._answer(number, with_lines=with_lines)
         except Exception as error:
@@ -183,6 +185,8 @@ class Probe:
 
     def _answer(self, number: str, *, with_lines: bool) -> str:
         """Returns the answer to a request as JSON, see `probe_answer`."""
+        # The recorder asks CUDA whether calls have ended. Without this, that would use the first
+        # GPU in this thread, whichever is the rank's own.
         torch_compat.take_gpu(self._spawn_index)
         stacks = json.dumps(_stacks_of_other_threads())
         groups = torch_compat.process_groups()

@@ -74,6 +74,7 @@ def _read_record(
     for entry in record.get("entries") or ():
         calls_with_group_id.append((_read_call(entry), str(entry["pg_id"])))
     calls_with_group_id.sort(key=lambda pair: pair[0].time_s)
+    # The latest call of each key stands last, so its group is the one that is kept here.
     present_group_ids = {call.key: group_id for call, group_id in calls_with_group_id}
     for call, group_id in calls_with_group_id:
         if group_id == present_group_ids[call.key]:

@@ -98,7 +98,8 @@ class WaitGraph:
             remaining_awaited[awaited] = awaited & remaining
         free_ranks = set()
         for rank in remaining - self.mismatched:
-            if not _has_other_rank(remaining_awaited[self.waits_for[rank]], rank):
+            still_awaited = remaining_awaited[self.waits_for[rank]]
+            if not _has_other_rank(still_awaited, rank):
                 free_ranks.add(rank)
         return free_ranks
 
@@ -250,13 +251,14 @@ def _ranks_whose_call_would_help(
 ) -> set[int]:
     """Returns the ranks that could free a deadlocked rank by making a call that it waits for."""
     helpful_ranks: set[int] = set()
+    # Ranks that wait in a known call: whoever has not made that call may help.
     completable_calls: dict[tuple[str, int], CollectiveCall] = {}
     for rank in graph.deadlocked - graph.partners_unknown:
         for call in _completable_calls(activities[rank], table):
             completable_calls[call.key, call.seq] = call  # once, also if many ranks wait in it
     for call in completable_calls.values():
         helpful_ranks |= table.missing_ranks(call)
-    # Where partners are unknown, any of the ranks that are assumed to be waited for may help.
+    # Ranks whose partners are unknown: any rank that they are assumed to wait for may help.
     ranks_by_assumption: dict[frozenset[int], list[int]] = {}
     for rank in graph.deadlocked & graph.partners_unknown:
         ranks_by_assumption.setdefault(graph.waits_for[rank], []).append(rank)
