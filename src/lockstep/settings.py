@@ -220,40 +220,51 @@ def settings_of_ranks(settings: Settings) -> dict[str, object]:
 
 
 def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
-    """Merges the arguments of `init` (None: left open) with the LOCKSTEP_* variables.
+    """Merges the arguments of `init` with the LOCKSTEP_* variables.
 
-    What `lockstep verify` sets goes before both.
+    What `lockstep verify` sets replaces both.
+
+    Args:
+        environ: the environment variables.
+        **given: the arguments of `init`; None for one that was left out.
 
     Raises:
-        SettingError: a value that does not parse, or two that contradict each other.
+        SettingError: a value that is invalid, or an argument and a variable that contradict.
     """
     values = {name: value for name, value in given.items() if value is not None}
     for declaration in DECLARATIONS.values():
-        value = _read_variable(declaration, environ)
-        if value is None:
-            continue
         name = declaration.name
-        in_script = values.setdefault(name, value)
-        if _as_command_line_text(in_script) != _as_command_line_text(value):
+        outside = _read_variable(declaration, environ)
+        if outside is None:
+            continue
+        if name not in values:
+            values[name] = outside
+        elif not _mean_the_same(values[name], outside):
             raise SettingError(
-                f"{name}={in_script!r} in the script and {declaration.variable}={value} outside it",
+                f"{name}={values[name]!r} in the script and {declaration.variable}={outside} "
+                "outside it",
                 "they contradict each other",
                 "set it in one place",
             )
     if environ.get(VERIFY_VARIABLE):
-        values |= json.loads(environ[VERIFY_VARIABLE])
+        values.update(json.loads(environ[VERIFY_VARIABLE]))
+    # The fields of these two say their unit, which the arguments do not.
     for name in ("join_timeout", "collective_timeout"):
         if name in values:
             values[f"{name}_s"] = parse_seconds(name, values.pop(name))
-    seed = values.get("seed", 0)
-    if not is_whole_number(seed, least=0) or seed >= 2**64:  # the range that torch takes
+    check_seed(values.get("seed", 0))
+    check_micro_batches(values.get("num_micro_batches"), values.get("micro_batch_size"))
+    return Settings(**values)
+
+
+def check_seed(seed: Any) -> None:
+    """Raises SettingError unless torch takes the seed."""
+    if not is_whole_number(seed, least=0) or seed >= 2**64:
         raise SettingError(
             f"seed={seed!r}",
             "a seed is a whole number from 0 to 2**64 - 1",
             "pass a whole number from 0 to 2**64 - 1",
         )
-    check_micro_batches(values.get("num_micro_batches"), values.get("micro_batch_size"))
-    return Settings(**values)
 
 
 def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:
@@ -288,8 +299,17 @@ def check_micro_batches(number: Any, size: Any) -> None:
         )
 
 
+def _mean_the_same(in_script: Any, outside: Any) -> bool:
+    """Returns True if an argument and the value of a variable say the same.
+
+    They may be of different types: `shares=(1, 2)` is `1:2` outside, a strategy may be an object or
+    a name. So both are compared as they are written on the command line.
+    """
+    return _as_command_line_text(in_script) == _as_command_line_text(outside)
+
+
 def _as_command_line_text(value: Any) -> str:
-    """Returns how a value is written on the command line, to compare two of them."""
+    """Returns how a value is written on the command line."""
     if isinstance(value, list | tuple):
         return ":".join(str(part) for part in value)
     if isinstance(value, timedelta):

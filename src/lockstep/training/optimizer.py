@@ -391,43 +391,47 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         )
 
     def _check_learning_rates(self) -> None:
-        """Finds schedulers that are not prepared and step in the loop, and warns of them once.
+        """Finds schedulers that are not prepared and step in the training loop; warns once.
+
+        Such a scheduler is found by a learning rate that changed since `step()` was last called.
 
         Raises:
-            UsageError: such a scheduler has stepped between the micro-batches of a global batch.
+            UsageError: the rate has changed between the micro-batches of a global batch.
         """
         rates_before = self._learning_rates
         rates = [group["lr"] for group in self.inner.param_groups if "lr" in group]
         self._learning_rates = rates
-        if self._asked_for is None or rates == rates_before:
-            return  # a rate that is a tensor is one object, changed in place: it is not compared
-        training_pass, global_batch, _ = self._step.key
-        pass_before, global_batch_before, _ = self._asked_for
-        if pass_before is not training_pass:
+        if self._asked_for is None:
+            return  # this is the first call of `step()`
+        # A rate that is a tensor is changed in place, so it never differs from itself here.
+        if rates == rates_before:
             return
-        change = f"{_format_rates(rates_before)} and is {_format_rates(rates)}"
-        if global_batch_before == global_batch and not self._step.micro_batch.first:
+        training_pass, global_batch, _ = self._step.key
+        training_pass_before, global_batch_before, _ = self._asked_for
+        if training_pass is not training_pass_before:
+            return  # a scheduler that steps between two epochs is right as it is
+        old = _format_rates(rates_before)
+        new = _format_rates(rates)
+        if global_batch == global_batch_before and not self._step.micro_batch.first:
             raise UsageError(
                 "a learning rate that changes between the micro-batches of a global batch",
-                f"it was {change}: a step once per micro-batch",
+                f"it was {old} and is {new}: a step once per micro-batch",
                 "give the scheduler to world.prepare too: it then steps once per global batch",
                 code="LS401",
             )
-        # Torch's schedulers put a `step` of their own on the optimizer that they drive. One that
-        # steps once an epoch is right as it is, and does not change the rate within a pass.
-        has_scheduler = "step" in vars(self.inner) or "step" in vars(self)
-        if has_scheduler and self._step.in_training_loop and not self.has_prepared_scheduler:
-            self.has_prepared_scheduler = True
+        if not self._step.in_training_loop or self.has_prepared_scheduler:
+            return
+        # Rates may also be set by hand. Torch's schedulers replace the method `step` of the
+        # optimizer that they drive by one of their own, on the object.
+        if "step" in vars(self.inner) or "step" in vars(self):
+            self.has_prepared_scheduler = True  # so that the warning is given once
             warn(
                 "a learning-rate scheduler that steps in the training loop and is not prepared",
-                f"the rate went from {_format_rates(rates_before)} to {_format_rates(rates)}; with "
-                "micro-batches it would step once for each of them",
+                f"the rate went from {old} to {new}; with micro-batches it would step once for "
+                "each of them",
                 "give it to world.prepare too: it then steps once per global batch",
                 code="LS401",
             )
-
-
-answer_grad_scaler(PreparedOptimizer, PreparedOptimizer._answer_grad_scaler)
 
 
 class _OptimizerEvents(Extension):
