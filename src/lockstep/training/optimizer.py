@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.checkpoint.optimizer_state import load_saved_state
 from lockstep.distributed.collectives import Collectives, check_same_metric
-from lockstep.distributed.torch_compat import answer_grad_scaler, is_sharded, unscales_gradients
+from lockstep.distributed.torch_compat import is_sharded, unscales_gradients
 from lockstep.errors import UsageError, warn
 from lockstep.optim.precision import Precision
 from lockstep.session.extension import Extension
