@@ -23,7 +23,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,19 @@ FIRST_TEXT_BYTES = 120
 tell each other, are no longer."""
 
 
+class RankHistory(Protocol):
+    """What each rank did since the ranks were last compared. It must be equal on all ranks."""
+
+    def history_digest(self) -> Any:
+        """Returns, as JSON, a summary that each collective includes in its digest."""
+
+    def history_details(self) -> Any:
+        """Returns, as JSON, what `compare_histories` needs of each rank."""
+
+    def compare_histories(self, details_of_ranks: list[Any]) -> None:
+        """Called on all ranks if their digests differ, with the details of each rank."""
+
+
 class Collectives:
     """The collectives of one run.
 
@@ -84,15 +97,10 @@ class Collectives:
         """Why a collective would hang just now (set by an evaluation loop), or None."""
         self.in_main_process_first = False
         """True inside the block of `main_process_first`, where the other ranks are not."""
-        self.on_sum: Callable[[Sequence[Any], Sequence[Any]], None] = _do_nothing
+        self.sum_listeners: list[Callable[[Sequence[Any], Sequence[Any]], None]] = []
         """Called on all ranks with the leaves that this rank passed to a sum, and the sums."""
-        self.get_history: Callable[[], Any] = _do_nothing
-        """Returns, as JSON, a summary of what this rank did since the ranks were last compared.
-        Each collective includes it in its digest, so it must be equal on all ranks."""
-        self.get_full_history: Callable[[], Any] = _do_nothing
-        """Returns, as JSON, what `compare_histories` needs of each rank."""
-        self.compare_histories: Callable[[list[Any]], None] = _do_nothing
-        """Called on all ranks if their digests differ, with the full history of each rank."""
+        self.rank_histories: list[RankHistory] = []
+        """What each collective compares besides the call itself."""
 
     @property
     def single_process(self) -> bool:
@@ -249,7 +257,8 @@ class Collectives:
                 contribution = leaf if self.contributes else identity_element(leaf, operation)
                 reduced.append(all_reduced_copy(contribution, operation))
         if name == "sum":
-            self.on_sum(leaves, reduced)
+            for listener in self.sum_listeners:
+                listener(leaves, reduced)
         return pytree.tree_unflatten(reduced, spec)
 
     def _agree_on_call(
@@ -278,14 +287,16 @@ class Collectives:
                 "sum up inside the loop and call the collective once, after it",
             )
         self.check_not_in_main_process_first(f"{call.name} {call.detail}".rstrip())
-        history = self.get_history()
+        history = [part.history_digest() for part in self.rank_histories]
         if self.single_process or self._digests_agree(call, history):
             return self._same_leaves_on_all_ranks(call)
 
         call_with_user_call = call._replace(user_call=user_call())
-        answers = self._exchange([call_with_user_call, self.get_full_history()])
+        details = [part.history_details() for part in self.rank_histories]
+        answers = self._exchange([call_with_user_call, details])
         calls = [CallDescription.from_json(call_fields) for call_fields, _ in answers]
-        self.compare_histories([full_history for _, full_history in answers])
+        for index, part in enumerate(self.rank_histories):
+            part.compare_histories([details_of_rank[index] for _, details_of_rank in answers])
         calls_without_user_call = {other._replace(user_call=None) for other in calls}
         if len(calls_without_user_call) == 1:  # only the histories differed
             return self._same_leaves_on_all_ranks(call)
@@ -411,10 +422,6 @@ class Collectives:
         routing.broadcast(data, source)
         received = from_bytes(data, dtype, shape)
         return received if tensor is None else received.to(tensor.device)
-
-
-def _do_nothing(*_: Any) -> None:
-    """Stands for a callback that nobody has set."""
 
 
 class _GatherWithGradient(torch.autograd.Function):

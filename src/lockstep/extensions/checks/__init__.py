@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from lockstep.extensions.checks.base import Check
 from lockstep.extensions.checks.coverage import CoverageCheck
-from lockstep.extensions.checks.evaluation import EvaluationCheck
+from lockstep.extensions.checks.evaluation_passes import EvaluationPassesCheck
 from lockstep.extensions.checks.gradients import GradientVersionCheck
 from lockstep.extensions.checks.loss import LossCheck
 from lockstep.extensions.checks.parameters import ParameterCheck
 from lockstep.extensions.checks.preparation import PreparationCheck
 from lockstep.extensions.checks.replicas import ReplicaCheck
+from lockstep.extensions.checks.sum_of_means import SumOfMeansCheck
 from lockstep.extensions.checks.unit_order import UnitOrderCheck
+from lockstep.extensions.checks.unprepared_sum import UnpreparedSumCheck
+from lockstep.extensions.checks.unprepared_training import UnpreparedTrainingCheck
 
 CHECKS: tuple[type[Check], ...] = (
     LossCheck,
@@ -19,7 +22,10 @@ CHECKS: tuple[type[Check], ...] = (
     ParameterCheck,
     ReplicaCheck,
     CoverageCheck,
-    EvaluationCheck,
+    EvaluationPassesCheck,
+    UnpreparedSumCheck,
+    SumOfMeansCheck,
+    UnpreparedTrainingCheck,  # after UnpreparedSumCheck, whose watcher of loaders it uses
     PreparationCheck,
 )
-"""In the order in which they are told of an event."""
+"""The checks, in the order in which they are told of an event."""

@@ -1,0 +1,180 @@
+"""Warns if a sum over the ranks counts every sample once per rank.
+
+A DataLoader that was not prepared gives every rank all samples. If each rank evaluates over it and
+the results are summed over the ranks, every sample counts as often as there are ranks. The ranks
+have read the same samples if the checksums of their passes are equal; the checksum is a part of the
+digest that ranks compare in every collective. It is only a warning, because a script may mean it.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import re
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from lockstep.batch.unprepared import ReadPass, UnpreparedLoaders
+from lockstep.distributed.process_group import Run
+from lockstep.errors import warn
+from lockstep.extensions.checks.base import Check
+from lockstep.extensions.checks.summed_numbers import numbers_in
+from lockstep.optim.precision import Precision
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.strategies.base import PreparedModule
+from lockstep.user_code import Location, user_call, user_location
+
+NUMBER_OF_RANKS = re.compile(r"\.size\b(?!\s*\()|world_size")
+"""Matches `total / world.size` and `total / world_size` in a script, but not `x.size(0)`."""
+MAX_LINES_AFTER_SUM = 6
+"""A script is read this far from a sum on, to see if it divides by the number of ranks."""
+
+
+class DoubtfulSum(NamedTuple):
+    """A sum over the ranks that seems to count every sample once per rank."""
+
+    samples: int
+    """How many samples every rank has read."""
+    local_value: float
+    """What this rank has given to the sum."""
+    total: float
+    location: Location | None
+    """The line of the script that has summed."""
+
+
+class UnpreparedSumCheck(Check):
+    """Looks at sums over the ranks that follow a pass over an unprepared loader."""
+
+    def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
+        super().__init__(run, precision, wrapped)
+        self._latest_pass: ReadPass | None = None
+        """The latest pass over an unprepared loader, until something else is trained or read."""
+        self._passes_begun_before = 0
+        """How many passes over prepared loaders had begun when it ended."""
+        self._counts_samples_too = False
+        """True if the script also sums the number of samples: it divides one sum by the other."""
+        self._doubtful_sum: DoubtfulSum | None = None
+        self._has_warned = False
+        self.unprepared_loaders: UnpreparedLoaders | None = None
+        """None on one process."""
+        if not run.collectives.single_process:
+            run.collectives.rank_histories.append(self)
+            run.collectives.sum_listeners.append(self._look_at_sum)
+            self.unprepared_loaders = UnpreparedLoaders(self._begin_pass)
+
+    def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
+        """Warns of the evaluation before this step, if it is in doubt."""
+        if self._latest_pass is not None:
+            self._forget_pass()
+
+    def close(self, failed: bool) -> None:
+        """Warns of the last evaluation, if it is in doubt."""
+        if self.unprepared_loaders is None:
+            return
+        self.unprepared_loaders.release()
+        if not failed and self.run.joined is not None:
+            self._forget_pass()
+
+    def history_digest(self) -> ReadPass | None:
+        """Returns the latest pass over an unprepared loader, if no other loader was read since."""
+        has_changed = self._passes_begun_before != self._count_passes_begun()
+        if self._latest_pass is not None and has_changed:
+            self._forget_pass()
+        return self._latest_pass
+
+    def history_details(self) -> ReadPass | None:
+        """Returns the same as `history_digest`."""
+        return self.history_digest()
+
+    def compare_histories(self, details_of_ranks: Sequence[Any]) -> None:
+        """Forgets the pass if the ranks have read different samples: none is counted twice."""
+        if any(read_pass != details_of_ranks[0] for read_pass in details_of_ranks):
+            self._latest_pass = None
+
+    def _begin_pass(self, read_pass: ReadPass) -> None:
+        """Remembers a pass over an unprepared loader that has just ended."""
+        self._forget_pass()
+        self._latest_pass = read_pass
+        self._passes_begun_before = self._count_passes_begun()
+
+    def _count_passes_begun(self) -> int:
+        return sum(loader.passes_begun for loader in self.run.loaders)
+
+    def _forget_pass(self) -> None:
+        """Ends what follows a pass; warns of a doubtful sum that nothing has explained since."""
+        doubtful_sum = self._doubtful_sum
+        self._latest_pass = None
+        self._doubtful_sum = None
+        self._counts_samples_too = False
+        if doubtful_sum is None or self._has_warned:
+            return
+        self._has_warned = True
+        size = self.run.collectives.data_parallel.size
+        warn(
+            "world.sum of what every rank computed over an unprepared DataLoader",
+            f"every rank went through the same {doubtful_sum.samples} samples; this rank brought "
+            f"{doubtful_sum.local_value:g}, and the sum {doubtful_sum.total:g} counts each sample "
+            f"{size} times",
+            "prepare the loader (test = world.prepare(test)), so that each rank gets its part; or "
+            "leave world.sum out where every rank evaluates them all",
+            code="LS501",
+            at=doubtful_sum.location,
+        )
+
+    def _look_at_sum(self, local_leaves: Sequence[Any], summed_leaves: Sequence[Any]) -> None:
+        """Looks if a sum over the ranks counts samples repeatedly.
+
+        If `_latest_pass` is set, all ranks have read the same samples before.
+
+        Args:
+            local_leaves: what this rank has given.
+            summed_leaves: the sums.
+        """
+        read_pass = self._latest_pass
+        size = self.run.collectives.data_parallel.size
+        if read_pass is None or size == 1 or self._has_warned or user_call() != "world.sum()":
+            return
+        local_values = numbers_in(local_leaves)
+        totals = numbers_in(summed_leaves)
+        for local_value, total in zip(local_values, totals, strict=True):
+            if read_pass.samples in (local_value, total):
+                self._counts_samples_too = True
+                self._doubtful_sum = None
+            if self._counts_samples_too or self._doubtful_sum is not None:
+                continue
+            if not counts_repeatedly(local_value, total, size, read_pass.samples):
+                continue
+            location = user_location()
+            if not _mentions_number_of_ranks(location):
+                self._doubtful_sum = DoubtfulSum(read_pass.samples, local_value, total, location)
+
+
+def counts_repeatedly(local_value: float, total: float, size: int, samples: int) -> bool:
+    """Returns True if a sum over ranks that have read the same samples seems to repeat results.
+
+    Args:
+        local_value: what this rank has given. 0 and 1 may be a vote.
+        total: the sum over the ranks.
+        size: the number of ranks.
+        samples: how many every rank has read.
+    """
+    if local_value in (0, 1):
+        return False
+    if math.isclose(total, size * local_value, rel_tol=1e-6):
+        return True
+    is_count = local_value == int(local_value) and local_value > 1
+    return is_count and total > samples
+
+
+def _mentions_number_of_ranks(location: Location | None) -> bool:
+    """Returns True if the script seems to divide by the number of ranks soon after a line.
+
+    It also returns True if the line is not known.
+    """
+    if location is None:
+        return True
+    file, first_line = location
+    for line in range(first_line, first_line + MAX_LINES_AFTER_SUM):
+        if NUMBER_OF_RANKS.search(linecache.getline(file, line)):
+            return True
+    return False
