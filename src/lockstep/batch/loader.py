@@ -550,6 +550,7 @@ class Loader:
         for planned, batch in read:
             counted = weighing.count_rows(planned, batch)
             if self._evaluates_together:
+                # If no row is left here, other ranks still need this rank's forward pass.
                 yield counted.planned, counted.batch
             else:
                 yield counted.planned, batch

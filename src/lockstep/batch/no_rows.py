@@ -182,7 +182,7 @@ def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
     for size, stride in zip(shape, tensor.stride(), strict=True):
         last_element += (size - 1) * stride
     num_stored = tensor.untyped_storage().nbytes() // tensor.element_size()
-    if last_element < num_stored:
+    if last_element < num_stored:  # the memory of a view has the row
         row = tensor.detach().as_strided(shape, tensor.stride(), tensor.storage_offset())
         return row.clone()
     for sample in samples:

@@ -254,9 +254,12 @@ def choose_shares(
     step_seconds_by_shares: dict[tuple[int, ...], float] = {}
     for shares in _candidates(ideal, present, room):
         sizes = part_sizes(batch_size, shares)
-        if all(size <= most for size, most in zip(sizes, room, strict=True)):
+        fits = all(size <= most for size, most in zip(sizes, room, strict=True))
+        if fits:
             step_seconds_by_shares[shares] = _slowest(shares, seconds) / sum(shares) * batch_size
     ideal_seconds = _slowest(ideal, seconds)
+    # The current shares are kept if they are good enough; otherwise the smallest numbers that are
+    # nearly ideal are taken, or else the best ones.
     if step_seconds_by_shares.get(present, math.inf) <= ideal_seconds * MIN_SPEEDUP:
         return present
     for shares, step in step_seconds_by_shares.items():

@@ -400,6 +400,7 @@ class IterableLoader(Loader):
             )
 
     def _read_first(self, epoch: int, count: int) -> Any:
+        """Returns a batch of the first `count` samples that this rank can read, on the CPU."""
         with preserve_rng_state():
             batch = self._iterable.read_first(epoch, count)
         if batch is None:

@@ -321,8 +321,9 @@ class Step:
         """Remembers the storages of a delivery, and forgets those that are freed."""
         table = self._delivery_by_storage
         for storage in delivery.storages:
-            known = table.get(storage, delivery)
-            table[storage] = delivery if known is delivery else None
+            # None marks a storage that several deliveries share.
+            is_shared = table.get(storage, delivery) is not delivery
+            table[storage] = None if is_shared else delivery
         if len(table) >= self._prune_at:
             self._delivery_by_storage = {
                 storage: known for storage, known in table.items() if not storage.expired()
