@@ -77,9 +77,9 @@ class _OpenPass:
         self.order_checksum = 0
         """A CRC-32 over the planned samples, in their order."""
         self.planned = _Tally()
-        """Of the global batches on all ranks."""
+        """The tally of the global batches, over all ranks."""
         self.delivered = _Tally()
-        """Of what this rank was handed."""
+        """The tally of the samples that this rank was handed."""
         self._planned_samples: list[Indices] = []
         """Samples that are not tallied yet."""
         self._delivered_samples: list[Indices] = []
@@ -127,9 +127,9 @@ class Coverage:
             or type(custom_order) is SequentialSampler
         )
         self._planned = _Tally()
-        """Of the passes that were not compared yet, on all ranks."""
+        """The tally of the passes that were not compared yet, over all ranks."""
         self._delivered = _Tally()
-        """Of the same passes, on this rank."""
+        """The tally of what this rank was handed in these passes."""
         self._open_pass: _OpenPass | None = None
         """The latest pass. If it began inside another one, that one is not compared."""
         self._orders_checksum = 0

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 RELATIVE_TOLERANCE = 1e-3
-"""Of measured numbers. Machines decode images and round sums a little differently."""
+"""How much measured numbers may differ. Machines decode images a little differently."""
 ABSOLUTE_TOLERANCE = 1e-9
 MAX_VALUES_AS_PARTS = 16
 """Values in a list that are parts of their own. If there are more, such as the tokens of a text,

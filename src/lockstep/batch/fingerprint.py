@@ -80,7 +80,7 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
         sample_now = now.samples[index]
         # A part that only one of them has may have been random in the other, and was left out.
         names = sample_before.keys() & sample_now.keys()
-        if not names and sample_before:  # all parts are others
+        if not names and sample_before:  # they have no part in common
             names = sample_before.keys() | sample_now.keys()
         parts_before = {name: sample_before.get(name) for name in sorted(names)}
         parts_now = {name: sample_now.get(name) for name in sorted(names)}

@@ -248,7 +248,7 @@ class MicroBatchPlan:
         with self.request.profile(self, measured[0].micro_batch.local_rows):
             yield Segment(measured, rest_of_global_batch=rest)
         if num_measured < count:
-            # Shares and size may be others now.
+            # Other shares, or another size, may have been found meanwhile.
             rest = self._plan_parts(position, batch, self._split_rest(count, num_measured))
             yield Segment(rest)
 

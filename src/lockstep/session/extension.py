@@ -45,7 +45,7 @@ follows that step, up to the next batch."""
 
 
 class Place(IntEnum):
-    """Where an extension stands in the order in which events are told."""
+    """Where an extension stands in the order in which they are notified of events."""
 
     PREPARED_OBJECT = 0
     STRATEGY = 1
@@ -96,7 +96,7 @@ class Extension:
         """Training on a micro-batch begins."""
 
     def delivered(self, batch: DeliveredBatch) -> None:
-        """Training on a micro-batch begins; told after `begin`, with the samples."""
+        """Training on a micro-batch begins; called after `begin`, with the samples."""
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """`World.backward` was called with this loss, which is not weighted yet.
@@ -130,7 +130,7 @@ class Extension:
         """The first of the optimizers has stepped for the global batch of this number, from 0."""
 
     def global_batch_trained(self) -> None:
-        """An optimizer has stepped for a whole global batch, and `after_step` was told."""
+        """An optimizer has stepped for a whole global batch, and `after_step` was called."""
 
     def pass_ended(self) -> None:
         """A training loop has left a loader."""
@@ -194,7 +194,7 @@ class Extensions(Extension):
         self._update()
 
     def remove(self, extension: Extension) -> None:
-        """Removes an extension, which is told of nothing any more."""
+        """Removes an extension, which is not notified of events any more."""
         self._extensions = [entry for entry in self._extensions if entry[1] is not extension]
         self._update()
 
