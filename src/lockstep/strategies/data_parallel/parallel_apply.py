@@ -163,7 +163,7 @@ def parallel_apply(
     mode_factories = _mode_factories_of_this_thread(devices)
 
     def run_replica(position: int) -> Any:
-        """Runs one of the calls in the current thread; errors are left in the barrier."""
+        """Runs the call at a position in the current thread. Its error is left in the barrier."""
         token = current_replica.set(RunningReplica(barrier, position))
         try:
             with ExitStack() as stack:

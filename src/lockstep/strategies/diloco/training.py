@@ -186,6 +186,7 @@ class DiLoCoTraining(Extension):
         self._put_present_values()
         train_one_model = self._step.micro_batch.virtual_rank is None
         if train_one_model and not self._global_batch_is_unfinished:
+            # One step for all virtual ranks, whose forward passes have changed their own buffers.
             self._average_buffers()
             self._buffers.put_in_module(SHARED)
         self._global_batch_is_unfinished = True
@@ -230,8 +231,8 @@ class DiLoCoTraining(Extension):
         """Stores the gradients that are in the module, and puts those of a virtual rank there."""
         gradients = [parameter.grad for parameter in self.parameters]
         self._stored_gradients[self._owner_of_gradients] = gradients
-        none: list[Tensor | None] = [None] * len(self.parameters)
-        new_gradients = self._stored_gradients.pop(number, none)
+        no_gradients: list[Tensor | None] = [None] * len(self.parameters)
+        new_gradients = self._stored_gradients.pop(number, no_gradients)
         for parameter, gradient in zip(self.parameters, new_gradients, strict=True):
             parameter.grad = gradient
         self._owner_of_gradients = number

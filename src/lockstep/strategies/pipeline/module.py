@@ -542,6 +542,7 @@ class PipelinedModule(ModuleWrapper):
             wire.wait()
         if self.has_last_stage:
             return output
+        # Here the output has shapes only; each is replaced by the next received tensor.
         remaining = iter(tensors)
         return pytree.tree_map_only(Tensor, lambda _: next(remaining), output)
 

@@ -329,22 +329,22 @@ class Pipeline(Strategy):
         costs, reason, called = run.collectives.exchange(measured)[0]  # rank 0 measures for all
 
         # A stage that begins with a unit that is never called would never begin. So such a unit
-        # forms one candidate with those before it.
+        # is not separated from the one before it: stages can only begin at these.
         first_units: list[int] = []
         for index in range(len(names)):
             if index == 0 or called[index]:
                 first_units.append(index)
         num_stages = place.last_stage + 1
         if len(first_units) < num_stages:
-            candidates = ", ".join(names[index] for index in first_units)
+            shown = ", ".join(names[index] for index in first_units)
             raise UsageError(
                 f"a pipeline of {num_stages} stages",
-                f"the model can be cut into {len(first_units)} parts: {candidates or 'none'}",
+                f"the model can be cut into {len(first_units)} parts: {shown or 'none'}",
                 "use fewer stages, or name the submodules to cut at: Pipeline(split=[...])",
             )
-        costs_of_candidates = _sums_between(costs, [*first_units, len(names)])
-        first_candidates = balanced(costs_of_candidates, num_stages)
-        cut_units = [first_units[candidate] for candidate in first_candidates]
+        costs_of_groups = _sums_between(costs, [*first_units, len(names)])
+        groups_at_cuts = balanced(costs_of_groups, num_stages)
+        cut_units = [first_units[group] for group in groups_at_cuts]
         costs_of_stages = _sums_between(costs, [0, *cut_units, len(names)])
         total = sum(costs_of_stages) or 1
         percentages = " + ".join(f"{cost / total:.0%}" for cost in costs_of_stages)
