@@ -34,7 +34,7 @@ CHECKS = (
     "leftovers",
 )
 DEADLINE_S = 20.0
-"""For all checks of a machine together: a check of something broken may hang."""
+"""The time for all checks of a machine together: a check of something broken may hang."""
 FIRST_EXAMINATION_SHARE = 0.75
 """The part of the deadline for the first examination, if another one after repairs may follow."""
 LEVEL_WIDTH = 9
@@ -133,6 +133,7 @@ def examine(
     facts = gather(folder, deadline_s=deadline_s * FIRST_EXAMINATION_SHARE)
     done = fix(facts)
     if done:
+        # Only the checks that can repair something may have other facts now.
         fixable = [check for check in facts if _can_fix(check)]
         facts.update(gather(folder, fixable, end - time.monotonic()))
     return facts, done

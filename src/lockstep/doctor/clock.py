@@ -20,13 +20,12 @@ EARLIEST_TIME = datetime(2025, 1, 1, tzinfo=UTC).timestamp()
 def gather(folder: Path) -> Facts:
     """Reads the time, and whether the kernel calls the clock synchronised (None: not known)."""
     timex = ctypes.create_string_buffer(TIMEX_SIZE)  # all zero, so that nothing is changed
-    synchronised: bool | None = None
     try:
         state = ctypes.CDLL(None).adjtimex(timex)
-    except AttributeError:  # only Linux has it
+    except AttributeError:  # only Linux has this function
         state = -1
-    if state >= 0:
-        synchronised = state != TIME_ERROR
+    has_failed = state < 0
+    synchronised = None if has_failed else state != TIME_ERROR
     return {"time": time.time(), "synchronised": synchronised}
 
 

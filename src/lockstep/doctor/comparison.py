@@ -29,8 +29,10 @@ Machines = Mapping[str, Facts]
 """The facts of each machine: `own` (its address), `clock` (how many seconds it is ahead of the
 machine that asks), `links` (to the other machines), `checks` (the facts of each check of `doctor`),
 `resolved` (the addresses of all machines' names), `script`, `data`, and `shared` (True if it sees
-what the first machine wrote). A machine that stopped answering lacks the later ones."""
+what the first machine wrote; None on the first machine if it could not write). A machine that
+stopped answering lacks the later ones."""
 NO_ANSWER = {UNKNOWN: "it has not answered"}
+"""Stands for facts that a machine lacks."""
 
 ADVICE_ON_NAMES = "give the address instead of the name, or write it into /etc/hosts there"
 ADVICE_ON_SCRIPT = "copy it, as lockstep run --copy does"
@@ -101,10 +103,10 @@ def _compare(
     """Compares facts that should be equal on all machines.
 
     Args:
-        facts_of_machine: by the name of the machine.
-        level: of the finding if facts differ.
-        do: what to do then.
-        if_equal: what is found if nothing differs and all machines answered.
+        facts_of_machine: the facts of each machine, by the name of the machine.
+        level: the level of the finding if facts differ.
+        do: what the finding advises then.
+        if_equal: what the finding says if nothing differs and all machines answered.
     """
     known = {}
     unknown = []
@@ -118,11 +120,15 @@ def _compare(
     if differences:
         problems.append(Finding(level, f"differs: {_join_differences(differences)}", do))
     problems += _unknown_finding(unknown)
-    return verdict("" if problems else if_equal, problems)
+    summary = "" if problems else if_equal
+    return verdict(summary, problems)
 
 
 def _unknown_finding(machines: Sequence[str]) -> list[Finding]:
-    """Returns a warning about machines whose facts are not known, or nothing if there are none."""
+    """Returns a list with a warning about machines whose facts are not known.
+
+    The list is empty if there are no such machines.
+    """
     if not machines:
         return []
     do = "see what else is said of that machine"
@@ -135,11 +141,16 @@ def _facts_of_check(machines: Machines, check: str) -> dict[str, Facts]:
 
 
 def _select(facts: Facts, name: str) -> Facts:
-    """Returns one of the facts, as a mapping of what is to be compared."""
+    """Returns one of the facts as a mapping, which is what `_compare` compares.
+
+    Facts that are not known are returned as they are, with the reason.
+    """
     if UNKNOWN in facts:
         return facts
     value = facts.get(name)
-    return value if isinstance(value, Mapping) else {name: value}
+    if isinstance(value, Mapping):
+        return value
+    return {name: value}
 
 
 def _judge_versions(machines: Machines) -> Finding:
@@ -209,14 +220,13 @@ def _judge_names(machines: Machines) -> Finding:
             unknown.append(machine)
             continue
         for name, addresses in resolved.items():
-            if not addresses:
-                if machines[name]["own"]:
-                    reached_by_address[name] = None
-                else:
-                    problems.append(
-                        Finding(ERROR, f"{machine} does not know {name}", ADVICE_ON_NAMES)
-                    )
-            elif len(machines) > 1 and all(map(is_loopback_address, addresses)):
+            if not addresses and machines[name]["own"]:
+                reached_by_address[name] = None
+            elif not addresses:
+                found = f"{machine} does not know {name}"
+                problems.append(Finding(ERROR, found, ADVICE_ON_NAMES))
+            elif len(machines) > 1 and _are_all_loopback(addresses):
+                # A machine may use loopback for its own name; for another one it is wrong.
                 found = f"on {machine}, {name} is {addresses[0]}: loopback"
                 level = WARNING if name == machine else ERROR
                 problems.append(Finding(level, found, ADVICE_ON_NAMES))
@@ -225,6 +235,10 @@ def _judge_names(machines: Machines) -> Finding:
         names = _name_machines(list(reached_by_address))
         summary += f"; not all know {names}: a run uses the address"
     return verdict(summary, [*_unknown_finding(unknown), *problems])
+
+
+def _are_all_loopback(addresses: Sequence[str]) -> bool:
+    return all(is_loopback_address(address) for address in addresses)
 
 
 @dataclass(frozen=True)
@@ -257,7 +271,8 @@ def _judge_links(machines: Machines) -> Finding:
                 measured.append(_MeasuredLink(direction, link["bandwidth"], link["latency_s"]))
     problems = _shorten(problems)
     if not measured:
-        return verdict("none" if len(machines) > 1 else "one machine", problems)
+        summary = "none" if len(machines) > 1 else "one machine"
+        return verdict(summary, problems)
     slowest = min(measured, key=lambda link: link.bandwidth)
     fastest = max(measured, key=lambda link: link.bandwidth)
     latency_s = max(link.latency_s for link in measured)
@@ -277,6 +292,7 @@ def _judge_links(machines: Machines) -> Finding:
 
 
 def _link_problem(direction: str, link: Facts) -> Finding | None:
+    """Returns what is wrong with a link in one direction (`a to b`), or None if it works."""
     if link.get("error"):
         do = "let the machines reach each other at all ports: Gloo and NCCL choose them"
         return Finding(ERROR, f"{direction}: {link['error']}", do)
@@ -300,20 +316,18 @@ def _shorten(problems: Sequence[Finding]) -> list[Finding]:
 
 def _judge_folder(machines: Machines) -> Finding:
     """Finds machines that do not see what the first machine wrote into the folder."""
-    not_writable = []
     no_answer = []
     not_shared = []
     for name, facts in machines.items():
-        sees_it = facts.get("shared", NO_ANSWER)
-        if sees_it is None:
-            not_writable.append(name)
-        elif sees_it is False:
-            not_shared.append(name)
-        elif sees_it == NO_ANSWER:
+        if "shared" not in facts:
             no_answer.append(name)
-    if not_writable:
-        found = f"not known: {not_writable[0]} cannot write there"
-        return Finding(WARNING, found, "name another")
+            continue
+        sees_file = facts["shared"]
+        if sees_file is None:  # this is the machine that was to write the file
+            found = f"not known: {name} cannot write there"
+            return Finding(WARNING, found, "name another")
+        if not sees_file:
+            not_shared.append(name)
     problems = []
     if not_shared:
         found = f"not shared: what is written is not seen on {_name_machines(not_shared)}"
@@ -348,6 +362,7 @@ def _judge_data(machines: Machines) -> Finding:
     missing = [name for name, facts in data.items() if facts is None]
     if missing:
         return Finding(ERROR, f"missing on {_name_machines(missing)}", ADVICE_ON_DATA)
+    # If nothing differs, the numbers of any machine that answered are those of all.
     num_files = 0
     num_digested = 0
     for facts in data.values():
@@ -361,7 +376,10 @@ def _judge_data(machines: Machines) -> Finding:
     )
     findings = []
     for key in ("files", "bytes", "sizes", "names", "contents"):
-        compared = {name: _select(facts, key) for name, facts in data.items()}
+        compared = {machine: _select(facts, key) for machine, facts in data.items()}
         findings.append(_compare(compared, level=ERROR, do=ADVICE_ON_DATA, if_equal=if_equal))
     differences = [finding for finding in findings if finding.level == ERROR]
-    return differences[0] if differences else findings[0]
+    if differences:
+        return differences[0]
+    # Nothing differs, so all findings are the same: equal, or not known of some machines.
+    return findings[0]

@@ -31,7 +31,8 @@ def gather(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     size_of_file = dict(islice(_files(path), MAX_FILES))
-    digested = sorted(set(_spread(list(size_of_file), NUM_DIGESTED_FILES)))
+    chosen_files = _spread(list(size_of_file), NUM_DIGESTED_FILES)
+    digested = sorted(set(chosen_files))
     return {
         "files": len(size_of_file),
         "bytes": sum(size_of_file.values()),
@@ -65,7 +66,10 @@ def _files(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _digest(path: Path, size: int) -> str:
-    """Returns a digest of the beginning, the middle and the end, or why the file is not read."""
+    """Returns a digest of three pieces of a file: its beginning, its middle and its end.
+
+    Returns the error's text instead if the file cannot be read.
+    """
     digest = hashlib.sha256()
     last_piece_begin = max(size - PIECE_SIZE, 0)
     try:

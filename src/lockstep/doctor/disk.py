@@ -35,7 +35,7 @@ def gather(folder: Path) -> Facts:
     If the folder does not exist, the nearest existing folder above it is measured.
     """
     places = [folder, *folder.absolute().parents]
-    nearest = _first(places, os.path.lexists)
+    nearest_path = _first(places, os.path.lexists)
     nearest_folder = _first(places, os.path.isdir)
     usage = shutil.disk_usage(nearest_folder)
     file_system = os.statvfs(nearest_folder)
@@ -50,11 +50,11 @@ def gather(folder: Path) -> Facts:
         "speed": None,
         "problem": None,
     }
-    if nearest_folder != nearest:
-        facts["problem"] = f"{nearest} is no folder"
+    if nearest_folder != nearest_path:  # a file, or a link that leads nowhere
+        facts["problem"] = f"{nearest_path} is no folder"
         return facts
     try:
-        # A network mount that is stale raises another error than FileNotFoundError.
+        # The folder may be missing, but a stale network mount raises another error here.
         with contextlib.suppress(FileNotFoundError):
             folder.stat()
         facts["speed"] = _measure_speed(nearest_folder)
@@ -72,7 +72,7 @@ def _first(places: list[Path], is_wanted: Callable[[Path], bool]) -> Path:
 
 
 def _measure_speed(folder: Path) -> float:
-    """Returns how many bytes a second get to the disk."""
+    """Returns how many bytes a second are written to the disk, measured with a temporary file."""
     data = os.urandom(WRITE_SIZE)
     written = 0
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

@@ -94,14 +94,15 @@ def _ask_nvml(nvml: Any, uuid: str) -> dict[str, Any]:
         return {}
     memory = ask("nvmlDeviceGetMemoryInfo", device)
     processes = ask("nvmlDeviceGetComputeRunningProcesses", device)
+    other_pids = None
     if processes is not None:
-        processes = [process.pid for process in processes if process.pid != os.getpid()]
+        other_pids = [process.pid for process in processes if process.pid != os.getpid()]
     uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     since_last_start = nvml.NVML_VOLATILE_ECC
     return {
         "total": None if memory is None else memory.total,
         "free": None if memory is None else memory.free,
-        "processes": processes,
+        "processes": other_pids,
         "ecc": ask("nvmlDeviceGetTotalEccErrors", device, uncorrected, since_last_start),
         "throttled": ask("nvmlDeviceGetCurrentClocksThrottleReasons", device),
     }
@@ -141,6 +142,7 @@ def _problems(gpu: Facts) -> list[Finding]:
         found = f"is used by {count_noun(len(processes), 'process')}: {pids}"
         problems.append(Finding(WARNING, found, "see ps for what is left over"))
     elif gpu.get("total") and gpu["free"] < MIN_FREE_SHARE * gpu["total"]:
+        # NVML does not see all processes, for example those of another container.
         found = f"has {gib(gpu['free'])} of {gib(gpu['total'])} free"
         problems.append(Finding(WARNING, found, "see nvidia-smi for who has the rest"))
     if gpu.get("ecc"):

@@ -134,6 +134,8 @@ class _Examination:
                 continue
             address = answer["own"]
             if self._remotes[name].here:
+                # No ssh connection led to this machine, which would show by which address it is
+                # reached. But the others were reached from it, and saw its address.
                 address = _address_of_this_machine(answers.values()) or address
             self.facts[name] = {"own": address, "links": {}, "checks": {}}
 
@@ -241,9 +243,10 @@ class _Examination:
             return
         self.facts[writer]["shared"] = None
         if answers[writer]["error"] is None:
-            await self._read_shared_file(answers[writer]["path"], path)
+            await self._read_shared_file(answers[writer]["path"], expected_text=path)
 
     async def _read_shared_file(self, path: str, expected_text: str) -> None:
+        """Lets all machines read the file; sets their fact `shared`."""
         answers = await self._ask(
             lambda remote: remote.ask(ask="read", path=path), self._remaining_s()
         )

@@ -65,6 +65,7 @@ def _abandoned_shared_memory() -> list[FileAndSize]:
     if not abandoned:
         return []
     mapped = _mapped_shared_memory()
+    # The number of its process means nothing here if that one runs in another container.
     return [(path, size) for path, size in abandoned if path not in mapped]
 
 
@@ -75,9 +76,11 @@ def _old_logs() -> list[FileAndSize]:
         return []
     old = []
     for run in logs.iterdir():
-        files = [path.lstat() for path in run.rglob("*")] if run.is_dir() else []
-        newest = max((file.st_mtime for file in files), default=run.lstat().st_mtime)
-        if time.time() - newest > LOGS_MIN_AGE_S:
+        files = []
+        if run.is_dir():
+            files = [path.lstat() for path in run.rglob("*")]
+        newest_time = max((file.st_mtime for file in files), default=run.lstat().st_mtime)
+        if time.time() - newest_time > LOGS_MIN_AGE_S:
             old.append((str(run), sum(file.st_size for file in files)))
     return old
 
@@ -110,7 +113,7 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)  # sends nothing, but fails if there is no such process
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except PermissionError:  # it is another user's process
         pass
     return True
 

@@ -63,7 +63,9 @@ def available_in_group(root: Path) -> int | None:
         except (OSError, ValueError):  # there is no such group, or its limit is "max"
             continue
         cached = read_field(folder / "memory.stat", files.cache_field) or 0
-        available.append(limit - usage + min(usage, cached))
+        # The files are not read at the same moment, so more may be cached than was used before.
+        freeable = min(usage, cached)
+        available.append(limit - usage + freeable)
     return min(available, default=None)
 
 

@@ -88,6 +88,7 @@ def serve(token: str) -> dict[str, Any]:
 
 
 def _accept(listener: socket.socket, token: bytes) -> None:
+    """Serves each connection in a thread, until this process ends."""
     while True:
         connection, _ = listener.accept()
         thread = threading.Thread(target=acknowledge, args=(connection, token), daemon=True)
@@ -103,7 +104,7 @@ def acknowledge(connection: socket.socket, token: bytes) -> None:
                 return
             while True:
                 remaining = int.from_bytes(receive(connection, 8))
-                if remaining == 0:
+                if remaining == 0:  # no message is empty: this is somebody else's connection
                     return
                 while remaining > 0:
                     remaining -= len(receive(connection, min(remaining, RECEIVE_SIZE)))
@@ -198,7 +199,10 @@ def _measure_bandwidth(connection: socket.socket, latency_s: float) -> float | N
             seconds = min(_send_message(connection, size), _send_message(connection, size))
         except OSError:
             break
-        bandwidth = size / max(seconds - latency_s, seconds / 2)
+        # The message arrived one latency before its acknowledgement did. A latency that is more
+        # than half of the time was measured too long.
+        sending_s = max(seconds - latency_s, seconds / 2)
+        bandwidth = size / sending_s
     return bandwidth
 
 

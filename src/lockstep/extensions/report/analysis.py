@@ -123,7 +123,7 @@ def work_by_rank(start: Start) -> dict[int, float]:
 
 
 def speed(start: Start) -> Speed | None:
-    """Returns how fast a start was, or None if it has no rows.
+    """Returns how fast a start was, or None if no step was measured.
 
     The time of evaluations and checkpoints is left out.
     """
@@ -152,19 +152,22 @@ def scaling(starts: Sequence[Start]) -> list[tuple[Speed, float]]:
     """
     longest: dict[int, Speed] = {}
     for start in starts:
-        found = speed(start)
-        if found is None:
+        speed_of_start = speed(start)
+        if speed_of_start is None:
             continue
-        if found.ranks not in longest or found.steps > longest[found.ranks].steps:
-            longest[found.ranks] = found
+        num_ranks = speed_of_start.ranks
+        if num_ranks not in longest or speed_of_start.steps > longest[num_ranks].steps:
+            longest[num_ranks] = speed_of_start
     if 1 not in longest or len(longest) < 2:
         return []
-    one_rank = longest[1].samples_per_second
-    if not one_rank:
+    throughput_of_one_rank = longest[1].samples_per_second
+    if throughput_of_one_rank == 0:  # its batches had no samples
         return []
-    return [
-        (longest[ranks], longest[ranks].samples_per_second / one_rank) for ranks in sorted(longest)
-    ]
+    compared = []
+    for num_ranks in sorted(longest):
+        times_one_rank = longest[num_ranks].samples_per_second / throughput_of_one_rank
+        compared.append((longest[num_ranks], times_one_rank))
+    return compared
 
 
 def working_fraction(start: Start) -> float | None:
@@ -178,7 +181,8 @@ def working_fraction(start: Start) -> float | None:
     """
     header = start.main.header
     on_gpu = str(header.get("device", "")).startswith("cuda")
-    if on_gpu or header.get("strategy") in STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES:
+    waits_within_passes = header.get("strategy") in STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
+    if on_gpu or waits_within_passes:
         return None
     phases = phases_by_rank(start)
     if len(phases) < 2:
@@ -218,19 +222,21 @@ class _LauncherMessage(NamedTuple):
 
 
 def _launcher_findings(record: Record) -> Iterator[Finding]:
-    """Yields each different message of the launchers once."""
+    """Yields a finding for each different message of the launchers: failures, signals, findings."""
+    # By the message, every line that has it, with the number of the start that it belongs to.
     occurrences: dict[_LauncherMessage, list[tuple[int, LauncherLine]]] = {}
     for number, start in enumerate(record.starts, 1):
         for line in start.launcher_lines:
             if line["kind"] in LEVEL_OF_LAUNCHER_KIND:
                 message = _LauncherMessage(line["kind"], _lines_without_log_folder(line["text"]))
                 occurrences.setdefault(message, []).append((number, line))
-    for message, places in occurrences.items():
-        start_numbers = sorted({number for number, _ in places})
-        launcher_lines = [line for _, line in places]
+    for message, numbered_lines in occurrences.items():
+        start_numbers = sorted({number for number, _ in numbered_lines})
+        launcher_lines = [line for _, line in numbered_lines]
         evidence = [*message.lines[1:]]
         last = launcher_lines[-1]
         if LOG_FOLDER_PREFIX in last["text"]:
+            # The folder is named in the last line of the text.
             evidence.append(last["text"].splitlines()[-1])
         if "exit_code" in last:
             evidence.append(f"exit code {last['exit_code']}")
@@ -244,12 +250,13 @@ def _when(lines: Sequence[LauncherLine], in_starts: str) -> str:
 
     Args:
         lines: every occurrence of the message, in the order of time.
-        in_starts: which starts of the run that concerns.
+        in_starts: text that names the starts in which it was written, such as `, in start 2`;
+            empty if the run has only one start.
     """
     first = lines[0]
     last = lines[-1]
     text = f"said by the launcher on {first['host']}, {clock_time(first['time'])}{in_starts}"
-    # Counted for one launcher: the other launchers wrote it as often.
+    # The lines of one launcher are counted, since the others wrote the message as often.
     times = sum(1 for line in lines if line["file"] == last["file"])
     if times > 1:
         text += f"; {times} times, the last {clock_time(last['time'])}"
@@ -257,8 +264,11 @@ def _when(lines: Sequence[LauncherLine], in_starts: str) -> str:
 
 
 def _lines_without_log_folder(text: str) -> tuple[str, ...]:
+    """Returns the lines of a launcher's message, at least one, without its log folder."""
     lines = [line for line in text.splitlines() if not line.startswith(LOG_FOLDER_PREFIX)]
-    return tuple(lines) if lines else ("",)
+    if not lines:
+        lines = [""]
+    return tuple(lines)
 
 
 def clock_time(seconds: float) -> str:
@@ -272,10 +282,17 @@ def first_step(record: RankRecord) -> float:
 
 
 def _restart_findings(number: int, before: Start, after: Start) -> Iterator[Finding]:
-    """Yields what is wrong between a start, whose number this is, and the next one."""
+    """Yields a warning if a start ended badly, or if the next one began while it still ran.
+
+    Args:
+        number: the number of the first of the two starts, counted from 1.
+        before: that start.
+        after: the next start.
+    """
     hosts = {before.main.header.get("host"), after.main.header.get("host")}
     # The clocks of two hosts may differ, so times are compared on one host only.
-    if before.last_time > after.time and len(hosts) == 1:
+    ran_at_the_same_time = len(hosts) == 1 and before.last_time > after.time
+    if ran_at_the_same_time:
         yield Finding(
             "warning",
             f"starts {number} and {number + 1} ran at the same time: give each run a folder of its "
@@ -288,6 +305,7 @@ def _restart_findings(number: int, before: Start, after: Start) -> Iterator[Find
         return
     if before.end == "ok":
         return
+    # The start before ended badly. How many of its steps had to be trained again?
     text = f"start {number} of {count_noun(before.num_ranks, 'rank')} ended {ENDINGS[before.end]}"
     evidence = []
     if not before.reached_init:
@@ -315,11 +333,11 @@ def _loss_findings(start: Start) -> Iterator[Finding]:
     is_finite = np.isfinite(losses)
     if is_finite.all():
         return
-    bad = int(np.argmin(is_finite))  # the first False
+    first_bad = int(np.argmin(is_finite))  # the index of the first False
     evidence = []
-    for index in range(max(0, bad - 2), bad + 1):
+    for index in range(max(0, first_bad - 2), first_bad + 1):
         evidence.append(f"step {steps[index]:.0f}: {losses[index]:.6g}")
-    text = f"the loss is not finite from step {steps[bad]:.0f} on"
+    text = f"the loss is not finite from step {steps[first_bad]:.0f} on"
     yield Finding("error", text, tuple(evidence))
 
 
@@ -336,8 +354,10 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
         step_seconds = seconds + phases[rank]["communication"]
         if seconds - usual_work >= STRAGGLER_MIN_EXCESS * step_seconds:
             slow_ranks.append(rank)
-    # All ranks count as slow if all their times are 0.
-    usual_ranks = [rank for rank in phases if rank not in slow_ranks] or [*phases]
+    usual_ranks = [rank for rank in phases if rank not in slow_ranks]
+    if not usual_ranks:
+        # All ranks count as slow if all their times are 0.
+        usual_ranks = [*phases]
     usual_phases = {}
     for phase in WORK_PHASES:
         seconds_of_ranks = [phases[rank][phase] for rank in usual_ranks]
@@ -388,7 +408,9 @@ def _warning_findings(record: Record) -> Iterator[Finding]:
         for warning in start.main.warnings:
             steps_by_text.setdefault(warning["warning"], []).append(str(warning["step"]))
     for text in [*steps_by_text][:MAX_WARNINGS]:
-        lines = text.splitlines() or [""]
+        lines = text.splitlines()
+        if not lines:  # a warning without a text
+            lines = [""]
         after_steps = f"warned after step {join_first(steps_by_text[text])}"
         yield Finding("warning", lines[0], (*lines[1:], after_steps))
 
@@ -396,20 +418,24 @@ def _warning_findings(record: Record) -> Iterator[Finding]:
 def _gap_findings(start: Start) -> Iterator[Finding]:
     """Yields notes on what the record cannot tell about a start."""
     header = start.main.header
+    # Files of some ranks are missing, for example those of another machine.
     ranks_with_rows = {rank for rank, record in start.records.items() if record.rows}
     if ranks_with_rows and len(ranks_with_rows) < start.num_ranks:
         missing = format_ranks(set(range(start.num_ranks)) - ranks_with_rows)
         yield Finding(
             "note", f"no steps of {missing} are in the folder; without them the loss is not known"
         )
+    # Only a launcher wrote about the start, and it has ended, so nothing more will come.
     if not start.reached_init and start.end is not None:
         yield Finding(
             "note",
             "no rank came to lockstep.init, which begins the record of its steps: what is known is "
             "what the launcher has seen",
         )
+    # Some of the times mean less than they seem to.
     strategy = header.get("strategy")
-    if str(header.get("device", "")).startswith("cuda"):
+    on_gpu = str(header.get("device", "")).startswith("cuda")
+    if on_gpu:
         yield Finding(
             "note",
             "the times are those of the CPU, which runs ahead of the GPU: the GPU's part, waiting "

@@ -101,6 +101,7 @@ def averaged(values: Floats, weights: Floats, max_points: int = MAX_POINTS) -> F
     """
     if len(values) <= max_points:
         return values
+    # The indices at which the groups of neighbours begin; each group becomes one value.
     group_begins = np.linspace(0, len(values), max_points + 1).astype(int)[:-1]
     weighted_sums = np.add.reduceat(values * weights, group_begins)
     weight_sums = np.add.reduceat(weights, group_begins)
@@ -154,7 +155,8 @@ def draw_curve(name: str, curve: Curve) -> str:
                 axes.axvline(
                     restart, color=_PLACEHOLDER_COLORS["text"], linewidth=0.8, linestyle="--"
                 )
-        axes.set_xlim(left=min(float(line.steps[0]) for line in curve.lines if len(line.steps)))
+        first_steps = [float(line.steps[0]) for line in curve.lines if len(line.steps)]
+        axes.set_xlim(left=min(first_steps))
         axes.set_xlabel("step")
         axes.set_ylabel(curve.label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -223,8 +225,11 @@ def over_time(start: Start) -> str:
             colors=[_PLACEHOLDER_COLORS[phase] for phase in shown],
         )
         axes.set_ylim(0, _top_of_stack(heights))
-        right = step_numbers[-1] if len(step_numbers) > 1 else step_numbers[0] + 1
-        axes.set_xlim(step_numbers[0], right)
+        first = step_numbers[0]
+        last = step_numbers[-1]
+        if len(step_numbers) == 1:
+            last = first + 1  # a single row needs some width
+        axes.set_xlim(first, last)
         axes.set_xlabel("step")
         axes.set_ylabel("ms a step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -259,11 +264,11 @@ def slow_ranks(start: Start) -> str:
     work = np.array(work_of_rank)
     usual = np.maximum(np.median(work, axis=0), 1e-12)
     percent = np.clip(work / usual - 1, -1, 1) * 100
-    left = step_numbers[0]
-    right = max(step_numbers[-1], step_numbers[0] + 1)
+    first_step = step_numbers[0]
+    last_step = max(step_numbers[-1], first_step + 1)  # a single column needs some width
 
     def draw(axes: Axes) -> None:
-        """Draws a row for each rank, with a colour for each column of steps."""
+        """Draws a row for each rank, rank 0 on top, with a colour for each column of steps."""
         image = axes.imshow(
             percent,
             aspect="auto",
@@ -271,7 +276,7 @@ def slow_ranks(start: Start) -> str:
             cmap="RdBu_r",
             vmin=-60,
             vmax=60,
-            extent=(left, right, ranks[-1] + 0.5, ranks[0] - 0.5),
+            extent=(first_step, last_step, ranks[-1] + 0.5, ranks[0] - 0.5),
         )
         axes.set_xlabel("step")
         axes.set_ylabel("rank")
@@ -330,8 +335,9 @@ def _logged_curves(starts: Sequence[Start]) -> list[Curve]:
                 points_by_title.setdefault(title, []).append((logged["step"], value))
         for title, points in points_by_title.items():
             lines = lines_by_title.setdefault(title, [])
+            # Earlier starts that did not log it get empty lines: a curve has one line per start.
             while len(lines) < start_index:
-                lines.append(Line(np.empty(0), np.empty(0)))  # not logged in that start
+                lines.append(Line(np.empty(0), np.empty(0)))
             steps = np.array([step for step, _ in points])
             values = np.array([value for _, value in points])
             lines.append(Line(steps, values))

@@ -11,26 +11,28 @@ from lockstep.session.step import Step
 from lockstep.units import format_bytes
 
 
-def print_closing(step: Step, folders: Sequence[str], sent: Traffic, strategy: str) -> None:
+def print_closing(step: Step, folders: Sequence[str], traffic: Traffic, strategy: str) -> None:
     """Prints the last lines of a training, or nothing if no optimizer step was made.
 
     Args:
         step: the step of the run, which has counted its samples.
         folders: the folders of the checkpoints that were saved.
-        sent: what rank 0 sent to other ranks.
+        traffic: what rank 0 sent to other ranks.
         strategy: the name of the run's strategy.
     """
     if not step.number:
         return
     samples = step.samples
     seconds = step.seconds
-    if samples:
+    if samples:  # 0 if the steps were made without a prepared loader
         speed = f"{thousands(samples)} samples in {duration(seconds)}, {rate(samples, seconds)}"
         print_line(f"  trained     {speed}")
     # With these strategies torch sends the data, and Lockstep cannot count it.
     is_counted = strategy not in STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
-    if sent.sent and is_counted:
-        shared = f", {format_bytes(sent.shared)} into shared memory" if sent.shared else ""
-        print_line(f"  sent        {format_bytes(sent.sent)} by rank 0 to other ranks{shared}")
+    if traffic.sent and is_counted:
+        text = f"{format_bytes(traffic.sent)} by rank 0 to other ranks"
+        if traffic.shared:
+            text += f", {format_bytes(traffic.shared)} into shared memory"
+        print_line(f"  sent        {text}")
     if folders:
         print_line(f"  checkpoint  {folders[-1]}")

@@ -36,37 +36,42 @@ def open_console() -> Console:
     if _bar_console is not None:
         return _bar_console
     columns = launcher_columns()
+    prints_through_launcher = columns is not None
     return Console(
         markup=False,
         emoji=False,
         highlight=False,
         width=columns,
-        force_terminal=None if columns is None else True,
+        # stdout is a pipe then, but ends on a terminal. Otherwise rich finds out itself (None).
+        force_terminal=True if prints_through_launcher else None,
     )
 
 
 def launcher_columns() -> int | None:
-    """Returns the width of the launcher's terminal, if the launcher prints our stdout there.
+    """Returns the width of the terminal on which the launcher prints this process's stdout.
 
-    The launcher reads this process's stdout through a pipe and tells the width by a variable. None
-    if stdout is a terminal itself, or goes elsewhere.
+    The launcher (`lockstep run`) reads stdout through a pipe, prints what comes on its terminal,
+    and passes the width of that terminal in an environment variable.
+
+    Returns:
+        The width in columns, or None if stdout does not reach a terminal through the launcher.
     """
     columns = os.environ.get("LOCKSTEP_TERMINAL_COLUMNS", "")
-    if not columns.isdigit():
+    if not columns.isdigit():  # no launcher has started this process, or it has no terminal
         return None
-    # The script may have replaced sys.stdout, and what it writes there goes elsewhere.
-    is_replaced = sys.stdout is not sys.__stdout__
-    if sys.stdout.isatty() or is_replaced:
+    if sys.stdout.isatty():  # the process prints on a terminal itself, not through the launcher
+        return None
+    if sys.stdout is not sys.__stdout__:  # the script has replaced it, by a file for example
         return None
     return int(columns)
 
 
 def on_terminal() -> bool:
-    """Returns True if a bar can be drawn on stdout.
-
-    `rich` takes a pipe for a terminal where FORCE_COLOR is set; a bar cannot be drawn on it.
-    """
-    return sys.stdout.isatty() and open_console().is_interactive
+    """Returns True if stdout itself is a terminal on which a bar can be drawn."""
+    # `rich` alone cannot be asked: if FORCE_COLOR is set it takes a pipe for a terminal too.
+    if not sys.stdout.isatty():
+        return False
+    return open_console().is_interactive  # False for a terminal that cannot move the cursor
 
 
 def set_bar_console(console: Console | None) -> None:
@@ -89,7 +94,7 @@ def print_line(text: str = "") -> None:
 
 def encodable(text: str, encoding: str | None) -> str:
     """Returns the text with `?` in place of each character that the encoding does not have."""
-    if not encoding:
+    if not encoding:  # an object in place of sys.stdout may have none
         encoding = "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
 
@@ -108,7 +113,7 @@ def print_choices(title: str, choices: Sequence[Choice]) -> None:
     a log can be searched.
     """
     if not _may_be_styled():
-        for name, value, reason in choice_rows(title, choices, None):
+        for name, value, reason in choice_rows(title, choices, width=None):
             print_line(name + value + reason)
         return
     from rich.text import Text
@@ -117,20 +122,23 @@ def print_choices(title: str, choices: Sequence[Choice]) -> None:
     width = launcher_columns()
     if width is None and on_terminal():
         width = console.width
+    # The width is still None in a notebook, for example: there it is styled and not wrapped.
     for row in choice_rows(title, choices, width):
         name, value, reason = [encodable(part, console.encoding) for part in row]
         console.print(Text.assemble((name, "dim"), (value, "bold"), reason), soft_wrap=True)
 
 
 def _may_be_styled() -> bool:
-    """Returns False if stdout is an ordinary pipe or file, so that `rich` need not be imported."""
-    if _bar_console is not None:
-        return True
-    if sys.stdout.isatty() or launcher_columns() is not None:
-        return True
-    if os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE"):
-        return True
-    return "IPython" in sys.modules  # a notebook
+    """Returns True if `rich` might print bold and dim text on stdout; it decides itself then.
+
+    False for an ordinary pipe or file, for which `rich` need not be imported.
+    """
+    bar_is_shown = _bar_console is not None
+    reaches_terminal = sys.stdout.isatty() or launcher_columns() is not None
+    in_notebook = "IPython" in sys.modules
+    # Users ask `rich` by these variables to style text in a pipe too.
+    is_forced = bool(os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE"))
+    return bar_is_shown or reaches_terminal or in_notebook or is_forced
 
 
 def choice_rows(
@@ -153,9 +161,12 @@ def choice_rows(
     value_lengths = [len(choice.value) for choice in choices]
     aligned_lengths = [length for length in value_lengths if length <= MAX_ALIGNED_VALUE_WIDTH]
     value_width = max(aligned_lengths, default=0) + GAP
-    # What is left of a line for value and reason.
-    remaining = None if width is None else width - INDENT - name_width
-    reasons_fit_beside = remaining is None or remaining - value_width >= MIN_REASON_WIDTH
+    if width is None:
+        remaining = None  # the columns for value and reason are not limited
+        reasons_fit_beside = True
+    else:
+        remaining = width - INDENT - name_width
+        reasons_fit_beside = remaining - value_width >= MIN_REASON_WIDTH
     for name, value, reason in choices:
         if reasons_fit_beside and len(value) + GAP <= value_width:
             text = value.ljust(value_width) + reason
@@ -165,6 +176,7 @@ def choice_rows(
             hanging_indent = GAP
         first_line, *more_lines = _wrap(text.rstrip(), remaining, hanging_indent)
         padded_name = " " * INDENT + name.ljust(name_width)
+        # The first line begins with the value; what follows it is the reason.
         rows.append((padded_name, first_line[: len(value)], first_line[len(value) :]))
         for line in more_lines:
             rows.append((" " * len(padded_name), "", line))

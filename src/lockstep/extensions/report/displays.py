@@ -105,7 +105,7 @@ class LauncherBar(Display):
         console.print(_bar_row(self.state, console), end="\r", soft_wrap=True)
 
     def clear(self) -> None:
-        """Overwrites the bar: the launcher takes the line for one with a single blank."""
+        """Replaces the bar by a blank: the launcher overwrites the unfinished line with it."""
         sys.stdout.write(" \r")
         sys.stdout.flush()
 
@@ -119,8 +119,10 @@ class Bar(Display):
         """Shows the state."""
         if self not in _shown_bars:
             _shown_bars.append(self)
-        live = _open_live_display() if _live_display is None else _live_display
-        live.refresh()
+        live = _live_display
+        if live is None:
+            live = _open_live_display()
+        live.refresh()  # draws all bars
 
     def clear(self) -> None:
         """Removes the bar. Does nothing if it is not shown."""
@@ -130,7 +132,7 @@ class Bar(Display):
         if not _shown_bars:
             _close_live_display()
         elif _live_display is not None:
-            _live_display.refresh()
+            _live_display.refresh()  # draws the bars that remain
 
 
 # The first bar that is drawn opens the live display, and the last one that is cleared closes it.

@@ -80,8 +80,11 @@ class RunningMeans:
             UsageError: a value is not one real number, or there are more than 32 names.
         """
         for name, value in values.items():
-            entry = self._sums.get(name) or self._new_sum(name)
+            entry = self._sums.get(name)
+            if entry is None:
+                entry = self._new_sum(name)
             number = self._to_number(name, value)
+            # A rank that repeats another rank's work, as in a pipeline, does not contribute.
             if weight and self._contributes:
                 entry.total.add_(number, alpha=weight)
                 entry.weight += weight
@@ -93,6 +96,7 @@ class RunningMeans:
             RanksDifferError: the ranks did not log the same names.
         """
         self._num_batches += 1
+        # With `every` 0 only `finish` starts a reduction.
         if self._every and self._num_batches % self._every == 0:
             self.start_reduce()
         if self._pending:
@@ -120,6 +124,7 @@ class RunningMeans:
         self._read(wait=True)
 
     def _new_sum(self, name: str) -> _Sum:
+        """Adds and returns an empty sum; raises UsageError if there are too many names."""
         if len(self._sums) == MAX_NAMES:
             raise UsageError(
                 f"world.log({name}=...) as name number {MAX_NAMES + 1} of one pass",
@@ -129,7 +134,9 @@ class RunningMeans:
         # A tensor that is made under inference_mode() could not be changed outside of it.
         with torch.inference_mode(False):
             total = torch.zeros((), dtype=torch.float64, device=self._device)
-        return self._sums.setdefault(name, _Sum(total))
+        new_sum = _Sum(total)
+        self._sums[name] = new_sum
+        return new_sum
 
     def _to_number(self, name: str, value: Any) -> float | Tensor:
         """Returns the value as a number, or as a 0-dimensional tensor on the device."""
@@ -192,13 +199,18 @@ class RunningMeans:
         while self._pending and (wait or self._pending[0].has_arrived()):
             reduction = self._pending.popleft()
             reduction.wait()
-            self._take_over(reduction)
+            self._compute_means(reduction)
 
-    def _take_over(self, reduction: _Reduction) -> None:
-        """Computes the means from the result of a reduction."""
+    def _compute_means(self, reduction: _Reduction) -> None:
+        """Sets `values` and `total_samples` from the result of a reduction.
+
+        Raises:
+            RanksDifferError: the ranks did not log the same names.
+        """
         numbers = reduction.result.tolist()
         num_ranks, hash_sum, square_sum, samples = numbers[:HEADER_SIZE]
-        # By the inequality of Cauchy and Schwarz, this holds if and only if all hashes are equal.
+        # For n hashes h, n * sum(h**2) is equal to sum(h)**2 if and only if all h are equal (the
+        # inequality of Cauchy and Schwarz).
         names_are_equal = num_ranks * square_sum == hash_sum * hash_sum
         if not names_are_equal:
             raise RanksDifferError(

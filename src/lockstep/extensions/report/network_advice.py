@@ -67,10 +67,13 @@ class NetworkAdvice(Extension):
             self._print_advice()
 
     def _print_advice(self) -> None:
+        """Exchanges how long each rank waited, and prints the advice on rank 0."""
         step_times = []
         waiting_times = []
         run_delays = []
-        for before, after in itertools.pairwise(self._clocks[WARMUP_STEPS - 1 :]):
+        # The first measured step began when the last step of the warm-up ended.
+        clocks = self._clocks[WARMUP_STEPS - 1 :]
+        for before, after in itertools.pairwise(clocks):
             step_times.append(after.now_s - before.now_s)
             waiting_times.append(after.waited_s - before.waited_s)
             run_delays.append(after.run_delay_s - before.run_delay_s)
@@ -89,10 +92,10 @@ class NetworkAdvice(Extension):
             least = waiting_of_machine.get(name, seconds)
             waiting_of_machine[name] = min(least, seconds)
         network = self._describe_network(step_s, min(waiting_of_machine.values()), delay_s)
+        # The ranks of a machine share the work: each compresses a part of the gradients.
         num_gradients = network.gradient_bytes // BYTES_PER_GRADIENT
-        compressions = measure_compression_costs(
-            num_gradients // network.local_size, self._link.machines
-        )
+        num_gradients_per_rank = num_gradients // network.local_size
+        compressions = measure_compression_costs(num_gradients_per_rank, self._link.machines)
         print_line(f"  network     {describe_network(network, self._link, compressions)}")
         warning = describe_slow_machine(step_s, waiting_of_machine)
         if warning:
@@ -108,7 +111,7 @@ class NetworkAdvice(Extension):
         """
         models = []
         for reference in self._run.prepared:
-            model = reference()
+            model = reference()  # a weak reference: None if the script has dropped the model
             if model is not None:
                 models.append(model)
         num_trained = 0

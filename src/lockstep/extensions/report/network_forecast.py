@@ -1,8 +1,9 @@
-"""What other ways of training would gain on the network between machines, predicted from what was
-seen in the first steps.
+"""Predicts how much faster other methods of training would be on the network between machines.
 
-A step is taken to be computing, and sending that is partly hidden behind the backward pass. What
-was seen counts more than what was measured of the link: all waiting was for what was sent.
+A *method* is a way to exchange gradients: hierarchical (the ranks of a machine sum up first),
+compressed (bf16, int8), or DiLoCo. A step is taken to consist of computing and of sending, a part
+of which is *hidden*: it goes on during the backward pass. The rest of the sending is waited for.
+The times of the first steps (`Network`) are believed more than the measured speed of the link.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class CompressionCost(NamedTuple):
     sent_share: float
     """The bytes that it sends, as a share of those in float32."""
     encode_s: float = 0.0
-    """Seconds of a step that encoding takes."""
+    """Seconds of a step that encoding and decoding take."""
 
 
 class Forecast(NamedTuple):
@@ -89,18 +90,24 @@ class Forecast(NamedTuple):
 
 
 def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCost]:
-    """Measures what a `QuantizedSum` of `count` values costs a rank.
+    """Measures what it costs a rank to compress its gradients and to add up those of its peers.
+
+    Args:
+        count: how many gradients the rank compresses in a step.
+        peers: how many machines exchange them.
 
     Returns:
-        The cost by method.
+        The cost by method of compression.
     """
-    num_values = max(BLOCK, min(count, MAX_VALUES_TRIED) // BLOCK * BLOCK)
+    # Fewer values are tried if there are many, and always whole blocks.
+    num_values = min(count, MAX_VALUES_TRIED) // BLOCK * BLOCK
+    num_values = max(num_values, BLOCK)
     values = torch.ones(1, num_values)
     decoded = torch.empty_like(values)
     lost = torch.empty_like(values)
     costs: dict[str, CompressionCost] = {}
     methods: tuple[tuple[Method, torch.Tensor | None], ...] = (("bf16", None), ("int8", lost))
-    for _ in range(3):  # the first time, memory is new and slow
+    for _ in range(3):  # the first time memory is new and slow, so the shortest time counts
         for method, lost_by_method in methods:
             begin_s = time.perf_counter()
             decoded.copy_(values)
@@ -109,15 +116,19 @@ def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCo
             encoded_s = time.perf_counter()
             decode(encoded, method, decoded)
             end_s = time.perf_counter()
-            # Gradients are put together, summed up, and taken apart; each peer also encodes the sum
-            # of its chunk, and what comes is decoded twice.
-            seconds = (
-                3 * (copied_s - begin_s)
-                + (encoded_s - copied_s) * (1 + 1 / peers)
-                + 2 * (end_s - encoded_s)
+            copy_s = copied_s - begin_s
+            encode_s = encoded_s - copied_s
+            decode_s = end_s - encoded_s
+            # Three copies: gradients are put together, summed up, and taken apart. A rank encodes
+            # its gradients, then the sum of its chunk (one of `peers`); it decodes both.
+            seconds = 3 * copy_s + (1 + 1 / peers) * encode_s + 2 * decode_s
+            cost = CompressionCost(
+                sent_share=encoded.nbytes / values.nbytes,
+                encode_s=seconds * count / num_values,
             )
-            cost = CompressionCost(encoded.nbytes / values.nbytes, seconds * count / num_values)
-            costs[method] = min(cost, costs.get(method, cost))
+            shortest = costs.get(method)
+            if shortest is None or cost.encode_s < shortest.encode_s:
+                costs[method] = cost
     return costs
 
 
@@ -126,8 +137,9 @@ def step_seconds(compute_s: float, nbytes: float, link: Link, *, hidden_s: float
 
     Args:
         compute_s: seconds of computing, with encoding.
-        nbytes: what each machine sends in an all-reduce: in two halves, one after the other.
-        link: between the machines.
+        nbytes: the bytes that each machine sends in an all-reduce. It sends them in two halves, one
+            after the other, so the latency counts twice.
+        link: the link between the machines.
         hidden_s: seconds of the sending that go on while gradients are still computed.
     """
     sending_s = nbytes / link.bandwidth + 2 * link.latency_s
@@ -135,57 +147,68 @@ def step_seconds(compute_s: float, nbytes: float, link: Link, *, hidden_s: float
 
 
 def forecast_methods(
-    seen: Network, link: Link, compressions: Mapping[str, CompressionCost]
+    network: Network, link: Link, compressions: Mapping[str, CompressionCost]
 ) -> list[Forecast]:
     """Predicts what other methods of training would give on this link.
 
     Args:
-        seen: what was seen of the present method.
-        link: as it was measured.
-        compressions: the cost of each, by name.
+        network: the times of a step with the present method.
+        link: as it was measured before the training.
+        compressions: the cost of each compression, by its name.
+
+    Returns:
+        A forecast for each method; none if gradients are compressed already, since it is not known
+        how much of a step compressing takes.
     """
-    if seen.compressed:
-        return []  # how much of a step is encoding is not known
-    sent_now = seen.sent_bytes(link.machines, hierarchical=seen.hierarchical)
+    if network.compressed:
+        return []
+    # How long the sending really took, and how much of it was hidden.
+    sent_now = network.sent_bytes(link.machines, hierarchical=network.hierarchical)
     measured_sending_s = sent_now / link.bandwidth + 2 * link.latency_s
     # The sending took at least as long as was waited for it. About half of the computing is the
     # backward pass, so no more of the sending than that can have been hidden.
-    sending_s = max(measured_sending_s, seen.waiting_s)
-    sending_s = min(sending_s, seen.waiting_s + seen.compute_s / 2)
-    hidden_s = sending_s - seen.waiting_s
+    sending_s = max(measured_sending_s, network.waiting_s)
+    sending_s = min(sending_s, network.waiting_s + network.compute_s / 2)
+    hidden_s = sending_s - network.waiting_s
+    # The link as the training meets it, which is often slower than measured.
     slowdown = sending_s / measured_sending_s
-    link_as_seen = Link(link.latency_s * slowdown, link.bandwidth / slowdown, link.machines)
-    sent_by_machine = seen.sent_bytes(link.machines, hierarchical=True)
-    step_now_s = seen.compute_s + seen.waiting_s
+    link_in_training = Link(link.latency_s * slowdown, link.bandwidth / slowdown, link.machines)
+    sent_by_machine = network.sent_bytes(link.machines, hierarchical=True)
+    step_now_s = network.compute_s + network.waiting_s
     forecasts: list[Forecast] = []
-    if seen.local_size > 1 and not seen.hierarchical:
-        step_s = step_seconds(seen.compute_s, sent_by_machine, link_as_seen, hidden_s=hidden_s)
+    if network.local_size > 1 and not network.hierarchical:
+        step_s = step_seconds(
+            network.compute_s, sent_by_machine, link_in_training, hidden_s=hidden_s
+        )
         forecasts.append(Forecast("hierarchical", step_now_s / step_s, same_numbers=True))
     for name, cost in compressions.items():
-        # The threads of the backend have the core for as long as they send.
-        run_delay_gained_s = seen.run_delay_s * (1.0 - cost.sent_share)
-        compute_s = seen.compute_s - run_delay_gained_s + cost.encode_s
+        # The training has no core while the backend's threads send; what is not sent gives that
+        # time back.
+        run_delay_gained_s = network.run_delay_s * (1.0 - cost.sent_share)
+        compute_s = network.compute_s - run_delay_gained_s + cost.encode_s
         sent_bytes = sent_by_machine * cost.sent_share
-        step_s = step_seconds(compute_s, sent_bytes, link_as_seen, hidden_s=hidden_s)
+        step_s = step_seconds(compute_s, sent_bytes, link_in_training, hidden_s=hidden_s)
         forecasts.append(Forecast(name, step_now_s / step_s, same_numbers=False))
     # DiLoCo exchanges once in many steps, and nothing hides that exchange.
-    exchange_s = seen.run_delay_s + step_seconds(0.0, sent_by_machine, link_as_seen)
-    step_s = seen.compute_s - seen.run_delay_s + exchange_s / DILOCO_STEPS_BETWEEN_EXCHANGES
+    exchange_s = network.run_delay_s + step_seconds(0.0, sent_by_machine, link_in_training)
+    step_s = network.compute_s - network.run_delay_s + exchange_s / DILOCO_STEPS_BETWEEN_EXCHANGES
     name = f"diloco every={DILOCO_STEPS_BETWEEN_EXCHANGES}"
     forecasts.append(Forecast(name, step_now_s / step_s, same_numbers=False))
     return forecasts
 
 
-def describe_network(seen: Network, link: Link, compressions: Mapping[str, CompressionCost]) -> str:
+def describe_network(
+    network: Network, link: Link, compressions: Mapping[str, CompressionCost]
+) -> str:
     """Says what the network takes of a step, and if that is over a fifth, what would help."""
     text = (
-        f"a step computes for {_format_seconds(seen.compute_s)} and waits for other machines for "
-        f"{_format_seconds(seen.waiting_s)} ({seen.waiting_share:.0%})"
+        f"a step computes for {_format_seconds(network.compute_s)} and waits for other "
+        f"machines for {_format_seconds(network.waiting_s)} ({network.waiting_share:.0%})"
     )
-    if seen.waiting_share <= NOTABLE_SHARE_OF_STEP:
+    if network.waiting_share <= NOTABLE_SHARE_OF_STEP:
         return text
     parts = [text]
-    for forecast in forecast_methods(seen, link, compressions):
+    for forecast in forecast_methods(network, link, compressions):
         if forecast.speedup < MIN_NAMED_SPEEDUP:
             continue
         numbers = "same" if forecast.same_numbers else "other"
@@ -196,18 +219,18 @@ def describe_network(seen: Network, link: Link, compressions: Mapping[str, Compr
 
 
 def describe_slow_machine(step_s: float, waited_s: Mapping[str, float]) -> str:
-    """Names the machine that all others wait for; empty if none stands out.
+    """Names the machine that all others wait for; returns an empty text if none stands out.
 
-    What the network takes is waited for on all machines. What one machine takes longer than the
-    others is waited for on all but that one.
+    All machines wait for the network. For a slow machine all others wait, and it alone does not. So
+    the slowest machine is the one that waits least.
 
     Args:
         step_s: seconds of a step.
-        waited_s: how many of them each machine waits for others, by its name.
+        waited_s: how many of them each machine waits for others, by its name; two machines or more.
     """
-    machines = sorted(waited_s, key=lambda machine: waited_s[machine])
-    slowest = machines[0]
-    next_slowest = machines[1]
+    slowest_first = sorted(waited_s, key=lambda machine: waited_s[machine])
+    slowest = slowest_first[0]
+    next_slowest = slowest_first[1]
     if waited_s[next_slowest] - waited_s[slowest] <= NOTABLE_SHARE_OF_STEP * step_s:
         return ""
     computing_there = _format_seconds(step_s - waited_s[slowest])

@@ -131,6 +131,7 @@ def _figure_html(chart: Chart) -> str:
 def _state(start: Start) -> str:
     """Says how a start has ended, or that it is running if its last row is recent enough."""
     if start.end is not None:
+        # "failed" and "interrupted" are said as they are.
         endings = {"ok": "ended well", "restarted": "ended, to start again"}
         text = endings.get(start.end, start.end)
         if not start.reached_init:
@@ -139,7 +140,8 @@ def _state(start: Start) -> str:
     silent_s = time.time() - start.last_time
     if not start.reached_init:
         return f"not at lockstep.init, {clock(silent_s)} after its start"
-    # A row is written when its last step has ended. The next one may take a while.
+    # No end was written: the start runs, or all its ranks were killed. A row is written when its
+    # last step has ended, so a run may be silent for as long as the steps of a row take.
     longest_step_s = 0.0
     steps_per_row = 1.0
     for record in start.records.values():
@@ -175,6 +177,7 @@ def _key_numbers(record: Record, last: Start) -> list[tuple[str, str]]:
 
 
 def _sent(start: Start, num_bytes: float) -> str:
+    """Says how much rank 0 sent, or that it is not known because torch sends the data itself."""
     strategy = start.main.header.get("strategy")
     within_passes = strategy in analysis.STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
     if start.num_ranks > 1 and within_passes:
@@ -221,6 +224,7 @@ def _time_charts(start: Start) -> list[Chart]:
 
 
 def _curve_charts(record: Record) -> list[Chart]:
+    """Returns a chart for each curve of the record: the loss, logged values, throughput, ..."""
     from lockstep.extensions.report import charts
 
     found = []
@@ -294,7 +298,7 @@ def _working_sentence(start: Start) -> str:
 
 
 def _rank_row(record: RankRecord) -> dict[str, Any]:
-    """Returns the cells of a rank in the table of times."""
+    """Returns the cells of a rank in the table of times; those of times are empty without rows."""
     phases = analysis.seconds_per_step(record)
     longest_s = record.column("longest_s")[analysis.steady_rows(record)]
     return {
@@ -312,6 +316,7 @@ def _start_row(number: int, start: Start) -> dict[str, Any]:
     if start.main.rows:
         last_step = start.main.column("step")[-1]
         steps = f"{analysis.first_step(start.main):.0f} to {last_step:.0f}"
+    # The style sheet has a colour for these two ends; the others have none.
     css_class = start.end if start.end in ("ok", "failed") else ""
     failures = [line for line in start.launcher_lines if line["kind"] == "failure"]
     return {

@@ -96,12 +96,14 @@ def bar_layout(state: PassState, width: int) -> BarLayout:
     available = width
     if state.description:
         available -= len(state.description) + len(GAP)
-    bar_needs = MIN_BAR_WIDTH + len(GAP) if state.total else 0
-    while len(words) > 1 and bar_needs + len(GAP.join(words)) > available:
+    # Without a total it is not known how much of a bar to fill, so there is none.
+    has_bar = bool(state.total)
+    needed_for_bar = MIN_BAR_WIDTH + len(GAP) if has_bar else 0
+    while len(words) > 1 and needed_for_bar + len(GAP.join(words)) > available:
         words.pop()
     text = GAP.join(words)
     if not state.total:
-        return BarLayout(state.description, None, 0, text)
+        return BarLayout(state.description, fraction=None, bar_width=0, text=text)
     fraction = min(1.0, state.done / state.total)
     bar_width = min(MAX_BAR_WIDTH, available - len(text) - len(GAP))
     if bar_width < MIN_BAR_WIDTH:

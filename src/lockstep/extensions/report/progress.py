@@ -73,7 +73,7 @@ def progress(
             runs.
         description: the text in front of the bar, such as `epoch 3`.
         done: how many global batches of the epoch were trained before it was resumed.
-        extensions: told of the new means whenever they were reduced.
+        extensions: its `means_logged` is called with the new means whenever they were reduced.
 
     Raises:
         RanksDifferError: the ranks did not log the same names.
@@ -96,7 +96,7 @@ def progress(
             if not micro_batch.last:
                 continue
             means.step()
-            if means.values is not last_values:
+            if means.values is not last_values:  # each reduction makes a new dict
                 last_values = means.values
                 if extensions is not None:
                     extensions.means_logged(description, means.values, complete=False)

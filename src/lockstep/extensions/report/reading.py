@@ -57,6 +57,7 @@ class _GrowingFile:
         with open(self._path, "rb") as file:
             file.seek(self._position)
             data = file.read()
+        # The last line may not be whole yet; it is read again by the next call.
         complete_bytes = data.rfind(b"\n") + 1
         self._position += complete_bytes
         for line in data[:complete_bytes].splitlines():
@@ -202,24 +203,30 @@ class Start:
         that some rank has not written yet. Both arrays are empty if the file of a rank is missing,
         or if the script never called `World.backward`, which is given the loss.
         """
-        nothing = (np.empty(0), np.empty(0))
+        no_loss = (np.empty(0), np.empty(0))
         records = self._records_with_header()
         contributing = [record for record in records if record.header.get("contributes")]
         if not contributing or len(records) < self.num_ranks:
-            return nothing
+            return no_loss
         # Rows of two ranks belong together if they end at the same step and cover as many steps.
-        loss_by_row = []
+        losses_of_ranks: list[dict[tuple[float, float], float]] = []
         for record in contributing:
-            rows = zip(record.column("step").tolist(), record.column("steps").tolist(), strict=True)
-            loss_by_row.append(dict(zip(rows, record.column("loss").tolist(), strict=True)))
+            last_steps = record.column("step").tolist()
+            num_steps = record.column("steps").tolist()
+            rows = zip(last_steps, num_steps, strict=True)
+            losses = record.column("loss").tolist()
+            losses_of_ranks.append(dict(zip(rows, losses, strict=True)))
         steps = []
         means = []
-        for row in loss_by_row[0]:
-            if all(row in losses for losses in loss_by_row):
-                steps.append(row[0])
-                means.append(np.mean([losses[row] for losses in loss_by_row]))
+        for row in losses_of_ranks[0]:
+            all_ranks_have_row = all(row in loss_of_row for loss_of_row in losses_of_ranks)
+            if all_ranks_have_row:
+                last_step, _ = row
+                steps.append(last_step)
+                means.append(np.mean([loss_of_row[row] for loss_of_row in losses_of_ranks]))
+        # A loss that was never given is NaN in every row. This is also True if there are no rows.
         if np.isnan(means).all():
-            return nothing
+            return no_loss
         return np.array(steps), np.array(means)
 
     def _records_with_header(self) -> list[RankRecord]:
@@ -276,9 +283,10 @@ class Record:
         # A rank's file: 01764318000000000000-1f2e3d4c.rank3.record. Others are launchers' files.
         start_name, _, rank = path.name.removesuffix(RECORD_SUFFIX).rpartition(RANK_INFIX)
         nanoseconds, _, _ = start_name.partition("-")
-        if not (rank.isdecimal() and nanoseconds.isdecimal()):
+        is_rank_file = rank.isdecimal() and nanoseconds.isdecimal()
+        if not is_rank_file:
             return self._add_launcher_lines(path.name, lines)
-        # An empty file counts too: it tells that there is such a rank.
+        # The record is made even if the file is still empty: there is such a rank.
         start = self._starts_of_ranks.setdefault(start_name, Start(start_name))
         record = start.records.setdefault(int(rank), RankRecord(int(rank)))
         num_lines = 0
@@ -329,14 +337,18 @@ class Record:
     def is_over(self) -> bool:
         """True if the last start has ended and its launcher, if it had one, starts no other."""
         last = self.starts[-1]
-        time_before = self.starts[-2].time if len(self.starts) > 1 else -math.inf
-        kinds = {line["kind"] for line in last.launcher_lines}
+        previous_time = self.starts[-2].time if len(self.starts) > 1 else -math.inf
+        has_launcher = False
         for line in self._all_launcher_lines():
-            if line["kind"] == "start" and time_before < line["time"] <= last.time:
-                # A launcher began the last start, so its lines say whether there will be another.
-                has_ended = not kinds.isdisjoint(_ENDING_OF_KIND)
-                return has_ended and "restart" not in kinds
-        return last.end is not None
+            # A launcher writes this line just before it starts the ranks.
+            if line["kind"] == "start" and previous_time < line["time"] <= last.time:
+                has_launcher = True
+        if not has_launcher:
+            return last.end is not None
+        # The launcher's lines say whether there will be another start.
+        kinds = {line["kind"] for line in last.launcher_lines}
+        has_ended = not kinds.isdisjoint(_ENDING_OF_KIND)
+        return has_ended and "restart" not in kinds
 
     def _starts_without_ranks(self) -> Iterator[Start]:
         """Yields the starts of which only launchers know, since no rank reached `lockstep.init`."""
@@ -347,10 +359,13 @@ class Record:
                     continue
                 begin = line["time"]
                 end = _time_of_end(lines[index + 1 :])
-                if any(begin <= time <= end for time in times_of_ranks):
+                reached_init = any(begin <= time <= end for time in times_of_ranks)
+                if reached_init:
                     continue
+                # The launcher's line stands in for the header of rank 0, with the same fields.
                 name = f"{int(begin * 1e9):020d}-{line['file']}"
-                yield Start(name, {0: RankRecord(0, line)}, reached_init=False)
+                records = {0: RankRecord(rank=0, header=line)}
+                yield Start(name, records, reached_init=False)
 
 
 def _time_of_end(lines: Sequence[LauncherLine]) -> float:

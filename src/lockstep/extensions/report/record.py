@@ -107,7 +107,7 @@ class Recorder(Extension):
         self._steps_per_row = 1
         self._num_rows = 0
         self._logged: dict[str, Any] | None = None
-        self._row_without_loss: _RowWithoutLoss | None = None
+        self._pending_row: _PendingRow | None = None
         self._training_has_begun = False
         if self._is_main:
             on_warning.append(self._write_warning)
@@ -121,7 +121,7 @@ class Recorder(Extension):
             device_may_hang = failed and self._device.type == "cuda"
             if self._num_steps > 0 and not device_may_hang:
                 self._end_row(self._step.number - 1)
-            self._finish_row_without_loss(wait=not failed)
+            self._finish_pending_row(wait=not failed)
             self._write({"end": "failed" if failed else "ok", "time": time.time()})
             self._close_file()
 
@@ -134,7 +134,7 @@ class Recorder(Extension):
         self._num_steps += 1
         self._num_samples += running.micro_batch.global_samples
         loss = running.loss
-        if isinstance(loss, Tensor):
+        if isinstance(loss, Tensor):  # None if the script gave none to World.backward
             # A loss on a GPU is summed up there: reading its value would wait for the GPU.
             self._loss_sum = self._loss_sum + (loss if loss.is_cuda else loss.item())
             self._num_losses += 1
@@ -191,7 +191,7 @@ class Recorder(Extension):
             blocked_s = traffic.blocked_s - self._blocked_before_phase_s
             self._phase_seconds["communication"] += blocked_s
             self._blocked_before_phase_s += blocked_s
-            begin_s += blocked_s
+            begin_s += blocked_s  # so that the phase itself does not get this time
         self._phase_seconds[self._phase] += now - begin_s
         self._phase_begin_s = now
 
@@ -199,7 +199,7 @@ class Recorder(Extension):
         """Ends the present row with the step of this number, counted from 0."""
         # The present phase goes on, but its time up to now belongs to this row.
         self._end_phase()
-        self._finish_row_without_loss(wait=True)
+        self._finish_pending_row(wait=True)
         now_s = self._phase_begin_s - self._begin_s
         if now_s - self._memory_measured_at_s >= MEMORY_INTERVAL_S:
             self._peak_memory_bytes = self._measure_peak_memory()
@@ -217,8 +217,8 @@ class Recorder(Extension):
             "shared": traffic.shared,
             **self._phase_seconds,
         }
-        self._row_without_loss = self._start_copying_loss([row[name] for name in COLUMNS])
-        self._finish_row_without_loss(wait=False)
+        self._pending_row = self._start_copying_loss([row[name] for name in COLUMNS])
+        self._finish_pending_row(wait=False)
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._num_steps = 0
         self._num_samples = 0
@@ -235,34 +235,40 @@ class Recorder(Extension):
             self._written_at_s = now_s
             self._write()
 
-    def _start_copying_loss(self, row: list[Any]) -> _RowWithoutLoss:
-        """Computes the mean loss of the row; from a GPU it is copied without waiting for it."""
+    def _start_copying_loss(self, row: list[Any]) -> _PendingRow:
+        """Returns the row with the mean loss of its steps.
+
+        If the loss is on a GPU, only its copy to the host is started, and not waited for.
+        """
         if self._num_losses == 0:
-            return _RowWithoutLoss(row, None, None)
+            return _PendingRow(row, loss=None, copied=None)
         mean = self._loss_sum / self._num_losses
-        if not isinstance(mean, Tensor):
-            return _RowWithoutLoss(row, mean, None)
+        if not isinstance(mean, Tensor):  # the losses were on the CPU
+            return _PendingRow(row, loss=mean, copied=None)
         on_host = torch.empty((), dtype=mean.dtype, pin_memory=True)
         on_host.copy_(mean.reshape(()), non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(mean.device))
-        return _RowWithoutLoss(row, on_host, copied)
+        return _PendingRow(row, loss=on_host, copied=copied)
 
-    def _finish_row_without_loss(self, *, wait: bool) -> None:
-        """Puts the loss into the row that awaits it, if its copy has arrived.
+    def _finish_pending_row(self, *, wait: bool) -> None:
+        """Puts the loss into the pending row, if there is one and its loss has arrived.
+
+        The row is then ready to be written.
 
         Args:
             wait: wait for the copy if it has not arrived.
         """
-        row = self._row_without_loss
+        row = self._pending_row
         if row is None:
             return
         if row.copied is not None:
-            if not wait and not row.copied.query():
+            has_arrived = row.copied.query()
+            if not has_arrived and not wait:
                 return
             row.copied.synchronize()
         row.values[COLUMN_INDEX["loss"]] = None if row.loss is None else float(row.loss)
-        self._row_without_loss = None
+        self._pending_row = None
         self._unwritten_lines.append(row.values)
 
     def _learning_rate(self) -> float | None:
@@ -280,7 +286,7 @@ class Recorder(Extension):
         return float(rate)
 
     def _measure_peak_memory(self) -> int:
-        """Returns the peak of tensors' memory on a GPU, or of the process's main memory: bytes."""
+        """Returns the peak memory in bytes: of the tensors on a GPU, or else of the process."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         # getrusage(2) counts in kilobytes, but in bytes on macOS.
@@ -299,7 +305,9 @@ class Recorder(Extension):
         """
         lines = [*self._unwritten_lines, *new_lines]
         self._unwritten_lines = []
-        if self._file is None or self._file.closed or not lines:
+        if self._file is None or self._file.closed:  # the record has ended
+            return
+        if not lines:
             return
         try:
             text = "".join([f"{line_as_json(line)}\n" for line in lines])
@@ -322,18 +330,20 @@ def line_as_json(line: object) -> str:
     if isinstance(line, list):
         values = [f"{value:.7g}" if isinstance(value, float) else str(value) for value in line]
         text = f"[{','.join(values)}]"
-        # None, nan and inf are written differently in JSON. All three have an "n".
-        if "n" not in text:
+        # None, nan and inf are spelled differently in JSON. All three have an "n"; numbers do not.
+        has_numbers_only = "n" not in text
+        if has_numbers_only:
             return text
-    # Strict JSON has no NaN and no infinity, which a loss may be. Python writes and reads them.
+    # A loss may be NaN or infinite. Strict JSON does not have these, but Python reads them.
     return json.dumps(line)
 
 
 @dataclass
-class _RowWithoutLoss:
-    """A row whose loss may still be on its way from the GPU."""
+class _PendingRow:
+    """A row that is complete except for its loss, which may still be on its way from the GPU."""
 
     values: list[Any]
+    """One value for each of `COLUMNS`; the loss is None until the row is finished."""
     loss: float | Tensor | None
     """None if the script gave no loss to `World.backward`."""
     copied: Any

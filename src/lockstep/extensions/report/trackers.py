@@ -7,6 +7,7 @@ failure; a *scalar* is one value of one curve.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from typing import Any, NamedTuple
@@ -35,18 +36,17 @@ def scalars(start: Start) -> list[Scalar]:
     steps = record.column("step").tolist()
     times = (begin + record.column("at")).tolist()
     time_of_step = dict(zip(steps, times, strict=True))
-    found = []
+    found: list[Scalar] = []
     for name, values in record.curves().items():
         for step, value in zip(steps, values.tolist(), strict=True):
-            is_nan = value != value
-            if not is_nan:
+            if not math.isnan(value):
                 found.append(Scalar(int(step), name, float(value), time_of_step[step]))
     loss_steps, losses = start.loss()
     for step, loss in zip(loss_steps, losses, strict=True):
         found.append(Scalar(int(step), "loss", float(loss), time_of_step.get(step, begin)))
     for logged in record.logged:
         kind = "training" if logged["training"] else evaluation_name(logged)
-        # The time of the last row before the script logged the values.
+        # The values get the time of the last row before the script logged them.
         steps_before = [step for step in time_of_step if step <= logged["step"]]
         logged_at = time_of_step[max(steps_before)] if steps_before else begin
         for name, value in logged["logged"].items():
@@ -121,7 +121,8 @@ class Exporter:
             for scalar in scalars(start):
                 key = (start.name, scalar.name, scalar.step)
                 num_in_record[key] += 1
-                if num_in_record[key] > self._num_written[key]:
+                is_new = num_in_record[key] > self._num_written[key]
+                if is_new:
                     self._num_written[key] += 1
                     self._writer.add_scalar(
                         scalar.name, scalar.value, scalar.step, walltime=scalar.time
