@@ -18,7 +18,7 @@ from ranks import RankFailed, run_ranks
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep.communication import link
+from lockstep.communication import traffic
 from lockstep.errors import CheckpointError, LockstepWarning, SettingError
 from lockstep.extensions.report import record as writing
 from lockstep.extensions.report.reading import Record
@@ -145,7 +145,7 @@ class Slow(Dataset[Any]):
 def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: Any) -> None:
     clock = Clock()
     monkeypatch.setattr(writing, "time", clock)
-    monkeypatch.setattr(link, "time", clock)
+    monkeypatch.setattr(traffic, "time", clock)
 
     def take(seconds: float) -> Any:
         clock.now += seconds
@@ -174,7 +174,7 @@ def test_where_the_time_of_a_step_goes(tmp_path: Path, monkeypatch: Any) -> None
             output.register_hook(lambda _: take(16.0))
             world.backward(F.cross_entropy(output, y))
             if number == 1:
-                link.traffic.block(lambda: take(32.0))
+                traffic.traffic.block(lambda: take(32.0))
             optimizer.step()
             take(128.0)
             if number == 2:
