@@ -44,7 +44,7 @@ def measure(length: int, whole: bool, out: Path) -> None:
             return torch.tensor(float(index % 7))
 
     if whole:
-        batch_plan.permutes = lambda length: False
+        batch_plan.is_permuted = lambda length: False
     torch.set_num_threads(1)
     with lockstep.init(seed=0) as world:
         small = length in SMALL
