@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lockstep.checkpoint.session import Checkpoint
-    from lockstep.extensions.memory import Memory
+    from lockstep.extensions.memory_table import Memory
 
 
 _open_worlds: set[World] = set()

@@ -13,13 +13,8 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import UsageError
-from lockstep.extensions.memory import (
-    DeviceMemory,
-    LiveTensors,
-    Memory,
-    SavedTensors,
-    state_bytes,
-)
+from lockstep.extensions.memory_table import DeviceMemory, Memory
+from lockstep.extensions.memory_tensors import LiveTensors, SavedTensors, state_bytes
 from lockstep.strategies import DP, Pipeline
 
 CPU = torch.device("cpu")
@@ -129,7 +124,7 @@ def test_saved_tensors_counts_storages_once():
 def test_live_tensors_sees_what_is_made_and_what_is_freed():
     held = torch.zeros(1000, dtype=torch.uint8)
     live = LiveTensors()
-    live.hold([held.untyped_storage()])
+    live.count([held.untyped_storage()])
     assert live.peak == 1000
     with live:
         one = torch.zeros(2000, dtype=torch.uint8)

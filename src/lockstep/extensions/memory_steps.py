@@ -1,0 +1,299 @@
+"""Takes some training steps, measures their memory and time, and undoes them.
+
+Only a real step shows what a step needs under any strategy: the first one makes the optimizer's
+state, the buckets of DDP and the gathered parameters of FSDP, and the peak comes somewhere in the
+second. The steps communicate as those of a training do, so all ranks take them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.batch.loader import Loader
+from lockstep.distributed.torch_compat import is_sharded, members, outside_compiled_code
+from lockstep.errors import UsageError
+from lockstep.extensions.memory_tensors import (
+    LiveTensors,
+    SavedTensors,
+    around_calls,
+    bytes_by_device,
+    state_tensors,
+    storages,
+)
+from lockstep.extensions.profiling import gpus_of, restored, synchronized_time
+from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.training.optimizer import PreparedOptimizer
+from lockstep.training.prepare import Preparer
+
+NUM_TIMED_STEPS = 5
+"""The time of a step is the median of this many global batches."""
+
+
+def make_training_steps(
+    preparer: Preparer, model: nn.Module, optimizer: Any, loader: Any, loss: Any
+) -> TrainingSteps:
+    """Checks the arguments of `World.memory` and returns the steps to be measured.
+
+    Raises:
+        UsageError: an argument is missing or not prepared, the loader is in use or empty, or the
+            strategy has virtual ranks.
+    """
+    are_prepared = isinstance(optimizer, PreparedOptimizer) and isinstance(loader, Loader)
+    if loss is None or not are_prepared:
+        given = ", ".join(type(part).__name__ for part in (optimizer, loader, loss))
+        raise UsageError(
+            f"world.memory with {given} as optimizer, loader and loss",
+            "training steps need all three, and the first two as world.prepare returned them",
+            "call world.memory(model, optimizer, loader, loss) with these, or "
+            "world.memory(model, optimizer) to count without a step",
+        )
+    if loader.steps == 0 or (loader.mid_epoch and loader.start == 0):
+        raise UsageError(
+            "world.memory with a loader that has no batch to give",
+            "it is empty" if loader.steps == 0 else "a loop over it is running",
+            "call it before the loop, with data for one global batch at least",
+        )
+    if preparer.virtual_ranks is not None:
+        raise UsageError(
+            "world.memory with training steps under strategy='diloco'",
+            "they would be steps of the replicas, which are not put back",
+            "call world.memory(model, optimizer) to count without a step",
+        )
+    return TrainingSteps(preparer, model, optimizer, loader, loss)
+
+
+class TrainingSteps:
+    """Training steps that are measured and undone.
+
+    Args:
+        preparer: of the run.
+        model: prepared.
+        optimizer: prepared.
+        loader: prepared.
+        loss: computes the loss from the model and a batch.
+    """
+
+    def __init__(
+        self,
+        preparer: Preparer,
+        model: nn.Module,
+        optimizer: PreparedOptimizer,
+        loader: Loader,
+        loss: Callable[[nn.Module, Any], Tensor],
+    ) -> None:
+        self._preparer = preparer
+        self._run = preparer.run
+        self._model = model
+        self._optimizer = optimizer
+        self._loader = loader
+        self._loss = loss
+        self._gpus = gpus_of(self._run, [model])
+        self.samples = 0
+        """Samples of this rank's first micro-batch, with which the activations were counted."""
+        self.seconds = 0.0
+        """The time of a step."""
+        self._sizes: dict[str, dict[torch.device, int]] = {}
+        self._gradients: list[weakref.ref[torch.UntypedStorage]] = []
+        """The storages of the gradients of the first step. Those that are alive after gradients
+        were cleared belong to buckets."""
+
+    def measure(self) -> dict[str, dict[torch.device, int]]:
+        """Takes some steps and undoes them.
+
+        The first step shows what is kept, the second the peak, and the others are timed.
+
+        Returns:
+            Bytes by device, for each of these attributes of `DeviceMemory`: `copies`,
+            `activations`, `loss`, `state`, `peak`.
+        """
+        with self._undo(), closing(self._endless_batches()) as batches:
+            self._step(batches, count_saved=True)
+            state = state_tensors(self._optimizer.inner)
+            self._sizes["state"] = bytes_by_device(storages(state))
+            self._sizes["peak"] = self._measure_peak(batches)
+            step_times = [self._step(batches) for _ in range(NUM_TIMED_STEPS)]
+            self.seconds = statistics.median(step_times)
+        return self._sizes
+
+    def _endless_batches(self) -> Generator[Any]:
+        """Yields the batches of the loader again and again."""
+        while True:
+            yield from self._loader
+
+    def _step(
+        self,
+        batches: Iterator[Any],
+        context: AbstractContextManager[Any] | None = None,
+        *,
+        count_saved: bool = False,
+    ) -> float:
+        """Takes one training step.
+
+        Args:
+            batches: of the loader.
+            context: entered around the computation of each micro-batch.
+            count_saved: count what the first micro-batch keeps for its backward pass.
+
+        Returns:
+            The seconds it took, without those of the loader.
+        """
+        seconds = 0.0
+        is_last = False
+        while not is_last:
+            batch = next(batches)
+            micro_batch = self._loader.current
+            is_last = micro_batch.last
+            begin = synchronized_time(self._gpus)
+            with context or nullcontext():
+                counting: AbstractContextManager[None] = nullcontext()
+                if count_saved and micro_batch.first:
+                    counting = self._count_saved(micro_batch.local_rows)
+                with counting:
+                    loss = self._loss(self._model, batch)
+                self._preparer.backward(loss)
+                if count_saved:
+                    self._remember_gradients()
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+            seconds += synchronized_time(self._gpus) - begin
+        return seconds
+
+    def _remember_gradients(self) -> None:
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        self._gradients = [weakref.ref(storage) for storage in storages(gradients)]
+
+    @contextmanager
+    def _count_saved(self, samples: int) -> Iterator[None]:
+        """Counts what the forward pass and the loss, computed in this context, keep for backward.
+
+        The loss must still be alive when the context is left.
+
+        Args:
+            samples: of this rank in this micro-batch.
+        """
+        model_storages = storages([*self._model.parameters(), *self._model.buffers()])
+        saved_by_calls: list[SavedTensors] = []
+        """What each call of the model, or of a replica, has saved."""
+        saved_outside = SavedTensors()
+        used_parameters: set[torch.UntypedStorage] = set()
+
+        def watch_call(arguments: Any) -> AbstractContextManager[Any]:
+            saved = SavedTensors(arguments)
+            saved_by_calls.append(saved)
+            return saved.watch()
+
+        with (
+            saved_outside.watch(),
+            around_calls(self._model, watch_call),
+            self._collect_used_parameters(used_parameters),
+        ):
+            yield
+        self.samples = samples
+        copies = used_parameters - model_storages
+        counted = model_storages | copies
+        activations: Counter[torch.device] = Counter()
+        for saved in saved_by_calls:
+            activations.update(saved.count(counted))
+        self._sizes = {
+            "copies": bytes_by_device(copies),
+            "activations": activations,
+            "loss": saved_outside.count(counted),
+        }
+
+    @contextmanager
+    def _collect_used_parameters(self, used: set[torch.UntypedStorage]) -> Iterator[None]:
+        """Adds the parameters that layers compute with to a set, if they may be copies.
+
+        They are copies if the model is sharded, or if it has replicas.
+        """
+
+        @outside_compiled_code
+        def collect(module: nn.Module, args: Any) -> None:
+            used.update(storages(module.parameters(recurse=False)))
+
+        has_replicas = isinstance(self._model, DataParallel)
+        has_copies = has_replicas or any(is_sharded(p) for p in self._model.parameters())
+        with ExitStack() as hooks:
+            if has_copies:
+                for module in self._model.modules():
+                    hooks.enter_context(module.register_forward_pre_hook(collect))
+            yield
+
+    def _measure_peak(self, batches: Iterator[Any]) -> dict[torch.device, int]:
+        """Returns the most memory that tensors take at one time in a step, by device."""
+        if self._run.device.type == "cuda":
+            devices = {self._run.device, *self._sizes["activations"], *self._sizes["loss"]}
+            for device in devices:
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
+            self._step(batches)
+            return {device: torch.cuda.max_memory_allocated(device) for device in devices}
+        live = LiveTensors()
+        live.count(storages([*self._model.parameters(), *self._model.buffers()]))
+        live.count(storages(state_tensors(self._optimizer.inner)))
+        for reference in self._gradients:
+            storage = reference()
+            if storage is not None:
+                live.count([storage])
+        main_thread = threading.get_ident()
+
+        def count_in_other_threads(arguments: Any) -> AbstractContextManager[Any]:
+            return nullcontext() if threading.get_ident() == main_thread else live
+
+        with around_calls(self._model, count_in_other_threads):
+            self._step(batches, live)
+        return {torch.device("cpu"): live.peak}
+
+    @contextmanager
+    def _undo(self) -> Iterator[None]:
+        """Restores what steps change when the context is left.
+
+        That is the values of parameters, buffers and optimizer state, the options of the
+        optimizer's groups, the loader's position, the loss scaler, counters and random streams.
+        """
+        optimizer = self._optimizer.inner
+        precision = self._preparer.precision
+        # Tensors get their values back in place. A pipeline's other stages are on the meta device.
+        tensors_before: list[Tensor] = []
+        for tensor in [*self._model.parameters(), *self._model.buffers()]:
+            if not tensor.is_meta:
+                tensors_before.append(tensor)
+        # Dictionaries get their content back, so that new entries go.
+        state: dict[Any, Any] = optimizer.state
+        contents: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(state, dict(state))]
+        for options in [*optimizer.state.values(), *optimizer.param_groups]:
+            contents.append((options, _copy_options(options)))
+            tensors_before += [value for value in options.values() if isinstance(value, Tensor)]
+        for module in self._model.modules():
+            buffers: dict[Any, Any] = members(module).buffers
+            contents.append((buffers, dict(buffers)))
+        scaler_state = precision.state_dict()
+        loader_state = self._loader.state_dict()
+        loader_trained = self._loader.trained
+        with restored(contents, tensors_before, self._gpus), self._run.step.preserved():
+            try:
+                yield
+            finally:
+                self._loader.load_state_dict(loader_state)
+                self._loader.trained = loader_trained
+                self._optimizer.zero_grad()
+                precision.load_state_dict(scaler_state)
+
+
+def _copy_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies the state of a parameter or the options of a group, but no tensors and parameters."""
+    copied: dict[str, Any] = {}
+    for name, value in options.items():
+        is_shared = isinstance(value, Tensor) or name == "params"
+        copied[name] = value if is_shared else deepcopy(value)
+    return copied

@@ -1,0 +1,137 @@
+"""The memory of every device of a run, and how it is printed as a table.
+
+A row of the table is a kind of memory, and a column is a device. With many devices, the table has
+several blocks of columns, one below the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+COLUMNS_PER_BLOCK = 8
+COLUMN_WIDTH = 12
+ROWS = (
+    ("samples at a time", "samples"),
+    ("parameters", "parameters"),
+    ("parameter copies", "copies"),
+    ("a block whole", "gathered"),
+    ("buffers", "buffers"),
+    ("gradients", "gradients"),
+    ("optimizer state", "state"),
+    ("activations", "activations"),
+    ("after the model", "loss"),
+    ("all of these", "counted"),
+    ("measured peak", "peak"),
+    ("a step", "step_s"),
+)
+"""The label of each row, and the attribute of `DeviceMemory` that it shows."""
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+REPLICA_PREFIX = "replica "
+"""How the name of a device begins that stands for a replica sharing the memory of its process."""
+_PEAK_ON_CPU = "tensors alive at one time in a step; what kernels take for themselves is not seen"
+_PEAK_ON_CUDA = "torch.cuda.max_memory_allocated of a step; the CUDA context is not in it"
+_NOTE_ON_REPLICAS = (
+    "replicas share the memory of their process; each is shown as on a device of its own, and with "
+    "the first of them the peak of all"
+)
+_NOTE_ON_STAGES = (
+    "activations of one micro-batch; a stage holds those of several, which the peak shows"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """What one device holds, in bytes, and the time of a step. None for what is not known."""
+
+    rank: int
+    device: str
+    samples: int | None = None
+    """Samples that are computed at a time. Known if steps were measured."""
+    parameters: int = 0
+    copies: int = 0
+    """Parameters that are gathered or copied for a forward pass and kept for its backward pass."""
+    gathered: int = 0
+    """What FSDP needs for a moment for the largest of its units: the parameters, unless they are
+    among `copies`, their gradients, and the buffer in which these are sent."""
+    buffers: int = 0
+    gradients: int = 0
+    """The gradients of all trained parameters."""
+    state: int | None = 0
+    """The state of the optimizer once it has stepped."""
+    activations: int | None = None
+    """What the model's forward pass keeps for its backward pass, including the batch."""
+    loss: int | None = None
+    """What is kept for the backward pass after the model: by the loss, or to join outputs."""
+    peak: int | None = None
+    """The measured peak. If replicas share a device, the first of them has that of all."""
+    step_s: float | None = None
+
+    @property
+    def counted(self) -> int:
+        """The sum of all that is counted, as if it were alive at the same time."""
+        always_known = self.parameters + self.copies + self.gathered + self.buffers + self.gradients
+        return always_known + (self.state or 0) + (self.activations or 0) + (self.loss or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The memory of every device of a run; `str()` returns it as a table."""
+
+    strategy: str
+    devices: tuple[DeviceMemory, ...]
+    stages: bool = False
+    """True if ranks hold stages of the model, which compute several micro-batches at a time."""
+
+    def __str__(self) -> str:
+        unit_bytes, unit_name = _choose_unit(self.devices)
+        lines = [f"memory of each device in {unit_name}, strategy {self.strategy}"]
+        for begin in range(0, len(self.devices), COLUMNS_PER_BLOCK):
+            lines += self._block(self.devices[begin : begin + COLUMNS_PER_BLOCK], unit_bytes)
+        if any(device.peak is not None for device in self.devices):
+            any_cuda = any(device.device.startswith("cuda") for device in self.devices)
+            lines.append(f"  measured: {_PEAK_ON_CUDA if any_cuda else _PEAK_ON_CPU}")
+        if any(device.device.startswith(REPLICA_PREFIX) for device in self.devices):
+            lines.append(f"  counted: {_NOTE_ON_REPLICAS}")
+        if self.stages and any(device.activations for device in self.devices):
+            lines.append(f"  counted: {_NOTE_ON_STAGES}")
+        return "\n".join(lines)
+
+    def _block(self, devices: tuple[DeviceMemory, ...], unit_bytes: int) -> list[str]:
+        """Returns the lines for some devices. Rows that are 0 on all devices are left out."""
+        lines = [
+            _format_line("", [f"rank {device.rank}" for device in devices]),
+            _format_line("", [device.device for device in devices]),
+        ]
+        for label, attribute in ROWS:
+            values = [getattr(device, attribute) for device in devices]
+            state_is_unknown = attribute == "state" and None in values
+            if state_is_unknown or any(getattr(device, attribute) for device in self.devices):
+                cells = [_format_cell(attribute, value, unit_bytes) for value in values]
+                lines.append(_format_line(label, cells))
+        return lines
+
+
+def _choose_unit(devices: Iterable[DeviceMemory]) -> tuple[int, str]:
+    """Returns the largest unit of which the largest figure has 10 or more, else KiB."""
+    largest = 0
+    for device in devices:
+        largest = max(largest, device.counted, device.peak or 0)
+    for unit_bytes, unit_name in UNITS:
+        if largest >= 10 * unit_bytes:
+            return unit_bytes, unit_name
+    return UNITS[-1]
+
+
+def _format_cell(attribute: str, value: float | None, unit_bytes: int) -> str:
+    if value is None:
+        return "?"
+    if attribute == "samples":
+        return str(value)
+    if attribute == "step_s":
+        return f"{value * 1e3:,.1f} ms"
+    return f"{value / unit_bytes:,.1f}"
+
+
+def _format_line(label: str, cells: Iterable[str]) -> str:
+    return f"  {label:<18}" + "".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells)

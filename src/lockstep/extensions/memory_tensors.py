@@ -1,0 +1,240 @@
+"""Counts the memory of tensors: of models, of optimizers, and of what a forward pass keeps.
+
+Memory is counted by storages, so that views of one storage count once. Torch's hooks and modes
+belong to the thread that has entered them, but replicas of a model run in threads of their own.
+`around_calls` enters a context in the thread of each replica.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+
+from lockstep.batch.pytree import tensors
+from lockstep.communication import routing
+from lockstep.distributed.torch_compat import (
+    TorchDispatchMode,
+    outside_compiled_code,
+    own_part,
+    pytree,
+)
+from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.training.optimizer import PreparedOptimizer
+
+
+def storages(tensors: Iterable[Tensor]) -> set[torch.UntypedStorage]:
+    """Returns the storages of dense tensors, of a DTensor that of this rank's shard.
+
+    Torch returns the same object for a storage as long as it is referred to, so that a set has each
+    storage once.
+    """
+    found: set[torch.UntypedStorage] = set()
+    for tensor in tensors:
+        local = own_part(tensor)
+        if local.layout is torch.strided and local.device.type != "meta":
+            found.add(local.untyped_storage())
+    return found
+
+
+def bytes_by_device(storages: Iterable[torch.UntypedStorage]) -> Counter[torch.device]:
+    """Returns the bytes of storages by the device that they are on."""
+    sizes: Counter[torch.device] = Counter()
+    for storage in storages:
+        sizes[storage.device] += storage.nbytes()
+    return sizes
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the tensors of an optimizer's state.
+
+    Tensors without dimensions, such as step counters, are left out: they may be on the CPU.
+    """
+    leaves = pytree.tree_leaves(list(optimizer.state.values()))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+
+
+def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
+    """Returns the bytes of an optimizer's state by device, also before its first step.
+
+    Before the first step, a copy of the optimizer makes a step with parameters of the same shapes
+    on torch's meta device, which have no data. That shows what state it makes.
+
+    Returns:
+        None if the optimizer cannot make such a step. LBFGS, for example, needs data.
+    """
+    inner = optimizer.inner if isinstance(optimizer, PreparedOptimizer) else optimizer
+    if inner.state:
+        return bytes_by_device(storages(state_tensors(inner)))
+    trial = copy(inner)
+    trial.state = type(inner.state)(dict)
+    trial.param_groups = []
+    device_of_meta: dict[nn.Parameter, torch.device] = {}
+    for group in inner.param_groups:
+        meta_parameters: list[nn.Parameter] = []
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                meta_parameter = _on_meta(parameter)
+                meta_parameters.append(meta_parameter)
+                device_of_meta[meta_parameter] = parameter.device
+        trial_group = {**group, "params": meta_parameters}
+        # Implementations that do not work on the meta device.
+        for option in ("foreach", "fused", "capturable"):
+            if option in trial_group:
+                trial_group[option] = False
+        trial.param_groups.append(trial_group)
+    step: Any = type(inner).step
+    # Without the wrappers of torch and others, whose hooks must not be called for this step.
+    step = getattr(step, "__wrapped__", step)
+    try:
+        step(trial)
+    except Exception:
+        return None
+    sizes: Counter[torch.device] = Counter()
+    for meta_parameter, device in device_of_meta.items():
+        num_bytes = 0
+        for value in trial.state.get(meta_parameter, {}).values():
+            if isinstance(value, Tensor) and value.dim():
+                num_bytes += value.nbytes
+        sizes[device] += num_bytes
+    return sizes
+
+
+def _on_meta(parameter: Tensor) -> nn.Parameter:
+    """Returns a parameter on the meta device, with a gradient, of the shape of this rank's part."""
+    local = own_part(parameter)
+    meta_parameter = nn.Parameter(torch.empty_like(local, device="meta"))
+    meta_parameter.grad = torch.empty_like(local, device="meta")
+    return meta_parameter
+
+
+class SavedTensors:
+    """Collects the storages that autograd keeps of forward passes for the backward pass.
+
+    `torch.autograd.graph.saved_tensors_hooks` passes on each tensor that an operation saves (see
+    the tutorial "Hooks for autograd saved tensors"). A storage whose memory was freed since has no
+    bytes when it is counted: FSDP frees gathered parameters.
+
+    Args:
+        arguments: of the forward pass. If they are views of a larger tensor, as a replica's part
+            of a batch is, only their own bytes count.
+    """
+
+    def __init__(self, arguments: Any = ()) -> None:
+        self._saved: set[torch.UntypedStorage] = set()
+        self._inputs: Counter[torch.UntypedStorage] = Counter()
+        """The bytes that the arguments have of each storage."""
+        for tensor in tensors(arguments):
+            for storage in storages([tensor]):
+                self._inputs[storage] += tensor.nbytes
+
+    def watch(self) -> saved_tensors_hooks:
+        """Returns a context for a forward pass, to be entered in the thread that makes it."""
+        return saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def count(self, counted: set[torch.UntypedStorage]) -> Counter[torch.device]:
+        """Returns the bytes of the saved tensors by device.
+
+        Args:
+            counted: storages that are left out. The ones counted here are added.
+        """
+        sizes: Counter[torch.device] = Counter()
+        for storage in self._saved & self._inputs.keys():
+            sizes[storage.device] += min(storage.nbytes(), self._inputs[storage])
+        new = self._saved - self._inputs.keys() - counted
+        counted |= new
+        return sizes + bytes_by_device(new)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._saved.update(storages([tensor]))
+        # An output that is saved as it is would keep its own graph alive, in a circle.
+        return tensor.detach()
+
+
+class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Measures how many bytes of CPU tensors are alive in a step, and the peak.
+
+    It must be entered around a step, in each thread of it. Torch calls it with the arguments and
+    results of every operation; their storages count from then on until they are freed. Memory that
+    a kernel allocates and frees within one operation is not seen. The shared memory of all ranks is
+    not counted, because its size does not depend on the model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        shared = routing.shared_memory()
+        self._address_of_shared_memory = None if shared is None else shared.address
+        self._lock = threading.RLock()
+        self._sizes: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
+        """The sizes of storages when they were last seen, by storage."""
+        self._upper_bound = 0
+        """At least the bytes alive. What was freed since `total` was last computed is still in it,
+        so that `total` is only computed when the bound exceeds the peak."""
+
+    @property
+    def total(self) -> int:
+        """The bytes alive now. FSDP may have freed the memory of a storage that still exists."""
+        return sum(storage.nbytes() for storage in self._sizes)
+
+    def count(self, alive: Iterable[torch.UntypedStorage]) -> None:
+        """Counts storages that are alive."""
+        with self._lock:
+            for storage in alive:
+                if storage.device.type != "cpu":
+                    continue
+                if storage.data_ptr() == self._address_of_shared_memory:
+                    continue
+                num_bytes = storage.nbytes()
+                self._upper_bound += max(0, num_bytes - self._sizes.get(storage, 0))
+                self._sizes[storage] = num_bytes
+            if self._upper_bound > self.peak:
+                self._upper_bound = self.total
+                self.peak = max(self.peak, self._upper_bound)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = pytree.tree_leaves((args, kwargs, result))
+        self.count(storages(t for t in leaves if isinstance(t, Tensor)))
+        return result
+
+
+@contextmanager
+def around_calls(
+    model: nn.Module, make_context: Callable[[Any], AbstractContextManager[Any]]
+) -> Iterator[None]:
+    """Enters a context around every call of a model, or of each of its replicas.
+
+    Args:
+        model: whose calls are meant.
+        make_context: returns the context for the arguments of a call. It is entered in the thread
+            that makes the call.
+    """
+    module = model.module if isinstance(model, DataParallel) else model
+    entered = threading.local()
+    """Its attribute `contexts` has the contexts that a thread has entered, the outermost first."""
+
+    @outside_compiled_code
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        context = make_context((args, kwargs))
+        context.__enter__()
+        entered.contexts = [*getattr(entered, "contexts", ()), context]
+
+    @outside_compiled_code
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        entered.contexts.pop().__exit__(None, None, None)
+
+    entering = module.register_forward_pre_hook(enter, with_kwargs=True)
+    with entering, module.register_forward_hook(leave, always_call=True):
+        yield
