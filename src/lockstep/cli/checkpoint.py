@@ -239,6 +239,7 @@ def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
         _print(f"{len(repairs)} done, {len(plan) - len(repairs)} left as they are")
     elif repairs:
         _print("nothing was changed; add --yes to do it")
+    # In order only if all was carried out, and nothing had to be left as it is.
     is_in_order = yes and len(repairs) == len(plan)
     ctx.exit(0 if is_in_order else 1)
 
@@ -313,7 +314,7 @@ def _print_health(inspection: Inspection) -> None:
     if inspection.contents is None:
         _print("no complete checkpoint is there; lockstep checkpoint repair says what can be done")
     elif inspection.checkpoints:
-        _print()
+        _print()  # the contents follow after an empty line
 
 
 def _print_contents(contents: Contents, sort: str, limit: int) -> None:
@@ -368,7 +369,7 @@ def _print_totals(label: str, tensors: Mapping[str, LazyTensor]) -> None:
 
 
 def _all_tensors(contents: Contents) -> dict[str, LazyTensor]:
-    """Returns the tensors of the model, and those of the training state under names of theirs."""
+    """Returns the tensors of the model, and those of the training state as `training: NAME`."""
     tensors = dict(contents.tensors)
     for name, tensor in contents.training.items():
         tensors[f"training: {name}"] = tensor
@@ -380,6 +381,7 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
     a = pair.a
     b = pair.b
     values = pair.values
+    # Three cells say by how much the values differ. They are empty if values cannot be compared.
     if a is None:
         return (pair.name, "in b alone", "", _dtype_and_shape(b), "", "", "")
     if b is None:
@@ -395,7 +397,10 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
         differing.append(f"NaN {values.nans[0]}/{values.nans[1]}")
     what = ", ".join(differing) or "equal"
     cells = (pair.name, what, _dtype_and_shape(a), _dtype_and_shape(b))
-    if not values.count and not values.absolute:
+    # Within --atol and --rtol no value counts as different, although the largest difference is not
+    # 0. The other way round, a NaN on one side counts, and has no size.
+    is_same = values.count == 0 and values.absolute == 0
+    if is_same:
         return (*cells, "0", "", "")
     num_values = f"{values.count}/{a.num_elements}"
     return (*cells, num_values, f"{values.absolute:.3g}", f"{values.relative:.3g}")

@@ -61,8 +61,11 @@ def command(
         files["data"] = data
     if hosts is not None:
         ctx.exit(_examine_hosts(hosts, folder, ssh, files, fix, as_json))
-    for option in files:
-        raise SettingError(f"--{option}", "there is nothing to compare it with", "add --hosts")
+    if files:
+        first_option = next(iter(files))
+        raise SettingError(
+            f"--{first_option}", "there is nothing to compare it with", "add --hosts"
+        )
     ctx.exit(_examine_this_machine(folder, fix, as_json))
 
 
@@ -106,6 +109,7 @@ def _examine_hosts(
     for machine, facts in facts_of_machine.items():
         sections[machine] = doctor.judge(facts["checks"])
     for machine, failure in failures.items():
+        # What the machine answered before it failed comes after the failure.
         sections[machine] = {"reached": failure, **sections.get(machine, {})}
     if facts_of_machine:
         sections["between the machines"] = comparison.judge(facts_of_machine)
@@ -126,6 +130,7 @@ def _examine_hosts(
 
 
 def _report_lines(findings: Mapping[str, Finding], repairs: Iterable[str]) -> list[str]:
+    """Returns a line for each repair, and then the lines of the findings."""
     from lockstep import doctor
 
     return [*(f"fixed    {repair}" for repair in repairs), *doctor.lines(findings)]

@@ -53,7 +53,8 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except LockstepError as error:
-            # Without the place in the source, which would be a line of the command itself.
+            # `str(error)` would add the line of source that called Lockstep, which is here a line
+            # of the command itself.
             click.echo(f"lockstep: {error.parts}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:

@@ -81,8 +81,9 @@ def _write_page(path: Path, page: str) -> None:
 
     target = Path(os.path.realpath(path))  # a symbolic link stays one
     try:
-        if path.exists() and not path.is_file():
-            path.write_text(page, encoding="utf-8")  # a pipe
+        is_pipe = path.exists() and not path.is_file()
+        if is_pipe:  # it cannot be replaced by a new file
+            path.write_text(page, encoding="utf-8")
             return
         write_atomically(target, page)
     except OSError as error:

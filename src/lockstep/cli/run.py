@@ -65,7 +65,7 @@ class RunCommand(click.Command):
         try:
             return super().parse_args(ctx, [*args])
         except click.NoSuchOption:
-            # Perhaps the flag is torchrun's. Reading its flags imports torch, so this comes second.
+            # Perhaps the flag is torchrun's. Its flags are read only now, since that imports torch.
             own_flags = _flags_of(self)
             ctx.meta[TORCHRUN_OPTIONS] = [
                 option for option in torchrun_options() if own_flags.isdisjoint(option.opts)
@@ -96,7 +96,8 @@ def torchrun_options() -> list[click.Option]:
 
     options = []
     for action in get_args_parser()._actions:
-        if not action.option_strings or action.dest == "help":
+        is_positional = not action.option_strings  # the script and its arguments
+        if is_positional or action.dest == "help":
             continue
         takes_no_value = action.nargs == 0
         options.append(
@@ -116,14 +117,21 @@ def torchrun_options() -> list[click.Option]:
 def _collect_torchrun_flag(
     ctx: click.Context, option: click.Parameter, value: str | bool | None
 ) -> None:
-    """Adds one of torchrun's flags to those that were given; click calls it for each option."""
+    """Adds one of torchrun's flags to those that were given; click calls it for each option.
+
+    Args:
+        ctx: the context of the command.
+        option: the option of click that stands for the flag.
+        value: None or False if the flag was not given; True, or else the text that follows it.
+    """
     if value is None or value is False:
         return
-    flag = max(option.opts, key=len)
+    flag = max(option.opts, key=len)  # --module rather than -m
     if value is True:
         ctx.meta[TORCHRUN_FLAGS].append(flag)
     elif option.is_eager and value:
-        parse_flags([flag, value])  # torchrun's parser prints what was asked for, and exits
+        # --print-completion: torchrun's parser prints what was asked for, and exits.
+        parse_flags([flag, value])
     else:
         ctx.meta[TORCHRUN_FLAGS] += [flag, value]
 
@@ -395,6 +403,7 @@ def _is_given(ctx: click.Context, param_name: str) -> bool:
 def _check_combinations(ctx: click.Context) -> None:
     """Raises SettingError for options that mean nothing without, or together with, another one."""
     flag_of = {str(param.name): param.opts[0] for param in ctx.command.params}
+    # An option of --hosts or of --slurm without that.
     for main_option, *dependent_options in (OPTIONS_OF_HOSTS, OPTIONS_OF_SLURM):
         if _is_given(ctx, main_option):
             continue
@@ -405,6 +414,7 @@ def _check_combinations(ctx: click.Context) -> None:
                     f"there is no {flag_of[main_option]}",
                     "add it, or leave this out",
                 )
+    # --report tensorboard: it takes a folder, unless one has that name.
     report = ctx.params["report"]
     if report in ("tensorboard", "wandb") and not _has_record(Path(report)):
         do = f"name one, and afterwards: lockstep report FOLDER --to {report}"
@@ -434,7 +444,9 @@ def _given_options(ctx: click.Context) -> list[str]:
     words = []
     for param in ctx.command.params:
         name = str(param.name)
-        if not isinstance(param, click.Option) or name in left_out or not _is_given(ctx, name):
+        if not isinstance(param, click.Option):  # the script and its arguments
+            continue
+        if name in left_out or not _is_given(ctx, name):
             continue
         value = ctx.params[name]
         if not param.is_flag:
@@ -442,7 +454,7 @@ def _given_options(ctx: click.Context) -> list[str]:
         elif value:
             words.append(param.opts[0])
         else:
-            words.append(param.secondary_opts[0])  # such as --no-warm
+            words.append(param.secondary_opts[0])  # the flag for False, such as --no-warm
     return words
 
 

@@ -91,9 +91,9 @@ def command(
     losses, gradients, learning rates, parameters and buffers are compared in float64, and the
     first difference is named with its likely cause.
     """
-    reference_way, *ways = _plan_ways(script, args, options)
-    num_runs = 1 + len(ways) + len([way for way in ways if way.trains_replicas])
-    names = "; ".join(way.name for way in (reference_way, *ways))
+    reference_config, *configs = _plan_runs(script, args, options)
+    num_runs = 1 + len(configs) + len([config for config in configs if config.trains_replicas])
+    names = "; ".join(config.name for config in (reference_config, *configs))
     # Printed before torch is imported, which takes seconds.
     click.echo(f"{num_runs} runs of {script}: {names}", err=True)
 
@@ -111,29 +111,31 @@ def command(
             # The run on several processes stores its batches, and the reference trains on them.
             batches = folder / "batches"
             steps = options["steps"] or DEFAULT_STEPS_WITH_SAME_SAMPLES
-            way = replace(ways[0], batches_folder=batches, steps=steps)
-            run_with_same_samples = record_run(way, folder / "0", run)
+            config = replace(configs[0], batches_folder=batches, steps=steps)
+            run_with_same_samples = record_run(config, folder / "0", run)
             if run_with_same_samples.stopped_at:
                 # It was stopped, so the reference is stopped after as many steps.
                 reference_steps = run_with_same_samples.steps
             else:
-                reference_steps = reference_way.steps
-            reference_way = replace(
-                reference_way, batches_folder=batches, seconds=None, steps=reference_steps
+                reference_steps = reference_config.steps
+            reference_config = replace(
+                reference_config, batches_folder=batches, seconds=None, steps=reference_steps
             )
-        reference = record_run(reference_way, folder / "reference", run)
+        reference = record_run(reference_config, folder / "reference", run)
         _check_arguments(ctx, reference, script, args)
         _check_reference(reference, script, args, options)
         if reference.stopped_at and not options["same_samples"]:
             # The reference was stopped, so the others are stopped after as many steps. If it came
             # to its end, the others run to theirs: they may make more steps.
-            ways = [replace(way, steps=reference.steps) for way in ways]
-        for number, way in enumerate(ways):
+            configs = [replace(config, steps=reference.steps) for config in configs]
+        for number, config in enumerate(configs):
             compared_with = reference
-            if way.trains_replicas:
-                compared_with = record_run(way.reference(), folder / f"reference {number}", run)
+            if config.trains_replicas:
+                compared_with = record_run(config.reference(), folder / f"reference {number}", run)
                 _check_reference(compared_with, script, args, options)
-            recorded = run_with_same_samples or record_run(way, folder / str(number), run)
+            recorded = run_with_same_samples
+            if recorded is None:
+                recorded = record_run(config, folder / str(number), run)
             verdict = judge(compared_with, recorded)
             verdicts.append(verdict)
             print_for_people(verdict.lines(), as_json)
@@ -190,8 +192,8 @@ def _check_reference(
     )
 
 
-def _plan_ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[RunConfig]:
-    """Returns the way of the reference, and then those that are compared with it.
+def _plan_runs(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[RunConfig]:
+    """Returns the config of the reference, and then those of the runs to compare with it.
 
     Raises:
         SettingError: there is no such script, or options cannot be combined.
@@ -215,6 +217,7 @@ def _plan_ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> l
             OWN_PROCESSES_HINT,
         )
     nproc = options["nproc"]
+    # The run on several processes. The others differ from it in a few settings.
     several = RunConfig(
         name=f"{nproc} processes",
         nproc=nproc,
@@ -225,19 +228,19 @@ def _plan_ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> l
     reference = several.reference(nproc if options["batch_per_process"] else 1)
     if options["steps"] is None:
         reference = replace(reference, seconds=DEFAULT_SECONDS)
-    ways = [reference, several]
+    configs = [reference, several]
     if options["accumulate"]:
         count = options["accumulate"]
         name = f"{several.name}, {count} micro-batches"
-        ways.append(replace(several, name=name, overrides={"min_micro_batches": count}))
+        configs.append(replace(several, name=name, overrides={"min_micro_batches": count}))
     if options["shares"]:
         shares = options["shares"]
         name = f"{several.name}, shares {shares}"
-        ways.append(replace(several, name=name, overrides={"shares": shares}))
+        configs.append(replace(several, name=name, overrides={"shares": shares}))
     for strategy in options["strategy"]:
         # With dp one process computes on all of its devices.
         processes = 1 if strategy.partition(":")[0] == "dp" else nproc
-        ways.append(
+        configs.append(
             replace(
                 several,
                 name=f"strategy {strategy}",
@@ -245,7 +248,7 @@ def _plan_ways(script: str, args: tuple[str, ...], options: dict[str, Any]) -> l
                 overrides={"strategy": strategy},
             )
         )
-    return ways
+    return configs
 
 
 def _check_options_with_same_samples(options: dict[str, Any]) -> None:

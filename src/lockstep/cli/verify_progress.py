@@ -39,16 +39,16 @@ class VerifyProgress:
         a first step has ended."""
         # Of the present run:
         self._run_begin_s = 0.0
-        self._num_steps = -1
+        self._num_steps = -1  # nothing is known of the run yet
         self._first_step_end_s = 0.0
         self._next_print_s = 0.0
 
-    def run(self, folder: Path, way: RunConfig) -> str:
-        """Runs the script in one way, and returns what it printed.
+    def run(self, folder: Path, config: RunConfig) -> str:
+        """Runs the script once, and returns what it printed.
 
         Args:
             folder: where the run puts what it records.
-            way: on how many processes, with which settings.
+            config: on how many processes, with which settings.
         """
         from lockstep.verify.run_processes import run_by_command
 
@@ -56,42 +56,45 @@ class VerifyProgress:
         self._run_begin_s = time.monotonic()
         self._num_steps = -1
         try:
-            return run_by_command(folder, way, partial(self._update, way))
+            return run_by_command(folder, config, partial(self._update, config))
         finally:
             self._expected_run_s = time.monotonic() - self._run_begin_s
             if self._on_terminal:
                 click.echo(CLEAR_LINE, nl=False, err=True)
 
-    def _update(self, way: RunConfig, num_steps: int) -> None:
+    def _update(self, config: RunConfig, num_steps: int) -> None:
         """Is called again and again during a run, with the number of steps that it has made."""
         now = time.monotonic()
         elapsed_s = now - self._run_begin_s
-        num_steps = min(num_steps, way.steps)
+        num_steps = min(num_steps, config.steps)
         if num_steps > self._num_steps:
-            is_first_step = num_steps < 2 or self._num_steps < 1
-            if is_first_step:
+            # Several steps may have been made since the last call. The first call that finds any
+            # is taken for the end of the first step.
+            first_step_was_over = num_steps >= 2 and self._num_steps >= 1
+            if not first_step_was_over:
                 self._first_step_end_s = elapsed_s
-                self._next_print_s = now
+                self._next_print_s = now  # prints at once
             if num_steps > 0:
-                self._expected_run_s = elapsed_s + self._remaining_s(way, num_steps, elapsed_s)
+                self._expected_run_s = elapsed_s + self._remaining_s(config, num_steps, elapsed_s)
             self._num_steps = num_steps
         if self._on_terminal:
-            click.echo(f"\r{self._line(way, now)}\x1b[K", nl=False, err=True)
+            click.echo(f"\r{self._line(config, now)}\x1b[K", nl=False, err=True)
         elif now >= self._next_print_s:
             self._next_print_s = now + PRINT_INTERVAL_S
-            click.echo(self._line(way, now), err=True)
+            click.echo(self._line(config, now), err=True)
 
-    def _remaining_s(self, way: RunConfig, num_steps: int, elapsed_s: float) -> float:
+    def _remaining_s(self, config: RunConfig, num_steps: int, elapsed_s: float) -> float:
         """Estimates the rest of the run. The first step, which takes longer, does not count."""
         seconds_per_step = (elapsed_s - self._first_step_end_s) / max(1, num_steps - 1)
-        remaining_s = seconds_per_step * (way.steps - num_steps)
-        if way.seconds:
-            remaining_s = min(remaining_s, way.seconds)
+        remaining_s = seconds_per_step * (config.steps - num_steps)
+        if config.seconds:
+            remaining_s = min(remaining_s, config.seconds)
         return remaining_s
 
-    def _line(self, way: RunConfig, now: float) -> str:
-        max_steps = f"at most {way.steps}" if way.seconds else str(way.steps)
-        run = f"run {self._run_number} of {self._num_runs}, {way.name}"
+    def _line(self, config: RunConfig, now: float) -> str:
+        """Returns the line of the present run: its number, its step, and the time left."""
+        max_steps = f"at most {config.steps}" if config.seconds else str(config.steps)
+        run = f"run {self._run_number} of {self._num_runs}, {config.name}"
         return f"{run}: step {self._num_steps} of {max_steps}, {self._time_left(now)}"
 
     def _time_left(self, now: float) -> str:
