@@ -105,7 +105,7 @@ class AuthProxy(ConnectionServer):
     """Accepts connections from the other machines and authenticates them.
 
     Args:
-        token: the run's.
+        token: the run's token.
         store_port: the port on loopback at which the store listens.
         on_peer: handles the connections of other launchers.
         say: called with a line for the user when a connection is refused.
@@ -158,9 +158,9 @@ class Forwarder(ConnectionServer):
     """Accepts connections on loopback and carries them to another machine's auth proxy.
 
     Args:
-        address: of the auth proxy.
-        port: of the auth proxy.
-        token: the run's.
+        address: the address of the auth proxy.
+        port: the port of the auth proxy.
+        token: the run's token.
     """
 
     def __init__(self, address: str, port: int, token: Token) -> None:

@@ -93,8 +93,8 @@ class Host:
         """Returns the command that runs a Python module on this host, over ssh unless it is here.
 
         Args:
-            module: its name.
-            nonce: the module's argument: its answers begin with it.
+            module: the name of the module.
+            nonce: the argument of the module, with which its answers begin.
             ssh: the ssh program and the user's options for it.
         """
         python_command = [sys.executable, "-P", "-u", "-m", module, nonce]

@@ -73,7 +73,7 @@ def open_rendezvous(
     Args:
         parameters: torchrun's flags for the rendezvous.
         say: called with each line for the user, from any thread.
-        environ: for LOCKSTEP_TOKEN, and to find the user's home folder.
+        environ: the environment variables: LOCKSTEP_TOKEN, and where the home folder is.
 
     Raises:
         SettingError: contradicting or malformed flags, or there is no token.
@@ -306,7 +306,7 @@ class _MultiNodeOpener:
         Args:
             peers: the nodes.
             store: a client of the server's store, or the store itself.
-            address: of this machine, by which it reaches the server or is reached.
+            address: this machine's address, with which it reaches the server or is reached.
             resources: what must be closed at the end; the rendezvous takes it over.
         """
         if self._parameters.local_addr:

@@ -208,7 +208,7 @@ class PeerServer:
 
         Args:
             changes: new values by field.
-            number: of the node; default: the server's own.
+            number: the node's number; by default that of the server.
             to: the number of the only client that gets them; None: all clients.
         """
         change = {"number": number, "changes": changes}
@@ -268,7 +268,7 @@ async def receive_changes(
     """Takes over the changes that the server sends, until the connection ends.
 
     Args:
-        connection: to the server.
+        connection: the connection to the server.
         peers: the nodes, as this launcher knows them.
         on_loss: called when the connection has ended.
     """

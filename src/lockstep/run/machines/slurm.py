@@ -137,7 +137,7 @@ def srun_command(placement: JobPlacement, arguments: Sequence[str]) -> list[str]
 
     Args:
         placement: how many machines (0: srun reads it from the job), and what runs on each.
-        arguments: of `lockstep run`, except --nproc.
+        arguments: the arguments of `lockstep run`, except --nproc.
     """
     command = ["srun"]
     if placement.srun_nodes:

@@ -132,9 +132,10 @@ def job_script(options: Sequence[str], nproc: str | None, arguments: Sequence[st
     """Returns the text of the job script.
 
     Args:
-        options: as `sbatch_options` returns them.
+        options: the options that `sbatch_options` returned.
         nproc: processes on each machine; None: one for each GPU that the job has there, or one.
-        arguments: of `lockstep run`, except --nproc; the script and its arguments are among them.
+        arguments: the arguments of `lockstep run` except --nproc. The script and its arguments are
+            among them.
     """
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH {_quote_value(option)}" for option in options]
@@ -188,7 +189,7 @@ def submit(script: str, options: Sequence[str]) -> str:
     """Submits a job script by sbatch, and returns what sbatch prints.
 
     Args:
-        script: as `job_script` returns it.
+        script: the text that `job_script` returned.
         options: those in the script. They are on sbatch's command line as well, because variables
             such as SBATCH_PARTITION override the lines of the script.
 

@@ -80,7 +80,7 @@ class Remote:
         self.facts: dict[str, Any] = {}
         """The helper's first answer; see `remote.describe_machine`."""
         self.clock_offset_s = 0.0
-        """By how much the clock there is ahead of the one here, at least; negative: behind."""
+        """How many seconds the clock there is ahead of the one here, at least; negative: behind."""
         self.listen_address = ("", 0)
         """The address and port at which the helper listens."""
         self.unfinished_lines = {"stdout": b"", "stderr": b""}
@@ -118,7 +118,7 @@ class Remote:
 
         Args:
             attempt: raises Problem if it fails.
-            deadline: (monotonic) after which no further attempt begins.
+            deadline: the monotonic time after which no further attempt begins.
         """
         last_drop: ConnectionDropped | None = None
         pauses = list(RETRY_PAUSES_S)
@@ -288,7 +288,7 @@ class Remote:
         """Has the helper listen, so that the other machines can test the connection to it.
 
         Args:
-            address: by which the other machines reach it; kept in `listen_address`.
+            address: where the other machines reach it; it is kept in `listen_address`.
             port: 0: any free port.
             any_port_if_taken: listen at another port if this one is taken.
 
@@ -337,7 +337,7 @@ class Remote:
         """Has the helper start the launcher.
 
         Args:
-            arguments: of `lockstep`.
+            arguments: the arguments of `lockstep`.
             environment: variables for the launcher and its ranks.
             keep: let the ranks go on if the connection to this machine is lost.
             shutdown_timeout_s: the seconds that its ranks have to end.

@@ -178,7 +178,7 @@ def ssh_failure(
 
     Args:
         host: the machine.
-        exit_code: of ssh or rsync; None: there was no answer in time.
+        exit_code: the exit code of ssh or rsync; None: there was no answer in time.
         error_output: what was printed to standard error.
         ssh: the ssh program and the user's options for it.
         advice: what to do if no known cause is found; default: to try ssh by hand.

@@ -101,7 +101,7 @@ def launch_agent(
         plan: what to start here.
         flags: torchrun's flags.
         zygote: forks the ranks.
-        folder: of the run; each attempt gets a folder in it.
+        folder: the folder of the run; each attempt gets a folder in it.
 
     Returns:
         The agent, which knows how the run has ended on this machine.
@@ -176,7 +176,7 @@ class Agent(api.SimpleElasticAgent):
         plan: what to start here.
         flags: torchrun's flags.
         zygote: forks the ranks.
-        folder: of the run.
+        folder: the folder of the run.
         variables: environment variables of every rank.
         console: opens and reads the ranks' output streams.
         rendezvous: joins the machines of the run, and carries messages between their launchers.
@@ -226,7 +226,7 @@ class Agent(api.SimpleElasticAgent):
         self._journal = Journal(report_folder, console.announce)
         self._round_memory = round_memory
         self._round_write_times: list[int] = []
-        """Of the rounds in memory when a machine that wants to join was first noticed."""
+        """The write times of the rounds when a machine that wants to join was first noticed."""
         rendezvous.defers_joiners = self._is_round_in_progress
         self._timeout_at = math.inf
         self._next_slow_checks = 0.0

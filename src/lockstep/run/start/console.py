@@ -142,9 +142,9 @@ class Console:
         filters: for `stdout` and `stderr` a list of texts. A line that reaches the console and
             holds one of them is also written to `filtered_stdout.log` (or `filtered_stderr.log`)
             in the attempt's folder.
-        prefix: of each line, with `${rank}` and `${local_rank}` (torchrun's template).
+        prefix: the template of each line's prefix, with `${rank}` and `${local_rank}`.
         always_logged: True if an only rank has log files too, instead of the terminal itself.
-        environ: read for NO_COLOR and TERM.
+        environ: the environment variables, of which NO_COLOR and TERM are read.
         stdout: descriptor that gets the ranks' standard output.
         stderr: descriptor that gets the ranks' standard error and the launcher's own lines.
     """
@@ -221,9 +221,9 @@ class Console:
         """Makes a rank's standard output and error, and a copy of our standard input.
 
         Args:
-            rank: in the whole run.
-            local_rank: on this machine.
-            folder: of the rank; it exists.
+            rank: the rank's number in the whole run.
+            local_rank: its number on this machine.
+            folder: the rank's folder, which must exist.
             is_only_rank: True for the only rank of the run. It has the terminal itself, if there is
                 one and the stream is shown. Otherwise what it writes is passed on unchanged,
                 without a prefix.
@@ -469,7 +469,7 @@ class _Stream:
 
     rank: int
     prefix: str
-    """Of each of its lines; empty: the stream is passed on unchanged."""
+    """The prefix of each of its lines; empty if the stream is passed on unchanged."""
     descriptor: int
     """The end of the pipe from which it is read."""
     sink: Sink | None

@@ -30,7 +30,7 @@ def handled(handlers: Mapping[int, Callable[[int], object]]) -> Iterator[None]:
     has set stays. Python sets handlers in the main thread only, so elsewhere nothing is changed.
 
     Args:
-        handlers: by signal number a function that is called with the number.
+        handlers: for each signal number, the function that is called with the number.
     """
     replaced = {}
     if threading.current_thread() is threading.main_thread():

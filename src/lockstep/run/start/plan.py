@@ -64,7 +64,7 @@ class LaunchPlan:
     notes: tuple[str, ...]
     """The choices made automatically, each with its reason."""
     flags: tuple[str, ...]
-    """For torch's elastic launcher."""
+    """The flags for torch's elastic launcher."""
     script: Script
     script_spawns_ranks: bool = False
     """True if one process is started that spawns the ranks itself. It is not told that it is a

@@ -59,11 +59,11 @@ class Process:
     """A rank on this machine."""
 
     rank: int
-    """In the whole run."""
+    """Its number in the whole run."""
     local_rank: int
-    """On this machine."""
+    """Its number on this machine."""
     folder: Path
-    """For its logs and evidence."""
+    """The folder of its logs and evidence."""
     pid: int | None = None
     """None: it has not been started yet."""
     code: int | None = None

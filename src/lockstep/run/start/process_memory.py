@@ -27,9 +27,9 @@ class OomCounts:
     """How many processes the out-of-memory killer has ended so far; None: not known."""
 
     cgroup: int | None
-    """In the control groups of this process."""
+    """The kills in the control groups of this process."""
     machine: int | None
-    """On the whole machine; inside a container, on its host."""
+    """The kills on the whole machine; inside a container, on its host."""
 
 
 def read_oom_counts(root: Path = Path("/")) -> OomCounts:

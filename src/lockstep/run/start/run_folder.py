@@ -19,7 +19,7 @@ def make_folder(log_dir: str | None, name: str) -> Path:
 
     Args:
         log_dir: the flag's value; None: it is not given.
-        name: of the script; the folder's name begins with it.
+        name: the script's name, with which the folder's name begins.
 
     Raises:
         SettingError: nothing can be written there.

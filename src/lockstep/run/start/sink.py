@@ -32,7 +32,7 @@ class Sink:
 
     Args:
         descriptor: 1 or 2.
-        environ: read for NO_COLOR and TERM.
+        environ: the environment variables, of which NO_COLOR and TERM are read.
     """
 
     def __init__(self, descriptor: int, environ: Mapping[str, str]) -> None:

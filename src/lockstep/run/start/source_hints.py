@@ -106,7 +106,7 @@ def large_modules(loaded: Container[str]) -> list[str]:
     """Returns the large modules that have been imported.
 
     Args:
-        loaded: as `sys.modules`.
+        loaded: the imported modules by name, such as `sys.modules`.
     """
     return [name for name in _WORD_OF_LARGE_MODULE if name in loaded]
 
@@ -158,7 +158,7 @@ def _starts_processes(tree: ast.AST, variables: set[str]) -> bool:
     """True if a script certainly starts processes that are to be ranks.
 
     Args:
-        tree: of the script.
+        tree: the script's syntax tree.
         variables: the names that it sets.
     """
     called = set()
@@ -222,8 +222,8 @@ def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
     A fresh interpreter would import the script's own; a copy of a warm process has the other one.
 
     Args:
-        folder: the script's, which Python searches first.
-        loaded: as `sys.modules`.
+        folder: the script's folder, which Python searches first.
+        loaded: the imported modules by name, such as `sys.modules`.
 
     Returns:
         The names of what is in the folder (`random.py`, `numpy`), sorted.

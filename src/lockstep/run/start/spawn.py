@@ -233,8 +233,8 @@ def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, plan: Launc
 
     Args:
         fn: the function; large modules that its source file mentions are imported in the zygote.
-        pickled_call: its pickled call, which the ranks read from a file without a name.
-        plan: of the run.
+        pickled_call: the pickled call of `fn`, which the ranks read from a file without a name.
+        plan: the plan of the run.
     """
     try:
         source = inspect.getsourcefile(inspect.unwrap(fn)) or os.devnull

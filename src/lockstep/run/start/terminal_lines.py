@@ -76,7 +76,7 @@ def read_last_lines(folder: Path, count: int, stream: str = "stderr") -> list[st
     """Returns the last lines of a rank's log that are not blank, without colours.
 
     Args:
-        folder: of the rank.
+        folder: the rank's folder.
         count: how many lines at most.
         stream: `stdout` or `stderr`.
     """

@@ -201,7 +201,7 @@ def check_flags(flags: argparse.Namespace, nproc: int) -> None:
     """Refuses values with which nothing can be started, or which Lockstep does not honour.
 
     Args:
-        flags: as `parse_flags` returns them.
+        flags: the flags that `parse_flags` returned.
         nproc: ranks on this machine.
 
     Raises:
@@ -257,7 +257,7 @@ def shutdown_timeout(flag: float | str | None, environ: Mapping[str, str]) -> fl
 
     Args:
         flag: torchrun's --shutdown-timeout (since torch 2.12); None: it is not given.
-        environ: read for torchrun's variable if the flag is not given.
+        environ: the environment variables; torchrun's is read if the flag is not given.
 
     Raises:
         SettingError: the value is no number.

@@ -270,9 +270,9 @@ class Server:
         self.work = work
         self.spares_to_fork = spares
         self.spares: dict[int, socket.socket] = {}
-        """By process id: sockets to processes that wait until they are asked to be a rank."""
+        """Sockets to the processes that wait until they are asked to be a rank, by process id."""
         self.running: dict[int, int] = {}
-        """By process id: the numbers of the ranks that run."""
+        """The numbers of the ranks that run, by process id."""
         self.foreign: set[int] = set()
         """Process ids of ranks that are no Python program."""
         self.ignored: set[int] = set()
@@ -398,7 +398,7 @@ class Server:
         self.spares[pid] = zygotes_end
 
     def _close_zygotes_descriptors(self, parent: int) -> None:
-        """In a spare: closes what it has inherited from the zygote, and ties its life to it."""
+        """Called in a spare. Closes what it has inherited, and makes it end with the zygote."""
         signal.set_wakeup_fd(-1)
         die_with_parent(parent)
         os.close(self.wake_reader)
@@ -408,7 +408,7 @@ class Server:
             channel.close()
 
     def _become_rank(self, files: list[int]) -> NoReturn:
-        """In a spare: becomes the rank that is asked for, and does its work.
+        """Called in a spare. Makes it the rank that is asked for, and does the rank's work.
 
         Args:
             files: descriptors of the rank's streams and of its request.
