@@ -1,1 +1,1 @@
-"""The strategy `diloco`: copies of the model train apart, and are merged every so many steps."""
+"""The strategy `diloco`: copies of the model train apart, and are merged at regular intervals."""

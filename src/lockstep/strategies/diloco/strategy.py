@@ -1,4 +1,4 @@
-"""The strategy `diloco`: virtual ranks train apart, and are merged every so many steps.
+"""The strategy `diloco`: virtual ranks train apart, and are merged at regular intervals.
 
 A *virtual rank* (the user's option calls it a replica) trains its own copy of the model on an equal
 part of every global batch, with an inner optimizer of its own. Their number is part of the recipe,

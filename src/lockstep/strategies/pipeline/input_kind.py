@@ -17,7 +17,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the keyword arguments of a call."""
 
 MAX_REMEMBERED_KINDS = 256
-"""When so many kinds are remembered, all are forgotten."""
+"""When this many kinds are remembered, all of them are forgotten."""
 
 
 class InputKind(NamedTuple):

@@ -429,7 +429,7 @@ class PipelinedModule(ModuleWrapper):
         Args:
             batch: the global batch.
             action: the backward pass.
-            drop: True if nothing is to be computed, and messages only are to be exchanged.
+            drop: True if messages are to be exchanged, but nothing is to be computed.
         """
         stage = action.stage
         micro_batch = action.micro_batch
@@ -441,6 +441,7 @@ class PipelinedModule(ModuleWrapper):
                 if run_backward is not None and not drop:
                     run_backward()
             elif tensors.sent:
+                # The gradients of what was sent to the next stage come back from there.
                 posted = batch.posted_gradients.pop(micro_batch, None)
                 if not posted:
                     posted = self._post_gradients(stage, tensors.sent)

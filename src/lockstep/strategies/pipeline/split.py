@@ -118,12 +118,12 @@ def _assign_stages(name: str, module: nn.Module, stage: int, result: Split) -> i
 
     Args:
         name: of the module.
-        module: at whose beginning the model is in `stage`.
-        stage: see above.
-        result: is filled.
+        module: the module.
+        stage: the stage that the module begins in.
+        result: the dicts of this are filled.
 
     Returns:
-        The stage at the end of the module.
+        The stage that the module ends in.
     """
     prefix = f"{name}." if name else ""
     is_cut = any(cut.startswith(prefix) for cut in result.cuts)
@@ -133,7 +133,7 @@ def _assign_stages(name: str, module: nn.Module, stage: int, result: Split) -> i
         return stage
     for parameter_name, _ in module.named_parameters(recurse=False):
         result.loose_parameters[f"{prefix}{parameter_name}"] = stage
-    # `named_children` would leave out a child that stands at a second place.
+    # Not `named_children`, which leaves out a child that was registered before under another name.
     for child_name, child in module.named_modules(remove_duplicate=False):
         is_direct_child = child_name != "" and "." not in child_name
         if is_direct_child:

@@ -273,8 +273,9 @@ class Pipeline(Strategy):
             open_group(run, "replicas", ranks)
 
     def _set_statistics_groups(self, module: nn.Module, run: Run) -> None:
-        """Has SyncBatchNorm layers that would take statistics of all ranks take those of equal
-        stages.
+        """Restricts SyncBatchNorm layers to the ranks that have the same stages.
+
+        Other ranks do not run these layers. With one pipeline each rank is alone.
         """
         layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm | nn.SyncBatchNorm)]
         group = run.groups.get("replicas")

@@ -174,24 +174,23 @@ class Wire:
             kind: as for `send`.
             more: as for `send`.
         """
-        specs = self._specs_of_kind.get(kind)
-        expected = None if specs is None else _with_flag(specs, kind)
+        known_specs = self._specs_of_kind.get(kind)
         posted = self._posted
         self._posted = []
-        # Receives were posted for a message like the one before. If this one is of another kind,
-        # they get zeros.
-        if posted and [receive.spec for receive in posted] != expected:
-            self.take(posted)
-            posted = []
-
-        if specs is None or expected is None:
+        if known_specs is None:
+            self.take(posted)  # posted for a message like the one before; these get zeros
             specs = self._receive_specs(source, kind)
             tensors = self.take(self.post_receives(source, specs))
         else:
-            tensors = self.take(posted or self.post_receives(source, expected))
-            has_flag = expected != specs
+            specs = known_specs
+            expected = _with_flag(known_specs, kind)
+            if [receive.spec for receive in posted] != expected:
+                self.take(posted)  # as above
+                posted = self.post_receives(source, expected)
+            tensors = self.take(posted)
+            has_flag = expected != known_specs
             if has_flag:
-                has_known_specs = tensors.pop(0)
+                has_known_specs = bool(tensors.pop(0))
                 if not has_known_specs:  # the tensors are zeros
                     specs = self._receive_specs(source, kind)
                     tensors = self.take(self.post_receives(source, specs))
