@@ -72,6 +72,7 @@ def _weights(rows: Sequence[Tensor], count: int) -> dict[str, float]:
             without_first_column[f"{name} without its first column"] = tensor[:, 1:]
     for name, tensor in (by_name | without_first_column).items():
         if tensor.is_complex() or tensor.is_floating_point():
+            # Of such values only a mask says what a loss may be averaged over.
             is_mask = bool(((tensor == 0) | (tensor == 1)).all())
             if is_mask and tensor.dim() > 1:
                 weights[f"ones in {name}"] = float(tensor.sum())
@@ -110,9 +111,12 @@ class UnusedBatches:
         self._unused[self._last_number] = record
 
     def use(self, number: int) -> None:
-        """Notes that a model is called with this batch; those of its loader before it are over."""
+        """Notes that a model is called with this batch.
+
+        Earlier batches of the same loader are used as well, or are never trained.
+        """
         used = self._unused.get(number)
-        if used is None:
+        if used is None:  # it was used before, or was made from no loader's batch (number 0)
             return
         self._recognized_loaders.add(used.loader)
         for other_number, record in list(self._unused.items()):

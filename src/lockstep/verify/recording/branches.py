@@ -59,7 +59,9 @@ class Branches:
 
         def source_to_code(self: Any, data: Any, path: Any, **options: Any) -> CodeType:
             """Compiles the source of a file, with calls that note outcomes if it is the user's."""
-            if isinstance(path, str) and isinstance(data, bytes | str) and is_user_file(path):
+            # Tools may also hand over a syntax tree that they have made: it is compiled as it is.
+            is_source = isinstance(path, str) and isinstance(data, bytes | str)
+            if is_source and is_user_file(path):
                 data = add_notes(ast.parse(data, path), path)
             return plain_source_to_code(self, data, path, **options)  # type: ignore[no-any-return]
 
@@ -67,8 +69,11 @@ class Branches:
         loader_class.source_to_code = source_to_code
 
     def _note_outcome(self, place: Place, value: Any) -> Any:
-        """Takes the place of a test; returns its outcome."""
-        if torch.compiler.is_compiling():
+        """Is called in the place of a test, with its value; returns its outcome.
+
+        Outcomes are bits: a test that was true and later false has WAS_TRUE | WAS_FALSE.
+        """
+        if torch.compiler.is_compiling():  # the compiler cannot follow what is noted here
             return value
         is_true = bool(value)
         outcome = WAS_TRUE if is_true else WAS_FALSE
@@ -76,7 +81,7 @@ class Branches:
         return is_true
 
     def pop_outcomes(self) -> dict[Place, int]:
-        """Returns the outcomes since the last call: WAS_TRUE, WAS_FALSE, or both added up."""
+        """Returns the outcomes by place since the last call: WAS_TRUE, WAS_FALSE, or both bits."""
         outcomes = self._outcomes
         self._outcomes = {}
         return outcomes
@@ -98,7 +103,8 @@ class _TestNoter(ast.NodeTransformer):
         self._path = path
 
     def visit_If(self, node: ast.If) -> ast.AST:
-        self.generic_visit(node)
+        """Notes the test of an `if`, unless all that it decides about is what is reported."""
+        self.generic_visit(node)  # tests inside of it
         if _only_report([*node.body, *node.orelse]):
             return node
         return self._with_note(node)
@@ -145,6 +151,7 @@ def _only_reports(statement: ast.stmt) -> bool:
         return _only_report(statement.body)
     if not isinstance(statement, ast.Expr):
         return False
+    # A call such as `logger.info(f"{loss.item()}")`: all functions in it must be reporting ones.
     names = set()
     for node in ast.walk(statement):
         if isinstance(node, ast.Call):

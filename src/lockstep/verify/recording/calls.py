@@ -50,10 +50,10 @@ class CallRecorder:
             value=value,
             in_step=bool(state.running_optimizers),
         )
-        if isinstance(tensor, Tensor):
-            self._describe_input(call, tensor)
         state.update.calls.append(call)
         if isinstance(tensor, Tensor):
+            self._describe_input(call, tensor)
+            # Many collectives write their result to their input, as an all-reduce does.
             unmark(tensor)
             state.mode.writes.note_write(tensor, by_hand=False)
         if output is not None and not call.in_function:
@@ -78,6 +78,7 @@ class CallRecorder:
         for gradients in self.state.notes.gradients_of_passes:
             if parameter_id in gradients:
                 local_gradients.append(gradients[parameter_id])
+        # In a lower precision than float64, rounding alone changes a gradient by more.
         if not local_gradients or self.state.mode.lowest_dtype != torch.float64:
             return False
         accumulated = torch.stack(local_gradients).sum(0)
@@ -130,8 +131,9 @@ def _is_inside_autograd_function() -> bool:
     """
     forward_codes = set()
     for function in _all_subclasses(torch.autograd.Function):
-        if hasattr(function.forward, "__code__"):
+        if hasattr(function.forward, "__code__"):  # a function of Python's, not a built-in one
             forward_codes.add(function.forward.__code__)
+    # Is one of them on the stack of calls that led here?
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code in forward_codes:

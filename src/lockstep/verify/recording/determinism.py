@@ -67,7 +67,12 @@ class Determinism:
     # Dropout
 
     def skip_dropout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the input of a call of a dropout function, instead of calling it."""
+        """Returns the input of a call of a dropout function, instead of calling it.
+
+        Args:
+            args: of the call: the input, the probability, and whether the model is in training.
+            kwargs: of the call.
+        """
         arguments = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
         rate = arguments.get("p", 0.5)
         training = arguments.get("training", True)
@@ -151,6 +156,7 @@ class Determinism:
         """
         if not self.double or func.__name__ in DRAWS_WITH_GRADIENT:
             return func(*args, **kwargs)
+        # The call itself says in which dtype it draws.
         if "out" in kwargs or "dtype" in kwargs:
             return func(*args, **kwargs)
         if func.__name__.endswith("_"):
@@ -171,20 +177,24 @@ class Determinism:
         else:
             tensor = kwargs.pop("tensor")  # the functions of torch.nn.init pass it by name
             other_args = []
-        if tensor.dtype != torch.float64:
+        if tensor.dtype != torch.float64:  # such as whole numbers: it was not converted
             return func(tensor, *other_args, **kwargs)
         narrow = torch.empty_like(tensor, dtype=self._script_dtype)
         with torch.no_grad():
             return tensor.copy_(func(narrow, *other_args, **kwargs))
 
     def _narrow(self, value: Any) -> Any:
+        """Converts a float64 tensor to the script's dtype; other values stay as they are."""
         if isinstance(value, Tensor) and value.dtype == torch.float64:
             return value.to(self._script_dtype)
         return value
 
 
 def _widen_dtype(value: Any) -> Any:
-    return WIDE_DTYPES.get(value, value) if isinstance(value, torch.dtype) else value
+    """Returns float64 for a dtype of lower precision; other values stay as they are."""
+    if isinstance(value, torch.dtype):
+        return WIDE_DTYPES.get(value, value)
+    return value
 
 
 def _convert_module(module: nn.Module) -> None:
@@ -193,9 +203,9 @@ def _convert_module(module: nn.Module) -> None:
     DDP and FSDP hold the very tensors of a module, so a module that is float64 already is left
     alone.
     """
-    held = list(chain(module.parameters(), module.buffers()))
-    if any(t.is_floating_point() and t.dtype != torch.float64 for t in held):
+    module_tensors = list(chain(module.parameters(), module.buffers()))
+    if any(t.is_floating_point() and t.dtype != torch.float64 for t in module_tensors):
         module.double()
-    for tensor in held:
+    for tensor in module_tensors:
         if tensor.dtype == torch.complex64:
             tensor.data = tensor.data.to(torch.complex128)

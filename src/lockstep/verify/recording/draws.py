@@ -42,7 +42,8 @@ class DrawLog:
             generator: what the script passed as `generator`.
         """
         line = user_line() or "somewhere"
-        if generator not in (None, torch.default_generator):
+        uses_own_generator = generator not in (None, torch.default_generator)
+        if uses_own_generator:
             line += ", a torch.Generator of its own"
         self.count += 1
         if not self._first_line:
@@ -51,7 +52,7 @@ class DrawLog:
 
     def finish(self, drawn: Any, line: str) -> None:
         """Notes the numbers of a draw and marks their tensor."""
-        if not isinstance(drawn, Tensor) or drawn.device.type == "meta":
+        if not isinstance(drawn, Tensor) or drawn.device.type == "meta":  # there are no values
             return
         numbers = digest(drawn)
         self._hash.update(numbers.encode())

@@ -84,8 +84,9 @@ class ForeignStepRecorder:
         if state.has_optimizer or not update.losses:
             return
         for name, parameter in state.models.parameters():
-            is_recorded = name in update.gradients
-            if parameter.grad is None or is_recorded or storage_of(parameter) != storage:
+            if parameter.grad is None or storage_of(parameter) != storage:
+                continue
+            if name in update.gradients:  # the first write of an update counts
                 continue
             gradient = copy_arrays([(name, parameter.grad)])
             update.gradients = {**update.gradients, **gradient}

@@ -119,7 +119,7 @@ class ForwardRecorder:
         self._add_model(module)
         if trains:
             self._begin_training_pass(module, inputs, marks)
-        if not has_tensors(module):
+        if not has_tensors(module):  # such as a loss function, of which nothing is in float64
             return None
         return self.state.mode.determinism.convert(inputs)
 
@@ -141,7 +141,8 @@ class ForwardRecorder:
 
     def _note_wrapper(self, module: nn.Module) -> None:
         """Notes a training forward pass through DDP, or of the module inside of it."""
-        if not (module.training and torch.is_grad_enabled()):
+        is_training = module.training and torch.is_grad_enabled()
+        if not is_training:
             return
         update = self.state.update
         is_inside_ddp = id(module) in self.state.models.ddp_parameter_ids
@@ -177,10 +178,11 @@ class ForwardRecorder:
         elif is_first_of_backward_pass and not update.changed_between_passes:
             self._record_parameters_changed_within_update()
         if is_first_of_backward_pass:
-            if not update.model_inputs:
+            is_first_of_update = not update.model_inputs
+            if is_first_of_update:
                 state.notes.draws_before_forward = state.mode.draws.count
             record = describe_batch(inputs, ids=())
-            if record.shape:
+            if record.shape:  # there is a tensor with a row for each sample
                 update.model_inputs.append(record)
         self._note_evaluation_mode(module)
         # What the inputs are made from is a part of the loss, as far as it was drawn for this step.
@@ -265,16 +267,17 @@ class ForwardRecorder:
         self._depth -= 1
         if is_traced() or in_function_transform():
             return
-        if self._depth == 0 and has_parameters(module):
+        is_model = self._depth == 0
+        if is_model and has_parameters(module):
             self._mark_output(output)
         forward_pass = self.state.notes.running_pass
-        if forward_pass is None or not torch.is_grad_enabled():
+        if forward_pass is None or not torch.is_grad_enabled():  # the model is not being trained
             return
         outputs = []
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dim():
                 outputs.append(leaf)
-        if self._depth == 0:
+        if is_model:
             self._end_forward_pass(forward_pass, outputs)
         elif forward_pass.hidden is None:
             # The module is a part of the model, and the first with an output for each sample.
@@ -302,6 +305,7 @@ class ForwardRecorder:
         if with_rows or any(_has_rows_for_samples(tensor, count) for tensor in outputs):
             record.rows_are_samples = True
         notes.forward_passes = [*notes.forward_passes, forward_pass][-MAX_FORWARD_PASSES:]
+        # Only outputs that all have a row for each sample are compared, sample by sample.
         if not outputs or len(with_rows) != len(outputs):
             return
         record.outputs = summarize_rows(with_rows, count)
@@ -324,13 +328,17 @@ class ForwardRecorder:
         count = len(record.inputs)
         # Weighted by the number, so that gradients of two outputs cannot be swapped unnoticed.
         rows = summarize_rows(tensors_with_rows([gradient], count), count) * number
-        if not len(rows):
+        if len(rows) == 0:
             return
-        if len(record.output_gradients):
-            rows = record.output_gradients + rows
-        record.output_gradients = rows
+        if len(record.output_gradients) == 0:
+            record.output_gradients = rows
+        else:  # another output, or another backward pass, has a gradient as well
+            record.output_gradients = record.output_gradients + rows
 
 
 def _has_rows_for_samples(tensor: Tensor, count: int) -> bool:
-    """True if a tensor has an equal number of rows for each sample, such as tokens of a text."""
-    return not count or len(tensor) % count == 0
+    """True if a tensor has an equal number of rows for each sample, such as tokens of a text.
+
+    Without samples there is nothing to contradict it.
+    """
+    return count == 0 or len(tensor) % count == 0

@@ -120,7 +120,7 @@ class FunctionMode(TorchFunctionMode):
             call = loss_call(name, args, kwargs)
             if call is not None:
                 self.loss_calls.append(call)
-        if len(args) == 2:
+        if len(args) == 2:  # it may be a sum, a difference, a product or a quotient
             evidence.loss_terms = terms_of_result(name, *args)
 
     def _note_result(
@@ -171,7 +171,11 @@ class FunctionMode(TorchFunctionMode):
 
     @contextmanager
     def backward_pass(self, running: bool) -> Iterator[None]:
-        """Sets `in_backward` inside of the block."""
+        """Sets `in_backward` inside of the block.
+
+        Args:
+            running: False where the forward pass is computed again within a backward pass.
+        """
         before = self.in_backward
         self.in_backward = running
         try:

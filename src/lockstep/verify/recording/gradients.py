@@ -64,7 +64,10 @@ class GradientRecorder:
     def _add_local_gradient(self, parameter_id: int, gradient: Tensor | None) -> None:
         """Adds a gradient to those of the running backward pass."""
         passes = self.state.notes.gradients_of_passes
-        if gradient is None or not passes or len(passes) > MAX_BACKWARD_PASSES:
+        if gradient is None:
+            return
+        # There is no pass if the script calls `torch.autograd.grad` before any backward pass.
+        if not passes or len(passes) > MAX_BACKWARD_PASSES:
             return
         gradients = passes[-1]
         if parameter_id in gradients:
@@ -74,7 +77,12 @@ class GradientRecorder:
 
     @guarded
     def end_backward(self) -> None:
-        """A backward pass is over: notes the gradients, and whether they are this rank's own."""
+        """A backward pass is over: notes the gradients, and whether they are this rank's own.
+
+        They are its own if each is what the hooks have seen: the sum over all passes, or, if the
+        script has set gradients to zero in between, what the last pass added. Otherwise DDP has
+        averaged them.
+        """
         notes = self.state.notes
         notes.gradients_after_backward = {}
         is_own = []
@@ -87,7 +95,8 @@ class GradientRecorder:
             if local_gradients:
                 accumulated = sum(local_gradients, torch.zeros_like(gradient))
                 is_own.append(gradient.equal(accumulated) or gradient.equal(local_gradients[-1]))
-        self.state.update.local_passes.append(bool(is_own) and all(is_own))
+        all_are_own = bool(is_own) and all(is_own)
+        self.state.update.local_passes.append(all_are_own)
         notes.batches_at_last_backward = len(self.state.update.batches)
 
     def _local_gradients_of(self, parameter: nn.Parameter) -> list[Tensor]:
@@ -127,7 +136,7 @@ class GradientRecorder:
         for _, parameter in self.state.models.parameters():
             if parameter.grad is None:
                 continue
-            if id(parameter) not in gradients_then:
+            if id(parameter) not in gradients_then:  # the script itself has made the gradient
                 return math.nan
             now = own_part(parameter.grad).double().flatten()
             then = gradients_then[id(parameter)].double().flatten()
@@ -153,7 +162,8 @@ class GradientRecorder:
         self._calls.record("clip", None)
         before = self._copy_gradients()
         notes = self.state.notes
-        notes.gradients_before_clipping = notes.gradients_before_clipping or before
+        if not notes.gradients_before_clipping:  # of several calls, the first one counts
+            notes.gradients_before_clipping = before
         norm = clip_function(*args, **kwargs)
         has_clipped = False
         for name, array in self._copy_gradients().items():
@@ -164,6 +174,7 @@ class GradientRecorder:
 
     @guarded
     def _copy_gradients(self) -> dict[str, Array]:
+        """Returns copies of the gradients that there are, by the names of their parameters."""
         return copy_arrays((name, p.grad) for name, p in self.state.models.parameters())
 
     @guarded

@@ -62,7 +62,9 @@ class InputRecorder:
         """
         sampler = loader.sampler
         is_shuffled = isinstance(sampler, DistributedSampler) and sampler.shuffle
-        epoch = max(0, self._passes_over.get(loader, 0) - 1)
+        # Epochs are counted from 0. Without a pass, gradients were off when the iteration began.
+        passes_begun = self._passes_over.get(loader, 0)
+        epoch = max(0, passes_begun - 1)
         record = describe_batch(
             batch,
             ids=ids,
@@ -102,7 +104,9 @@ class InputRecorder:
         """
         state = self.state
         state.loss_is_weighted = False
-        self._passes_over.setdefault(loader, 0)
+        if loader not in self._passes_over:
+            self._passes_over[loader] = 0
+        # Loaders are numbered in the order of their first use.
         record.loader = list(self._passes_over).index(loader)
         length_text = ""
         with suppress(TypeError):  # a stream has no length

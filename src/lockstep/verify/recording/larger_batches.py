@@ -25,7 +25,11 @@ class EnlargedBatchSize(int):
 
 
 def enlarge(arguments: dict[str, Any], times: int) -> None:
-    """Changes the arguments of `DataLoader.__init__`, by name, to `times` the batch size.
+    """Changes the arguments of a DataLoader so that its batches are `times` as large.
+
+    Args:
+        arguments: of `DataLoader.__init__`, by name; they are changed.
+        times: the factor.
 
     Raises:
         CannotEnlargeError: the loader has no batch size, or batches that cannot be merged.
@@ -92,7 +96,7 @@ def _is_enlarged(sampler: Any) -> bool:
 class _MergedList(list[list[Any]]):
     """A list of batches that are merged already."""
 
-    _lockstep_merged = True
+    _lockstep_merged = True  # MERGED_ATTRIBUTE
 
 
 def _merged(batches: Iterable[Any], times: int) -> Iterator[list[Any]]:
@@ -109,4 +113,5 @@ def _merged(batches: Iterable[Any], times: int) -> Iterator[list[Any]]:
 
 
 def _ceil_div(dividend: int, divisor: int) -> int:
+    """Divides and rounds up."""
     return (dividend + divisor - 1) // divisor

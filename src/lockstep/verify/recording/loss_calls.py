@@ -77,7 +77,10 @@ def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lo
 
 def terms_of(loss: Tensor) -> list[float]:
     """Returns the numbers that were added up to this loss, or the loss itself."""
-    return loss.__dict__.get("_terms") or [float(loss.detach())]
+    terms: list[float] | None = loss.__dict__.get("_terms")
+    if terms:
+        return terms
+    return [float(loss.detach())]
 
 
 def terms_of_result(name: str, one: Any, other: Any) -> list[float]:
@@ -99,10 +102,11 @@ def terms_of_result(name: str, one: Any, other: Any) -> list[float]:
         return terms + other_terms
     if name == "sub":
         return terms + [-term for term in other_terms]
+    # A product or a quotient is a sum if the first argument is a loss and the other one a number.
     if not terms or other_terms or not _is_single_number(other):
         return []
     factor = float(other)
-    if not factor:
+    if factor == 0:
         return []
     if name == "div":
         return [term / factor for term in terms]
@@ -110,12 +114,14 @@ def terms_of_result(name: str, one: Any, other: Any) -> list[float]:
 
 
 def _terms_of_argument(value: Any) -> list[float]:
+    """Returns the terms of a loss, which is a scalar with a gradient; none of anything else."""
     if needs_gradient(value) and not value.dim():
         return terms_of(value)
     return []
 
 
 def _is_single_number(value: Any) -> bool:
+    """True for a number of Python's and for a tensor of one number."""
     return not isinstance(value, Tensor) or value.numel() == 1
 
 
@@ -146,13 +152,16 @@ def _line_of_call(name: str, args: tuple[Any, ...]) -> str | None:
 
     A loss that a library only scales keeps the line that made it before.
     """
-    if name not in ("mul", "div") or len(args) != 2 or _is_called_by_user():
+    may_scale = name in ("mul", "div") and len(args) == 2
+    if not may_scale or _is_called_by_user():
         return user_line()
+    # loss * factor, or factor * loss
     if needs_gradient(args[0]):
         loss, factor = args
     else:
         factor, loss = args
-    if needs_gradient(loss) and not loss.dim() and not needs_gradient(factor):
+    is_scaled_loss = needs_gradient(loss) and not loss.dim() and not needs_gradient(factor)
+    if is_scaled_loss:
         return line_of_loss(loss) or user_line()
     return user_line()
 
@@ -164,7 +173,8 @@ def _is_called_by_user() -> bool:
         file = frame.f_code.co_filename
         if is_user_file(file):
             return True
-        if TORCH_FOLDER not in file and not file.startswith(LOCKSTEP_FOLDER):
+        is_of_torch_or_lockstep = TORCH_FOLDER in file or file.startswith(LOCKSTEP_FOLDER)
+        if not is_of_torch_or_lockstep:  # a library in between
             return False
         frame = frame.f_back
     return False

@@ -104,6 +104,7 @@ class LossRecorder:
         for forward_pass in notes.forward_passes:
             if any(output.grad_fn in loss_nodes for output in forward_pass.outputs):
                 used_passes.append(forward_pass)
+        # No pass is used if the loss is made from something else than outputs of models.
         if not used_passes or used_passes[0] is notes.forward_passes[0]:
             return
         if inputs and used_passes[0].inputs is not None:
@@ -116,15 +117,18 @@ class LossRecorder:
         update = state.update
         update.loss_line = line_of_loss(loss) or user_line() or ""
         # Of several backward passes, the first that has such a line counts.
-        update.gather_line = update.gather_line or marks.get("gather", "")
-        update.detached_gather_line = update.detached_gather_line or marks.get("detached", "")
+        if not update.gather_line:
+            update.gather_line = marks.get("gather", "")
+        if not update.detached_gather_line:
+            update.detached_gather_line = marks.get("detached", "")
         state.record_marks(marks, state.notes.draws_before_forward)
         state.step_draws.record(update)
 
     def _record_sample_coupling(self, loss: Tensor, forward_passes: Sequence[ForwardPass]) -> None:
         """Records whether the loss, or a model, lets samples influence each other.
 
-        One process with the whole batch is enough to know it.
+        This is a property of the script, so the run on one process, with whole batches, is enough
+        to know it.
         """
         if dist.is_initialized() and dist.get_world_size() > 1:
             return
@@ -149,7 +153,9 @@ class LossRecorder:
         """
         for forward_pass in forward_passes:
             model = forward_pass.record.model
-            if forward_pass.hidden is None or self._couples_samples.get(model):
+            if forward_pass.hidden is None:  # no part of the model has a row for each sample
+                continue
+            if self._couples_samples.get(model):
                 continue
             is_early = self.state.writer.count < MIN_STEPS and not self._coupling_is_slow
             if not is_early and model in self._couples_samples:
@@ -245,5 +251,6 @@ def _are_positions(targets: Tensor) -> bool:
     count = len(targets)
     if count <= 2:
         return False
+    # On rank 1 they may be 4, 5, 6, ...: the first one is subtracted.
     positions = torch.arange(count).to(targets)
     return bool((targets - targets[0]).equal(positions))

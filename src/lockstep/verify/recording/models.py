@@ -54,6 +54,7 @@ class Models:
         if id(inner) in self._module_ids or not has_tensors(inner):
             return
         name = _class_name(inner)
+        # Roots of this class that are known already: `Net`, `Net#2`, ...
         roots_of_class = [root for root, _ in self._roots if root.split("#")[0] == name]
         if roots_of_class:
             name = f"{name}#{len(roots_of_class) + 1}"
@@ -112,8 +113,8 @@ class Models:
     ) -> Iterator[tuple[tuple[int, int], nn.Parameter]]:
         """Yields parameters that no root has, of optimizers that were built and have not stepped.
 
-        Each comes with the number of its optimizer, in the order in which they were built, and its
-        place in it.
+        Each comes with a pair: the number of its optimizer, in the order in which they were built,
+        and the place of the parameter in this optimizer.
         """
         unstepped_numbers = []
         for number, optimizer in enumerate(self.built_optimizers):
@@ -144,6 +145,7 @@ class Models:
                     continue
                 leaves = [t for t in pytree.tree_leaves(value) if type(t) is Tensor]
                 for place, tensor in enumerate(leaves):
+                    # "Net/layer.scale"; of the root itself, "Net/scale" instead of "Net/.scale"
                     name = f"{module_name}.{attribute}".replace("/.", "/")
                     if len(leaves) > 1:
                         name = f"{name}[{place}]"
@@ -190,6 +192,7 @@ class Models:
         return names
 
     def _wrapped_ids(self) -> set[int]:
+        """Returns the ids of the modules inside of DDP or prepared by Lockstep."""
         return self.ddp_parameter_ids.keys() | self.prepared_ids
 
     def _parameter_ids_within(self, module_ids: Collection[int]) -> set[int]:
@@ -202,8 +205,13 @@ class Models:
 
 
 def _class_name(module: nn.Module) -> str:
-    """Returns the name of the module's class; FSDP puts a class of its own in front of that."""
-    return next(c.__name__ for c in type(module).__mro__ if "FSDP" not in c.__name__)
+    """Returns the name of the module's class.
+
+    FSDP changes the class of a `Net` to a subclass named `FSDPNet`: the name is still `Net`.
+    """
+    names = [module_class.__name__ for module_class in type(module).__mro__]
+    names_without_fsdp = [name for name in names if "FSDP" not in name]
+    return names_without_fsdp[0]
 
 
 def has_tensors(module: nn.Module) -> bool:

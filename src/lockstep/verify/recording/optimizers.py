@@ -107,7 +107,7 @@ class OptimizerRecorder:
         if state.steps_of[optimizer] == max(state.steps_of.values()):
             state.end_script_if_enough()
 
-        itself, *other_args = args
+        itself, *other_args = args  # the first argument of `step` is the optimizer itself
         if not any(callable(value) for value in (*other_args, *kwargs.values())):
             self._record_step_inputs(optimizer)
             return None
@@ -153,6 +153,7 @@ class OptimizerRecorder:
     def _take_over_backward_passes(self) -> None:
         """Copies what is known of the backward passes, if those were before another step."""
         state = self.state
+        # With losses of its own, the update has had backward passes since the other step.
         if state.update.losses or not state.last_update.losses:
             return
         fields = {name: getattr(state.last_update, name) for name in FIELDS_OF_BACKWARD_PASSES}
@@ -163,7 +164,8 @@ class OptimizerRecorder:
         state = self.state
         update = state.update
         named = list(state.models.parameters())
-        if not any(state.steps_of.values()):
+        is_first_step = not any(state.steps_of.values())
+        if is_first_step:
             update.initial = {**copy_arrays(named), **update.initial}
         update.parameter_sums = {
             **state.models.whole_parameters(),
@@ -227,8 +229,9 @@ class OptimizerRecorder:
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped: records the parameters, and writes the update."""
         state = self.state
-        is_inner_step = state.running_optimizers.pop() is not optimizer
-        if is_inner_step or state.running_optimizers:
+        ended_optimizer = state.running_optimizers.pop()
+        is_outermost = not state.running_optimizers
+        if ended_optimizer is not optimizer or not is_outermost:
             return
         update = state.update
         self._record_identity(optimizer)

@@ -278,11 +278,11 @@ def _watch_torch_collective(recorder: Recorder, name: str) -> None:
         if _is_of_lockstep(caller.f_globals["__name__"]):
             return
         if name in GATHERING_FUNCTIONS:
-            # all_gather(output, input); its results carry no gradient
+            # all_gather(output, input): its results carry no gradient.
             output = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
             tensor = args[1] if len(args) > 1 else _input_by_name(kwargs)
             recorder.calls.record(name, tensor, output)
-        else:
+        else:  # all_reduce(tensor)
             tensor = args[0] if args else _input_by_name(kwargs)
             recorder.calls.record(name, tensor)
 
@@ -400,10 +400,11 @@ def _watch_tensor_hooks(recorder: Recorder) -> None:
         def watched_hook(gradient: Tensor) -> Any:
             """Calls the hook, and records whether it returns another gradient."""
             result = hook(gradient)
-            # Only the gradient of a leaf is what an optimizer steps with.
-            if self.is_leaf and isinstance(result, Tensor) and isinstance(gradient, Tensor):
-                if not result.equal(gradient):
-                    recorder.calls.record_hook(line)
+            # Only the gradient of a leaf is what an optimizer steps with. A hook that returns None
+            # leaves it as it is.
+            has_result = isinstance(result, Tensor) and isinstance(gradient, Tensor)
+            if self.is_leaf and has_result and not result.equal(gradient):
+                recorder.calls.record_hook(line)
             return result
 
         return plain_register(self, watched_hook)

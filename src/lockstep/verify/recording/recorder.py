@@ -1,9 +1,8 @@
 """Looks on at a script's training in one rank, and records every update of every optimizer.
 
 The recorder only sees calls and values. It listens to Lockstep's steps as an `Extension`;
-torch's
-hooks and the functions that `patches` replaces call its parts, each of which records one subject:
-`inputs`, `forwards`, `losses`, `gradients`, `optimizers`, `calls`, and `foreign_steps`.
+torch's hooks and the functions that `patches` replaces call its parts, each of which records one
+subject: `inputs`, `forwards`, `losses`, `gradients`, `optimizers`, `calls`, and `foreign_steps`.
 """
 
 from __future__ import annotations
@@ -60,7 +59,8 @@ class Recorder(Extension):
     def module_prepared(self, wrapped: PreparedModule) -> None:
         """`World.prepare` has wrapped a module."""
         module = wrapped.module
-        self.by_choice = self.by_choice or vars(module).get("by_choice", "")
+        if not self.by_choice:
+            self.by_choice = vars(module).get("by_choice", "")
         self.forwards.add_prepared(module)
 
     def delivered(self, batch: DeliveredBatch) -> None:

@@ -61,7 +61,7 @@ def couples_samples(outputs: Sequence[Tensor], hidden: Tensor) -> bool:
     if len(hidden) < 2:
         return False
     outputs = [t for t in outputs if t.dim() and len(t) == len(hidden)]
-    if not outputs or any(t is hidden for t in outputs):
+    if not outputs or any(t is hidden for t in outputs):  # nothing is computed from the activation
         return False
     if sum(t.numel() for t in (*outputs, hidden)) > MAX_VALUES:
         return False
@@ -73,7 +73,13 @@ def couples_samples(outputs: Sequence[Tensor], hidden: Tensor) -> bool:
 def _samples_are_coupled(
     results: Sequence[Tensor], sources: Sequence[Tensor], samples: int
 ) -> bool:
-    """True if rows of the results depend on rows of other samples in the sources."""
+    """True if rows of the results depend on rows of other samples in the sources.
+
+    Args:
+        results: tensors that were computed from the sources.
+        sources: tensors; these and the results have one row, or several, for each sample.
+        samples: number of samples.
+    """
     weights = [torch.arange(t.numel(), device=t.device).cos().view_as(t) for t in results]
     result_samples = [_sample_of_row(t, samples) for t in results]
     source_samples = [_sample_of_row(t, samples) for t in sources]
@@ -85,7 +91,7 @@ def _samples_are_coupled(
             probe = (result * weight)[has_bit].sum() + probe
         gradients = torch.autograd.grad(probe, sources, retain_graph=True, materialize_grads=True)
         largest = max(float(gradient.abs().max()) for gradient in gradients)
-        if not largest:
+        if not largest:  # this sum depends on nothing
             continue
         # ... must have no gradient by the samples that have not.
         for gradient, sample in zip(gradients, source_samples, strict=True):

@@ -44,13 +44,15 @@ def reduces_over_samples(name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
     for dim in _dims(name, args, kwargs):
         if dim is None:  # all of them
             return True
-        if type(dim) is int and dim % values.dim() == 0:
+        is_first_dim = type(dim) is int and dim % values.dim() == 0  # for two, 0 or -2
+        if is_first_dim:
             return True
     return False
 
 
 def _dims(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns the dimensions that a function goes over, as they were given or by default."""
+    # torch.sum(input, dim), but torch.norm(input, p, dim)
     place = 2 if name in DIM_IS_THIRD_ARGUMENT else 1
     if "dim" in kwargs:
         dim = kwargs["dim"]

@@ -109,6 +109,7 @@ class SavedFiles:
         return self.place_of(target)
 
     def _has(self, path: Any) -> bool:
+        """True if the script has saved a file under this path."""
         if not isinstance(path, str | os.PathLike):
             return False
         with suppress(FileNotFoundError):

@@ -224,6 +224,7 @@ class RecorderState:
         raise Finished(0)
 
     def _is_enough(self, steps: int) -> bool:
+        """True after so many steps, or, from `MIN_STEPS` on, when the time for them is over."""
         if steps >= self._config.steps:
             return True
         if self._config.seconds is None or steps < MIN_STEPS:
@@ -234,7 +235,9 @@ class RecorderState:
         """True if virtual ranks have not all stepped for the current global batch."""
         if self.micro_batch.virtual_rank is None:
             return False
-        return bool(self.update.batches) or not self.micro_batch.last
+        # A batch that was handed out and not stepped on yet belongs to it.
+        has_pending_batch = bool(self.update.batches)
+        return has_pending_batch or not self.micro_batch.last
 
     def record_marks(self, marks: Mapping[str, Any], draws_before: int) -> None:
         """Records the marks of a tensor that the loss is made from.
