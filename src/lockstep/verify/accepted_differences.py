@@ -83,6 +83,7 @@ def _parameters_changed_after_steps(
         None if there is no such update.
     """
     pairs = list(zip(reference_run, parallel_run, strict=False))
+    # Updates before which the parameters are known once more; the first one follows no step.
     numbers_after_forward = []
     for number, (expected, actual) in enumerate(pairs):
         both_began_with_forward = expected[0].began_with_forward and actual[0].began_with_forward
@@ -94,20 +95,23 @@ def _parameters_changed_after_steps(
     for number, (expected, actual) in enumerate(pairs):
         if not tensor_differences("parameters", expected, actual, tolerance):
             continue
+        optimizer = expected[0].optimizer
         later_numbers = [later for later in numbers_after_forward if later > number]
-        if later_numbers:
-            next_expected, next_actual = pairs[later_numbers[0]]
-            new_expected = _with_next_parameters(expected, next_expected)
-            new_actual = _with_next_parameters(actual, next_actual)
-            names = expected[0].parameters.keys()
-            all_ranks_have_all = all(rank.parameters.keys() == names for rank in actual)
-            if all_ranks_have_all and not tensor_differences(
-                "parameters", new_expected, new_actual, tolerance
-            ):
-                replaced[number] = new_expected, new_actual
-                optimizers_replaced.add(expected[0].optimizer)
-        elif expected[0].optimizer in optimizers_replaced:
-            replaced[number] = _with_next_parameters(expected), _with_next_parameters(actual)
+        if not later_numbers:
+            # No forward pass follows. If earlier steps of this optimizer were accepted, this one
+            # is too, and its parameters are not compared.
+            if optimizer in optimizers_replaced:
+                replaced[number] = _with_next_parameters(expected), _with_next_parameters(actual)
+            continue
+        names = expected[0].parameters.keys()
+        if not all(rank.parameters.keys() == names for rank in actual):
+            continue  # some rank has only a part of the parameters
+        next_expected, next_actual = pairs[later_numbers[0]]
+        new_expected = _with_next_parameters(expected, next_expected)
+        new_actual = _with_next_parameters(actual, next_actual)
+        if not tensor_differences("parameters", new_expected, new_actual, tolerance):
+            replaced[number] = new_expected, new_actual
+            optimizers_replaced.add(optimizer)
     if not replaced:
         return None
     new_reference = list(reference_run)
@@ -181,6 +185,7 @@ def _losses_and_rates_that_cancel(
 
 
 def _without_losses_and_rates(updates: Sequence[Update]) -> list[Update]:
+    """Returns the updates without gradients, losses and learning rates."""
     new_updates = []
     for update in updates:
         ranks = [
@@ -247,6 +252,7 @@ def updates_leave_same_parameters(
     if not parallel_run or len(reference_run) != len(parallel_run):
         return False
     reference_final, parallel_final = final_sums
+    # Both lists have the sums before each update, and at the end those after the last one.
     expected_sums = [update[0].parameter_sums for update in reference_run]
     expected_sums.append(reference_final[0] if reference_final else {})
     sums_of_ranks: list[Sequence[Mapping[str, Array]]] = []
@@ -274,7 +280,8 @@ def updates_leave_same_parameters(
 def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Tolerance) -> bool:
     """Returns whether optimizers have the state of one process, where it can be compared.
 
-    Sums over slices of a tensor say nothing of the whole one, but the largest value of all does.
+    A tensor of the state is known by a sum, its largest absolute value and its size. Sums over
+    slices of a tensor say nothing of the whole one, but the largest value of all slices does.
     """
     for name, expected_state in expected[0].optimizer_state.items():
         states = []
@@ -301,6 +308,7 @@ def _of_models(sums: Mapping[str, Array]) -> dict[str, Array]:
 def _are_equal(
     expected: Mapping[str, Array], actual: Mapping[str, Array], tolerance: Tolerance
 ) -> bool:
+    """Returns whether both have the same names, with values that are equal within the tolerance."""
     if expected.keys() != actual.keys():
         return False
     scale = scale_of(expected)
@@ -308,9 +316,16 @@ def _are_equal(
 
 
 def _parameters_change(sums_of_updates: Sequence[Mapping[str, Array]]) -> bool:
-    """Returns whether training changes the parameters. If it does not, they agree in any case."""
+    """Returns whether training changes the parameters. If it does not, they agree in any case.
+
+    Args:
+        sums_of_updates: sums over the parameters before each update, and after the last one; these
+            are empty if they are not known.
+    """
     first = sums_of_updates[0]
-    last = sums_of_updates[-1] or sums_of_updates[-2]
+    last = sums_of_updates[-1]
+    if not last:
+        last = sums_of_updates[-2]
     for name in first:
         if name in last and not np.array_equal(last[name], first[name]):
             return True
@@ -323,6 +338,7 @@ def _without_values_of_steps(updates: Sequence[Update]) -> list[Update]:
 
 
 def _without_step(rank: RankUpdate) -> RankUpdate:
+    """Returns what a rank recorded, without gradients and without parameters after the step."""
     empty: dict[str, Any] = {}
     return replace(
         rank,

@@ -7,6 +7,7 @@ subtracted. It counts as rounding if its norm is at most `max_error` times the g
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -38,9 +39,8 @@ def constant_ratio(
     if ratio == 0.0:
         return None
     remainder = norm(b - ratio * a)
-    if not remainder <= max_error * norm(b):
-        return None
-    return ratio
+    is_rounding = remainder <= max_error * norm(b)  # False for NaN
+    return ratio if is_rounding else None
 
 
 def weights(
@@ -92,11 +92,14 @@ def mean_of(ranks: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
 
     An array that a rank lacks counts as zero.
     """
-    arrays_by_name: dict[str, list[Array]] = {}
+    arrays_by_name: dict[str, list[Array]] = defaultdict(list)
     for arrays in ranks:
         for name, array in arrays.items():
-            arrays_by_name.setdefault(name, []).append(array)
-    return {name: np.asarray(sum(arrays)) / len(ranks) for name, arrays in arrays_by_name.items()}
+            arrays_by_name[name].append(array)
+    means = {}
+    for name, arrays_of_ranks in arrays_by_name.items():
+        means[name] = np.asarray(sum(arrays_of_ranks)) / len(ranks)
+    return means
 
 
 def near(first: float, second: float, max_error: float = 1e-6) -> bool:

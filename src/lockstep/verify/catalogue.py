@@ -58,6 +58,7 @@ class Entry:
 
 
 def _read_entries() -> dict[str, Entry]:
+    """Returns the entries of `catalogue.toml` by code."""
     entries = {}
     for fields in _TEXTS["entries"]:
         stripped = {name: text.strip("\n") for name, text in fields.items()}
@@ -116,6 +117,7 @@ def _find_by_words(words: list[str]) -> list[Entry]:
     titles = {code: entry.title.lower() for code, entry in ENTRIES.items()}
     texts = {code: entry.text.lower() for code, entry in ENTRIES.items()}
     catalogue_words = set(re.findall(r"[a-z_]{4,}", "\n".join(texts.values())))
+    # For each word, the spellings that are looked for.
     exact = [[word] for word in words]
     similar = [_similar(word, catalogue_words) for word in words]
     for text_of_code, spellings_of_words in ((titles, exact), (texts, exact), (texts, similar)):
@@ -137,6 +139,7 @@ def _has_all_words(text: str, spellings_of_words: list[list[str]]) -> bool:
 
 
 def _similar(word: str, known_words: Iterable[str]) -> list[str]:
+    """Returns at most two of the known words that are spelled similarly."""
     return difflib.get_close_matches(word, list(known_words), n=2, cutoff=0.75)
 
 

@@ -7,6 +7,7 @@ sentence each. LS210 means that the cause is not known.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -67,9 +68,9 @@ def format_by_process(values: Sequence[object], *, with_reference: bool = True) 
     processes = [f"rank {rank}" for rank in range(len(values))]
     if with_reference:
         processes.insert(0, "one process")
-    processes_by_value: dict[object, list[str]] = {}
+    processes_by_value: dict[object, list[str]] = defaultdict(list)
     for process, value in zip(processes, values, strict=False):
-        processes_by_value.setdefault(value, []).append(process)
+        processes_by_value[value].append(process)
     texts = []
     for value, names in processes_by_value.items():
         texts.append(f"{value} on {' and '.join(names)}")

@@ -101,7 +101,7 @@ def tolerance_of(*runs: Sequence[Update]) -> Tolerance:
     """Returns the tolerance for the lowest precision that any rank of the runs computed in."""
     dtypes = set()
     for updates in runs:
-        for update in updates[-1:]:
+        for update in updates[-1:]:  # the last one, if any, has the lowest precision so far
             dtypes |= {rank.dtype for rank in update}
     tolerances = [tolerance_for_dtype(dtype) for dtype in dtypes]
     return max(tolerances, key=lambda tolerance: tolerance.relative, default=FLOAT64)
@@ -160,17 +160,21 @@ def find_divergences(
                 reference_run,
                 parallel_run,
                 tolerance,
-                number,
-                kind,
-                tuple(difference.names),
-                difference.num_compared,
+                update_index=number,
+                kind=kind,
+                names=tuple(difference.names),
+                num_compared=difference.num_compared,
             )
             kinds_that_follow |= _KINDS_THAT_FOLLOW.get(kind, set())
+        # In later updates trained values follow from any difference, except of the loss alone: the
+        # gradients were equal then, so the script only shows another number.
         if found.keys() - {"loss"}:
             kinds_that_follow |= _TRAINED_VALUES
     if len(reference_run) != len(parallel_run) and "length" not in kinds_that_follow:
         length = min(len(reference_run), len(parallel_run))
-        found["length"] = Divergence(reference_run, parallel_run, tolerance, length, "length")
+        found["length"] = Divergence(
+            reference_run, parallel_run, tolerance, update_index=length, kind="length"
+        )
     return list(found.values())
 
 
@@ -182,10 +186,12 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
     if replica_names:
         yield Difference("replicas", list(replica_names), len(actual.merged("parameter_sums")))
 
+    # Each is True, False, or None if it is not known.
     same_indices, same_contents = same_samples(expected, actual)
     samples_are_same = same_indices if same_contents is None else same_contents
     if samples_are_same is False and same_indices is not True:
         yield Difference("samples", num_compared=expected.samples)
+    # The dataset has other contents under the same indices.
     if same_indices and same_contents is not True and contents_that_differ(expected, actual):
         yield Difference("contents")
 
@@ -279,6 +285,7 @@ def same_samples(expected: Update, actual: Update) -> tuple[bool | None, bool | 
 
 
 def _same_counts(expected: list[Sample] | None, actual: list[Sample] | None) -> bool | None:
+    """Returns whether both have each sample equally often; None if some samples are not known."""
     if expected is None or actual is None:
         return None
     return Counter(expected) == Counter(actual)

@@ -82,12 +82,13 @@ def join_parts(reference_run: Sequence[Update], parallel_run: Sequence[Update]) 
     concatenations: dict[str, _Concatenation] = {}
     unknown_names: list[str] = []
     for name in first_update.merged("initial"):
-        if name not in whole_tensors or not all(name in rank.initial for rank in first_update):
+        all_ranks_have_it = all(name in rank.initial for rank in first_update)
+        if name not in whole_tensors or not all_ranks_have_it:
             continue
         whole = whole_tensors[name]
         parts = [rank.initial[name] for rank in first_update]
         are_copies = all(np.array_equal(part, parts[0]) for part in parts)
-        if are_copies and whole.shape == parts[0].shape:
+        if are_copies and whole.shape == parts[0].shape:  # every rank has the whole tensor
             continue
         concatenation = _find_concatenation(parts, whole)
         if concatenation is not None:
@@ -125,6 +126,7 @@ def _find_concatenation(parts: Sequence[Array], whole: Array) -> _Concatenation 
             continue
         size = whole.shape[dimension]
         padding = sum(part.shape[dimension] for part in parts) - size
+        # A flat buffer is padded until its size is divisible by the number of ranks.
         may_be_padded = whole.ndim == 1 and 0 < padding < len(parts)
         if padding != 0 and not may_be_padded:
             continue
@@ -142,7 +144,10 @@ def _sizes_without(array: Array, dimension: int) -> list[int]:
 
 
 def _shapes_differ(name: str, parts: Sequence[Array], whole: Array) -> bool:
-    """Returns whether the shapes alone say that the tensors are no copies of one process's."""
+    """Returns whether the shapes alone say that the tensors are no copies of one process's.
+
+    A tensor that only an optimizer has is a buffer of its own making, whatever its shape.
+    """
     shapes = {part.shape for part in parts}
     return len(shapes) > 1 or is_in_no_model(name) or whole.shape not in shapes
 
@@ -191,11 +196,11 @@ def _with_joined(
     for field_name in _TENSOR_FIELDS:
         whole_tensors[field_name] = {}
         for name, concatenation in concatenations.items():
-            parts = [
-                getattr(rank, field_name)[name]
-                for rank in update
-                if name in getattr(rank, field_name)
-            ]
+            parts = []
+            for rank in update:
+                arrays = getattr(rank, field_name)
+                if name in arrays:
+                    parts.append(arrays[name])
             if len(parts) == len(update):
                 whole_tensors[field_name][name] = concatenation.join(parts)
     names = {*concatenations, *dropped_names}

@@ -7,6 +7,7 @@ part, or a line that wrote on some ranks only (`RankUpdate.write_stacks`), is wo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from lockstep.user_code import format_source_line
@@ -41,7 +42,8 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
         cause: what is said of it; tests on lines that it names are left out.
     """
     num_updates = min(len(case.reference_run), len(case.parallel_run))
-    if case.reference_run is case.parallel_run or case.update_index >= num_updates:
+    ranks_of_one_run = case.reference_run is case.parallel_run  # there is no run to compare with
+    if ranks_of_one_run or case.update_index >= num_updates:
         return []
     is_first_step = case.update_index == 0
     if is_first_step and cause.code != NOT_KNOWN_CODE:
@@ -105,9 +107,10 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
     if not stack_of_rank:
         return []
     # "ranks 0-1 last wrote to them by train.py:7: weight.zero_()", for each line
-    ranks_by_location: dict[Location, list[int]] = {}
+    ranks_by_location: dict[Location, list[int]] = defaultdict(list)
     for number, stack in stack_of_rank.items():
-        ranks_by_location.setdefault(stack[0], []).append(number)
+        innermost_line = stack[0]
+        ranks_by_location[innermost_line].append(number)
     texts = []
     for (file, line), ranks in ranks_by_location.items():
         source = format_source_line(file, line)

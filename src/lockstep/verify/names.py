@@ -7,6 +7,7 @@ and models of one class, as `Net` and `Net#2`, may have been met in another orde
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,7 +69,7 @@ def align_names(reference: Sequence[Update], other: Sequence[Update]) -> list[Up
 def _first_values(updates: Sequence[Update]) -> dict[str, Array]:
     """Returns every tensor of a run by name, as it was when it was recorded first."""
     tensors: dict[str, Array] = {}
-    for update in reversed(updates):
+    for update in reversed(updates):  # earlier updates replace the values of later ones
         for field_name in FIELDS_WITH_VALUES:
             tensors.update(update.merged(field_name))
     return tensors
@@ -167,7 +168,8 @@ def _roots_in_other_order(reference: Sequence[Update], other: Sequence[Update]) 
         for candidate in candidates:
             if reference_models[candidate].frozen == state.frozen:
                 with_same_frozen.append(candidate)
-        candidates = with_same_frozen or candidates
+        if with_same_frozen:
+            candidates = with_same_frozen
         best = name if name in candidates else candidates[0]
         new_names[name] = best
         del reference_models[best]
@@ -188,13 +190,13 @@ def _with_root(name: str, roots: Mapping[str, str]) -> str:
 
 def _first_states(updates: Sequence[Update]) -> dict[str, _FirstState]:
     """Returns what each model was like before the first update, by the name of its root."""
-    states: dict[str, _FirstState] = {}
+    states: dict[str, _FirstState] = defaultdict(_FirstState)
     if not updates:
         return states
     first = updates[0]
     for name, array in first.merged("initial").items():
         root, _, name_inside = name.partition("/")
-        state = states.setdefault(root, _FirstState())
+        state = states[root]
         state.parameters[name_inside] = array
         if name in first[0].frozen:
             state.frozen.add(name_inside)

@@ -115,7 +115,10 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
 
 
 def joined_forwards(update: Update) -> dict[str, tuple[Forward, Array]]:
-    """Returns, by model, the rows of all ranks one after the other, and the rank of each row."""
+    """Returns, by model, the rows of all ranks one after the other, and the rank of each row.
+
+    The ranks are an array with one number for each row.
+    """
     forwards_of_model: dict[str, list[tuple[int, Forward]]] = defaultdict(list)
     for number, rank in enumerate(update):
         if not rank.contributes:
@@ -160,7 +163,8 @@ def rows_among(rows: Array, known_rows: Array) -> Array:
 def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
     """Finds for each row of `expected` a row of `actual` with the same inputs.
 
-    If several have the same inputs, it takes the one whose other fields are nearest.
+    If several have the same inputs, it takes the one whose other fields are nearest. The inputs
+    have the shape (samples, 2): two numbers stand for each sample.
 
     Returns:
         The places in `expected` and in `actual` of the rows that belong together.

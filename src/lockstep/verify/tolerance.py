@@ -47,6 +47,7 @@ class Tolerance:
         both_nan = np.isnan(a) & np.isnan(b)
         unequal = ~((a == b) | both_nan)
         with np.errstate(over="ignore"):
+            # As complex numbers any two dtypes can be subtracted, booleans and unsigned ones too.
             difference = a[unequal].astype(np.complex128) - b[unequal]
         if not np.isfinite(difference).all():
             return math.inf

@@ -434,6 +434,6 @@ def _count_samples(rank: RankUpdate) -> int:
     if no_loader and all(batch.contents for batch in rank.batches):
         largest_counts: Counter[str] = Counter()
         for batch in rank.batches:
-            largest_counts |= Counter(batch.contents)
+            largest_counts |= Counter(batch.contents)  # keeps the larger count of each sample
         return largest_counts.total()
     return sum(len(batch.ids or batch.contents) for batch in rank.batches)

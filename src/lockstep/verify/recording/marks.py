@@ -38,7 +38,9 @@ def mark(values: Any, **marks: Any) -> None:
     if not marks:
         return
     for tensor in tensors(values):
-        existing = tensor.__dict__.setdefault("_marks", {})
+        if "_marks" not in tensor.__dict__:
+            tensor.__dict__["_marks"] = {}
+        existing = tensor.__dict__["_marks"]
         for kind, value in marks.items():
             existing[kind] = max(existing.get(kind, value), value)
 

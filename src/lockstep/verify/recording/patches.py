@@ -425,13 +425,22 @@ def _record_sample_indices(mode: FunctionMode) -> None:
         """Draws the indices of the next batch, and keeps them on the loader's iterator."""
         with mode.draws.paused():
             indices = draw()
-        vars(iterator).setdefault(INDICES_ATTRIBUTE, deque()).append(indices)
+        _pending_indices(iterator).append(indices)
         return indices
 
     def forget_indices(iterator: Any) -> None:
         vars(iterator).pop(INDICES_ATTRIBUTE, None)
 
     watch_indices(draw_indices, forget_indices)
+
+
+def _pending_indices(iterator: Any) -> deque[Any]:
+    """Returns the indices of batches that an iterator of a DataLoader has not handed out yet."""
+    attributes = vars(iterator)
+    if INDICES_ATTRIBUTE not in attributes:
+        attributes[INDICES_ATTRIBUTE] = deque()
+    pending: deque[Any] = attributes[INDICES_ATTRIBUTE]
+    return pending
 
 
 def _number_loaders(kept_batches: BatchWriter | BatchReader) -> None:
@@ -479,7 +488,7 @@ def _watch_loaders(
 
         In evaluation, gradients are off.
         """
-        indices: deque[Any] = vars(iterator).setdefault(INDICES_ATTRIBUTE, deque())
+        indices = _pending_indices(iterator)
         batches = _until_enough(recorder, iterator)
         writer = None
         name_of_pass = ""
