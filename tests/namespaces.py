@@ -247,7 +247,7 @@ class _Orders:
 
     def gloo(self) -> tuple[float, set[tuple[str, int]]]:
         """As a rank of torch's `env://`: a sum over all nodes; returns it, and what listens."""
-        from lockstep.distributed.network import socket_variables
+        from lockstep.distributed.interface import socket_variables
 
         place = self._info.bootstrap_store_info
         os.environ.update(

@@ -39,6 +39,7 @@ BESIDE = {"run"}
 """It must start fast and survive what it watches, so it sees itself and what is listed."""
 SEEN_FROM_BESIDE = {
     "errors",
+    "distributed.interface",
     "distributed.network",
     "distributed.topology",
     "distributed.torch_compat",
@@ -47,7 +48,7 @@ SEEN_FROM_BESIDE = {
 }
 MAY_USE_BESIDE = {"verify", "doctor", "testing", "cli", ""}
 # Gloo takes its interface from the environment alone; set while a run goes on, then restored.
-MAY_WRITE_ENVIRONMENT = {"distributed.network"}
+MAY_WRITE_ENVIRONMENT = {"distributed.interface"}
 MAY_PRINT = ("cli.", "extensions.report.")
 # Modules that still use private names of torch, with the reason. The list must shrink to nothing.
 PRIVATE_NAMES_ELSEWHERE = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.distributed.network import choose_interface, nccl_matches, use_gloo_interface
+from lockstep.distributed.interface import choose_interface, nccl_matches, use_gloo_interface
 from lockstep.errors import SettingError
 
 LAN = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.5"], "docker0": ["172.17.0.1"]}

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lockstep.distributed import network
+from lockstep.distributed import interface, network
 from lockstep.errors import MasterUnreachableError, SettingError
 
 ONE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.1.0.5", "fd00::5"]}
@@ -77,14 +77,14 @@ def test_this_machine_is_known() -> None:
 
 
 def test_the_variables_of_the_user_are_left_alone() -> None:
-    assert network.socket_variables({}, "eth0") == {
+    assert interface.socket_variables({}, "eth0") == {
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_SOCKET_IFNAME": "=eth0",
     }
-    assert network.socket_variables({"NCCL_SOCKET_IFNAME": "ib"}, "eth0") == {
+    assert interface.socket_variables({"NCCL_SOCKET_IFNAME": "ib"}, "eth0") == {
         "GLOO_SOCKET_IFNAME": "eth0"
     }
-    assert network.socket_variables({}, None) == {}
+    assert interface.socket_variables({}, None) == {}
 
 
 def test_many_ranks_ask_a_store_less_often_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from torch.distributed import Store
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep.communication import routing
-from lockstep.distributed import network
+from lockstep.distributed import interface, network
 from lockstep.distributed.topology import Topology
 from lockstep.errors import SettingError
 from lockstep.wording import did_you_mean
@@ -100,14 +100,14 @@ def open_group(
         return "MPI's own", "the backend is mpi"
     timeout_or_default = timeout or default_pg_timeout
     store.set_timeout(timeout_or_default)  # that of the join is too short for what follows
-    interface, reason = network.choose_interface(
+    name, reason = interface.choose_interface(
         os.environ,
         network.local_addresses(),
         topology.one_node,
         network.address_reaching(topology.master_addr),
         network.hostname_address(),
     )
-    network.use_gloo_interface(interface, topology.size)
+    interface.use_gloo_interface(name, topology.size)
     dist.init_process_group(
         backend,
         store=store,
@@ -118,7 +118,7 @@ def open_group(
         device_id=device if "nccl" in backend else None,
     )
     _wait_until_all_are_connected(store, topology.size, timeout_or_default)
-    return interface or "by host name", reason
+    return name or "by host name", reason
 
 
 def _open_mpi_group(topology: Topology, timeout: timedelta | None) -> None:
@@ -156,7 +156,7 @@ def _wait_until_all_are_connected(store: Store, size: int, timeout: timedelta) -
 
 def close_group() -> None:
     """Closes what `open_group` opened, also if it failed halfway."""
-    network.use_gloo_interface(None)
+    interface.use_gloo_interface(None)
     routing.use_shared_memory(None)
     if dist.is_initialized():
         dist.destroy_process_group()

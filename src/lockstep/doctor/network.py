@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from lockstep.distributed.interface import nccl_matches
 from lockstep.distributed.network import (
     LOOPBACK,
     address_reaching,
@@ -17,7 +18,6 @@ from lockstep.distributed.network import (
     listening_socket,
     listing,
     local_addresses,
-    nccl_matches,
 )
 from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, verdict
 from lockstep.errors import SettingError

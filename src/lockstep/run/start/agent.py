@@ -33,7 +33,8 @@ from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 
-from lockstep.distributed.network import socket_variables, wait_until
+from lockstep.distributed.interface import socket_variables
+from lockstep.distributed.network import wait_until
 from lockstep.distributed.torch_compat import skip_exit_barrier
 from lockstep.errors import LockstepError
 from lockstep.run.machines.nodes import Node
