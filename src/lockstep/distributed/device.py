@@ -1,7 +1,12 @@
-"""Which device this process computes on, and why; what to do when it runs out of memory."""
+"""Chooses the device that this process computes on, and advises when it runs out of memory.
+
+A *visible* GPU is one that CUDA shows to this process: CUDA_VISIBLE_DEVICES lists some of the
+*physical* GPUs and numbers them from 0. By default local rank r takes visible GPU r.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -22,21 +27,21 @@ def choose_device(
     may_share: bool,
     on_this_machine: Callable[[str], Sequence[str]],
 ) -> tuple[torch.device, str]:
-    """The device and the reason for it.
+    """Returns the device and the reason for it.
 
     Args:
-        wanted: `cpu`, `cuda`, `cuda:1`, or None for a GPU where there is one.
-        topology: local rank r takes visible GPU r.
+        wanted: `cpu`, `cuda`, `cuda:1`, or None for a GPU if there is one.
+        topology: this process's place.
         environ: for `CUDA_VISIBLE_DEVICES`, which renumbers the GPUs.
         may_share: more processes than GPUs are allowed (Gloo can; NCCL refuses).
-        on_this_machine: tells a text to the other processes of this machine, and returns those of
-            all; called where there are fewer GPUs than processes.
+        on_this_machine: exchanges a text with the other processes of this machine and returns the
+            texts of all; called if there are fewer visible GPUs than processes.
 
     Raises:
         SettingError: no such device, or fewer GPUs than processes.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted is None and not count:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted is None and num_gpus == 0:
         return torch.device("cpu"), "no CUDA device is visible"
     if wanted is not None:
         try:
@@ -47,130 +52,161 @@ def choose_device(
             ) from None
         if device.type != "cuda":
             return device, "as set"
-        if not count:
+        if num_gpus == 0:
             raise SettingError(
                 f"device={wanted!r}",
-                "no CUDA device is visible" + _visible(environ),
+                "no CUDA device is visible" + _format_cuda_visible_devices(environ),
                 "use device='cpu', or install a CUDA build of torch and check the driver",
             )
         if device.index is not None:
-            _check_one_process(device, topology, count)
+            _check_given_gpu(device, topology, num_gpus)
             return device, "as set" + physical(device.index, environ)
-    index = topology.local_rank % count
-    own = topology.local_size > count and not may_share
-    if own and not _each_has_its_own(index, on_this_machine):
-        raise SettingError(
-            f"{topology.local_size} processes on this machine",
-            f"{count_noun(count, 'visible GPU')}{_visible(environ)}; NCCL needs one for each",
-            f"start {count}, or use device='cpu', or backend='gloo' to share GPUs",
-        )
-    reason = "the one that this process is shown" if own else f"local rank {topology.local_rank}"
+    index = topology.local_rank % num_gpus
+    reason = f"local rank {topology.local_rank}"
+    if topology.local_size > num_gpus and not may_share:
+        if not _every_process_sees_another_gpu(index, on_this_machine):
+            visible_gpus = count_noun(num_gpus, "visible GPU")
+            raise SettingError(
+                f"{topology.local_size} processes on this machine",
+                f"{visible_gpus}{_format_cuda_visible_devices(environ)}; NCCL needs one for each",
+                f"start {num_gpus}, or use device='cpu', or backend='gloo' to share GPUs",
+            )
+        reason = "the one that this process is shown"
     return torch.device("cuda", index), reason + physical(index, environ)
 
 
-def _each_has_its_own(index: int, on_this_machine: Callable[[str], Sequence[str]]) -> bool:
-    """Whether each process of this machine is shown another GPU.
+def _every_process_sees_another_gpu(
+    index: int, on_this_machine: Callable[[str], Sequence[str]]
+) -> bool:
+    """Returns True if the visible GPUs of this number differ in all processes of this machine.
 
-    So do `srun --gpus-per-task=1`, `--virtual-local-rank` of `lockstep run` and torchrun, and
-    scripts that set `CUDA_VISIBLE_DEVICES` themselves; the number is 0 in all of them.
+    They do under `srun --gpus-per-task=1`, under `--virtual-local-rank` of `lockstep run` and
+    torchrun, and in scripts that set CUDA_VISIBLE_DEVICES themselves: each process sees one GPU,
+    with the number 0.
+
+    Args:
+        index: the number of the GPU in this process.
+        on_this_machine: see `choose_device`.
     """
-    shown = on_this_machine(str(torch.cuda.get_device_properties(index).uuid))
-    return len(set(shown)) == len(shown)
+    gpu_uuids = on_this_machine(str(torch.cuda.get_device_properties(index).uuid))
+    return len(set(gpu_uuids)) == len(gpu_uuids)
 
 
-def _check_one_process(device: torch.device, topology: Topology, count: int) -> None:
+def _check_given_gpu(device: torch.device, topology: Topology, num_gpus: int) -> None:
+    """Raises SettingError if the GPU that was given by its number does not exist or is shared."""
     if topology.local_size > 1:
         raise SettingError(
             f"device='{device}' with {topology.local_size} processes on this machine",
             "all of them would use this one GPU",
             "use device='cuda': local rank r then takes visible GPU r",
         )
-    if device.index >= count:
+    if device.index >= num_gpus:
         raise SettingError(
             f"device='{device}'",
-            f"{count_noun(count, 'visible GPU')}, numbered from 0",
+            f"{count_noun(num_gpus, 'visible GPU')}, numbered from 0",
             "choose a lower number; CUDA_VISIBLE_DEVICES renumbers the GPUs it lists from 0",
         )
 
 
 def physical(index: int, environ: Mapping[str, str]) -> str:
-    """` (physical GPU 2)` where CUDA_VISIBLE_DEVICES renumbers; else nothing."""
-    listed = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    return f" (physical GPU {listed[index]})" if index < len(listed) and listed[index] else ""
+    """Returns " (physical GPU 2)" if CUDA_VISIBLE_DEVICES renumbers the GPUs; else ""."""
+    visible_gpus = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if index >= len(visible_gpus):
+        return ""
+    physical_gpu = visible_gpus[index].strip()
+    return f" (physical GPU {physical_gpu})" if physical_gpu else ""
 
 
-def _visible(environ: Mapping[str, str]) -> str:
+def _format_cuda_visible_devices(environ: Mapping[str, str]) -> str:
+    """Returns " (CUDA_VISIBLE_DEVICES=0,1)" if the variable is set; else ""."""
     value = environ.get("CUDA_VISIBLE_DEVICES")
-    return "" if value is None else f" (CUDA_VISIBLE_DEVICES={value})"
+    if value is None:
+        return ""
+    return f" (CUDA_VISIBLE_DEVICES={value})"
 
 
-# Of the CPU's allocator, of CUDA itself, and of its libraries: plain RuntimeErrors.
-_TEXTS = (
+# What to do when memory runs out
+
+# The CPU's allocator, CUDA itself and its libraries raise plain RuntimeErrors with these texts.
+OUT_OF_MEMORY_TEXTS = (
     "can't allocate memory",
     "not enough memory",
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-_BEGIN = "lockstep: out of memory"
+ADVICE_BEGINNING = "lockstep: out of memory"
+"""How the note begins that `add_memory_advice` adds to an error."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the CPU's allocator, had no memory left."""
+    """Returns True if the error says that a device, or the CPU, has no memory left."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    plain = isinstance(error, RuntimeError) and not isinstance(error, LockstepError)
-    return plain and any(text in str(error) for text in _TEXTS)
+    if isinstance(error, LockstepError) or not isinstance(error, RuntimeError):
+        return False
+    message = str(error)
+    return any(text in message for text in OUT_OF_MEMORY_TEXTS)
 
 
 def add_memory_advice(error: BaseException | None, samples: int, devices: int = 1) -> None:
-    """Adds to an error of this kind, once, what can be done about it.
+    """Adds a note to an out-of-memory error that says what can be done about it.
 
     Args:
-        error: anything; None: nothing.
-        samples: what this rank was computing at a time.
-        devices: of this rank, which divide them; `micro_batch_size` is of one.
+        error: other errors, None, and an error that has such a note are left as they are.
+        samples: how many samples this rank was computing at a time.
+        devices: the number of devices of this rank, over which the samples were divided.
     """
-    told = any(note.startswith(_BEGIN) for note in getattr(error, "__notes__", ()))
-    if error is None or told or not is_out_of_memory(error):
+    if error is None or not is_out_of_memory(error):
         return
-    of = f" of {devices} devices" if devices > 1 else ""
-    note = f"{_BEGIN} with {count_noun(samples, 'sample')} at a time on this rank{of}."
-    if (each := -(-samples // devices)) > 1:
-        note += (
-            f" Take fewer at a time, say micro_batch_size={each // 2}: the global batch and the "
-            "numbers stay the same; micro_batch_size='auto' finds the largest that fits."
+    for note in getattr(error, "__notes__", ()):
+        if note.startswith(ADVICE_BEGINNING):
+            return
+    text = f"{ADVICE_BEGINNING} with {count_noun(samples, 'sample')} at a time on this rank"
+    if devices > 1:
+        text += f" of {devices} devices"
+    text += "."
+    samples_per_device = math.ceil(samples / devices)
+    if samples_per_device > 1:
+        text += (
+            f" Take fewer at a time, say micro_batch_size={samples_per_device // 2}: the global "
+            "batch and the numbers stay the same; micro_batch_size='auto' finds the largest that "
+            "fits."
         )
     error.add_note(
-        f"{note} lockstep.checkpoint_activations(model) keeps less for the backward pass, as does "
+        f"{text} lockstep.checkpoint_activations(model) keeps less for the backward pass, as does "
         "precision='bf16'; strategy='fsdp' divides the model over the ranks."
     )
 
 
+def _add_no_other_notes(error: BaseException) -> None:
+    pass
+
+
 def add_memory_advice_at_end(
-    step: Step, also: Callable[[BaseException], None] = lambda error: None
+    step: Step, add_other_notes: Callable[[BaseException], None] = _add_no_other_notes
 ) -> Callable[[], None]:
-    """Advises on an error that nobody catches, before it is printed.
+    """Adds the advice to an error that nobody catches, before Python prints it.
 
     Args:
-        step: of the run.
-        also: adds other notes to the error.
+        step: of the run; it knows how many samples were computed at a time.
+        add_other_notes: called with the error, too.
 
     Returns:
-        What ends that.
+        A function that undoes this.
     """
-    before = sys.excepthook
+    previous_hook = sys.excepthook
 
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         add_memory_advice(error, step.latest_micro_batch.local_rows, step.num_devices)
-        also(error)
-        before(kind, error, traceback)
+        add_other_notes(error)
+        previous_hook(kind, error, traceback)
 
     def undo() -> None:
         if sys.excepthook is hook:
-            sys.excepthook = before
+            sys.excepthook = previous_hook
 
     sys.excepthook = hook
     return undo

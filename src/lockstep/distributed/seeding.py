@@ -1,8 +1,10 @@
 """Seeds: equal on all ranks where they must be, different where they should.
 
-`init` seeds every rank alike, so that a model built, or a dataset split, before `prepare` is the
-same everywhere. `prepare` then lets the ranks part (`seed_rank`), so that dropout masks differ;
-rank 0 keeps the stream it has, which is also that of a plain single-device script.
+`init` seeds every rank with the same seed, so that a model that is built, or a dataset that is
+split, before `prepare` is the same on all ranks. `prepare` then gives each rank other random
+numbers (`seed_rank`), so that dropout masks differ. Rank 0 keeps its numbers, which are also those
+of a plain single-device script. A *stream* is the random generator of torch, of CUDA, of numpy or
+of Python's `random`.
 """
 
 from __future__ import annotations
@@ -15,16 +17,22 @@ from typing import Any
 import numpy as np
 import torch
 
-_MASK = (1 << 64) - 1
+LOWEST_64_BITS = (1 << 64) - 1
+LOWEST_32_BITS = (1 << 32) - 1
+SEED_RANK_CONSTANT = 0xD1F
+"""Mixed into the seeds of `seed_rank`, so that they differ from other mixed seeds."""
 
 
 def mix_seed(*numbers: int) -> int:
-    """One well-spread 64-bit number from several (SplitMix64, Steele et al. 2014)."""
+    """Returns one 64-bit seed made from several numbers (SplitMix64, Steele et al. 2014).
+
+    Seeds of similar numbers, such as (1, 2) and (1, 3), have nothing in common.
+    """
     state = 0
     for number in numbers:
-        state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state = (state + (number & LOWEST_64_BITS) + 0x9E3779B97F4A7C15) & LOWEST_64_BITS
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & LOWEST_64_BITS
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & LOWEST_64_BITS
         state ^= state >> 31
     return state
 
@@ -32,28 +40,29 @@ def mix_seed(*numbers: int) -> int:
 def seed_everything(seed: int) -> None:
     """Seeds torch (all devices), numpy and `random`, as a plain script does."""
     torch.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    np.random.seed(seed & LOWEST_32_BITS)
     random.seed(seed)
 
 
 def seed_rank(seed: int, rank: int) -> None:
-    """Gives every rank but 0 random streams of its own."""
-    if rank:
-        seed_everything(mix_seed(seed, rank, 0xD1F))
+    """Gives every rank except rank 0 random streams of its own."""
+    if rank != 0:
+        seed_everything(mix_seed(seed, rank, SEED_RANK_CONSTANT))
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Sets the CPU streams that datasets draw from, for one sample of one epoch."""
     value = mix_seed(seed, epoch, index)
     torch.default_generator.manual_seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
+    np.random.seed(value & LOWEST_32_BITS)
     random.seed(value)
 
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Restores the CPU streams of torch, numpy and `random` on leaving."""
-    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()
+    """Restores the CPU streams of torch, numpy and `random` at the end of the block."""
+    torch_state = torch.get_rng_state()
+    numpy_state = np.random.get_state()
     python_state = random.getstate()
     try:
         yield
@@ -64,7 +73,7 @@ def preserve_rng_state() -> Iterator[None]:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """The present state of every stream, in values that `checkpoint.encoding` takes."""
+    """Returns the current state of every stream, in values that a checkpoint can store."""
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -75,7 +84,10 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Sets every stream as `rng_state` found it; CUDA's only where both runs have such a device."""
+    """Sets every stream to a state from `rng_state`.
+
+    CUDA's stream is set only if the state was taken on a GPU and this rank computes on one.
+    """
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)

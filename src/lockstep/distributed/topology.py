@@ -1,6 +1,7 @@
-"""Who am I in the run: a frozen value, read once from the environment by pure functions.
+"""Finds this process's place in the run from the environment variables of its launcher.
 
-Environment variables of torchrun, the older launchers, MPI and Slurm become a `Topology`:
+A `Topology` says which *rank* this process is, of how many (*world size*), and which *local rank*
+among the processes of its machine (*node*). It is read once, by pure functions, from:
 
 | started by                          | known by                                              |
 |-------------------------------------|-------------------------------------------------------|
@@ -29,22 +30,30 @@ from lockstep.errors import SettingError
 
 Environ = Mapping[str, str]
 DEFAULT_PORT = 29500
-_LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")
+LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")
 
-_HOST = r"(?:[\w.:-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
-_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+# Of the ports that jobs get: below those that the kernel hands out.
+FIRST_JOB_PORT = 12288
+NUM_JOB_PORTS = 16384
 
-_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+OPEN_MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+MPICH_VARIABLES = ("PMI_RANK", "PMI_SIZE")
+SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+
+# Slurm's short form of one or more hosts with the same prefix: "n[01-03,7]-ib[0-1]" or "login".
+SLURM_HOST = r"(?:[\w.:-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+# Slurm's short form of the tasks on equal nodes: "2(x3)" is 2 on each of three, "1" on one.
+SLURM_TASKS = re.compile(r"(?P<tasks>\d+)(?:\(x(?P<nodes>\d+)\))?")
+# A range of numbers in a host name; only the first number is captured: "[01-03,7]" gives "01".
+SLURM_NUMBERS = re.compile(r"\[(\d+)[^]]*\]")
 
 
 @dataclass(frozen=True)
 class DataParallelRank:
     """Which part of every global batch a process computes: part `rank` of `size`.
 
-    Where several processes compute one part together (the stages of a pipeline), the first `size`
-    ranks of the run are those that hold the results: they alone contribute to sums and means over
-    ranks.
+    If several processes compute one part together (the stages of a pipeline), the first `size`
+    ranks of the run hold the results: only they contribute to sums and means over ranks.
     """
 
     rank: int
@@ -53,9 +62,9 @@ class DataParallelRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One process's place among the others.
+    """One process's place in the run.
 
-    Every process of a node has the same `node_rank`; where all nodes hold equally many,
+    All processes of a node have the same `node_rank`. If all nodes have equally many processes,
     `rank = node_rank * local_size + local_rank`.
     """
 
@@ -65,14 +74,14 @@ class Topology:
     local_size: int = 1
     node_rank: int = 0
     master_addr: str | None = None
-    """Host name or address of the node that holds rank 0."""
+    """Host name or address of the node where rank 0 is."""
     master_port: int | None = None
     agent_store: bool = False
-    """The launcher already serves a store at the master's address; rank 0 must not open another."""
+    """True if the launcher serves a store at the master's address; rank 0 must not open another."""
     source: str = "one process"
-    """Where this was learnt from, in words: `torchrun`, `Slurm`, ..."""
+    """What the place was read from, for messages: `torchrun`, `Slurm`, ..."""
     memory: tuple[str, ...] = ()
-    """Two files in memory that the launcher holds for this rank and those that follow it."""
+    """Two files in memory that the launcher keeps open for this rank and its successors."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -95,12 +104,20 @@ class Topology:
 
     @property
     def one_node(self) -> bool:
-        """True when all processes run on this machine."""
+        """True if all processes run on this machine."""
         return self.local_size == self.size
 
 
+@dataclass(frozen=True)
+class Task:
+    """The rank and the number of tasks that a scheduler or MPI has set for this process."""
+
+    rank: int
+    size: int
+
+
 def detect(environ: Environ, argv: Sequence[str] = ()) -> Topology | None:
-    """This process's place in the run; None when it was started plainly, as one process.
+    """Returns this process's place in the run; None if it was started plainly, as one process.
 
     Args:
         environ: the environment variables.
@@ -109,8 +126,8 @@ def detect(environ: Environ, argv: Sequence[str] = ()) -> Topology | None:
     Raises:
         SettingError: variables that are half set, do not parse, or contradict each other.
     """
-    for parse in _PARSERS:
-        topology = parse(environ, argv)
+    for read_topology in TOPOLOGY_READERS:
+        topology = read_topology(environ, argv)
         if topology is not None:
             return topology
     for name in ("WORLD_SIZE", "LOCAL_RANK"):
@@ -119,34 +136,46 @@ def detect(environ: Environ, argv: Sequence[str] = ()) -> Topology | None:
     return None
 
 
-def _torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
+# torchrun, `lockstep run`, and launchers that set the same variables
+
+
+def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
+    """Reads RANK and WORLD_SIZE, which may come from torchrun or be set by hand."""
     if not environ.get("RANK"):
         return None
     if not environ.get("WORLD_SIZE"):
         raise _half_set("RANK", environ["RANK"], "WORLD_SIZE")
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    rank = _number(environ, "RANK")
+    size = _number(environ, "WORLD_SIZE")
     local_rank = _local_rank(environ, argv)
     master_addr = environ.get("MASTER_ADDR") or None
-    local_size = _optional(environ, "LOCAL_WORLD_SIZE") or _optional(environ, "LOCAL_SIZE")
+    local_size = _optional_number(environ, "LOCAL_WORLD_SIZE")
+    if not local_size:
+        local_size = _optional_number(environ, "LOCAL_SIZE")
     if local_size is None:
-        # Nothing says how many ranks share this machine. A loopback master means all of them;
-        # otherwise it is at least those up to this one's local rank.
-        everyone_here = size == 1 or means_loopback(master_addr)
-        local_size = size if everyone_here else (local_rank or 0) + 1
-    local_rank = rank % local_size if local_rank is None else local_rank
-    node_rank = _optional(environ, "GROUP_RANK")
-    elastic = "TORCHELASTIC_RUN_ID" in environ
+        # Nothing says how many ranks share this machine. If the master's address is a loopback
+        # address, all do; otherwise at least those up to this one's local rank.
+        all_on_this_machine = size == 1 or means_loopback(master_addr)
+        local_size = size if all_on_this_machine else (local_rank or 0) + 1
+    if local_rank is None:
+        local_rank = rank % local_size
+    node_rank = _optional_number(environ, "GROUP_RANK")
+    if node_rank is None:
+        node_rank = (rank - local_rank) // local_size
+    by_torch_elastic = "TORCHELASTIC_RUN_ID" in environ
+    source = environ.get("LOCKSTEP_LAUNCHER")
+    if not source:
+        source = "torchrun" if by_torch_elastic else "RANK and WORLD_SIZE"
     topology = Topology(
         rank=rank,
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        node_rank=(rank - local_rank) // local_size if node_rank is None else node_rank,
+        node_rank=node_rank,
         master_addr=master_addr,
         master_port=port(environ),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        source=environ.get("LOCKSTEP_LAUNCHER")
-        or ("torchrun" if elastic else "RANK and WORLD_SIZE"),
+        source=source,
         memory=tuple(environ.get("LOCKSTEP_MEMORY", "").split()),
     )
     if local_size > size or rank < local_rank:
@@ -156,183 +185,244 @@ def _torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
             "ranks are counted on from machine to machine, so the local numbers are never larger",
             "let the launcher set all of them",
         )
-    if not elastic:
-        _agree(topology, environ)
+    if not by_torch_elastic:
+        _check_agrees_with_scheduler(topology, environ)
     return topology
 
 
-def _agree(topology: Topology, environ: Environ) -> None:
-    """Each scheduler task is one rank, or starts an equal run of ranks; anything else is a slip."""
-    for name, task in (("Open MPI", _pair(environ, _OPEN_MPI)), ("Slurm", _slurm_task(environ))):
-        if task is None or task[1] == 1:
+def _check_agrees_with_scheduler(topology: Topology, environ: Environ) -> None:
+    """Raises SettingError if RANK and WORLD_SIZE do not fit what a scheduler has set.
+
+    Each task of the scheduler may be one rank, or start equally many ranks with consecutive
+    numbers. Anything else is a mistake, such as RANK in a batch script.
+    """
+    tasks = {
+        "Open MPI": _read_task(environ, OPEN_MPI_VARIABLES),
+        "Slurm": _read_slurm_task(environ),
+    }
+    for scheduler, task in tasks.items():
+        if task is None or task.size == 1:
             continue
-        rank, size = task
-        if topology.size % size or topology.rank // (topology.size // size) != rank:
+        ranks_per_task = topology.size // task.size
+        is_multiple = topology.size % task.size == 0
+        if not is_multiple or topology.rank // ranks_per_task != task.rank:
             raise SettingError(
                 f"RANK={topology.rank} and WORLD_SIZE={topology.size}",
-                f"{name} says task {rank} of {size}",
+                f"{scheduler} says task {task.rank} of {task.size}",
                 "unset RANK and WORLD_SIZE, so that the scheduler's numbers are used; or set them "
                 "in each task, not in the batch script",
             )
 
 
-def _slurm_task(environ: Environ) -> tuple[int, int] | None:
-    # A batch script and an salloc shell have SLURM_PROCID too, but no step of their own.
-    return _pair(environ, _SLURM) if environ.get(_SLURM[1]) else None
+def _local_rank(environ: Environ, argv: Sequence[str]) -> int | None:
+    """Returns LOCAL_RANK, or the value of `--local_rank` among the script's arguments."""
+    from_variable = _optional_number(environ, "LOCAL_RANK")
+    for position, argument in enumerate(argv):
+        flag, equals_sign, value = argument.partition("=")
+        if flag not in LOCAL_RANK_FLAGS:
+            continue
+        if not equals_sign:  # `--local_rank 1`: the value is the next argument
+            is_last = position + 1 == len(argv)
+            value = "" if is_last else argv[position + 1]
+        from_argument = _number({flag: value}, flag)
+        if from_variable is not None and from_variable != from_argument:
+            raise SettingError(
+                f"LOCAL_RANK={from_variable} and {flag}={from_argument}",
+                "they contradict each other",
+                f"leave {flag} to the launcher",
+            )
+        return from_argument
+    return from_variable
 
 
-def _mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
-    ranks = _pair(environ, _OPEN_MPI)
-    if ranks is not None:
+# MPI and Slurm
+
+
+def _read_mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
+    """Reads the variables of Open MPI's or MPICH's `mpirun`."""
+    task = _read_task(environ, OPEN_MPI_VARIABLES)
+    if task is not None:
         source = "Open MPI"
-        local_names = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-        jobs = ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"]
-        pass_on = "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
+        local_variables = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+        job_variables = ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"]
+        advice = "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
     else:
-        ranks = _pair(environ, ("PMI_RANK", "PMI_SIZE"))
-        if ranks is None or ranks == _slurm_task(environ):  # `srun --mpi=pmi2` sets both
+        task = _read_task(environ, MPICH_VARIABLES)
+        if task is None or task == _read_slurm_task(environ):  # `srun --mpi=pmi2` sets both
             return None
         source = "MPICH"
-        local_names = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-        jobs = ["PMI_JOBID"]
-        pass_on = "mpirun -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ..."
-    rank, size = ranks
-    _same_world_size(environ, size, source)
-    local = _pair(environ, local_names)
-    if local is None and size > 1:
-        raise _half_set(f"{source}'s rank and size", f"{rank} of {size}", local_names[0])
-    local_rank, local_size = local or (0, 1)
+        local_variables = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        job_variables = ["PMI_JOBID"]
+        advice = "mpirun -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ..."
+    _check_world_size(environ, task.size, source)
+    local_task = _read_task(environ, local_variables)
+    if local_task is None:
+        if task.size > 1:
+            found = f"{task.rank} of {task.size}"
+            raise _half_set(f"{source}'s rank and size", found, local_variables[0])
+        local_task = Task(rank=0, size=1)
     master_addr = environ.get("MASTER_ADDR")
-    if not master_addr and local_size < size:
+    if not master_addr and local_task.size < task.size:
         raise SettingError(
-            f"{size} ranks started by mpirun ({source}) on several machines",
-            f"{local_size} of them are on this one, and MASTER_ADDR (where rank 0 is) is not set",
-            pass_on,
+            f"{task.size} ranks started by mpirun ({source}) on several machines",
+            f"{local_task.size} of them are on this one, and MASTER_ADDR (where rank 0 is) is not "
+            "set",
+            advice,
         )
-    job = next((environ[name] for name in jobs if environ.get(name)), None)
-    return _in_blocks(
-        Topology(
-            rank=rank,
-            size=size,
-            local_rank=local_rank,
-            local_size=local_size,
-            node_rank=(rank - local_rank) // local_size,
-            master_addr=master_addr or LOOPBACK,
-            master_port=port(environ) or (port_of(job) if job else DEFAULT_PORT),
-            source=source,
-        ),
-        "mpirun --map-by slot (Open MPI) or -ppn <ranks per machine> (MPICH)",
+    master_port = port(environ)
+    if master_port is None:
+        master_port = _port_of_first_job(environ, job_variables)
+    topology = Topology(
+        rank=task.rank,
+        size=task.size,
+        local_rank=local_task.rank,
+        local_size=local_task.size,
+        node_rank=(task.rank - local_task.rank) // local_task.size,
+        master_addr=master_addr or LOOPBACK,
+        master_port=master_port,
+        source=source,
     )
+    command = "mpirun --map-by slot (Open MPI) or -ppn <ranks per machine> (MPICH)"
+    _check_consecutive_ranks(topology, command)
+    return topology
 
 
-def _slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
-    task = _slurm_task(environ)
-    if task is None or task[1] == 1:
+def _read_slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
+    """Reads the variables that `srun` sets for each task."""
+    task = _read_slurm_task(environ)
+    if task is None or task.size == 1:
         return None
-    rank, size = task
-    _same_world_size(environ, size, "Slurm")
+    _check_world_size(environ, task.size, "Slurm")
     for name in ("SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID", "SLURM_LOCALID"):
         if not environ.get(name):
             raise SettingError("a run started by srun", f"{name} is not set", "start it anew")
     node_rank = _number(environ, "SLURM_NODEID")
-    counts = expand_tasks(environ["SLURM_STEP_TASKS_PER_NODE"])
-    if sum(counts) != size or not 0 <= node_rank < len(counts):
+    tasks_of_node = expand_tasks(environ["SLURM_STEP_TASKS_PER_NODE"])
+    if sum(tasks_of_node) != task.size or not 0 <= node_rank < len(tasks_of_node):
         raise SettingError(
-            f"SLURM_STEP_NUM_TASKS={size} and SLURM_NODEID={node_rank}",
+            f"SLURM_STEP_NUM_TASKS={task.size} and SLURM_NODEID={node_rank}",
             f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']} means "
-            f"{sum(counts)} tasks on {len(counts)} nodes",
+            f"{sum(tasks_of_node)} tasks on {len(tasks_of_node)} nodes",
             "start the processes with srun, which sets all of them",
         )
-    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    master_addr = environ.get("MASTER_ADDR")
+    if not master_addr:
+        hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+        master_addr = first_host(hosts) if hosts else None
     job = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}"
-    return _in_blocks(
-        Topology(
-            rank=rank,
-            size=size,
-            local_rank=_number(environ, "SLURM_LOCALID"),
-            local_size=counts[node_rank],
-            node_rank=node_rank,
-            master_addr=environ.get("MASTER_ADDR") or (first_host(hosts) if hosts else None),
-            master_port=port(environ) or port_of(job),
-            source="Slurm",
-        ),
-        "srun --distribution=block",
+    topology = Topology(
+        rank=task.rank,
+        size=task.size,
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        local_size=tasks_of_node[node_rank],
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=port(environ) or port_of(job),
+        source="Slurm",
     )
+    _check_consecutive_ranks(topology, "srun --distribution=block")
+    return topology
 
 
 # The order is explained at the top of this file.
-_PARSERS: tuple[Callable[[Environ, Sequence[str]], Topology | None], ...] = (
-    _torchrun,
-    _mpi,
-    _slurm,
+TOPOLOGY_READERS: tuple[Callable[[Environ, Sequence[str]], Topology | None], ...] = (
+    _read_torchrun,
+    _read_mpi,
+    _read_slurm,
 )
 
 
+def _read_slurm_task(environ: Environ) -> Task | None:
+    """Returns the task of `srun` that this process belongs to, or None."""
+    # A batch script and an salloc shell have SLURM_PROCID too, but no step of their own.
+    if not environ.get("SLURM_STEP_NUM_TASKS"):
+        return None
+    return _read_task(environ, SLURM_VARIABLES)
+
+
+def _read_task(environ: Environ, names: tuple[str, str]) -> Task | None:
+    """Reads a rank and a size, which must both be set or both not.
+
+    Args:
+        environ: the environment variables.
+        names: the variable of the rank and that of the size.
+    """
+    rank_name, size_name = names
+    has_rank = bool(environ.get(rank_name))
+    has_size = bool(environ.get(size_name))
+    if not has_rank and not has_size:
+        return None
+    if not has_size:
+        raise _half_set(rank_name, environ[rank_name], size_name)
+    if not has_rank:
+        raise _half_set(size_name, environ[size_name], rank_name)
+    return Task(_number(environ, rank_name), _number(environ, size_name))
+
+
+def _port_of_first_job(environ: Environ, job_variables: Sequence[str]) -> int:
+    """Returns the port of the job that the first of these variables names."""
+    for name in job_variables:
+        job = environ.get(name)
+        if job:
+            return port_of(job)
+    return DEFAULT_PORT
+
+
 def port_of(job: str) -> int:
-    """A port between 12288 and 28671 (below those the kernel hands out), the same on all ranks."""
-    return 12288 + zlib.crc32(job.encode()) % 16384
+    """Returns the port for a job's store, which is the same on all of its ranks."""
+    return FIRST_JOB_PORT + zlib.crc32(job.encode()) % NUM_JOB_PORTS
 
 
-def _in_blocks(topology: Topology, command: str) -> Topology:
-    """Consecutive ranks share a node; what reduces within a node first relies on it."""
-    first = topology.rank - topology.local_rank
-    equal_nodes = topology.size % topology.local_size == 0
-    if first < 0 or (equal_nodes and first % topology.local_size):
+def _check_consecutive_ranks(topology: Topology, command: str) -> None:
+    """Raises SettingError if the ranks of a machine are not consecutive.
+
+    Lockstep relies on it when it reduces within a machine first.
+
+    Args:
+        topology: this process's place.
+        command: how to start the processes, so that the ranks are consecutive.
+    """
+    first_rank_here = topology.rank - topology.local_rank
+    nodes_are_equal = topology.size % topology.local_size == 0
+    starts_a_node = first_rank_here % topology.local_size == 0
+    if first_rank_here < 0 or (nodes_are_equal and not starts_a_node):
         raise SettingError(
             f"rank {topology.rank} as local rank {topology.local_rank} of {topology.local_size} "
             f"(from {topology.source})",
             "the ranks are dealt out to the machines in turn; each machine needs consecutive ranks",
             command,
         )
-    return topology
 
 
-def _local_rank(environ: Environ, argv: Sequence[str]) -> int | None:
-    variable = _optional(environ, "LOCAL_RANK")
-    for position, argument in enumerate(argv):
-        flag, equals, value = argument.partition("=")
-        if flag not in _LOCAL_RANK_FLAGS:
-            continue
-        following = argv[position + 1 : position + 2]
-        argued = _number({flag: value if equals else "".join(following)}, flag)
-        if variable is not None and variable != argued:
-            raise SettingError(
-                f"LOCAL_RANK={variable} and {flag}={argued}",
-                "they contradict each other",
-                f"leave {flag} to the launcher",
-            )
-        return argued
-    return variable
+def _check_world_size(environ: Environ, size: int, source: str) -> None:
+    """Raises SettingError if WORLD_SIZE is set and differs from the launcher's size."""
+    world_size = _optional_number(environ, "WORLD_SIZE")
+    if world_size is not None and world_size != size:
+        raise SettingError(
+            f"WORLD_SIZE={world_size}", f"{source} says {size} processes", "unset it"
+        )
+
+
+# Single variables
 
 
 def port(environ: Environ) -> int | None:
-    """MASTER_PORT, where it is set."""
-    number = _optional(environ, "MASTER_PORT")
+    """Returns MASTER_PORT; None if it is not set."""
+    number = _optional_number(environ, "MASTER_PORT")
     if number is not None and not 0 < number < 65536:
         raise SettingError(f"MASTER_PORT={number}", "ports go from 1 to 65535", "set a free one")
     return number
 
 
-def _same_world_size(environ: Environ, size: int, source: str) -> None:
-    given = _optional(environ, "WORLD_SIZE")
-    if given not in (None, size):
-        raise SettingError(f"WORLD_SIZE={given}", f"{source} says {size} processes", "unset it")
-
-
-def _pair(environ: Environ, names: tuple[str, str]) -> tuple[int, int] | None:
-    """A rank and a size, which are both set or both not."""
-    there = [name for name in names if environ.get(name)]
-    if len(there) == 1:
-        missing = names[1] if there[0] == names[0] else names[0]
-        raise _half_set(there[0], environ[there[0]], missing)
-    return (_number(environ, names[0]), _number(environ, names[1])) if there else None
-
-
-def _optional(environ: Environ, name: str) -> int | None:
-    return _number(environ, name) if environ.get(name) else None
+def _optional_number(environ: Environ, name: str) -> int | None:
+    """Returns the value of a variable as a number; None if it is not set, or empty."""
+    if not environ.get(name):
+        return None
+    return _number(environ, name)
 
 
 def _number(environ: Environ, name: str) -> int:
+    """Returns the value of a variable that is set as a number."""
     text = environ[name]
     if not text.strip().isdecimal():
         raise SettingError(f"{name}={text}", "it is not a whole number of at least 0", "correct it")
@@ -340,6 +430,7 @@ def _number(environ: Environ, name: str) -> int:
 
 
 def _half_set(name: str, value: str, missing: str) -> SettingError:
+    """Returns the error for a variable that is set without the one it needs."""
     return SettingError(
         f"{name}={value}",
         f"{missing} is not set beside it",
@@ -351,32 +442,34 @@ def _half_set(name: str, value: str, missing: str) -> SettingError:
 
 
 def first_host(text: str) -> str:
-    """The first of `n[01-03,7]-ib[0-1],login`: `n01-ib0`.
+    """Returns the first host of a list: `n[01-03,7]-ib[0-1],login` gives `n01-ib0`.
 
     Source: the host list expressions in the manual page of `scontrol` (`show hostnames`).
 
     Raises:
         SettingError: the text is not a host list.
     """
-    if not re.fullmatch(f"{_HOST}(?:,{_HOST})*", text.strip()):
+    if not re.fullmatch(f"{SLURM_HOST}(?:,{SLURM_HOST})*", text.strip()):
         raise _malformed("host list", text, "n[01-03,7],login")
-    first = re.match(_HOST, text.strip())
-    return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0] if first else "")
+    first = re.match(SLURM_HOST, text.strip())
+    assert first is not None  # the whole text matched
+    return SLURM_NUMBERS.sub(r"\1", first[0])
 
 
 def expand_tasks(text: str) -> list[int]:
-    """`2(x3),1` as `[2, 2, 2, 1]`: the number of tasks on each node.
+    """Returns the number of tasks on each node: `2(x3),1` gives `[2, 2, 2, 1]`.
 
     Raises:
         SettingError: the text does not have this form.
     """
-    counts: list[int] = []
+    tasks_of_node: list[int] = []
     for part in text.strip().split(","):
-        match = _TASKS.fullmatch(part)
+        match = SLURM_TASKS.fullmatch(part)
         if match is None:
             raise _malformed("list of tasks per node", text, "2(x3),1")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
+        num_nodes = int(match["nodes"] or 1)
+        tasks_of_node += [int(match["tasks"])] * num_nodes
+    return tasks_of_node
 
 
 def _malformed(what: str, text: str, example: str) -> SettingError:

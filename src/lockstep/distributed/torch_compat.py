@@ -1,11 +1,12 @@
-"""Every private name of torch's that Lockstep uses, and nothing else.
+"""The only module that uses private names of torch, one function for each purpose.
 
-Sections: classes without a public name, the compiler, DDP, FSDP, modules and autograd, optimizers,
-state dicts, workers of a DataLoader, stores, process groups and their Flight Recorder, launching
-ranks. Each name was read in torch 2.11, 2.13 and 2.14, where nothing else is said;
-`tests/distributed/test_torch_compat.py` tells when one of them changes.
+Each name was read in the sources of torch 2.11, 2.13 and 2.14, unless a comment says otherwise.
+`tests/distributed/test_torch_compat.py` fails if one of them changes. The launcher uses this module
+before torch is imported, so torch is imported inside the functions.
 
-The launcher uses this module too, so torch is imported where it is needed, not at the top.
+Sections: classes without a public name, the compiler, DDP, FSDP, modules and autograd, data
+loaders, optimizers, state dicts and DTensors, stores, process groups and their Flight Recorder,
+launching ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ T = TypeVar("T")
 
 # Classes and modules without a public name
 
-_NAMES = {
+MODULE_AND_NAME = {
     "BatchNorm": ("torch.nn.modules.batchnorm", "_BatchNorm"),
     "DisableTorchFunctionSubclass": ("torch._C", "DisableTorchFunctionSubclass"),
     "DropoutNd": ("torch.nn.modules.dropout", "_DropoutNd"),
@@ -58,69 +59,75 @@ _NAMES = {
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
     "pytree": ("torch.utils", "_pytree"),
 }
-"""Classes and modules that torch has no public name for: where they are, and what they are called.
-The base classes of its BatchNorm, norm and dropout layers, its pytree, its dispatch mode, and the
-context in which subclasses of Tensor are asked nothing (named in torch's "Extending PyTorch")."""
+"""Classes and modules without a public name, by the name that they have here: the base classes of
+BatchNorm, norm and dropout layers, pytree, the dispatch mode, and the context in which methods of
+Tensor's subclasses are not called (described in torch's "Extending PyTorch")."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
+    """Imports one of these classes when it is first used; Python calls this for unknown names."""
+    if name not in MODULE_AND_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _NAMES[name]
-    globals()[name] = value = getattr(import_module(module), attribute)
+    module_name, name_in_module = MODULE_AND_NAME[name]
+    value = getattr(import_module(module_name), name_in_module)
+    globals()[name] = value  # so that this function is not called again
     return value
 
 
 # The compiler
 
 COMPILED_CHILD_NAME = "_orig_mod"
-"""The name of the original module in the one that `torch.compile` returns, and so a part of the
-names of its weights."""
+"""`torch.compile` returns a wrapper that contains the original module under this name, which is
+therefore a part of the names of its weights."""
 
 
 def never_compiled(function: Callable[P, T], *, recursive: bool = False) -> Callable[P, T]:
-    """Torch's compiler leaves this function alone.
+    """Returns the function in a form that torch's compiler never compiles.
 
-    With `recursive` also all that it calls, which is compiled otherwise.
+    `torch.compiler.disable` does the same, but loads the compiler at once, which takes a second.
 
-    `torch.compiler.disable` would load the compiler, which takes a second, at once.
+    Args:
+        function: the function.
+        recursive: do not compile the functions that it calls either.
     """
     import torch
 
     disable: Any = getattr(torch, "_disable_dynamo")  # noqa: B009 - not exported
-    made: Callable[P, T] = disable(function, recursive=recursive)
-    return made
+    uncompiled: Callable[P, T] = disable(function, recursive=recursive)
+    return uncompiled
 
 
 def run_as_it_is(function: Callable[P, T]) -> Callable[P, T]:
-    """Torch's compiler runs this function as it is and compiles each function that it calls.
+    """Lets torch's compiler run this function uncompiled, and compile the functions that it calls.
 
-    In a function that is compiled as a whole it is traced with the rest, where `never_compiled`
-    would end the graph. Torch marks its own functions so (`torch._dynamo.eval_frame.skip_code`);
-    the mark is set without loading the compiler.
+    If a compiled function calls it, it is traced as a part of that; `never_compiled` would break
+    the graph there. Torch marks its own functions in the same way
+    (`torch._dynamo.eval_frame.skip_code`). Setting the mark does not load the compiler.
     """
     from torch._C._dynamo import eval_frame
 
-    frame: Any = eval_frame
-    mark = frame._FrameExecStrategy(frame._FrameAction.SKIP, frame._FrameAction.DEFAULT)
-    frame.set_code_exec_strategy(function.__code__, mark)
+    frame_api: Any = eval_frame
+    skip_this_frame_only = frame_api._FrameExecStrategy(
+        frame_api._FrameAction.SKIP, frame_api._FrameAction.DEFAULT
+    )
+    frame_api.set_code_exec_strategy(function.__code__, skip_this_frame_only)
     return function
 
 
 def compiler_is_loaded() -> bool:
-    """Whether anything can have been compiled in this process."""
+    """Returns False if nothing can have been compiled in this process yet."""
     return "torch._dynamo" in sys.modules
 
 
 def outside_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that torch's compiler does not trace, nor what it calls: a hook of a module.
+    """Returns a hook of a module in a form that torch's compiler does not trace, nor what it calls.
 
-    `torch.compile(model)` and `model.compile()` call hooks as they are and compile the forward pass
-    between them. A hook would be compiled apart from it: graph breaks where it looks at what a
-    graph does not have (`grad_fn`), and another compilation whenever a number that it has read
-    changes. Torch leaves the hooks of `fully_shard` out in the same way.
+    `torch.compile(model)` and `model.compile()` call hooks and compile the forward pass between
+    them. Without this they would compile each hook separately, with a graph break where the hook
+    reads what a graph does not have (`grad_fn`), and again whenever a number changes that the hook
+    has read. Torch excludes the hooks of `fully_shard` in the same way.
 
-    Where the compiler is not loaded, the function does not load it.
+    If the compiler is not loaded, calling the hook does not load it.
     """
     uncompiled = never_compiled(function, recursive=True)
 
@@ -138,7 +145,7 @@ def outside_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def enclosing_ddp() -> DistributedDataParallel | None:
-    """The DDP module in whose forward pass this is called."""
+    """Returns the DDP module whose forward pass is running, or None."""
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel._active_ddp_module
@@ -147,16 +154,18 @@ def enclosing_ddp() -> DistributedDataParallel | None:
 def await_another_backward(module: DistributedDataParallel, roots: Sequence[Tensor]) -> None:
     """Lets DDP average the gradients of one more backward pass of the same forward passes.
 
-    Torch does this at the end of each forward pass (`DistributedDataParallel._post_forward`). Where
-    gradients are awaited still, the next backward pass is to bring them.
+    Torch does this at the end of each forward pass (`DistributedDataParallel._post_forward`). If
+    the previous backward pass has not produced all gradients, nothing changes: DDP still expects
+    them from the next one.
 
     Args:
-        module: after a forward pass.
-        roots: where to look for unused parameters from; empty: all are used.
+        module: the DDP module, after a forward pass.
+        roots: the outputs from which DDP looks for unused parameters; empty: all are used.
     """
     try:
-        module.reducer._rebuild_buckets()  # raises before an unfinished reduction is given up
+        module.reducer._rebuild_buckets()
     except RuntimeError:
+        # The reduction is unfinished, and `prepare_for_backward` would give it up.
         return
     module.reducer.prepare_for_backward(list(roots))
 
@@ -167,15 +176,16 @@ def await_another_backward(module: DistributedDataParallel, roots: Sequence[Tens
 def make_fsdp_root(module: FSDPModule) -> None:
     """Makes a module the root of its FSDP units now.
 
-    Torch would take the first one that runs for it, and refuse the whole model after a part of it.
+    Torch makes the first module that runs the root. If that is only a part of the model, it
+    refuses to run the whole model afterwards.
     """
     module._get_fsdp_state()._lazy_init()
 
 
 def share_meshes_with_copies() -> None:
-    """A deep copy of a DeviceMesh is from now on the mesh itself.
+    """Makes `copy.deepcopy` of a DeviceMesh return the mesh itself, from now on.
 
-    The copy that torch makes, with each copy of a DTensor, keeps process groups of its own alive.
+    Torch copies the mesh with each DTensor, and every copy keeps process groups of its own alive.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -184,25 +194,36 @@ def share_meshes_with_copies() -> None:
 
 
 def drop_fsdp_groups(units: Iterable[FSDPModule], mesh: DeviceMesh) -> None:
-    """Clears the places where torch keeps process groups for FSDP units."""
+    """Removes torch's references to the process groups of FSDP units, so that they can be freed."""
     for unit in units:
         state = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # 2.11: one, or None
-        for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
-            for info in filter(None, (group.mesh_info, group.post_forward_mesh_info)):
-                for name in vars(info):
-                    if name.endswith("process_group"):
-                        setattr(info, name, None)
+        parameter_groups = getattr(state, "_fsdp_param_groups", None)
+        if parameter_groups is None:  # torch 2.11 has a single group, or None
+            parameter_groups = [state._fsdp_param_group]
+        for parameter_group in parameter_groups:
+            if parameter_group is not None:
+                _clear_process_groups(parameter_group.mesh_info)
+                _clear_process_groups(parameter_group.post_forward_mesh_info)
     getattr(mesh, "_pg_registry", {}).clear()
+
+
+def _clear_process_groups(mesh_info: Any) -> None:
+    """Sets the attributes of an FSDP unit's mesh that are process groups to None."""
+    if not mesh_info:
+        return
+    for name in vars(mesh_info):
+        if name.endswith("process_group"):
+            setattr(mesh_info, name, None)
 
 
 # Modules and autograd
 
 
 def gradient_hooks(parameter: Tensor) -> int:
-    """How many hooks a parameter's gradient has; no public name tells."""
-    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return len(parameter._backward_hooks or ()) + len(after or ())
+    """Returns the number of hooks that are called with a parameter's gradient."""
+    hooks_before_accumulation = parameter._backward_hooks or ()
+    hooks_after_accumulation = getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
+    return len(hooks_before_accumulation) + len(hooks_after_accumulation)
 
 
 def write_counts(tensors: Iterable[Tensor]) -> list[int]:
@@ -233,7 +254,7 @@ def set_members(module: nn.Module, new: Members) -> None:
 
 
 def replace_apply(module: nn.Module, apply: Callable[..., Any]) -> None:
-    """Replaces what `module.to()`, `module.half()` and the like call.
+    """Replaces the method that `module.to()`, `module.half()` and similar methods call.
 
     Args:
         module: the module.
@@ -243,48 +264,48 @@ def replace_apply(module: nn.Module, apply: Callable[..., Any]) -> None:
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another one."""
+    """Returns True if autograd treats a tensor as a view of another one."""
     return tensor._is_view()
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """A new module of the same attributes, as `nn.DataParallel` makes its replicas.
+    """Returns a new module with the same attributes, as `nn.DataParallel` makes its replicas.
 
-    Its parameters, buffers and submodules are to be set. An RNN's copy has a list of weights of its
-    own.
+    The caller must set its parameters, buffers and submodules with `set_members`.
     """
     from torch import nn
 
     replicate: Any = type(module)._replicate_for_data_parallel
     if replicate is not nn.Module._replicate_for_data_parallel:
-        own: nn.Module = replicate(module)
-        return own
-    # What that does, in a third of the time: it sets each of its changes as an attribute.
-    made = type(module).__new__(type(module))
-    vars(made).update(vars(module), _is_replica=True)
-    return made
+        # The module has its own way to make a replica; an RNN copies its list of weights.
+        replica: nn.Module = replicate(module)
+        return replica
+    # The same as torch's method does, in a third of the time.
+    copy = type(module).__new__(type(module))
+    vars(copy).update(vars(module), _is_replica=True)
+    return copy
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called."""
+    """Returns True if `module.compile()` was called."""
     return module._compiled_call_impl is not None
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether it is what `torch.compile(model)` gave, or `model.compile()` was called."""
+    """Returns True if a module came from `torch.compile(model)`, or was compiled in place."""
     return is_compiled_in_place(module) or COMPILED_CHILD_NAME in module._modules
 
 
 def without_compile(module: nn.Module) -> nn.Module:
-    """The user's module inside of what `torch.compile(model)` gave; any other module itself."""
-    # Not by getattr: wrappers answer for what is inside of them.
+    """Returns the module that was given to `torch.compile`; any other module is returned itself."""
+    # Not by `getattr`: wrappers of other kinds pass it on to the module that they contain.
     if COMPILED_CHILD_NAME not in module._modules:
         return module
     inner: nn.Module = module._modules[COMPILED_CHILD_NAME]  # type: ignore[assignment]
     return inner
 
 
-_MARKS_OF_COMPILED_MODULES = (
+ATTRIBUTES_OF_COMPILED_MODULES = (
     "_torchdynamo_orig_callable",
     "_torchdynamo_wrapper_id",
     "get_compiler_config",
@@ -292,28 +313,30 @@ _MARKS_OF_COMPILED_MODULES = (
 
 
 def let_compile_again(module: nn.Module) -> None:
-    """Lets `torch.compile` wrap what `torch.compile(model)` gave once more, hooks and all.
+    """Lets `torch.compile` compile modules that it has compiled before together with their hooks.
 
-    Torch compiles such a module again by compiling the `forward` that the model had at the first
-    time, and finds that by a mark on the wrapper. Hooks of the wrapper and of the model, and a
-    `forward` that was set since then, would be left out without a word: under `fully_shard` no
-    parameter would be gathered. Without the marks torch takes the wrapper for a module like any
-    other; what is lost is its method `get_compiler_config`.
+    If torch compiles such a module again, it compiles the `forward` that the model had the first
+    time, which it finds by an attribute of the wrapper. Hooks, and a `forward` that was set since
+    then, would silently be left out: under `fully_shard` no parameter would be gathered. Without
+    these attributes torch treats the wrapper like any other module; what is lost is its method
+    `get_compiler_config`.
 
     Args:
-        module: the module itself and its submodules are treated.
+        module: the attributes of this module and of all its submodules are removed.
     """
     if not compiler_is_loaded():
         return
     for part in module.modules():
         if COMPILED_CHILD_NAME in part._modules:
-            for mark in _MARKS_OF_COMPILED_MODULES:
-                vars(part).pop(mark, None)
+            for name in ATTRIBUTES_OF_COMPILED_MODULES:
+                vars(part).pop(name, None)
 
 
 def in_backward_pass() -> bool:
-    """Whether this thread is in a backward pass, as checkpointed blocks are when they are computed
-    again; torch's own checkpointing asks the same.
+    """Returns True if this thread runs a backward pass.
+
+    That is also true while the forward pass of a checkpointed block is recomputed. Torch's own
+    activation checkpointing uses the same test.
     """
     import torch
 
@@ -321,10 +344,10 @@ def in_backward_pass() -> bool:
 
 
 def storage_reference(tensor: Tensor) -> Any:
-    """A weak reference to the storage of a tensor that is dense.
+    """Returns a weak reference to the storage of a dense tensor, which can be a key of a dict.
 
-    Those to one storage are equal and have one hash, whichever of its views they were made of; the
-    place of a freed storage is not used again as long as a reference to it is there.
+    References to one storage are equal, whichever of its views they were made from. As long as
+    there is a reference, the address of a freed storage is not used again.
     """
     from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -332,60 +355,124 @@ def storage_reference(tensor: Tensor) -> Any:
 
 
 def in_function_transform() -> bool:
-    """Whether this is inside of `torch.func.vmap`, `grad` or the like, where tensors stand for
-    others.
+    """Returns True inside `torch.func.vmap`, `torch.func.grad` and similar transforms.
+
+    There tensors are placeholders, whose values cannot be read.
     """
     import torch
 
-    stack: Any = torch._C._functorch
-    return stack.peek_interpreter_stack() is not None
+    functorch: Any = torch._C._functorch
+    return functorch.peek_interpreter_stack() is not None
+
+
+# Data loaders
 
 
 def watch_indices(
-    drawn: Callable[[Any, Callable[[], Any]], Any], begins: Callable[[Any], object]
+    draw_indices: Callable[[Any, Callable[[], Any]], Any], on_new_pass: Callable[[Any], object]
 ) -> None:
-    """Lets a function draw the indices of every batch of every DataLoader, from any sampler.
+    """Has a function called in place of every draw of a batch's indices, in every DataLoader.
 
     Args:
-        drawn: is given the loader's iterator and what draws; returns what that returns.
-        begins: is given the iterator when its workers, which persist, begin another pass.
+        draw_indices: called with the loader's iterator and the function that draws the indices;
+            must return what that function returns.
+        on_new_pass: called with the iterator when its persistent workers begin another pass.
     """
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    plain: Any = _BaseDataLoaderIter._next_index
-    reset: Any = _BaseDataLoaderIter._reset
+    original_next_index: Any = _BaseDataLoaderIter._next_index
+    original_reset: Any = _BaseDataLoaderIter._reset
 
     def next_index(self: _BaseDataLoaderIter) -> Any:
-        return drawn(self, partial(plain, self))
+        return draw_indices(self, partial(original_next_index, self))
 
-    def begin_pass(self: _BaseDataLoaderIter, *args: Any, **kwargs: Any) -> None:
-        begins(self)
-        reset(self, *args, **kwargs)
+    def reset(self: _BaseDataLoaderIter, *args: Any, **kwargs: Any) -> None:
+        on_new_pass(self)
+        original_reset(self, *args, **kwargs)
 
     _BaseDataLoaderIter._next_index = next_index  # type: ignore[method-assign]
-    _BaseDataLoaderIter._reset = begin_pass  # type: ignore[method-assign]
+    _BaseDataLoaderIter._reset = reset  # type: ignore[method-assign]
 
 
-def on_shadowed_iteration(called: Callable[[], object]) -> None:
-    """Calls a function on a rank that has joined (`Join`), for each iteration of the others.
+END_OF_PASS = object()
+"""Passed by `watch_data_loaders` instead of a batch when a pass is over."""
+
+
+def watch_data_loaders(on_batch: Callable[[Any, Any, Any, Any], None]) -> Callable[[], None]:
+    """Has a function called with each batch that a DataLoader delivers in this process.
+
+    Torch has no public hook for batches. A wrapper around torch's iterator would lack what some
+    programs use of it, such as its length.
 
     Args:
-        called: before this rank takes part in the collectives of the iteration.
+        on_batch: called with the iterator, its dataset, the sampler (the batch sampler, if that is
+            not torch's own class), and the batch or `END_OF_PASS`.
+
+    Returns:
+        A function that stops the watching.
+    """
+    from torch.utils.data import BatchSampler, dataloader
+
+    iterator_class: Any = dataloader._BaseDataLoaderIter
+    original_next = iterator_class.__next__
+
+    def watched_next(iterator: Any) -> Any:
+        sampler = iterator._index_sampler
+        if type(sampler) is BatchSampler:
+            sampler = sampler.sampler
+        try:
+            batch = original_next(iterator)
+        except StopIteration:
+            on_batch(iterator, iterator._dataset, sampler, END_OF_PASS)
+            raise
+        on_batch(iterator, iterator._dataset, sampler, batch)
+        return batch
+
+    def stop_watching() -> None:
+        if iterator_class.__next__ is watched_next:
+            iterator_class.__next__ = original_next
+
+    iterator_class.__next__ = watched_next
+    return stop_watching
+
+
+@contextmanager
+def without_worker_info() -> Iterator[None]:
+    """Makes `torch.utils.data.get_worker_info` return None inside a worker of a DataLoader.
+
+    Many iterable datasets call it and give each worker a part of their own. A worker that needs the
+    whole dataset, to take its samples from it, has no public way to get that.
+    """
+    from torch.utils.data._utils import worker
+
+    worker_info = worker._worker_info
+    worker._worker_info = None
+    try:
+        yield
+    finally:
+        worker._worker_info = worker_info
+
+
+# Joining (torch.distributed.algorithms.Join) and optimizers
+
+
+def on_shadowed_iteration(callback: Callable[[], object]) -> None:
+    """Has a function called on a rank that has no more batches (`Join`), for each batch of others.
+
+    Args:
+        callback: called before this rank takes part in the collectives of the iteration.
     """
     from torch.distributed.algorithms.join import Join
 
-    plain: Any = Join._get_num_nonjoined_procs
+    original: Any = Join._get_num_nonjoined_procs
 
-    def counted(self: Join) -> int:
-        left: int = plain(self)
-        if left:
-            called()
-        return left
+    def get_num_nonjoined_procs(self: Join) -> int:
+        num_ranks_with_batches: int = original(self)
+        if num_ranks_with_batches > 0:
+            callback()
+        return num_ranks_with_batches
 
-    Join._get_num_nonjoined_procs = counted  # type: ignore[method-assign]
-
-
-# Optimizers
+    Join._get_num_nonjoined_procs = get_num_nonjoined_procs  # type: ignore[method-assign]
 
 
 def unscales_gradients(optimizer: Optimizer) -> bool:
@@ -394,13 +481,13 @@ def unscales_gradients(optimizer: Optimizer) -> bool:
 
 
 def answer_grad_scaler(optimizer_class: type[Optimizer], answer: Callable[[Any], bool]) -> None:
-    """Sets what torch's GradScaler is told about the optimizers of a class.
+    """Answers torch's GradScaler for the optimizers of a class.
 
-    Just before it steps, the scaler asks whether the optimizer divides its gradients by the scale.
+    Just before a step, the scaler asks whether the optimizer divides its gradients by the scale.
 
     Args:
         optimizer_class: the class.
-        answer: called with the optimizer that is asked; raises to refuse the step.
+        answer: called with the optimizer; returns the answer, or raises to refuse the step.
     """
     optimizer_class._step_supports_amp_scaling = property(answer)  # type: ignore[attr-defined]
 
@@ -409,30 +496,30 @@ def answer_grad_scaler(optimizer_class: type[Optimizer], answer: Callable[[Any],
 
 
 def state_dict_metadata(state: Any) -> Any:
-    """What `nn.Module.state_dict()` keeps beside the tensors: the modules' versions; or None."""
+    """Returns the versions of the modules, which `nn.Module.state_dict()` stores; or None."""
     return getattr(state, "_metadata", None)
 
 
 def set_state_dict_metadata(state: Any, metadata: Any) -> None:
-    """Gives it to a copy, which is without; of None nothing becomes."""
+    """Sets the metadata of a copied state dict; None is ignored."""
     if metadata is not None:
         state._metadata = metadata
 
 
 def is_sharded(value: object) -> bool:
-    """Whether it is a DTensor."""
-    # Not by isinstance: who has no DTensor should not wait for its import.
+    """Returns True for a DTensor."""
+    # Not by `isinstance`, which would import DTensor for programs that have none.
     return hasattr(value, "full_tensor")
 
 
 def own_part(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor, any other tensor whole; it shares the memory."""
+    """Returns this rank's part of a DTensor, or any other tensor whole; memory is shared."""
     part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return part.detach()
 
 
 def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where this rank's shard of a DTensor begins in it, and the shard's extents."""
+    """Returns the offsets and the sizes of this rank's shard of a DTensor."""
     from torch.distributed.tensor import _utils
 
     sizes, offsets = _utils.compute_local_shape_and_global_offset(
@@ -441,80 +528,23 @@ def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offsets), tuple(sizes)
 
 
-# Workers of a DataLoader
-
-
-END_OF_PASS = object()
-"""What `watch_data_loaders` tells in the place of a batch when a pass is over."""
-
-
-def watch_data_loaders(seen: Callable[[Any, Any, Any, Any], None]) -> Callable[[], None]:
-    """Has a function called with each batch that a DataLoader delivers in this process.
-
-    No public hook tells of batches, and an iterator of our own in the place of torch's would lack
-    what some programs ask that for, its length for example.
-
-    Args:
-        seen: called with the iterator, its dataset, the sampler, or the batch sampler where that
-            is not torch's own, and the batch or `END_OF_PASS`.
-
-    Returns:
-        What ends it.
-    """
-    from torch.utils.data import BatchSampler, dataloader
-
-    iterators: Any = dataloader._BaseDataLoaderIter
-    plain = iterators.__next__
-
-    def watched(iterator: Any) -> Any:
-        indices = iterator._index_sampler
-        sampler = indices.sampler if type(indices) is BatchSampler else indices
-        try:
-            batch = plain(iterator)
-        except StopIteration:
-            seen(iterator, iterator._dataset, sampler, END_OF_PASS)
-            raise
-        seen(iterator, iterator._dataset, sampler, batch)
-        return batch
-
-    def end() -> None:
-        if iterators.__next__ is watched:
-            iterators.__next__ = plain
-
-    iterators.__next__ = watched
-    return end
-
-
-@contextmanager
-def without_worker_info() -> Iterator[None]:
-    """In a worker of a DataLoader: `torch.utils.data.get_worker_info` gives None.
-
-    Many iterable datasets ask it and give each worker a part of their own. A worker that needs the
-    whole of one, to take from it what it was asked for, has no public way to say so.
-    """
-    from torch.utils.data._utils import worker
-
-    info, worker._worker_info = worker._worker_info, None
-    try:
-        yield
-    finally:
-        worker._worker_info = info
-
-
 # Stores
 
 _VALIDATE_AND_PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 0x10C5)
 """The first requests of TCPStore's client (torch/csrc/distributed/c10d/TCPStore.cpp): VALIDATE with
 a magic number, PING with any number."""
 _PONG = struct.pack("<I", 0x10C5)
-"""A store sends PING's number back."""
+"""The answer of a store: the number of PING."""
 
 
 def answers_as_store(connection: socket.socket) -> bool:
-    """Whether a TCPStore is at the other end of a connection that has a timeout.
+    """Returns True if a TCPStore is at the other end of a connection.
 
-    Torch's own client cannot be asked: it waits without end, whatever its timeout, for something
-    that listens and says nothing.
+    Torch's own client cannot be used: it waits without end, whatever its timeout, for something
+    that listens and sends nothing.
+
+    Args:
+        connection: a connected socket that has a timeout.
     """
     try:
         connection.sendall(_VALIDATE_AND_PING)
@@ -523,95 +553,120 @@ def answers_as_store(connection: socket.socket) -> bool:
         return False
 
 
-def store_elsewhere(address: int, port: int) -> None:
-    """Where `env://` or `tcp://` of this process names port `address`, a store at `port` serves it.
+def store_elsewhere(announced_port: int, store_port: int) -> None:
+    """Makes `env://` and `tcp://` connect to a running store instead of serving one.
 
-    Torch's own would listen on all interfaces.
+    A store that torch serves would listen on all interfaces.
+
+    Args:
+        announced_port: the port that `env://` or `tcp://` names.
+        store_port: the port of the store that is used instead. Other announced ports are not
+            affected.
     """
     rendezvous: Any = import_module("torch.distributed.rendezvous")
-    create = rendezvous._create_c10d_store
+    original = rendezvous._create_c10d_store
 
-    def created(host: str, at: int, rank: int, size: int, timeout: Any, *others: Any) -> Any:
-        if at != address:
-            return create(host, at, rank, size, timeout, *others)
-        return rendezvous.TCPStore(host, port, size, is_master=False, timeout=timeout)
+    def create_store(host: str, port: int, rank: int, size: int, timeout: Any, *rest: Any) -> Any:
+        if port != announced_port:
+            return original(host, port, rank, size, timeout, *rest)
+        return rendezvous.TCPStore(host, store_port, size, is_master=False, timeout=timeout)
 
-    rendezvous._create_c10d_store = created
+    rendezvous._create_c10d_store = create_store
 
 
 # Process groups and their Flight Recorder
 
 RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
-"""Functions of `torch._C._distributed_c10d`: the Flight Recorder of Gloo and others, that of NCCL.
-Each has a second form with `_json` after its name, without frames and much cheaper."""
+"""Functions of `torch._C._distributed_c10d` that return the Flight Recorder's calls, of Gloo and of
+NCCL. With `_json` at the end of its name, each returns them without stacks and much faster."""
 
 
 def flight_record(*, lines: bool) -> str:
-    """What torch's Flight Recorder holds, as a JSON list of its records, one a recorder.
+    """Returns the calls in torch's Flight Recorder, as a JSON list with a record of each recorder.
 
-    Without `lines` 2000 calls take 50 ms. With `lines` each call has its stack, 0.2 s, in a process
-    that has loaded torch's compiler (all that have used DDP have); elsewhere torch would load it
-    now, in 2 s and with the interpreter's lock held, so the calls stay without.
+    Args:
+        lines: include the stack of each call. 2000 calls take 0.2 s with stacks, 50 ms without.
+            Stacks are left out in a process that has not loaded torch's compiler (one that uses DDP
+            has): torch would load it now, in 2 s and while it holds the interpreter's lock.
     """
     import torch._C._distributed_c10d as c10d
 
+    with_stacks = lines and _compiler_is_fully_imported()
+    records: list[bytes] = []
+    for name in RECORDERS:
+        function_name = name if with_stacks else f"{name}_json"
+        if hasattr(c10d, function_name):
+            records.append(getattr(c10d, function_name)())
+    if with_stacks:
+        # Records with stacks are pickles. They are safe to load: torch made them in this process.
+        return json.dumps([pickle.loads(record) for record in records], default=str)
+    texts = [record.decode(errors="replace") for record in records]
+    return f"[{', '.join(texts)}]"
+
+
+def _compiler_is_fully_imported() -> bool:
+    """Returns True if torch's compiler is loaded, and no thread is importing it just now."""
     compiler = sys.modules.get("torch._dynamo")
-    lines = lines and not getattr(getattr(compiler, "__spec__", None), "_initializing", True)
-    names = [name if lines else f"{name}_json" for name in RECORDERS]
-    written: list[bytes] = [getattr(c10d, name)() for name in names if hasattr(c10d, name)]
-    if lines:  # made by torch, in this process
-        return json.dumps([pickle.loads(record) for record in written], default=str)
-    return f"[{', '.join(record.decode(errors='replace') for record in written)}]"
+    import_spec = getattr(compiler, "__spec__", None)
+    return not getattr(import_spec, "_initializing", True)
 
 
 def take_gpu(index: int | None = None) -> None:
-    """In a thread of ours, before the recorders are asked: its GPU is that of this rank.
+    """Makes the GPU of this rank the current one of this thread, before it reads the recorders.
 
-    It is that of the process group, else the one with this index; None: with the local rank's.
+    The recorders ask CUDA whether a call has ended. A thread that has no current GPU would open
+    GPU 0 for that, and every rank of the machine would take some hundred MiB of its memory.
 
-    They ask CUDA whether a call has ended. A thread that has chosen no GPU would open the first
-    one for that, where every rank of the machine would then hold some hundred MiB more.
+    Args:
+        index: of the GPU, if the process group does not say which it uses; None: LOCAL_RANK.
     """
-    cuda, c10d = map(sys.modules.get, ("torch.cuda", "torch.distributed.distributed_c10d"))
+    cuda = sys.modules.get("torch.cuda")
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if cuda is None or c10d is None or not cuda.is_initialized():
         return
-    bound = getattr(c10d.GroupMember.WORLD, "bound_device_id", None)
-    own = int(os.environ.get("LOCAL_RANK", 0)) if index is None else index
-    index = own if bound is None else bound.index
+    device_of_group = getattr(c10d.GroupMember.WORLD, "bound_device_id", None)
+    if device_of_group is not None:
+        index = device_of_group.index
+    elif index is None:
+        index = int(os.environ.get("LOCAL_RANK", 0))
     if index < cuda.device_count():
         cuda.set_device(index)
 
 
 def process_groups() -> list[dict[str, Any]]:
-    """This rank's process groups: their names, descriptions and the ranks in them."""
+    """Returns the names, descriptions and ranks of this rank's process groups."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:
         return []
-    return [
-        {
-            "name": str(name),
-            "description": str(getattr(group, "group_desc", "")),
-            "ranks": sorted(c10d._world.pg_group_ranks.get(group, {})),
-        }
-        for group, name in list(c10d._world.pg_names.items())
-    ]
+    descriptions = []
+    # A copy: another thread may open a group meanwhile.
+    for group, name in list(c10d._world.pg_names.items()):
+        descriptions.append(
+            {
+                "name": str(name),
+                "description": str(getattr(group, "group_desc", "")),
+                "ranks": sorted(c10d._world.pg_group_ranks.get(group, {})),
+            }
+        )
+    return descriptions
 
 
 def group_being_made(frame: FrameType | None) -> dict[str, Any] | None:
-    """The process group that a thread waits to make in `new_group`, with what calls that.
+    """Returns the process group that a thread is opening with `new_group`, or None.
 
     Args:
-        frame: the thread's innermost one.
+        frame: the innermost frame of the thread.
 
     Returns:
-        Its name, ranks and backend, and whether only these ranks wait for each other, as they do
-        without TORCH_DIST_INIT_BARRIER=1; None where the thread makes none, or has just begun.
+        The name, ranks and backend of the group. `members_only` is True if only its ranks wait for
+        each other, and False if all ranks of the run do (TORCH_DIST_INIT_BARRIER=1). None if the
+        thread opens no group, or has just begun to.
     """
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     while frame is not None:
         if frame.f_code.co_name == "_new_group_with_tag":
             values = frame.f_locals
-            if "group_name" not in values:
+            if "group_name" not in values:  # torch has not chosen it yet
                 return None
             assert c10d is not None  # the frame is one of its functions
             waits_for_all = c10d._is_barrier_after_init() == 1
@@ -625,10 +680,10 @@ def group_being_made(frame: FrameType | None) -> dict[str, Any] | None:
     return None
 
 
-def on_default_group(opened: Callable[[object], object]) -> None:
-    """Calls `opened` with each default process group of this process from now on.
+def on_default_group(on_opened: Callable[[object], object]) -> None:
+    """Has a function called with each default process group that this process opens.
 
-    `init_process_group` and what calls it set the group by `_update_default_pg`, or reset it: None.
+    `init_process_group` sets the group by `_update_default_pg`; closing it sets None.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:  # a torch that was built without torch.distributed
@@ -638,7 +693,7 @@ def on_default_group(opened: Callable[[object], object]) -> None:
     def update(group: object) -> None:
         original(group)
         if group is not None:
-            opened(group)
+            on_opened(group)
 
     c10d._update_default_pg = update
 
@@ -650,14 +705,14 @@ def skip_exit_barrier(agent: SimpleElasticAgent) -> None:
     """Lets torch elastic's agent return without waiting for the agents of other machines.
 
     Once its workers have succeeded, the agent waits up to 300 s for the other agents
-    (`SimpleElasticAgent._exit_barrier`). It does so in C++, where no signal is heard. A shorter
-    `exit_barrier_timeout`, which is public, would let it log an error.
+    (`SimpleElasticAgent._exit_barrier`), in C++, where signals are not handled. With a shorter
+    `exit_barrier_timeout`, which is public, it would log an error.
     """
     agent._exit_barrier = lambda: None  # type: ignore[method-assign]
 
 
 def bound_to_processors(line: tuple[str, ...], gpu: int, mode: str) -> tuple[str, ...]:
-    """A command that runs on the processors near a GPU: torchrun's --numa-binding.
+    """Returns a command that runs on the processors near a GPU, as torchrun's --numa-binding does.
 
     Args:
         line: the command.
@@ -665,19 +720,20 @@ def bound_to_processors(line: tuple[str, ...], gpu: int, mode: str) -> tuple[str
         mode: a value of the flag, see `torch.numa.binding.AffinityMode`.
 
     Raises:
-        SettingError: there is no such GPU, no numactl, or the kernel does not tell what is near.
+        SettingError: there is no such GPU or no numactl, or the kernel does not say which
+            processors are near.
     """
     from torch.numa import binding
 
     options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
     logger = logging.getLogger(binding.__name__)
-    before, logger.disabled = logger.disabled, True  # it would print the traceback
+    was_disabled = logger.disabled
+    logger.disabled = True  # it would print the traceback
     wrap: Any = binding._maybe_wrap_command_args_with_numa_binding
-    newer = "device_index" in inspect.signature(wrap).parameters  # since torch 2.14
     try:
-        return tuple(
-            wrap(line, numa_options=options, **{"device_index" if newer else "gpu_index": gpu})
-        )
+        if "device_index" in inspect.signature(wrap).parameters:  # since torch 2.14
+            return tuple(wrap(line, numa_options=options, device_index=gpu))
+        return tuple(wrap(line, numa_options=options, gpu_index=gpu))
     except Exception as error:  # of CUDA, of the file system, of torch's own checks
         raise SettingError(
             f"--numa-binding {mode}",
@@ -685,4 +741,4 @@ def bound_to_processors(line: tuple[str, ...], gpu: int, mode: str) -> tuple[str
             "leave the flag out; it needs one GPU a process, and the command numactl",
         ) from None
     finally:
-        logger.disabled = before
+        logger.disabled = was_disabled
