@@ -101,7 +101,7 @@ def _compare_chunk(
 ) -> None:
     """Compares two flat tensors of one length, and adds what differs to `differences`."""
     if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-        # The usual case, and many times faster than the rest.
+        # Equal bits are the usual case, and this is many times faster than the rest.
         num_nans = _count_nans(a)
         differences.nans[0] += num_nans
         differences.nans[1] += num_nans
@@ -123,16 +123,19 @@ def _compare_chunk(
     if not is_different.any():
         return
 
+    # From here on only the elements that differ.
     wide_a = wide_a[is_different]
     wide_b = wide_b[is_different]
     difference = (wide_a - wide_b).abs()
     if atol or rtol:
         is_allowed = difference <= atol + rtol * wide_b.abs()
-        # An infinite difference is never allowed. NaN, on one side, compares as not allowed.
-        differences.count += int((~is_allowed | difference.isinf()).sum())
+        # If one side is NaN, `is_allowed` is False. If b is infinite it is True, and should not be.
+        counts = ~is_allowed | difference.isinf()
+        differences.count += int(counts.sum())
     else:
         differences.count += difference.numel()
 
+    # Where one side is NaN there is no difference to measure.
     is_number = ~difference.isnan()
     if is_number.any():
         largest = float(difference[is_number].max())
@@ -191,6 +194,7 @@ def rename_to_match(
     )
     if not match.changes:
         return dict(b), ""
+    # Those with a counterpart first; then the others, unless a new name is theirs.
     renamed = {new_name: b[name] for name, new_name in match.names.items()}
     new_names = set(renamed)
     for name, tensor in b.items():

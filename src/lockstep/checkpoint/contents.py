@@ -80,12 +80,12 @@ def open_contents(
     if largest.place and not source.modules:
         facts = {"read": largest.place, **facts}
     return Contents(
-        source,
-        tensors,
-        extra,
-        facts,
-        {file.name: file.stat().st_size for file in source.files},
-        training_tensors,
+        source=source,
+        tensors=tensors,
+        extra=extra,
+        facts=facts,
+        files={file.name: file.stat().st_size for file in source.files},
+        training=training_tensors,
     )
 
 
@@ -106,10 +106,13 @@ def _split_state(
     tensors: dict[str, LazyTensor] = {}
     extra: dict[str, Any] = {}
     tensor_of_view: dict[object, LazyTensor] = {}
+    view: object
     for name, value in state.items():
         if isinstance(value, Tensor):
             _check_tensor(path, name, value)
-            view = view_key(value) or name  # a tensor without memory is tied to no other
+            view = view_key(value)
+            if view is None:
+                view = name  # a tensor without memory is tied to no other
             tensors[name] = tensor_of_view.setdefault(view, TensorInMemory(value))
         elif isinstance(value, LazyTensor):
             tensors[name] = value

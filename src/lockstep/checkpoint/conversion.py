@@ -139,9 +139,10 @@ def _new_names(
     for prefix in remove_prefixes:
         changed = {name: _without_prefix(new, prefix) for name, new in new_names.items()}
         if changed == new_names:
+            first_name = names[0] if names else "not there"
             raise SettingError(
                 f"the prefix {prefix!r} to be removed",
-                f"no name begins with it; the first is {names[0] if names else 'not there'}",
+                f"no name begins with it; the first is {first_name}",
                 "see the names with lockstep checkpoint inspect",
             )
         new_names = changed

@@ -194,9 +194,10 @@ def with_own_storage(tensor: Tensor, storages_in_use: set[int]) -> Tensor:
             result is added.
     """
     storage = tensor.untyped_storage()
-    if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages_in_use:
+    is_part_of_storage = storage.nbytes() != tensor.nbytes
+    if is_part_of_storage or storage.data_ptr() in storages_in_use:
         tensor = tensor.clone()
-    if tensor.numel():
+    if tensor.numel():  # the storage of an empty tensor has no address
         storages_in_use.add(tensor.untyped_storage().data_ptr())
     return tensor
 
@@ -285,21 +286,22 @@ class _Encoder:
         problem = why_unstorable(local)
         if problem is not None:
             raise self._error(path, problem)
+        # The region of the whole tensor that this rank has.
         if is_dtensor:
             box = Box(*local_box(value))
         else:
-            box = Box((0,) * value.dim(), tuple(value.shape))
+            box = Box(offsets=(0,) * value.dim(), sizes=tuple(value.shape))
         view = view_key(value)
-        if view in self._tree_of_view:
+        if view in self._tree_of_view:  # it is tied to a tensor that is stored already
             return self._tree_of_view[view]
-        stored_elsewhere = is_replicated_copy(value)
+        another_rank_stores_it = is_replicated_copy(value)
         is_whole = box.sizes == value.shape
-        if self._main and is_whole and not stored_elsewhere:
+        if self._main and is_whole and not another_rank_stores_it:
             tree = self._add_tensor(self._to_host(local), path)
         else:
             # The tree names the tensor even if this rank has no elements of it to store.
             name = self._free_name(path)
-            if local.numel() and not stored_elsewhere:
+            if local.numel() and not another_rank_stores_it:
                 self._store(name, self._to_host(local))
                 self.boxes[name] = box
             tree = {
@@ -344,6 +346,7 @@ class _Encoder:
         return name
 
     def _store(self, name: str, tensor: Tensor) -> None:
+        """Adds a CPU tensor to `tensors`, without the memory that it shares with others."""
         separate = with_own_storage(tensor, self._storages_in_use)
         if separate.dtype in DTYPES_STORED_AS_BYTES:
             separate = to_bytes(separate)
@@ -369,6 +372,7 @@ def _is_dotted_name(text: str) -> bool:
 
 
 def _can_be_key(key: object) -> bool:
+    """Returns True if a dictionary with this key can be stored."""
     if type(key) is tuple:
         return all(_can_be_key(item) for item in key)
     return key is None or type(key) in {str, int, float, bool}

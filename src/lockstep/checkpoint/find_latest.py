@@ -36,7 +36,7 @@ class FolderView:
         return asdict(self)
 
     def describe_problems(self) -> str:
-        """Returns what the user should know besides, as the end of a sentence."""
+        """Returns the end of a sentence about the checkpoints passed over and the other writer."""
         text = ""
         if self.passed_over:
             passed = ", ".join(f"{name} ({why})" for name, why in self.passed_over.items())
@@ -58,13 +58,14 @@ def find_latest_sound(folder: Path) -> FolderView:
             passed_over[path.name] = "incomplete"
             continue
         health = examine(path, values=True)
-        # One of another version of Lockstep is not passed over: reading it says what to do.
+        # A checkpoint of another version of Lockstep is not passed over: the error that reading it
+        # raises says what to do.
         if health.problems and not health.other_version:
             passed_over[path.name] = "; ".join(health.problems)
             continue
         checkpoint_id = layout.read_manifest(path).get("id")
         return FolderView(path.name, checkpoint_id, passed_over, find_other_writer(folder))
-    return FolderView(None, None, passed_over)
+    return FolderView(name=None, passed_over=passed_over)
 
 
 def find_latest_complete(folder: Path) -> FolderView:
@@ -74,7 +75,8 @@ def find_latest_complete(folder: Path) -> FolderView:
         CheckpointError: `folder` is a file or cannot be read.
     """
     path = layout.latest(folder)
-    return FolderView(None if path is None else path.name)
+    name = None if path is None else path.name
+    return FolderView(name)
 
 
 def check_views(folder: Path, views: Sequence[FolderView]) -> None:

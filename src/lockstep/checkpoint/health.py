@@ -49,29 +49,30 @@ def examine(path: Path, *, values: bool = False) -> Health:
     """
     with plain_errors("looking at", path):
         if not (path / layout.MANIFEST).exists():
-            return Health(path, (f"{layout.MANIFEST} is missing, which is written last",), None)
+            problem = f"{layout.MANIFEST} is missing, which is written last"
+            return Health(path, (problem,), manifest=None)
         try:
             text = layout.manifest_text(path)
             manifest = layout.parse_object(text)
-            if manifest.get("format") == layout.FORMAT:
-                layout.check_manifest(manifest)
-                tensors_of_files = tensor_names_of_files(manifest)
-                check_seal(text)
+            format_version = manifest.get("format")
+            if format_version != layout.FORMAT:
+                problem = f"its format is {format_version}, this Lockstep reads {layout.FORMAT}"
+                return Health(path, (problem,), manifest=None, other_version=True)
+            layout.check_manifest(manifest)
+            tensors_of_files = tensor_names_of_files(manifest)
+            check_seal(text)
         except (ValueError, KeyError, TypeError) as error:
-            return Health(path, (f"{layout.MANIFEST} is damaged: {error}",), None)
-    if manifest.get("format") != layout.FORMAT:
-        found = f"its format is {manifest.get('format')}, this Lockstep reads {layout.FORMAT}"
-        return Health(path, (found,), None, other_version=True)
+            return Health(path, (f"{layout.MANIFEST} is damaged: {error}",), manifest=None)
 
     content_problems = []
     for file_name, tensor_names in tensors_of_files.items():
-        problem = _problem_of_file(path, file_name, tensor_names)
-        if problem is not None:
-            content_problems.append(problem)
+        file_problem = _problem_of_file(path, file_name, tensor_names)
+        if file_problem is not None:
+            content_problems.append(file_problem)
     if not content_problems:
-        problem = _problem_of_shards(path, manifest, tensors_of_files)
-        if problem is not None:
-            content_problems.append(problem)
+        shards_problem = _problem_of_shards(path, manifest, tensors_of_files)
+        if shards_problem is not None:
+            content_problems.append(shards_problem)
 
     listed_sizes = manifest.get("files")
     if isinstance(listed_sizes, dict) and listed_sizes.keys() == tensors_of_files.keys():
@@ -193,9 +194,13 @@ def inspect(path: Path, *, name: str | None = None, trust: bool = False) -> Insp
     if path.is_dir() and not is_checkpoint:
         leftovers = tuple(sorted(layout.leftovers(path)))
     readable = [health.path for health in checkpoints if not health.problems]
-    if not readable and (checkpoints or leftovers):
-        return Inspection(path, checkpoints, leftovers, None)
-    newest = readable[-1] if readable else path
+    if readable:
+        newest = readable[-1]
+    elif checkpoints or leftovers:
+        # None of the checkpoints, or of the saves that were stopped, can be read.
+        return Inspection(path, checkpoints, leftovers, contents=None)
+    else:
+        newest = path  # a file of weights, or a folder of another kind
     contents = open_contents(newest, name=name, trust=trust, everything=True, training=True)
     return Inspection(path, checkpoints, leftovers, contents)
 

@@ -52,6 +52,7 @@ class HostCopies:
         if value.device.type == "cpu":
             address = value.untyped_storage().data_ptr()
             if address not in self._addresses_in_use:
+                # It was made for the checkpoint alone, so nobody changes it.
                 return on_cpu(value)
         buffer = self._buffers.pop(self._next_number, None)
         if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:

@@ -75,6 +75,7 @@ class Lock:
             _acquired[self._path] = lock
             self._acquired = lock
             return
+        # It was taken for an earlier save. Is the lock file still that of this run?
         text = _read_text(self._path)
         if text != self._acquired.text:
             found = "its lock file is gone"
@@ -99,7 +100,8 @@ class Lock:
         if lock.owners == 0:
             del _acquired[self._path]
             with suppress(OSError):
-                if _read_text(self._path) == lock.text:
+                is_own_file = _read_text(self._path) == lock.text
+                if is_own_file:
                     storage.unlink(self._path)
             os.close(lock.descriptor)
 
@@ -137,7 +139,7 @@ def _acquire(path: Path) -> _AcquiredLock:
             if not is_acquired:
                 os.close(descriptor)
         if other_run is None:
-            continue
+            continue  # the file that was opened is not the lock file any more: open the new one
         # The lock may belong to a process that only looks for an instant: `find_other_writer`.
         attempts += 1
         if attempts == MAX_ATTEMPTS:

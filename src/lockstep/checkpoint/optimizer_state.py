@@ -121,12 +121,15 @@ def _restore_saved(loaded: Any, saved: Any, converted_dtype: torch.dtype | None)
     Args:
         loaded: what torch has put into the optimizer's state; on the right device.
         saved: what it was made from.
-        converted_dtype: tensors that were saved in this dtype stay in the one that torch chose.
+        converted_dtype: tensors that were saved in this dtype stay in the one that torch chose;
+            None: no tensor does.
     """
     if isinstance(saved, TAKEN_FOR_LISTS_BY_TORCH):
         return saved
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
-        if saved.dtype in (loaded.dtype, converted_dtype):
+        keeps_dtype = saved.dtype == loaded.dtype
+        was_rightly_converted = saved.dtype == converted_dtype
+        if keeps_dtype or was_rightly_converted:
             return loaded
         return saved.to(loaded.device)
     if isinstance(saved, dict) and isinstance(loaded, dict):

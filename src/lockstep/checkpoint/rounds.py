@@ -118,6 +118,7 @@ def collect_round(step: int, reports: Sequence[Report], num_virtual_ranks: int) 
         for number in range(num_virtual_ranks):
             substitutes[number] = next_stored(number, files, num_virtual_ranks)
 
+    # Random states can be restored only if there are as many ranks as then, and all are there.
     world_size = all_facts[0]["world_size"]
     rng_states = None
     if world_size == len(reports) and len(rng_state_of_rank) == world_size:

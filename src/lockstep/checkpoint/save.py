@@ -116,6 +116,7 @@ class RankReports:
         while not store.check(keys):
             check()
             time.sleep(POLL_INTERVAL_S)
+            # While the run goes on, the wait is not limited: disks may be slow.
             if run_has_failed():
                 seconds_left -= POLL_INTERVAL_S
             if seconds_left <= 0:
@@ -308,16 +309,16 @@ def _put_in_place(temporary: Path, final: Path) -> None:
     """
     replaced = final.with_name(f".{final.name}.replaced")
     if layout.is_complete(final):
-        if replaced.exists():
+        if replaced.exists():  # left by a save that was stopped
             storage.remove_tree(replaced)
         storage.rename(final, replaced)
-    elif final.exists():
+    elif final.exists():  # an incomplete checkpoint
         storage.remove_tree(final)
     try:
         storage.rename(temporary, final)
     except OSError:
         if replaced.exists():
-            storage.rename(replaced, final)
+            storage.rename(replaced, final)  # puts the former one back
         raise
     storage.sync_folder(final.parent)
     if replaced.exists():

@@ -309,13 +309,14 @@ class Checkpoint:
         # left this save out and rank 0 would not.
         self._writer.finish()
         if rank > 0 and rank not in other_writers:
-            return PreparedSave(RankPart({}), {}), None
+            # All that this rank has is equal on rank 0, which writes it.
+            return PreparedSave(part=RankPart({}), manifest={}), None
         part, trees = copy_rank_part(
             states, self._module_names(), summaries, rank, self._copies.copy
         )
         self._copies.finish()
         if rank > 0:
-            return PreparedSave(part, {}), None
+            return PreparedSave(part, manifest={}), None
         manifest = self._manifest(states, summaries[0].metric, trees)
         temporary = layout.temporary_folder(self.folder, manifest["step"])
         self._writer.begin(temporary, self._damaged_names)
@@ -395,7 +396,7 @@ class Checkpoint:
         if decision == "stop":
             self.wait()
             if path is None:
-                # It was left out because another was being written, which is complete now.
+                # The save was left out because an earlier one was being written. Now that is done.
                 path = self.save()
             self.wait()
             self._world.print(f"stopped by SIGTERM; {path} is complete, resume() goes on")
@@ -498,7 +499,7 @@ class Checkpoint:
         action = "resuming from memory"
 
         def report() -> tuple[None, dict[str, Any]]:
-            """What this rank has in memory, which virtual ranks it computes, what is on disk."""
+            """Returns the rounds in this rank's memory, its virtual ranks, and the step on disk."""
             latest = layout.latest(self.folder)
             step_on_disk = -1 if latest is None else layout.step_of(latest)
             return None, {**rounds.report(), "own": virtual_ranks.own, "disk": step_on_disk}

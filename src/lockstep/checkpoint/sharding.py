@@ -85,7 +85,8 @@ def entries_to_store(
                 return other_rank == rank
         return rank == 0  # no rank has it
 
-    if isinstance(state.get("state"), dict):
+    is_optimizer_state = isinstance(state.get("state"), dict)
+    if is_optimizer_state:
         stored = {key: entry for key, entry in state["state"].items() if is_stored_here(key)}
         return {**state, "state": stored}
     module_state = OrderedDict(
@@ -104,6 +105,7 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
         state: as `optimizer.state_dict()` returned it. Its tensors may be in shards.
         optimizer: will load the state.
     """
+    # If the optimizer has other groups than the saved one, loading the state raises the error.
     parameter_of_number: dict[int, Tensor] = {}
     for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=False):
         for number, parameter in zip(saved_group["params"], group["params"], strict=False):
@@ -154,8 +156,10 @@ def reshard(value: Any, like: Any) -> Any:
     """
     if is_meta(like):
         return like
-    is_tensor = isinstance(value, Tensor | TensorInShards)
-    if not is_tensor or not is_sharded(like) or tuple(value.shape) != tuple(like.shape):
+    if not isinstance(value, Tensor | TensorInShards):
+        return value
+    is_for_shards = is_sharded(like) and tuple(value.shape) == tuple(like.shape)
+    if not is_for_shards:
         if isinstance(value, TensorInShards):
             return value.read()
         return value

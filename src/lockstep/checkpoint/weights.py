@@ -269,11 +269,12 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
     """Makes all checks, and returns what is to be copied."""
     own = plain_state_dict(model)
     found, match = _best_match(path, own, trust)
-    # Under the names of the model from here on.
+    # The values under the names of the model, by which they are called from here on.
     state = {name: found.state[old_name] for old_name, name in match.names.items()}
     tied_groups = _tied_groups(own)
     _check_tied_are_equal(tied_groups, state, path)
 
+    # A tied tensor gets its values by any of its names.
     names_with_values = _with_tied(state, tied_groups)
     missing = []
     for name in own:
@@ -332,7 +333,12 @@ def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundS
     for found in read_source(path, trust=trust).states:
         shapes = {name: shape_of(value) for name, value in found.state.items()}
         matches.append((found, match_names(shapes, own_shapes)))
-    return max(matches, key=lambda pair: (pair[1].num_fitting, len(pair[1].names)))
+
+    def quality(state_and_match: tuple[FoundState, Match]) -> tuple[int, int]:
+        _, match = state_and_match
+        return match.num_fitting, len(match.names)
+
+    return max(matches, key=quality)
 
 
 def _batches(values: Mapping[str, Any], needs_memory: Set[str]) -> list[dict[str, Any]]:
@@ -363,14 +369,16 @@ def _tied_groups(own: Mapping[str, Any]) -> list[list[str]]:
     """Returns the groups of names that are one tensor in the model."""
     names_of_view: dict[object, list[str]] = {}
     for name, value in own.items():
-        view = None if shape_of(value) is None else view_key(value)
+        if shape_of(value) is None:  # not a tensor, or one without memory yet
+            continue
+        view = view_key(value)
         if view is not None:
             names_of_view.setdefault(view, []).append(name)
     return [names for names in names_of_view.values() if len(names) > 1]
 
 
 def _with_tied(names: Iterable[str], tied_groups: list[list[str]]) -> set[str]:
-    """Returns the names, and those that are one tensor with any of them."""
+    """Returns the names, and all names that are the same tensor as one of them."""
     given = set(names)
     result = set(given)
     for group in tied_groups:

@@ -126,6 +126,7 @@ class Writer:
         remove_unfinished(temporary)
 
     def _end_at_signal(self) -> None:
+        """Cleans up before a signal ends this process; `termination` calls it."""
         self.give_up()
         self.lock.release()
 
@@ -170,7 +171,7 @@ class Writer:
             # from now on, and the half-written folder must go before.
             termination.protect(self._end_at_signal)
             if failed and not threading.main_thread().is_alive():
-                # Python has waited for the thread already, and Ctrl-C has ended that.
+                # At its exit Python has waited for the thread, until Ctrl-C ended the wait.
                 timeout_s = 0.0
 
         def finish_and_release() -> None:
@@ -182,6 +183,8 @@ class Writer:
                 termination.unprotect(self._end_at_signal)
                 self.lock.release()
 
+        # The ranks are not asked how it went if some may be missing after a failure, or if there is
+        # no save whose end they do not know.
         if failed or not self.has_unconfirmed_save:
             try:
                 finish_and_release()
