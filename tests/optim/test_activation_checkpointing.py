@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lockstep
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim import activation_checkpointing
-from lockstep.optim.activation_checkpointing import Activations, checkpoint_activations, measure
+from lockstep.optim.activation_checkpointing import checkpoint_activations
+from lockstep.optim.saved_activations import Activations, measure
 from lockstep.units import parse_bytes
 
 

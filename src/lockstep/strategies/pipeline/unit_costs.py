@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lockstep.batch.pytree import map_tensors
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import pytree
-from lockstep.optim import activation_checkpointing
+from lockstep.optim import saved_activations
 from lockstep.strategies.pipeline.input_kind import Arguments
 
 NUM_TRIALS = 3
@@ -92,7 +92,7 @@ def _measure_on_examples(
         batch = map_tensors(example(), lambda tensor: tensor.to(device))
         for args, kwargs in _possible_arguments(batch):
             with suppress(Exception):  # the model cannot be called with these arguments
-                kept = activation_checkpointing.measure(module, units, args, kwargs).inside
+                kept = saved_activations.measure(module, units, args, kwargs).inside
                 activation_bytes: list[int] = []
                 for number in range(len(units)):
                     activation_bytes.append(sum(kept.get(number, {}).values()))

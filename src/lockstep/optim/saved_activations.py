@@ -1,0 +1,139 @@
+"""Measures what a forward pass keeps for the backward pass, in bytes, block by block.
+
+Autograd calls the hooks of `torch.autograd.graph.saved_tensors_hooks` for each tensor that it
+saves. Here they only count the bytes and save nothing, so that a model can be measured that would
+not fit into memory. Bytes are counted by storage, so that views count once. Parameters and buffers
+are not counted, because they are in memory anyway. A *block* is a submodule that may recompute its
+activations in the backward pass; then it keeps only its inputs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lockstep.batch.pytree import tensors
+from lockstep.errors import UsageError
+
+StorageBytes = dict[Hashable, int]
+"""The bytes of storages, by a key that identifies a storage."""
+
+
+@dataclass
+class Activations:
+    """What one forward pass keeps. Blocks have numbers and are in the order in which they ran."""
+
+    outside: StorageBytes = field(default_factory=dict)
+    """What is kept outside of all blocks."""
+    inputs: dict[int, StorageBytes] = field(default_factory=dict)
+    """The inputs of each block. It keeps these if it recomputes."""
+    inside: dict[int, StorageBytes] = field(default_factory=dict)
+    """What each block keeps if it does not recompute."""
+
+    def peak(self, recomputed: set[int]) -> int:
+        """Returns the most bytes that are kept at one time, if some blocks recompute.
+
+        That is at the end of the forward pass, or while a block is recomputed. Backward passes go
+        from the last block to the first and free what they have passed. What is kept outside of
+        blocks is counted as if it stayed to the end.
+        """
+        kept = dict(self.outside)
+        total = sum(kept.values())
+        peak = total
+        for block, kept_inside in self.inside.items():
+            inputs = self.inputs[block]
+            if block in recomputed:
+                while_recomputed = total + _bytes_not_in(kept, inputs | kept_inside)
+                peak = max(peak, while_recomputed)
+                kept_by_block = inputs
+            else:
+                kept_by_block = kept_inside
+            total += _bytes_not_in(kept, kept_by_block)
+            kept |= kept_by_block
+        return max(peak, total)
+
+    def total(self, recomputed: set[int]) -> int:
+        """Returns the bytes at the end of the forward pass, if some blocks recompute."""
+        kept = dict(self.outside)
+        for block, kept_inside in self.inside.items():
+            kept |= self.inputs[block] if block in recomputed else kept_inside
+        return sum(kept.values())
+
+    def by_saving(self) -> list[int]:
+        """Returns the blocks, those first that save most if they alone recompute."""
+        return sorted(self.inside, key=lambda block: self.total({block}))
+
+
+def _bytes_not_in(kept: StorageBytes, added: StorageBytes) -> int:
+    """Returns the bytes of the added storages that are not kept already."""
+    num_bytes = 0
+    for storage, size in added.items():
+        if storage not in kept:
+            num_bytes += size
+    return num_bytes
+
+
+def measure(
+    module: nn.Module, blocks: Sequence[nn.Module], args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> Activations:
+    """Calls `module(*args, **kwargs)` once, with gradients, and counts what is kept.
+
+    The call changes buffers and random streams. If a block recomputes already, only its inputs are
+    counted.
+
+    Raises:
+        UsageError: the forward pass computes gradients itself.
+    """
+    in_memory_anyway: StorageBytes = {}
+    activations = Activations()
+    current = activations.outside
+    """Where tensors are counted that are saved now."""
+
+    def count(tensor: Tensor, counted: StorageBytes) -> None:
+        if tensor.layout is not torch.strided:  # others have no storage of their own
+            return
+        storage = tensor.untyped_storage()
+        # Torch returns the same object for a storage as long as it is referred to. A weak reference
+        # to it is never equal to one to a later storage, even at the same address.
+        reference = weakref.ref(storage)
+        if reference not in in_memory_anyway:
+            counted[reference] = storage.nbytes()
+
+    def enter_block(block: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal current
+        inputs = activations.inputs.setdefault(block, {})
+        for tensor in tensors((args, kwargs)):
+            count(tensor, inputs)
+        current = activations.inside.setdefault(block, {})
+
+    def leave_block(*_: Any) -> None:
+        nonlocal current
+        current = activations.outside
+
+    for tensor in [*module.parameters(), *module.buffers()]:
+        count(tensor, in_memory_anyway)
+    hooks = saved_tensors_hooks(lambda tensor: count(tensor, current), _refuse_backward)
+    with hooks, torch.enable_grad(), ExitStack() as stack:
+        for number, block in enumerate(blocks):
+            enter = partial(enter_block, number)
+            stack.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
+            stack.enter_context(block.register_forward_hook(leave_block, always_call=True))
+        module(*args, **kwargs)
+    return activations
+
+
+def _refuse_backward(_: object) -> Tensor:
+    """Called by autograd for a tensor that a backward pass needs, but nothing was saved."""
+    raise UsageError(
+        "checkpoint_activations(..., budget=...)",
+        "the forward pass of the example computes gradients itself, and cannot be measured",
+        "choose submodules= or every= by hand",
+    )
