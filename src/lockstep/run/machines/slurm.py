@@ -67,12 +67,13 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
     """
     if not environ.get("SLURM_JOB_ID"):
         return None
-    gpus_here = environ.get("SLURM_GPUS_ON_NODE")
+    # A launcher on a machine of the job starts a rank for each GPU there, else one.
+    default_nproc = environ.get("SLURM_GPUS_ON_NODE") or "1"
     topology = detect(environ)
     if topology is not None:
         if topology.source != "Slurm":
             return None  # another launcher, such as torchrun, has started this process
-        # A step with several tasks.
+        # srun has started this process, in a step with several tasks.
         if topology.local_size > 1:
             raise SettingError(
                 "lockstep run, started by srun",
@@ -85,13 +86,14 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
             f"--master-addr={topology.master_addr}",
             f"--master-port={topology.master_port}",
         )
-        return JobPlacement(nproc=nproc or gpus_here or "1", meeting_flags=meeting_flags)
+        return JobPlacement(nproc=nproc or default_nproc, meeting_flags=meeting_flags)
 
     is_in_step = bool(environ.get("SLURM_STEP_NUM_TASKS"))
     if is_in_step and environ.get("SLURM_STEP_ID") != INTERACTIVE_STEP_ID:
-        return JobPlacement(nproc=nproc or gpus_here or "1")  # a step with one task
+        # srun has started this process, in a step with one task.
+        return JobPlacement(nproc=nproc or default_nproc)
 
-    # The job's script, or a shell of salloc's.
+    # The job's script, or a shell of salloc's, has started this process.
     if int(environ.get("SLURM_HET_SIZE") or 1) > 1:
         raise SettingError(
             "lockstep run in a Slurm job",
@@ -104,7 +106,7 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
         nproc = _tasks_per_node(environ)
     is_on_job_machine = bool(environ.get("SLURMD_NODENAME"))
     if num_nodes == 1 and is_on_job_machine:
-        return JobPlacement(nproc=nproc or gpus_here or "1")
+        return JobPlacement(nproc=nproc or default_nproc)
     # A launcher is the only task on its machine, but needs the GPUs of all tasks there.
     gpus_per_task = int(environ.get("SLURM_GPUS_PER_TASK", "0").rpartition(":")[2])  # "a100:2"
     num_tasks = int(environ.get("SLURM_NTASKS") or num_nodes)

@@ -58,6 +58,7 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
     }
     activities = recognize_possible_progress(activities, table)
     graph = build_wait_graph(activities, table)
+    # Calls carry the time of their host, whose clock may differ from that of other hosts.
     since_call_s: dict[int, float] = {}
     if later.one_host:
         for rank in graph.waits_for:
