@@ -28,9 +28,9 @@ def random_loss(case: Divergence, *evidence: str) -> Cause | None:
     if not sentences:
         return None
     draws_of_ranks = [Counter(rank.loss_draws) for rank in case.actual if rank.contributes]
-    if len(draws_of_ranks) > 1 and draws_of_ranks[0]:
-        if all(draws == draws_of_ranks[0] for draws in draws_of_ranks):
-            return Cause("LS106", (*evidence, *sentences, "all ranks drew the same numbers"))
+    several_ranks_drew = len(draws_of_ranks) > 1 and bool(draws_of_ranks[0])
+    if several_ranks_drew and all(draws == draws_of_ranks[0] for draws in draws_of_ranks):
+        return Cause("LS106", (*evidence, *sentences, "all ranks drew the same numbers"))
     return Cause("LS308", (*evidence, *sentences))
 
 

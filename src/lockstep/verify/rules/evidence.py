@@ -109,6 +109,7 @@ def draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
         actual.update(rank.loss_draws)
     draws = []
     for draw in {**actual, **expected}:
+        # What one process drew for its loss, each rank should have drawn as well.
         if actual[draw] != expected[draw] * case.num_ranks:
             draws.append(draw)
     return draws

@@ -148,6 +148,7 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
 
 
 def _multiple(case: Divergence, ratio: float) -> str:
+    """Says by which factor all gradients are wrong."""
     return f"all gradients are {format_ratio(ratio, case.num_ranks)} those of one process"
 
 
@@ -245,7 +246,8 @@ def changed_after_right_passes(
         return None
     mean = mean_of(local_sums)
     ratio = constant_ratio(sum_of_one, mean, case.max_error)
-    if ratio is None or constant_ratio(mean, actual, case.max_error) is not None:
+    used_is_multiple_of_mean = constant_ratio(mean, actual, case.max_error) is not None
+    if ratio is None or used_is_multiple_of_mean:
         return None
     right = "what the backward passes left is, on average over the ranks, that of one process"
     if not near(ratio, 1):
@@ -333,6 +335,7 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
         return None
     used_weights = weights(actual, parts, case.max_error)
     if used_weights is None:
+        # The ranks used no sum of the parts at all. If the parts are right, that is worth saying.
         if not all_near(right_weights, case.max_error):
             return None
         text = "the sum of what the ranks' backward passes left is right, but for a factor"
@@ -342,7 +345,8 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     largest_weight = max(abs(weight) for weight in right_weights)
     zero_weight = max(ZERO_WEIGHT_SHARE, case.max_error) * largest_weight
     counted = [weight if abs(weight) > zero_weight else 0.0 for weight in right_weights]
-    if min(counted) <= 0.0:
+    some_are_left_out = min(counted) <= 0.0
+    if some_are_left_out:
         return _parts_left_out(case, counted, used_weights)
 
     evidence = (
@@ -402,11 +406,16 @@ def _parts_left_out(
 
 
 def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]:
-    """Returns what was counted in the batch and in the loss of each part, by what was counted."""
+    """Returns what was counted in the batch and in the loss of each part, by what was counted.
+
+    For example, `samples` are [8, 8, 4] for three parts.
+    """
     counts: dict[str, list[float]] = {}
     batches = case.actual.batches
     if len(batches) == num_parts:
-        keys = dict.fromkeys(key for batch in batches for key in batch.weights)
+        keys: dict[str, None] = {}
+        for batch in batches:
+            keys.update(dict.fromkeys(batch.weights))
         # The plainest first: samples, labels that count, then values that are not padding.
         for kind in ("samples", "labels", "non-zero", "ones", "values"):
             for key in keys:
@@ -417,7 +426,10 @@ def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]
         if rank.contributes:
             divisors_of_losses += rank.loss_divisors
     if len(divisors_of_losses) == num_parts:
-        for key in dict.fromkeys(key for divisors in divisors_of_losses for key in divisors):
+        divisor_keys: dict[str, None] = {}
+        for divisors in divisors_of_losses:
+            divisor_keys.update(dict.fromkeys(divisors))
+        for key in divisor_keys:
             counts[key] = [divisors.get(key, 0.0) for divisors in divisors_of_losses]
     return counts
 

@@ -60,11 +60,11 @@ def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cau
     all_names: set[str] = set()
     for number, rank in enumerate(case.actual):
         actual = set(getattr(rank, field_name))
-        same_short_names = Counter(script_names(getattr(rank, field_name))) == Counter(
-            script_names(expected)
-        )
-        if same_short_names and not known_from_start >= expected | actual:
-            continue
+        short_names = Counter(script_names(getattr(rank, field_name)))
+        same_short_names = short_names == Counter(script_names(expected))
+        all_known_from_start = known_from_start >= expected | actual
+        if same_short_names and not all_known_from_start:
+            continue  # the names may differ only by the order in which models were met
         names = (expected ^ actual) & rank.parameter_sums.keys()
         if names:
             ranks.append(number)
@@ -92,7 +92,8 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
     missing = tuple(sorted(expected.keys() - actual.keys()))
     if case.kind != "gradients" or not missing:
         return None
-    if Counter(script_names(expected)) == Counter(script_names(actual)):
+    has_same_short_names = Counter(script_names(expected)) == Counter(script_names(actual))
+    if has_same_short_names:  # only the models are named in another order
         return None
     names = join_first(script_names(missing))
     text = f"no optimizer of {case.num_ranks} processes updates {names}"

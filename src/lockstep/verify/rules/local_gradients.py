@@ -10,6 +10,7 @@ tried in the order of `LOCAL_GRADIENT_RULES`, by `gradients_that_differ_between_
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -53,18 +54,24 @@ class LocalGradients:
         return 0
 
     def _differ_by_last_passes(self, num_passes: int) -> bool:
-        """Returns whether the gradients are equal once these passes are subtracted on each rank."""
+        """Returns whether the last passes explain all that differs between the ranks.
+
+        Then the gradients are equal once what these passes left is subtracted on each rank.
+        """
         local_sums = []
         remainders = []
         for rank in self.case.actual:
             used = {name: rank.unclipped[name] for name in self.names if name in rank.unclipped}
             local_sum = np.zeros(1)
             for gradients in rank.local_gradients[-num_passes:]:
-                of_pass = {name: gradients.get(name, 0 * array) for name, array in used.items()}
-                local_sum = local_sum + flat(of_pass)
+                gradients_of_pass = {}
+                for name, array in used.items():
+                    gradients_of_pass[name] = gradients.get(name, np.zeros_like(array))
+                local_sum = local_sum + flat(gradients_of_pass)
             local_sums.append(local_sum)
             remainders.append(flat(used) - local_sum)
-        if len({len(remainder) for remainder in remainders}) != 1:
+        sizes = {len(remainder) for remainder in remainders}
+        if len(sizes) != 1:  # some ranks lack gradients
             return False
         rounding = self.case.max_error * norm(local_sums[0])
         return all(norm(remainder - remainders[0]) <= rounding for remainder in remainders)
@@ -101,7 +108,8 @@ class LocalGradients:
         """Collectives on gradients in this update. Late ones are recorded with the next update."""
         case = self.case
         calls = []
-        for update in case.parallel_run[case.update_index : case.update_index + 2]:
+        this_and_next = case.parallel_run[case.update_index : case.update_index + 2]
+        for update in this_and_next:
             calls += [call for call in update.calls if call.gradient_of]
         return calls
 
@@ -164,7 +172,8 @@ def averages_within_groups(found: LocalGradients) -> Cause | None:
     """
     ranks = found.case.actual
     groups = list(dict.fromkeys(tuple(rank.ddp_ranks) for rank in ranks))
-    if len(groups) < 2 or not all(groups):
+    some_use_all_ranks = not all(groups)  # their group is recorded as ()
+    if len(groups) < 2 or some_use_all_ranks:
         return None
     for group in groups:
         group_update = Update(ranks[number] for number in group)
@@ -236,13 +245,15 @@ def _ratio_after_exchange(case: Divergence) -> float | None:
 
 def _optimizer_state_too_large(case: Divergence) -> list[str]:
     """Says that state of the optimizer is N times, or N squared times, that of one process."""
+    # Adam keeps the mean of gradients, and that of their squares.
+    factors = {
+        case.num_ranks: "the number of processes",
+        case.num_ranks**2: "the number of processes, squared",
+    }
     for expected, actual in zip(case.reference_run, case.parallel_run, strict=False):
         ratios_by_key = _ratios_of_state(expected[0], actual)
         for key, ratios in ratios_by_key.items():
-            for factor, text in (
-                (case.num_ranks, "the number of processes"),
-                (case.num_ranks**2, "the number of processes, squared"),
-            ):
+            for factor, text in factors.items():
                 if all(near(ratio, factor) for ratio in ratios):
                     return [
                         f"what the optimizer keeps as {key!r} is {factor} times as large as "
@@ -253,7 +264,7 @@ def _optimizer_state_too_large(case: Divergence) -> list[str]:
 
 def _ratios_of_state(expected: RankUpdate, actual: Update) -> dict[str, set[float]]:
     """Returns how many times as large state tensors are, for each key such as "exp_avg"."""
-    ratios_by_key: dict[str, set[float]] = {}
+    ratios_by_key: dict[str, set[float]] = defaultdict(set)
     for name, sums in expected.optimizer_state.items():
         largest_of_ranks = []
         for rank in actual:
@@ -261,7 +272,7 @@ def _ratios_of_state(expected: RankUpdate, actual: Update) -> dict[str, set[floa
                 largest_of_ranks.append(rank.optimizer_state[name][LARGEST])
         if largest_of_ranks and sums[LARGEST]:
             key = name.rpartition("/")[2]
-            ratios_by_key.setdefault(key, set()).add(max(largest_of_ranks) / sums[LARGEST])
+            ratios_by_key[key].add(max(largest_of_ranks) / sums[LARGEST])
     return ratios_by_key
 
 

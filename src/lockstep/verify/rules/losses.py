@@ -70,6 +70,7 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     """
     terms_of_losses = case.expected[0].loss_terms
     ranks = [rank.loss_terms for rank in case.actual if rank.contributes]
+    # With several backward passes, terms of one process and of the ranks do not correspond.
     if case.num_ranks == 1 or len(terms_of_losses) != 1:
         return [], False
     if any(len(losses) != 1 for losses in ranks):
@@ -83,14 +84,18 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
         some_ranks_lack_terms = len(set(counts)) > 1
         return [text], some_ranks_lack_terms
 
-    largest_term = max(abs(term) for terms in (expected_terms, *terms_of_ranks) for term in terms)
+    all_terms = list(expected_terms)
+    for terms in terms_of_ranks:
+        all_terms += terms
+    largest_term = max(abs(term) for term in all_terms)
     means = []
     sums = []
     neither = []
     for place, expected in enumerate(expected_terms):
         actual = [terms[place] for terms in terms_of_ranks]
-        is_rounding = not max(map(abs, (expected, *actual))) > case.max_error * largest_term
-        if is_rounding:
+        largest_of_place = max(abs(term) for term in (expected, *actual))
+        is_more_than_rounding = largest_of_place > case.max_error * largest_term
+        if not is_more_than_rounding:
             continue  # a term that is zero is the mean and the sum
         number = place + 1
         if near(sum(actual) / len(actual), expected, case.max_error):
@@ -242,6 +247,7 @@ def _sample_weights(case: Divergence, forwards: list[MatchedForward]) -> tuple[s
 def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[str, ...]:
     """Says by which factors the gradients of the outputs differ from those of one process.
 
+    The gradients have the shape (samples, 2); each sample has one factor, by least squares.
     Returns nothing if a factor for each sample does not explain them, or if all factors are equal.
     """
     rows = forward.matched_rows("output_gradients")
@@ -253,6 +259,7 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
     counts_in_expected = np.abs(expected).max(axis=1) > smallest
     counts_in_actual = np.abs(actual).max(axis=1) > smallest
 
+    # For each sample, the factor f that brings f * expected nearest to actual.
     squares = (expected * expected).sum(axis=1)
     products = (expected * actual).sum(axis=1)
     factors = products / np.where(squares > 0, squares, 1.0)

@@ -73,6 +73,7 @@ def inputs_differ(case: Divergence) -> bool:
 
 
 def _match(case: Divergence) -> list[MatchedForward]:
+    """Returns the forward passes of both runs, with the rows of the same samples matched."""
     return match_forwards(case.expected, case.actual)
 
 
@@ -81,7 +82,11 @@ def _batches(case: Divergence) -> list[Batch]:
 
 
 def _has_no_loader(case: Divergence) -> bool:
-    """Returns whether no batch came from a DataLoader: then batches have empty lists of indices."""
+    """Returns whether no batch came from a DataLoader.
+
+    Then the batches are inputs of models, which have empty lists of indices. A batch of a
+    DataLoader has indices, or None if they are not known.
+    """
     return all(batch.ids is not None and not batch.ids for batch in _batches(case))
 
 
@@ -179,6 +184,7 @@ def _cause_of_other_inputs(
     left_out = f"{forward.num_missing} inputs of one process were computed by none"
     repeated = f"{num_extra} inputs were computed by several ranks, or twice"
 
+    # Samples themselves: left out, repeated, or those of another step.
     if is_whole_input and num_extra == 0:
         return Cause("LS102", (numbers, left_out))
     if is_whole_input and is_repeated.all():
@@ -191,6 +197,7 @@ def _cause_of_other_inputs(
         if own_order:
             return Cause("LS105", (numbers, of_other_steps, *own_order))
         return Cause("LS109", (numbers, of_other_steps, *draws))
+    # Inputs that the script computes from samples, or reads from nowhere known.
     if draws:
         return random_loss(case, numbers) or Cause("LS111", (numbers,))
     if is_whole_input and _is_normalized_by_rank(forward):
@@ -249,7 +256,7 @@ def _is_normalized_by_rank(forward: MatchedForward) -> bool:
     if len(rows_of_rank[0]) < MIN_SAMPLES_THAT_SHOW_A_LINE:
         return False
     num_ranks = len(rows_of_rank)
-    bounds = np.cumsum([len(rows) for rows in rows_of_rank])[:-1]
+    bounds = np.cumsum([len(rows) for rows in rows_of_rank])[:-1]  # where the next rank begins
     contiguous = np.split(rows_of_one, bounds)
     interleaved = [rows_of_one[rank::num_ranks] for rank in range(num_ranks)]
     for expected_of_rank in (contiguous, interleaved):
@@ -260,7 +267,12 @@ def _is_normalized_by_rank(forward: MatchedForward) -> bool:
 
 
 def _is_shifted_and_scaled(expected: Array, actual: Array) -> bool:
-    """Returns whether each column of `actual` is that of `expected` times a number plus another."""
+    """Returns whether each column of `actual` is that of `expected` times a number plus another.
+
+    Args:
+        expected: values with one row for each sample.
+        actual: the values of the same samples.
+    """
     if expected.shape != actual.shape:
         return False
     centered_expected = expected - expected.mean(axis=0)
@@ -300,7 +312,7 @@ def other_padding(case: Divergence) -> Cause | None:
         expected_rows = _count_padded_rows(expected_tables, width, padding)
         actual_rows = _count_padded_rows(actual_tables, width, padding)
         if expected_rows == actual_rows:
-            columns = " or ".join(str(each_width) for each_width in sorted(widths))
+            columns = " or ".join(str(table_width) for table_width in sorted(widths))
             text = f"the inputs are the same but for their padding: they have {columns} columns"
             return Cause("LS111", (text,))
     return None

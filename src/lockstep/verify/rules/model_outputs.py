@@ -19,6 +19,7 @@ from lockstep.verify.rules.evidence import backward_passes, gradient_patterns
 from lockstep.verify.rules.model_inputs import format_differing_other_inputs
 from lockstep.verify.sample_rows import match_forwards
 from lockstep.verify.tolerance import Array, scale_of
+from lockstep.verify.training_record import LARGEST
 
 BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -159,7 +160,7 @@ def _kept_tensors_that_differ(case: Divergence) -> list[str]:
             for rank in case.actual:
                 if name in getattr(rank, field_name):
                     arrays.append(getattr(rank, field_name)[name])
-            has_size = field_name != "buffers"
+            has_size = field_name != "buffers"  # buffers are recorded themselves, others as sums
             same_size = _have_size_of(expected, arrays, has_size)
             differs = any(case.tolerance.differ(expected, array, scale) for array in arrays)
             is_wrong_part = (
@@ -190,6 +191,7 @@ def _are_equal_parts(expected: Array, arrays: Sequence[Array], case: Divergence)
     """Returns whether each rank has a part of a tensor, for its samples, and all parts are equal.
 
     Ranks with other samples should have other values in it, so these are not computed from them.
+    Zeros say nothing.
 
     Args:
         expected: sums over the tensor of one process, with its size at the end.
@@ -199,7 +201,7 @@ def _are_equal_parts(expected: Array, arrays: Sequence[Array], case: Divergence)
     for array in arrays:
         if expected[-1] <= 0 or array[-1] * case.num_ranks != expected[-1]:
             return False
-    if len(arrays) < 2 or not arrays[0].any():
+    if len(arrays) < 2 or arrays[0][LARGEST] == 0:
         return False
-    are_equal = not np.ptp(arrays, axis=0).any()
-    return are_equal and bool(arrays[0][1])
+    spread = np.ptp(arrays, axis=0)  # of each of the sums over the ranks
+    return not spread.any()

@@ -170,6 +170,7 @@ def other_optimizer(case: Divergence) -> Cause | None:
 
 
 def _only_parameters_differ() -> str:
+    """Returns the first evidence of all rules for parameters after a step."""
     return "gradients and learning rates are equal, and the parameters after the step are not"
 
 
@@ -271,7 +272,7 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
     update_before = Update()
     if case.update_index:
         update_before = case.parallel_run[case.update_index - 1]
-    if not update_before.merged("parameters"):
+    if not update_before.merged("parameters"):  # nothing is known of them after the step before
         return Cause("LS210", (text, *writes))
     unknown = ["something changes them between the steps, or in a forward pass"]
     return Cause("LS210", (f"{text}; the last step left the same", *(writes or unknown)))

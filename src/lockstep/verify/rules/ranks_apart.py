@@ -8,6 +8,7 @@ process and one on several: `case.expected` is what the optimizer step recorded 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,7 +83,7 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
     if not names_by_rank:
         return None
     for number in range(case.update_index):
-        if _unstepped_names_that_differ(case, number):
+        if _unstepped_names_that_differ(case, number):  # it is not new in this step
             return None
     all_names: set[str] = set()
     for names_of_rank in names_by_rank.values():
@@ -113,11 +114,12 @@ def _unstepped_names_that_differ(case: Divergence, number: int) -> dict[int, lis
     for update in case.parallel_run[:number]:
         all_ranks_stepped = all(rank.stepped for rank in update)
         for rank_number, rank in enumerate(update):
-            if rank.construction_index >= 0 and not all_ranks_stepped:
-                owner = _OptimizerOwner(rank_number, rank.optimizer_parameters)
-                owners.setdefault(rank.construction_index, owner)
+            index = rank.construction_index
+            is_known = index >= 0
+            if is_known and not all_ranks_stepped and index not in owners:
+                owners[index] = _OptimizerOwner(rank_number, rank.optimizer_parameters)
     update = case.parallel_run[number]
-    names_by_rank: dict[int, list[str]] = {}
+    names_by_rank: dict[int, list[str]] = defaultdict(list)
     for rank_number, rank in enumerate(update):
         for (construction_index, place), sums in rank.unstepped_sums.items():
             if construction_index not in owners:
@@ -128,7 +130,7 @@ def _unstepped_names_that_differ(case: Divergence, number: int) -> dict[int, lis
                 name = owner.parameter_names[place]
             owner_sums = update[owner.rank].parameter_sums.get(name)
             if owner_sums is not None and not np.array_equal(owner_sums, sums):
-                names_by_rank.setdefault(rank_number, []).append(name)
+                names_by_rank[rank_number].append(name)
     return names_by_rank
 
 

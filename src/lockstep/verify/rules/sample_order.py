@@ -37,6 +37,7 @@ def _count_samples(case: Divergence) -> tuple[Counter[Sample], Counter[Sample]]:
 
 
 def _numbers(case: Divergence) -> str:
+    """Says how many samples were trained in this step, on one process and on several."""
     expected, actual = _count_samples(case)
     return (
         f"one process trained {expected.total()} samples in this step, "
@@ -55,7 +56,8 @@ def skipped_steps(case: Divergence) -> Cause | None:
     """
     ranks = [*case.expected, *(rank for rank in case.actual if rank.contributes)]
     num_passes = [len(rank.losses) for rank in ranks]
-    if len(set(num_passes)) == 1 or 0 in num_passes:
+    some_made_none = 0 in num_passes
+    if len(set(num_passes)) == 1 or some_made_none:
         return None
     if not _num_passes_varies(case.reference_run) and not _num_passes_varies(case.parallel_run):
         return None
@@ -90,10 +92,12 @@ def repeated_samples(case: Divergence) -> Cause | None:
     samples_of = _samples_of(case)
     expected, actual = _count_samples(case)
     samples_before = _count_all(case.parallel_run[: case.update_index], samples_of)
+    # Samples that one process trains in this step again are no mistake.
     trained_before = samples_before.keys() - expected.keys()
     repeated = []
     for sample, count in actual.items():
-        if count > max(1, expected[sample]) or sample in trained_before:
+        is_trained_more_often = count > max(1, expected[sample])
+        if is_trained_more_often or sample in trained_before:
             repeated.append(sample)
     too_many = set(actual - expected)
     if not repeated or not too_many <= set(repeated):
@@ -218,7 +222,8 @@ def trained_by_several_ranks(
     for expected, actual in zip(case.reference_run, case.parallel_run, strict=False):
         for samples in samples_of_ranks(expected):
             known.update(samples)
-        if max(known.values(), default=0) > 1:
+        is_second_pass = max(known.values(), default=0) > 1
+        if is_second_pass:
             break
         for rank, samples in enumerate(samples_of_ranks(actual)):
             trained_by_rank[rank] |= set(samples)
@@ -238,6 +243,7 @@ def trained_by_several_ranks(
 
 
 def _contents_differ(case: Divergence) -> str:
+    """Names the samples whose content is not that of one process under the same index."""
     indices = contents_that_differ(case.expected, case.actual)
     return (
         f"{len(indices)} samples have other content under the same index: {format_items(indices)}"
@@ -265,7 +271,8 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
                 if index in indices:
                     digests.append(digest)
     num_known = sum(digest in known_digests for digest in digests)
-    if 2 * num_known < len(digests):
+    is_less_than_half = 2 * num_known < len(digests)
+    if is_less_than_half:
         return None
     text = f"{num_known} of them stand under another index on one process"
     return Cause("LS105", (_contents_differ(case), text))
