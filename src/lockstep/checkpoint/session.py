@@ -509,8 +509,10 @@ class Checkpoint:
         if chosen is None:
             return False
         step_on_disk = reports[0]["disk"]
-        # A checkpoint has all virtual ranks, so a round that lost one must be of a later step.
-        if step_on_disk > chosen.step or (step_on_disk == chosen.step and chosen.lost):
+        if step_on_disk > chosen.step:
+            return False
+        # A checkpoint has all virtual ranks, so it is preferred to a round that lost one of them.
+        if step_on_disk == chosen.step and chosen.lost:
             return False
         loaded = self._read_round(rounds, chosen, reports)
 

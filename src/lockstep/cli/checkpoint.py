@@ -397,10 +397,10 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
         differing.append(f"NaN {values.nans[0]}/{values.nans[1]}")
     what = ", ".join(differing) or "equal"
     cells = (pair.name, what, _dtype_and_shape(a), _dtype_and_shape(b))
-    # Within --atol and --rtol no value counts as different, although the largest difference is not
-    # 0. The other way round, a NaN on one side counts, and has no size.
-    is_same = values.count == 0 and values.absolute == 0
-    if is_same:
+    # No value may differ by more than --atol and --rtol allow, and the largest difference still be
+    # worth showing. It is 0 if a NaN on one side is the only difference, but that one counts.
+    values_are_same = values.count == 0 and values.absolute == 0
+    if values_are_same:
         return (*cells, "0", "", "")
     num_values = f"{values.count}/{a.num_elements}"
     return (*cells, num_values, f"{values.absolute:.3g}", f"{values.relative:.3g}")

@@ -83,6 +83,7 @@ class _Examination:
         self.failures: dict[str, Finding] = {}
 
     def _remaining_s(self, reserve_s: float = 0.0) -> float:
+        """Returns the seconds to the deadline, without those to reserve for later requests."""
         return max(self._deadline - time.monotonic() - reserve_s, 0.0)
 
     async def _ask(
@@ -203,6 +204,7 @@ class _Examination:
     async def _run_checks(self, files: Mapping[str, str], fix: bool) -> None:
         """Runs the checks of `lockstep doctor` on each machine."""
         addresses = {name: self._remotes[name].host.address for name in self.facts}
+        # The answer needs time to arrive, and so do the requests that come after this one.
         checks_s = min(DEADLINE_S, self._remaining_s(2 * ANSWER_TRANSFER_S))
 
         async def run_checks(remote: Remote) -> dict[str, Any]:

@@ -128,13 +128,13 @@ def _check_operations(content: bytes) -> None:
             raise ValueError("it would take more memory than any metadata does")
 
         # Takes from the stack what the operation takes, and adds up the sizes.
-        taken = operation.stack_before
-        if pickletools.markobject in taken:
+        operands = operation.stack_before
+        if pickletools.markobject in operands:
             # It takes everything above the last mark, and some values below the mark.
             begin = marks.pop()
-            num_below = taken.index(pickletools.markobject)
+            num_below = operands.index(pickletools.markobject)
         else:
-            begin = len(sizes) - len(taken)
+            begin = len(sizes) - len(operands)
             num_below = 0
         size = sum(sizes[begin:])
         del sizes[begin - num_below :]

@@ -136,16 +136,17 @@ def read_source(
     if kind == "torch":
         content = read_torch(path, trust)
         states = _find_states(path, content, name)
-        return Source(path, "a torch file", states, [path], _short_values(content))
+        return Source(path, "a torch file", states, files=[path], facts=_short_values(content))
     if kind == "dcp":
         return _read_dcp_folder(path, name)
+    # Safetensors have one model, which has no name.
     if name is not None:
         raise _no_such_name_error(path, name, ["one model without a name of its own"])
     if kind == "index":
         return _read_index(path, trust=trust, lazy=lazy)
     tensors = read_header(path)
     state: Mapping[str, Any] = tensors if lazy else _map_tensors(tensors)
-    return Source(path, "a safetensors file", [FoundState(state, "")], [path])
+    return Source(path, "a safetensors file", [FoundState(state, place="")], files=[path])
 
 
 def _read_dcp_folder(path: Path, name: str | None) -> Source:
@@ -157,9 +158,9 @@ def _read_dcp_folder(path: Path, name: str | None) -> Source:
         files.update(shard.values.file for shard in tensor.shards)
     return Source(
         path,
-        "a folder of torch.distributed.checkpoint",
-        states,
-        sorted(files),
+        kind="a folder of torch.distributed.checkpoint",
+        states=states,
+        files=sorted(files),
         find_training_tensors=lambda: tensors_in(tree),
     )
 
@@ -171,11 +172,12 @@ def _read_index(path: Path, *, trust: bool, lazy: bool) -> Source:
         files = sorted({path.parent / file_name for file_name in weight_map.values()})
         state: Mapping[str, Any] = read_torch_index(path, weight_map, trust)
         kind = f"torch files ({len(files)} of them)"
-        return Source(path, kind, [FoundState(state, "")], files)
+        return Source(path, kind, [FoundState(state, place="")], files)
     tensors = read_index(path)
     files = _files_of(tensors)
     state = tensors if lazy else _map_tensors(tensors)
-    return Source(path, f"safetensors in {len(files)} files", [FoundState(state, "")], files)
+    kind = f"safetensors in {len(files)} files"
+    return Source(path, kind, [FoundState(state, place="")], files)
 
 
 # Where to read
@@ -226,10 +228,11 @@ def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
         indexes = safetensors_indexes
     if len(indexes) == 1:
         return indexes[0], "index"
-    # A file of a damaged checkpoint is not the whole state.
-    is_part_of_checkpoint = folder.name.startswith(("step-", ".step-"))
-    if len(files) == 1 and not indexes and not is_part_of_checkpoint:
-        return files[0], "safetensors" if files[0].suffix == ".safetensors" else "torch"
+    # This is no complete checkpoint, but may be a damaged one, whose one file is not all of it.
+    is_damaged_checkpoint = folder.name.startswith(("step-", ".step-"))
+    if len(files) == 1 and not indexes and not is_damaged_checkpoint:
+        file = files[0]
+        return file, "safetensors" if file.suffix == ".safetensors" else "torch"
     raise unreadable(
         folder,
         "it is a folder without a complete checkpoint of Lockstep in it, without one safetensors "
@@ -337,13 +340,14 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
         for module in modules:
             for key, value in read_stored(path, manifest, module, lazy=lazy).items():
                 state[f"{module}.{key}"] = value
-        found = FoundState(state, "")
+        found = FoundState(state, place="")
     else:
         module = _only_module(path, modules) if name is None else name
         state = read_stored(path, manifest, module, lazy=lazy)
         found = FoundState(state, f"{module} of {path.name}")
 
     def find_training_tensors() -> Iterable[tuple[str, LazyTensor]]:
+        # The part of the tree that is read is the list of the objects that stand for tensors.
         places = list(tensor_places(manifest["training"]))
         tensors = read_stored(path, manifest, layout.TRAINING, places, lazy=True)
         names = [place.get("$tensor", place.get("$sharded")) for place in places]
@@ -355,12 +359,12 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
             facts[key] = manifest[key]
     return Source(
         path,
-        "a checkpoint of Lockstep",
-        [found],
-        [path / file_name for file_name in (*manifest["files"], layout.MANIFEST)],
-        facts,
-        modules,
-        find_training_tensors,
+        kind="a checkpoint of Lockstep",
+        states=[found],
+        files=[path / file_name for file_name in (*manifest["files"], layout.MANIFEST)],
+        facts=facts,
+        modules=modules,
+        find_training_tensors=find_training_tensors,
     )
 
 

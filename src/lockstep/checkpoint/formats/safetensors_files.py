@@ -204,7 +204,8 @@ def _write_files_and_index(
     """Writes several files, then their index. If that fails, the files are removed."""
 
     def remove_new_files() -> None:
-        files_in_use = _files_of_former_index(index)  # the new ones, if the index is in place
+        # If the new index is in place already, it names the new files, and they remain.
+        files_in_use = _files_of_former_index(index)
         for file in files:
             if file not in files_in_use:
                 file.unlink(missing_ok=True)

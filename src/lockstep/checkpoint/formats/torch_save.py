@@ -72,7 +72,7 @@ def read_torch(path: Path, trust: bool) -> Any:
             check_archive(path, file)
     try:
         return _load_weights_only(path, mapped=is_archive)
-    except pickle.UnpicklingError as error:
+    except pickle.UnpicklingError as error:  # it holds more than tensors, numbers and text
         if not trust:
             raise _not_trusted_error(path, error) from error
     except Exception as error:
@@ -152,7 +152,9 @@ def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
     compressed = [
         member.filename for member in members if member.compress_type != zipfile.ZIP_STORED
     ]
-    if compressed or sum(member.file_size for member in members) > file_size:
+    # Members that overlap in the file are a way to pack them, too.
+    total_size = sum(member.file_size for member in members)
+    if compressed or total_size > file_size:
         raise unreadable(
             path,
             f"it is an archive with packed contents ({short(', '.join(compressed[:3]))}), as "
@@ -169,8 +171,10 @@ def _not_trusted_error(path: Path, error: Exception) -> CheckpointError:
         globals_asked_for = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # a file of the older format, or a broken one
         globals_asked_for = []
-    if not globals_asked_for and "nsupported" not in str(error):  # "Unsupported" or "unsupported"
-        return load_error(path, error)
+    # torch writes "Unsupported" or "unsupported" if an operation or a class is not allowed.
+    is_refused = "nsupported" in str(error)
+    if not globals_asked_for and not is_refused:
+        return load_error(path, error)  # the pickle is damaged: trusting it would not help
     names = short(", ".join(globals_asked_for[:5]), 300) or "names of code"
     return unreadable(
         path,

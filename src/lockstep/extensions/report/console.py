@@ -42,7 +42,8 @@ def open_console() -> Console:
         emoji=False,
         highlight=False,
         width=columns,
-        # stdout is a pipe then, but ends on a terminal. Otherwise rich finds out itself (None).
+        # With None, rich finds out itself whether stdout is a terminal. It would take the pipe to
+        # the launcher for none.
         force_terminal=True if prints_through_launcher else None,
     )
 
