@@ -45,8 +45,16 @@ _DTYPES: dict[str, torch.dtype | None] = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
-_MARKS = {"bf": "bf16", "64": "fp64", "double": "fp64", "16": "fp16", "half": "fp16", "32": "fp32"}
-"""What stands in the names that other tools and torch have for them; the first that fits counts."""
+_PARTS_OF_OTHER_NAMES = {
+    "bf": "bf16",
+    "64": "fp64",
+    "double": "fp64",
+    "16": "fp16",
+    "half": "fp16",
+    "32": "fp32",
+}
+"""Parts of the names that other tools have for a precision, such as "16-mixed". The first part that
+a name has decides which precision is suggested."""
 
 
 class Precision:
@@ -62,16 +70,19 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device) -> None:
         if name not in _DTYPES:
-            near = next((known for mark, known in _MARKS.items() if mark in str(name)), None)
+            advice = "choose one of them"
+            for part, suggested in _PARTS_OF_OTHER_NAMES.items():
+                if part in str(name):
+                    advice = f"did you mean {suggested!r}?"
+                    break
             raise SettingError(
-                f"precision={name!r}",
-                "precisions are " + ", ".join(_DTYPES),
-                f"did you mean {near!r}?" if near else "choose one of them",
+                f"precision={name!r}", "precisions are " + ", ".join(_DTYPES), advice
             )
-        emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(
-            including_emulation=False
-        )
-        if name == "bf16" and emulated:
+        if (
+            name == "bf16"
+            and device.type == "cuda"
+            and not torch.cuda.is_bf16_supported(including_emulation=False)
+        ):
             raise SettingError(
                 "precision='bf16'",
                 f"{torch.cuda.get_device_name(device)} has no bfloat16 arithmetic",
@@ -84,13 +95,15 @@ class Precision:
         self._autocasting: list[weakref.ref[nn.Module]] = []
         """The modules whose forward pass runs under autocast."""
         self._unscaled: set[int] = set()
+        """The ids of optimizers whose gradients were unscaled since the scale was last updated."""
         self._used = False
+        """True if the scaler has looked at gradients since the scale was last updated."""
 
     def attach(self, module: nn.Module) -> None:
-        """Has the module's forward pass run so; under fp64 the module itself is converted."""
+        """Makes a module's forward pass run in this precision. For fp64 it converts the module."""
         if self.dtype is None:
             return
-        # A copy of what `torch.compile` gave is built anew, without the hooks of the original.
+        # Not the object that `torch.compile` returned: copies of it do not have its hooks.
         module = without_compile(module)
         if self.dtype == torch.float64:
             module.double()
@@ -100,7 +113,7 @@ class Precision:
         self._autocasting.append(weakref.ref(module))
 
     def follow_forwards(self) -> None:
-        """Also autocasts a `forward` that the user has set on a prepared model since then."""
+        """Also autocasts a `forward` that the user has set on a prepared model since `attach`."""
         for reference in self._autocasting:
             module = reference()
             if module is None or self.dtype is None:
@@ -109,18 +122,18 @@ class Precision:
                 self._autocast(module, self.dtype)
 
     def _autocast(self, module: nn.Module, dtype: torch.dtype) -> None:
-        # Around `Module.__setattr__`, which a user's class may have replaced.
+        # Not by `Module.__setattr__`, which a user's class may have replaced.
         vars(module)["forward"] = AutocastForward(module, self.device.type, dtype)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """The backward pass of the (scaled) loss."""
+        """Runs the backward pass of a loss, which is scaled before under fp16."""
         if self.scaler is not None:
             self.update_scale()
             loss = self.scaler.scale(loss)
         torch.autograd.backward(loss, **options)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Brings gradients to their true size before they are looked at; once a step."""
+        """Divides gradients by the scale of the loss, once a step, before anything reads them."""
         for optimizer in optimizers:
             if self.scaler is not None and id(optimizer) not in self._unscaled:
                 self.scaler.unscale_(optimizer)
@@ -128,11 +141,19 @@ class Precision:
                 self._used = True
 
     def scales(self, optimizer: Optimizer) -> bool:
-        """Whether its gradients are, just now, multiplied by the scale of the loss."""
+        """Returns True if the gradients of an optimizer are still multiplied by the scale."""
         return self.scaler is not None and id(optimizer) not in self._unscaled
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
-        """Steps the optimizer; returns its result and whether the scaler left the step out."""
+        """Steps an optimizer.
+
+        Returns:
+            What the optimizer returned, and True if the step was skipped because gradients were
+            not finite.
+
+        Raises:
+            SettingError: fp16 with a closure.
+        """
         if self.scaler is None:
             return optimizer.step(closure), False
         if closure is not None:
@@ -141,29 +162,37 @@ class Precision:
                 "a scaled step evaluates the loss once",
                 "use precision='bf16' or 'fp32'",
             )
-        # A fused one is always called: it reads on the device whether to do anything.
-        taken: list[Tensor | None] = []
-        with optimizer.register_step_post_hook(
-            lambda called, *_: taken.append(getattr(called, "found_inf", None))
-        ):
+        # The scaler does not call the optimizer if gradients are not finite. A fused optimizer is
+        # always called, with an attribute `found_inf` on the device.
+        was_called = False
+        found_inf: Tensor | None = None
+
+        def note_call(called: Optimizer, *_: Any) -> None:
+            nonlocal was_called, found_inf
+            was_called = True
+            found_inf = getattr(called, "found_inf", None)
+
+        with optimizer.register_step_post_hook(note_call):
             result = self.scaler.step(optimizer)
         self._used = True
-        return result, not taken or (taken[0] is not None and bool(taken[0].item()))
+        if not was_called:
+            return result, True
+        return result, found_inf is not None and bool(found_inf.item())
 
     def update_scale(self) -> None:
-        """Adapts the scale to what the last backward pass gave; the next one begins with it."""
+        """Adapts the scale for the next backward pass, if gradients of the last one were used."""
         if self.scaler is not None and self._used:
             self.scaler.update()
         self._used = False
         self._unscaled.clear()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The loss scaler's; None: there is none."""
+        """Returns the state of the loss scaler, None if there is none."""
         self.update_scale()
         return None if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Takes up what `state_dict` gave, where both have a scaler."""
+        """Loads what `state_dict` returned, if both runs have a loss scaler."""
         self.update_scale()
         if self.scaler is not None and state is not None:
             self.scaler.load_state_dict(state)
@@ -195,13 +224,13 @@ class AutocastForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """What is called under autocast; `inspect.signature` looks here."""
+        """The forward that is called under autocast. `inspect.signature` reads it."""
         if self.own is not None:
             return self.own
         return MethodType(type(self.module).forward, self.module)
 
     def __getattr__(self, name: str) -> Any:
-        """What else a method has: `__code__`, `__name__`."""
+        """Looks up attributes that a method has, such as `__code__` and `__name__`."""
         if "own" not in vars(self):  # it is being copied, and has nothing yet
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
@@ -226,7 +255,7 @@ class AutocastForward:
 
 
 def _called(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a forward of torch's, which torch's compiler compiles only inside another function."""
+    """Calls a forward of torch's, which torch compiles only as a part of another function."""
     return forward(*args, **kwargs)
 
 
@@ -237,21 +266,21 @@ class ForwardsSetLater(Extension):
         self._precision = precision
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Before the forward passes of a micro-batch."""
+        """Autocasts such a `forward` before the forward passes of a micro-batch."""
         self._precision.follow_forwards()
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """After them, where no prepared loader delivers the batches."""
+        """Does the same after the forward passes, for loops without a prepared loader."""
         self._precision.follow_forwards()
 
 
 def _in_fp32(output: Any, dtype: torch.dtype) -> Any:
-    """The same nest with its tensors of a lower precision in fp32."""
+    """Returns a nest with its tensors of a lower precision converted to fp32."""
     return map_tensors(output, lambda t: t.float() if t.dtype == dtype else t, opaque=None)
 
 
 def _traced_in_fp32(leaf: Any, dtype: torch.dtype) -> Any:
-    """The same of one leaf of torch's own pytree, in a way that the compiler can trace."""
+    """Converts one leaf of a torch pytree to fp32, in a way that the compiler can trace."""
     if isinstance(leaf, Tensor):
         return leaf.float() if leaf.dtype == dtype else leaf
     if leaf is None or isinstance(leaf, bool | int | float | str):
@@ -265,10 +294,10 @@ _in_fp32_uncompiled = never_compiled(_in_fp32, recursive=True)
 
 @outside_compiled_code
 def _inputs_in_double(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A hook before the forward pass of a module in float64."""
+    """Converts inputs, as a hook before the forward pass of a module in float64."""
     return in_double((args, kwargs))
 
 
 def in_double(nest: Any) -> Any:
-    """The same nest with its floating-point tensors in float64."""
+    """Returns a nest with its floating-point tensors converted to float64."""
     return map_tensors(nest, lambda t: t.double() if t.is_floating_point() else t, opaque=None)

@@ -1,9 +1,10 @@
-"""Do all ranks use the same of a sharded model?
+"""Compares what the ranks use of a sharded model.
 
-Units gather their parameters, and average their gradients, in the order in which they run. A rank
-that runs other units than the rest, or has gradients for other parameters, gets what others send
-at that time; where the sizes are equal nobody notices. So it is compared in every step: one small
-all-reduce on the host, looked at when the next step or forward pass begins.
+The *units* of a sharded model gather their parameters, and average their gradients, in the order in
+which they run. If a rank runs other units than the rest, or has gradients for other parameters, it
+gets what other ranks send at that time. If the sizes happen to be equal, nothing fails. So each
+step compares what the ranks have used, with one small all-reduce on the host. It runs in the
+background, and its result is read when the next step or forward pass begins.
 """
 
 from __future__ import annotations
@@ -27,118 +28,146 @@ from lockstep.optim.precision import Precision
 from lockstep.strategies.base import PreparedModule
 from lockstep.wording import join_first
 
-_LARGEST = 2**62 - 1
-_AT_CLOSE = timedelta(seconds=5)
-"""How long the last comparison is waited for; another rank may have failed."""
+_ORDER_MASK = 2**62 - 1
+"""Keeps the checksum of an order a positive 64-bit number, which can be negated."""
+_TIMEOUT_AT_CLOSE = timedelta(seconds=5)
+"""How long to wait for the last comparison. Another rank may have failed before it."""
 
 
 class UnitOrderCheck(Check):
-    """Compares what the ranks use of each module with units."""
+    """Compares what the ranks use of each module that has units."""
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
-        self._uses: dict[int, _Use] = {}
-        """Of modules, by the id of each."""
+        self._usage_by_module: dict[int, _ModuleUsage] = {}
+        """By the id of the module."""
 
     def module_prepared(self, wrapped: PreparedModule) -> None:
-        """Follows its units, where it has some."""
+        """Begins to count what is used of the module, if it has units."""
         if wrapped.units:
-            self._uses[id(wrapped.module)] = _Use(wrapped)
+            self._usage_by_module[id(wrapped.module)] = _ModuleUsage(wrapped)
 
     def close(self, failed: bool) -> None:
-        """Looks at the last comparisons."""
-        for use in self._uses.values():
-            use.release()
+        """Reads the results of the last comparisons."""
+        for usage in self._usage_by_module.values():
+            usage.warn_at_close()
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Raises RanksDifferError, on all ranks, where the comparison before found a difference."""
+        """Raises RanksDifferError, on all ranks, if the previous comparison found a difference."""
         for module in modules:
-            if (use := self._uses.get(id(module))) is not None:
-                use.compare()
+            usage = self._usage_by_module.get(id(module))
+            if usage is not None:
+                usage.start_comparison()
 
 
-class _Use:
-    """What is used of one module: passes of its units, states that were loaded, gradients."""
+class _ModuleUsage:
+    """Counts what this rank uses of one module, and compares it with the other ranks.
+
+    That is: the forward passes of its units and their order, the states that were loaded, and which
+    parameters have gradients.
+    """
 
     def __init__(self, wrapped: PreparedModule) -> None:
         root = wrapped.module
         self._units = list(wrapped.units)
         self._parameters = dict(root.named_parameters())
         self._passes = [0] * len(self._units)
+        """How many forward passes each unit has made."""
         self._order = 0
-        """A sum of which came after which, equal on ranks where all came in the same order."""
+        """A checksum of the order of these passes."""
         self._loads = 0
-        """States that were loaded into the model; each rank takes its own shards of them."""
-        self._under_way: tuple[dist.Work, Tensor] | None = None
+        """How many states were loaded. Each rank takes its own shards of a state."""
+        self._comparison: tuple[dist.Work, Tensor] | None = None
+        """The all-reduce that is under way, and its tensor."""
         for number, unit in enumerate(wrapped.units.values()):
-            unit.register_forward_hook(partial(self._passed, number))
+            unit.register_forward_hook(partial(self._count_pass, number))
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_load_state_dict_pre_hook(self._count_load)  # type: ignore[no-untyped-call]
 
     @outside_compiled_code
     def _before_forward(self, *_: Any) -> None:
-        self.finish()
+        self._finish_comparison()
 
     @outside_compiled_code  # else a change of a counter would compile it again
-    def _passed(self, unit: int, *_: Any) -> None:
+    def _count_pass(self, unit: int, *_: Any) -> None:
         self._passes[unit] += 1
-        self._order = hash((self._order, unit)) & _LARGEST
+        self._order = hash((self._order, unit)) & _ORDER_MASK
 
     def _count_load(self, *_: Any) -> None:
         self._loads += 1
 
-    def compare(self) -> None:
-        """Begins to compare, after a backward pass that has averaged gradients."""
-        self.finish()
-        used = [p.grad is not None for p in self._parameters.values()]
-        mine = torch.tensor([*self._passes, self._order, self._loads, *used])
-        extremes = torch.cat([mine, -mine])
-        work = dist.all_reduce(extremes, dist.ReduceOp.MAX, async_op=True)
-        self._under_way = cast(dist.Work, work), extremes
-
-    def finish(self, timeout: timedelta | None = None) -> None:
-        """Ends the comparison that is under way.
-
-        Args:
-            timeout: how long to wait for it; None: as long as for any collective.
+    def start_comparison(self) -> None:
+        """Starts to compare, after a backward pass that has averaged gradients.
 
         Raises:
-            RanksDifferError: on all ranks, where it found a difference.
+            RanksDifferError: on all ranks, if the previous comparison found a difference.
+        """
+        self._finish_comparison()
+        has_gradient = [p.grad is not None for p in self._parameters.values()]
+        values = torch.tensor([*self._passes, self._order, self._loads, *has_gradient])
+        # The minimum over the ranks is found as the maximum of the negative values.
+        maxima = torch.cat([values, -values])
+        work = dist.all_reduce(maxima, dist.ReduceOp.MAX, async_op=True)
+        self._comparison = cast(dist.Work, work), maxima
+
+    def _finish_comparison(self, timeout: timedelta | None = None) -> None:
+        """Waits for the comparison that is under way, if there is one.
+
+        Args:
+            timeout: how long to wait. None for as long as in any collective.
+
+        Raises:
+            RanksDifferError: on all ranks, if it found a difference.
             RuntimeError: the other ranks did not come.
         """
-        if self._under_way is None:
+        if self._comparison is None:
             return
-        (work, extremes), self._under_way = self._under_way, None
-        work.wait() if timeout is None else work.wait(timeout)
-        largest, smallest = extremes.chunk(2)
-        differ = (largest != -smallest).tolist()
-        if any(differ):
-            raise self._difference(differ)
+        work, maxima = self._comparison
+        self._comparison = None
+        if timeout is None:
+            work.wait()
+        else:
+            work.wait(timeout)
+        largest, negative_smallest = maxima.chunk(2)
+        differs = (largest != -negative_smallest).tolist()
+        if any(differs):
+            raise self._difference(differs)
 
-    def release(self) -> None:
-        """Warns where the last step was wrong, which no later one has said."""
+    def warn_at_close(self) -> None:
+        """Warns if the ranks differed in the last step, after which there is no other to say so."""
         with suppress(RuntimeError):  # another rank has gone
             try:
-                self.finish(_AT_CLOSE)
+                self._finish_comparison(_TIMEOUT_AT_CLOSE)
             except RanksDifferError as error:
                 warn_about(error)
 
-    def _difference(self, differ: Sequence[bool]) -> RanksDifferError:
-        count = len(self._units)
-        if differ[count + 1]:
+    def _difference(self, differs: Sequence[bool]) -> RanksDifferError:
+        """Returns the error for a difference.
+
+        Args:
+            differs: for each unit if its number of passes differs; then the same for the order,
+                for the loaded states, and for the gradient of each parameter.
+        """
+        num_units = len(self._units)
+        passes_differ = differs[:num_units]
+        order_differs = differs[num_units]
+        loads_differ = differs[num_units + 1]
+        gradients_differ = differs[num_units + 2 :]
+        if loads_differ:
             return RanksDifferError(
                 "load_state_dict of a sharded model",
                 "some ranks called it and others did not, so shards of other weights are mixed",
                 "call it on all ranks, never under `if world.is_main:`",
                 code="LS304",
             )
-        if any(differ[: count + 1]):
-            units = [name or "the rest" for name, d in zip(self._units, differ, strict=False) if d]
-            ran = (
-                f"{join_first(units)} ran more often on some ranks than on others"
-                if units
-                else "its units ran in another order on some ranks than on others"
-            )
+        if any(passes_differ) or order_differs:
+            units: list[str] = []
+            for name, differ in zip(self._units, passes_differ, strict=True):
+                if differ:
+                    units.append(name or "the rest")
+            ran = "its units ran in another order on some ranks than on others"
+            if units:
+                ran = f"{join_first(units)} ran more often on some ranks than on others"
             return RanksDifferError(
                 "forward passes of a sharded model",
                 f"{ran}, and ranks gathered parameters of one unit in the place of another's",
@@ -146,7 +175,10 @@ class _Use:
                 "some ranks run (the experts of a layer), with find_unused_parameters=True",
                 code="LS301",
             )
-        names = [n for n, d in zip(self._parameters, differ[count + 2 :], strict=True) if d]
+        names: list[str] = []
+        for name, differ in zip(self._parameters, gradients_differ, strict=True):
+            if differ:
+                names.append(name)
         return RanksDifferError(
             "gradients of a sharded model",
             f"{join_first(names)} had one on some ranks only, and were averaged with those of "
