@@ -1,8 +1,8 @@
-"""Which submodules a user has chosen: by class, by a pattern of names, or by a function.
+"""Selects submodules of a model: those that a user chose, or the blocks that the model repeats.
 
-And the repeated blocks of a model: transformer blocks, residual blocks, found by structure alone.
-
-They are what is worth treating as one: to recompute, to shard, to put on a stage of a pipeline.
+A user chooses submodules by class, by a pattern of names, or by a function. *Blocks* are the parts
+that a model repeats, such as transformer blocks and residual blocks; they are found by structure
+alone. Blocks are what is recomputed, sharded, or put on a stage of a pipeline as a whole.
 """
 
 from __future__ import annotations
@@ -17,60 +17,79 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from lockstep.distributed.torch_compat import without_compile
 from lockstep.errors import SettingError
-from lockstep.wording import group_by_key
 
 ModuleFilter = type[nn.Module] | tuple[type[nn.Module], ...] | str | Callable[[nn.Module], bool]
 
 MAX_CANDIDATES = 10
+"""How many classes an error lists that the user may choose."""
 
 
 def select_modules(
     module: nn.Module, choice: ModuleFilter, setting: str
 ) -> list[tuple[str, nn.Module]]:
-    """The submodules that match, with their names; of nested matches the outermost.
+    """Returns the submodules that match, with their names; of nested matches only the outermost.
 
     Args:
         module: the model; it is never chosen itself.
         choice: a class or tuple of classes, a pattern of names as in `named_modules()`
-            (`"encoder.layers.*"`), or a function that says yes or no to each module.
-        setting: what the user has written, with `{}` for the choice.
+            (`"encoder.layers.*"`), or a function that returns True for the modules to select.
+        setting: how the user has written it, with `{}` for the choice, for errors.
 
     Raises:
         SettingError: nothing matches, or the choice is none of the above.
     """
-    matches = _matcher(choice, setting)
-    named = module.named_modules(remove_duplicate=False)
-    chosen = {name: m for name, m in named if name and _runs(m) and matches(name, m)}
-    found: dict[int, tuple[str, nn.Module]] = {}
-    for name, m in _outermost(chosen):
-        found.setdefault(id(m), (name, m))  # a module that stands in two places is one
-    if not found:
+    matches = _make_matcher(choice, setting)
+    matching: dict[str, nn.Module] = {}
+    for name, submodule in module.named_modules(remove_duplicate=False):
+        if name and _has_forward(submodule) and matches(name, submodule):
+            matching[name] = submodule
+    selected: dict[int, tuple[str, nn.Module]] = {}
+    for name, submodule in _outermost(matching):
+        # A module that stands in several places is selected once.
+        selected.setdefault(id(submodule), (name, submodule))
+    if not selected:
         raise SettingError(
-            setting.format(_in_words(choice)),
+            setting.format(_describe(choice)),
             "no submodule matches",
             f"choose among: {candidates(module)}",
         )
-    return list(found.values())
+    return list(selected.values())
 
 
 def candidates(module: nn.Module) -> str:
-    """Classes of submodules that hold others, the most frequent first, with one name of each."""
-    parts = module.named_modules()
-    holding = ((name, m) for name, m in parts if name and next(m.children(), None) and _runs(m))
-    names = group_by_key((type(m).__name__, name) for name, m in holding)
-    ranked = sorted(names.items(), key=lambda item: -len(item[1]))[:MAX_CANDIDATES]
-    listed = [f"{kind} ({len(of_kind)}, such as {of_kind[0]!r})" for kind, of_kind in ranked]
-    if listed:
-        return ", ".join(listed)
-    return ", ".join(dict.fromkeys(type(m).__name__ for m in module.children())) or "none"
+    """Describes the classes of submodules that a user may choose, the most frequent first.
+
+    These are the submodules that have others; if there are none, the children of the model.
+    """
+    names_of_class: dict[str, list[str]] = {}
+    for name, submodule in module.named_modules():
+        has_children = next(submodule.children(), None) is not None
+        if name and has_children and _has_forward(submodule):
+            names_of_class.setdefault(type(submodule).__name__, []).append(name)
+    by_frequency = sorted(names_of_class.items(), key=lambda item: -len(item[1]))
+    if by_frequency:
+        descriptions: list[str] = []
+        for class_name, names in by_frequency[:MAX_CANDIDATES]:
+            descriptions.append(f"{class_name} ({len(names)}, such as {names[0]!r})")
+        return ", ".join(descriptions)
+    classes_of_children = dict.fromkeys(type(child).__name__ for child in module.children())
+    return ", ".join(classes_of_children) or "none"
 
 
-def _matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.Module], bool]:
+def _make_matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.Module], bool]:
+    """Returns a function of a name and a module that says if they match.
+
+    Raises:
+        SettingError: the filter is none of the possible kinds.
+    """
     if isinstance(submodules, str):
         return lambda name, _: fnmatchcase(name, submodules)
-    kinds: tuple[Any, ...] = submodules if isinstance(submodules, tuple) else (submodules,)
-    if kinds and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
-        return lambda _, module: isinstance(module, kinds)
+    classes: tuple[Any, ...] = submodules if isinstance(submodules, tuple) else (submodules,)
+    are_module_classes = all(
+        isinstance(item, type) and issubclass(item, nn.Module) for item in classes
+    )
+    if classes and are_module_classes:
+        return lambda _, module: isinstance(module, classes)
     if isinstance(submodules, type | tuple | nn.Module) or not callable(submodules):
         raise SettingError(
             setting.format(repr(submodules)),
@@ -80,81 +99,105 @@ def _matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.Module
     return lambda _, module: submodules(module)
 
 
-def _runs(module: nn.Module) -> bool:
-    """A ModuleList has no forward: its parts run, it does not."""
+def _has_forward(module: nn.Module) -> bool:
+    """Returns False for containers such as `nn.ModuleList`, which only hold modules that run."""
     return type(module).forward is not nn.Module.forward
 
 
-def _in_words(submodules: ModuleFilter) -> str:
+def _describe(submodules: ModuleFilter) -> str:
+    """Returns the choice of a user as it is shown in errors."""
     if isinstance(submodules, tuple):
-        return f"({', '.join(kind.__name__ for kind in submodules)})"
+        return f"({', '.join(item.__name__ for item in submodules)})"
     return str(getattr(submodules, "__name__", repr(submodules)))
 
 
-_HOLDS = (nn.Module.forward, nn.Sequential.forward)
-"""The forwards of modules that only hold others; ModuleList and ModuleDict have none."""
+_FORWARDS_OF_CONTAINERS = (nn.Module.forward, nn.Sequential.forward)
+"""The forward of `nn.ModuleList` and `nn.ModuleDict`, which raises, and that of `nn.Sequential`."""
 
 
 def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks that a model repeats, under their names, in the order of `named_modules()`.
+    """Returns the blocks that a model repeats.
 
     A block has parameters, stands in an `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`, is
     more than one of torch's single layers, and is not the only one of its kind. The kind is the
-    class; of an `nn.Sequential` also what is in it. Of blocks inside blocks the outermost counts,
-    but an `nn.Sequential` that holds several blocks of a kind (a stage) is none itself. Where
-    containers hold no blocks, modules that stand in attributes (`self.down1`, `self.down2`) are
-    looked at in the same way. Of what `torch.compile(block)` gave, the block inside is found.
+    class, and for an `nn.Sequential` also the kinds of its children. Of blocks inside blocks the
+    outermost counts, but an `nn.Sequential` that has several blocks of a kind (a stage) is no
+    block. If containers have no blocks, modules that are attributes (`self.down1`, `self.down2`)
+    are considered in the same way. Of a block that `torch.compile` has wrapped, the block inside is
+    found.
 
     Returns:
-        `(name, block)` for each, none inside another; nothing where nothing repeats.
+        `(name, block)` for each block, in the order of `named_modules()`. None is inside another.
+        The list is empty if nothing repeats.
     """
     modules = dict(module.named_modules())
-    possible = {name: m for name, m in modules.items() if name and _may_be_block(m)}
-    held = {n: m for n, m in possible.items() if _only_holds(modules[n.rpartition(".")[0]])}
-    for candidates in (held, possible):
-        count = Counter(_kind(m) for m in candidates.values())
-        repeated = {name: m for name, m in candidates.items() if count[_kind(m)] > 1}
+    possible: dict[str, nn.Module] = {}
+    in_containers: dict[str, nn.Module] = {}
+    for name, submodule in modules.items():
+        if not name or not _may_be_block(submodule):
+            continue
+        possible[name] = submodule
+        parent_name = name.rpartition(".")[0]
+        if _is_container(modules[parent_name]):
+            in_containers[name] = submodule
+    for considered in (in_containers, possible):
+        num_of_kind = Counter(_kind(submodule) for submodule in considered.values())
+        repeated: dict[str, nn.Module] = {}
+        for name, submodule in considered.items():
+            if num_of_kind[_kind(submodule)] > 1:
+                repeated[name] = submodule
         if repeated:
             return list(_outermost(repeated))
     return []
 
 
 def _may_be_block(module: nn.Module) -> bool:
-    """It runs, has parameters, and is not one of torch's single layers, or a weight of one."""
-    if not _runs(module) or next(module.parameters(), None) is None:
+    """Returns True for a module that runs, has parameters, and is no single layer of torch's."""
+    if not _has_forward(module) or next(module.parameters(), None) is None:
         return False
-    if isinstance(module, ParametrizationList):
+    if isinstance(module, ParametrizationList):  # computes a weight of a layer
         return False
-    if next(module.children(), None) is None:
+    has_children = next(module.children(), None) is not None
+    if not has_children:
         return not type(module).__module__.startswith("torch.")
     return not _is_stage(module)
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """It only holds others, and several blocks of a kind are among them."""
-    if not _only_holds(module):
+    """Returns True for a container that has several blocks of a kind."""
+    if not _is_container(module):
         return False
-    children = map(without_compile, module.children())
-    count = Counter(_kind(child) for child in children if _may_be_block(child))
-    return max(count.values(), default=0) > 1
+    num_of_kind: Counter[Any] = Counter()
+    for child in module.children():
+        child = without_compile(child)
+        if _may_be_block(child):
+            num_of_kind[_kind(child)] += 1
+    return max(num_of_kind.values(), default=0) > 1
 
 
-def _only_holds(module: nn.Module) -> bool:
-    return type(module).forward in _HOLDS
+def _is_container(module: nn.Module) -> bool:
+    """Returns True if a module only holds other modules."""
+    return type(module).forward in _FORWARDS_OF_CONTAINERS
 
 
 def _kind(module: nn.Module) -> Any:
-    """Equal for modules that are built alike, compiled or not; to be counted by."""
+    """Returns a key that is equal for modules that are built alike, compiled or not."""
     module = without_compile(module)
-    if not _only_holds(module):
+    if not _is_container(module):
         return type(module)
     return (type(module), *(_kind(child) for child in module.children()))
 
 
-def _outermost(blocks: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Those that are in no other; what is in a module follows it in the order."""
-    inside: str | None = None
-    for name, block in blocks.items():
-        if inside is None or not name.startswith(inside):
-            inside = f"{name}."
-            yield name, block
+def _outermost(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules that are inside no other one, with their names.
+
+    Args:
+        modules: by name, in the order of `named_modules()`, where what is inside of a module
+            follows it.
+    """
+    prefix: str | None = None
+    for name, module in modules.items():
+        is_inside = prefix is not None and name.startswith(prefix)
+        if not is_inside:
+            prefix = f"{name}."
+            yield name, module
