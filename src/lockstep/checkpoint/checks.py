@@ -59,7 +59,7 @@ def check_fits(path: Path | str, state: Mapping[str, Any], saved: Mapping[str, A
     """Checks that what was saved fits the objects of this run, before anything is loaded.
 
     Args:
-        path: of the checkpoint, or a description of where it was.
+        path: the path of the checkpoint, or a description of where it was.
         state: the objects of this run by name.
         saved: the saved states by name, with the `manifest`.
 

@@ -61,8 +61,8 @@ def damaged_files(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     """Returns the names of those files of a checkpoint that differ from their checksums.
 
     Args:
-        path: of a checkpoint whose files are all there. They are read.
-        manifest: of the checkpoint.
+        path: the path of a checkpoint whose files are all there. They are read.
+        manifest: the manifest of the checkpoint.
     """
     expected = manifest["checksums"]
     damaged = []

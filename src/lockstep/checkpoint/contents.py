@@ -30,7 +30,7 @@ class Contents:
 
     source: Source
     tensors: Mapping[str, LazyTensor]
-    """By name, in the order of the file. Tied names have the same object."""
+    """The tensors by name, in the order of the file. Tied names have the same object."""
     extra: Mapping[str, Any]
     """What a module's state holds besides tensors."""
     facts: Mapping[str, Any]
@@ -52,7 +52,7 @@ def open_contents(
     """Opens a weights file or a checkpoint. Reads no values.
 
     Args:
-        path: of the file or folder; see `read_source`.
+        path: the path of the file or folder; see `read_source`.
         name: one model of several.
         trust: a torch file may run code of its author's while it is read.
         everything: take all models of a checkpoint.

@@ -64,7 +64,7 @@ def convert(
     them; in a torch file they are one tensor again if they are one in the source.
 
     Args:
-        contents: of one model, from `open_contents`.
+        contents: the contents of one model, from `open_contents`.
         out: ends in `.safetensors`, or in one of `TORCH_ENDINGS`.
         dtype: of all tensors with fractions and at least 16 bits; None: as they are.
         remove_prefixes: are removed in this order; `_orig_mod.` also inside of a name.

@@ -132,8 +132,8 @@ def decode(
 
     Args:
         tree: the tree that `encode` returned.
-        tensors: by the names that the tree uses. Lazy tensors stay lazy, except those that were
-            numpy arrays, whose values are read.
+        tensors: the tensors by the names that the tree uses. Lazy tensors stay lazy, except those
+            that were numpy arrays, whose values are read.
         find_shards: returns a tensor that is stored in shards. None: no tensor is.
 
     Raises:
@@ -396,7 +396,7 @@ class _Decoder:
         if not isinstance(tree, dict):
             return tree
         tags = [key for key in tree if key.startswith("$")]
-        if not tags:
+        if not tags:  # a dictionary whose keys are text
             return {key: self.decode(item) for key, item in tree.items()}
         return self._decode_tagged(tags[0], tree)
 

@@ -83,8 +83,8 @@ def check_views(folder: Path, views: Sequence[FolderView]) -> None:
     """Checks that the ranks see the same folder, and that it is empty or has a sound checkpoint.
 
     Args:
-        folder: of the run.
-        views: of all ranks. What rank 0 sees decides what is resumed.
+        folder: the folder of the run.
+        views: the views of all ranks. What rank 0 sees decides what is resumed.
 
     Raises:
         CheckpointError: there are only damaged checkpoints, or another rank sees a checkpoint where
@@ -112,7 +112,7 @@ def read_manifest_of(path: Path, checkpoint_id: str | None) -> dict[str, Any]:
     """Reads the manifest of the checkpoint that rank 0 has found.
 
     Args:
-        path: of the checkpoint.
+        path: the path of the checkpoint.
         checkpoint_id: the id that rank 0 read there.
 
     Raises:

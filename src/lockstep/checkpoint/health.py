@@ -41,7 +41,7 @@ def examine(path: Path, *, values: bool = False) -> Health:
     """Compares a checkpoint's manifest with its files.
 
     Args:
-        path: of the checkpoint.
+        path: the path of the checkpoint.
         values: read all files, and compare their checksums.
 
     Raises:
@@ -153,7 +153,7 @@ class Inspection:
     leftovers: tuple[Path, ...]
     """Hidden folders of saves that were interrupted, or are going on."""
     contents: Contents | None
-    """Of the path, or of the latest complete checkpoint in it; None if there is none."""
+    """The contents of the path, or of the latest complete checkpoint in it, if there is one."""
 
     @property
     def best(self) -> Path | None:

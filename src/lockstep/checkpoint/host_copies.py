@@ -25,7 +25,7 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._buffers: dict[int, Tensor] = {}
-        """By the number of the copy."""
+        """The memory of each copy, by the number of the copy."""
         self._next_number = 0
         self._addresses_in_use: set[int] = set()
         """Where the storages begin that the training goes on to change."""

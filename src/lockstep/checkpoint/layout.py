@@ -64,7 +64,7 @@ def tensor_file(name: str, rank: int = 0) -> str:
     """Returns the name of the file of what one rank stores.
 
     Args:
-        name: of a module, or `TRAINING`.
+        name: the name of a module, or `TRAINING`.
         rank: the rank that stores it.
     """
     if rank == 0:
@@ -202,7 +202,7 @@ def wrong_sizes(path: Path, files: Mapping[str, Any]) -> list[str]:
     """Returns a description of each file that is missing or has another size.
 
     Args:
-        path: of the checkpoint.
+        path: the path of the checkpoint.
         files: the sizes by the names of the files, as the manifest lists them.
     """
     problems = []

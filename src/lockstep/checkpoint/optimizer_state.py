@@ -33,7 +33,8 @@ def load_saved_state(
     A tensor that was saved in the dtype of its parameter gets the parameter's present dtype.
 
     Args:
-        optimizer: of torch, or with torch's `param_groups`, `state` and `load_state_dict`.
+        optimizer: an optimizer of torch, or one with torch's `param_groups`, `state` and
+            `load_state_dict`.
         saved: what its `state_dict` returned, in memory.
         saved_dtypes: the dtypes that parameters had then, as far as they are known.
     """
@@ -69,7 +70,7 @@ def saved_parameter_dtypes(
     """Returns the dtypes that the parameters of modules had when their states were saved.
 
     Args:
-        modules: by name.
+        modules: the modules by name.
         saved: their states, by the same names.
     """
     dtypes: dict[Tensor, torch.dtype] = {}

@@ -80,7 +80,7 @@ def copy_rank_part(
     Args:
         states: this rank's states by name.
         module_names: names of the states that are stored in files of their own.
-        summaries: of all ranks.
+        summaries: the summaries of all ranks.
         rank: this rank.
         to_host: copies a tensor to contiguous CPU memory.
 

@@ -135,8 +135,9 @@ class Rounds:
     """The files in memory of one rank.
 
     Args:
-        folder: of the checkpoints that the rounds belong to. Rounds of other folders are ignored.
-        collectives: of the run.
+        folder: the folder of the checkpoints that the rounds belong to. Rounds of other folders are
+            ignored.
+        collectives: the collectives of the run.
     """
 
     def __init__(self, folder: Path, collectives: Collectives) -> None:

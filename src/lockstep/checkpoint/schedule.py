@@ -91,7 +91,7 @@ class SaveSchedule:
 
     Args:
         every: as in `Policy`.
-        collectives: of the run.
+        collectives: the collectives of the run.
         requests: what signals have asked this process for.
     """
 

@@ -297,8 +297,8 @@ class Checkpoint:
         """Copies what this rank stores to host memory; rank 0 also makes the hidden folder.
 
         Args:
-            states: of this rank, by name.
-            summaries: of all ranks.
+            states: the states of this rank, by name.
+            summaries: the summaries of all ranks.
             other_writers: the ranks that write besides rank 0.
 
         Returns:
@@ -575,7 +575,7 @@ class Checkpoint:
         """Loads what `_read_states` returned into the objects of this run.
 
         Args:
-            path: of the checkpoint, or a description of where the states were.
+            path: the path of the checkpoint, or a description of where the states were.
             saved: all states; `random` may be None.
 
         Returns:
@@ -662,9 +662,9 @@ class Checkpoint:
         """Returns the manifest of this save, except the list of files, which is not known yet.
 
         Args:
-            states: of this rank, by name.
+            states: the states of this rank, by name.
             metric: what `save` was given.
-            trees: of the modules and of the training, from `copy_rank_part`.
+            trees: the trees of the modules and of the training, from `copy_rank_part`.
         """
         from lockstep import __version__  # the package itself imports this module
 

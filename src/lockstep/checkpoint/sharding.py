@@ -68,8 +68,8 @@ def entries_to_store(
     Each entry is stored by the first rank that has it.
 
     Args:
-        state: of a module, with the tensors that this rank lacks on the meta device; or of an
-            optimizer, whose `state` has an entry for each parameter that this rank has.
+        state: the state of a module, with the tensors that this rank lacks on the meta device; or
+            that of an optimizer, whose `state` has an entry for each parameter that this rank has.
         keys_of_ranks: for each rank, the keys of the entries that it has. None: it has all.
         rank: this rank.
 

@@ -84,7 +84,7 @@ def save_weights(
 
     Args:
         model: bare, wrapped or prepared.
-        path: of the file. What is there already is replaced once the new is complete.
+        path: the path of the file. What is there already is replaced once the new is complete.
         dtype: of what is written, for tensors with fractions and at least 16 bits, such as
             `torch.bfloat16`; None: as they are.
         shard_size: bytes, or a text such as "5GB"; a larger model is written to several files
@@ -131,7 +131,7 @@ def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
 
     Args:
         state: is changed. On rank 0 its values become whole CPU tensors, on the others None.
-        collectives: of the run. All ranks call this.
+        collectives: the collectives of the run. All ranks call this.
     """
     own_names = [name for name, value in state.items() if not is_meta(value)]
     names_of_ranks = [set(names) for names in collectives.exchange(own_names)]
@@ -345,7 +345,7 @@ def _batches(values: Mapping[str, Any], needs_memory: Set[str]) -> list[dict[str
     """Groups values so that each group takes little memory. Those of a module stay together.
 
     Args:
-        values: by plain names.
+        values: the values by plain names.
         needs_memory: the names of values that are copied before they are loaded. The others go
             from a mapped file into a plain tensor directly.
     """

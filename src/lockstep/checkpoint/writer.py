@@ -35,7 +35,7 @@ class Writer:
 
     Args:
         folder: the folder of the run's checkpoints.
-        collectives: of the run.
+        collectives: the collectives of the run.
     """
 
     def __init__(self, folder: Path, collectives: Collectives) -> None:

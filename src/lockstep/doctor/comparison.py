@@ -62,7 +62,7 @@ def _differences(values_of_machine: Mapping[str, Mapping[str, Any]]) -> list[str
     """Describes each value that differs between machines: `numpy 2.1 on a, 2.2 on b, c`.
 
     Args:
-        values_of_machine: by the name of the machine, its values by their names.
+        values_of_machine: for each machine, by its name, its values by their names.
     """
     names: dict[str, None] = {}  # an ordered set
     for values in values_of_machine.values():

@@ -189,7 +189,7 @@ class _Examination:
         """Measures one link of each machine, all at the same time.
 
         Args:
-            neighbors: by the name of a machine, that of the machine at the other end.
+            neighbors: for each machine, by its name, the name of the machine at the other end.
             places: the address and port of each machine.
         """
 

@@ -109,6 +109,7 @@ def _mapped_shared_memory() -> set[str]:
 
 
 def _is_running(pid: int) -> bool:
+    """Returns True if there is a process with this number."""
     try:
         os.kill(pid, 0)  # sends nothing, but fails if there is no such process
     except ProcessLookupError:

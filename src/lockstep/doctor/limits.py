@@ -21,7 +21,7 @@ def gather(folder: Path) -> Facts:
     """Reads the limits (None: there is none), of open files also the limit for the user himself."""
     soft_files, hard_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes = None
-    if hasattr(resource, "RLIMIT_NPROC"):
+    if hasattr(resource, "RLIMIT_NPROC"):  # not every system limits the number of processes
         processes = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0])
     return {
         "files": _limit(soft_files),

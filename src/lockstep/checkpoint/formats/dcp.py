@@ -275,7 +275,7 @@ def _read_tensor(
     """Returns a tensor with all its shards.
 
     Args:
-        name: of the tensor.
+        name: the name of the tensor.
         description: its record in the metadata: properties, size and chunks (the shards).
         archives: where the shards are.
         last_read: shared by all shards of the folder, see `ShardInArchive`.
@@ -306,7 +306,7 @@ def _nest(entries: Mapping[str, Any], keys_of_entries: Any) -> dict[str, Any]:
     """Puts entries into nested dictionaries, at the places that they were saved from.
 
     Args:
-        entries: by their names.
+        entries: the entries by their names.
         keys_of_entries: for each name, the tuple of keys that leads to the entry. None: the entries
             are one dictionary.
 

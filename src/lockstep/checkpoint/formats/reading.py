@@ -391,9 +391,9 @@ def read_stored(
     """Returns what a checkpoint holds of a module or of the training.
 
     Args:
-        path: of the checkpoint.
-        manifest: of the checkpoint.
-        name: of the module, or `layout.TRAINING`.
+        path: the path of the checkpoint.
+        manifest: the manifest of the checkpoint.
+        name: the name of the module, or `layout.TRAINING`.
         tree: a part of the tree in the manifest; None: all of it.
         lazy: all tensors are `LazyTensor`s; else only those in shards, and the others are views of
             the mapped file.
@@ -412,9 +412,9 @@ def _shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindSha
     """Returns a function that finds the tensors of a module which are stored in shards.
 
     Args:
-        path: of the checkpoint.
-        manifest: of the checkpoint.
-        name: of the module, or `layout.TRAINING`.
+        path: the path of the checkpoint.
+        manifest: the manifest of the checkpoint.
+        name: the name of the module, or `layout.TRAINING`.
 
     Raises:
         CheckpointError: a file with shards cannot be read. (The function raises these errors.)

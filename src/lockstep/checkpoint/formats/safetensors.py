@@ -105,8 +105,8 @@ def _parse_tensor(path: Path, name: str, description: Any, values_begin: int) ->
     """Returns the tensor that a header describes.
 
     Args:
-        path: of the file.
-        name: of the tensor.
+        path: the path of the file.
+        name: the name of the tensor.
         description: such as {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}.
         values_begin: the byte of the file that the offsets count from.
 
@@ -178,8 +178,8 @@ def write_tensors(
     """Writes a new safetensors file and flushes it to disk.
 
     Args:
-        path: of a file that does not exist yet.
-        tensors: by name, contiguous and on the CPU.
+        path: the path of a file that does not exist yet.
+        tensors: the tensors by name, contiguous and on the CPU.
         check: called before each chunk is written; may raise an error to end the writing.
 
     Raises:
@@ -203,7 +203,7 @@ def file_content(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[memoryvi
 
     Args:
         path: named in errors.
-        tensors: by name, contiguous and on the CPU.
+        tensors: the tensors by name, contiguous and on the CPU.
 
     Raises:
         CheckpointError: the format cannot hold a tensor's dtype.

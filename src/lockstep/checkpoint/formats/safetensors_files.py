@@ -162,8 +162,8 @@ def write_weights(
     are in memory at a time.
 
     Args:
-        path: of the file.
-        tensors: by name.
+        path: the path of the file.
+        tensors: the tensors by name.
         shard_bytes: None: one file.
         dtype: the tensors are converted to it, see `cast`; None: they are not.
 

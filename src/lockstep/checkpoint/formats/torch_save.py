@@ -60,7 +60,7 @@ def read_torch(path: Path, trust: bool) -> Any:
     """Returns what `torch.save` wrote. Tensors are mapped if the file's format allows it.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         trust: the file may run code of its author's.
 
     Raises:
@@ -107,7 +107,7 @@ def read_torch_index(path: Path, weight_map: Mapping[str, str], trust: bool) -> 
     """Returns the tensors of an index of files of `torch.save`.
 
     Args:
-        path: of the index.
+        path: the path of the index.
         weight_map: the name of the file of each tensor.
         trust: the files may run code of their author's.
 

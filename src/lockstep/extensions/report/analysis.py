@@ -39,7 +39,7 @@ class LongPhase(NamedTuple):
     """When too much of a step goes into one phase on all ranks, and what helps."""
 
     min_fraction: float
-    """Of the time of a step."""
+    """The fraction of the time of a step from which on there is a finding."""
     ranks_do: str
     advice: str
 
@@ -454,7 +454,7 @@ class Totals(NamedTuple):
 
     seconds: float
     bytes_sent: float
-    """By rank 0, to other ranks and into shared memory."""
+    """What rank 0 sent to other ranks and wrote into shared memory."""
     peak_memory: float
     """Bytes on the rank that needed most."""
 

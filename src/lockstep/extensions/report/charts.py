@@ -123,7 +123,7 @@ class Curve:
 
     title: str
     label: str
-    """Of the vertical axis."""
+    """The label of the vertical axis."""
     unit: str | None
     """The unit, which is shown with prefixes such as kilo; None for plain numbers."""
     lines: list[Line]

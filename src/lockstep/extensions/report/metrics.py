@@ -108,7 +108,7 @@ class RunningMeans:
         packed = self._pack(names)
         if self._on_cuda:
             self._pending.append(self._start_on_cuda(names, packed))
-        elif self._is_alone:
+        elif self._is_alone:  # on one process the result is there already
             self._pending.append(_Reduction(names, packed))
         else:
             work = dist.all_reduce(packed, async_op=True)

@@ -250,7 +250,7 @@ class Record:
         self._starts_of_ranks: dict[str, Start] = {}
         """The starts that reached `lockstep.init`, by their names."""
         self._launcher_lines: dict[str, list[LauncherLine]] = {}
-        """By the name of the launcher's file."""
+        """The lines of each launcher, by the name of its file."""
         self._files: dict[str, _GrowingFile] = {}
         self.refresh()
         if not self.starts:
