@@ -102,7 +102,7 @@ def test_it_is_the_naive_reduction(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "CHUNK_BYTES", chunk)
         patch.setattr(shared_memory, "ALL_TO_ALL_BYTES", by_all)
-        patch.setattr(shared_memory, "_FEW", few)
+        patch.setattr(shared_memory, "MAX_RANKS_OF_FLAT_BARRIER", few)
         with in_threads(size) as each:
 
             def reduced(shared: SharedMemory) -> list[Tensor]:
@@ -282,7 +282,7 @@ def test_calls_that_differ_are_an_error_on_all_ranks(calls: dict[str, Any]) -> N
 
 
 def killed(victim: int, few: int) -> None:
-    shared_memory._FEW = few
+    shared_memory.MAX_RANKS_OF_FLAT_BARRIER = few
     with lockstep.init(device="cpu") as world:
         world.barrier()
         if world.rank == victim:
@@ -301,7 +301,7 @@ def test_the_end_of_a_rank_is_noticed(victim: int, few: int) -> None:
 
 def waiting_for_the_first(victim: int) -> None:
     """Barriers go by rank 0, which is killed as it waits; or it hears of rank 2, and lives on."""
-    shared_memory._FEW = 1
+    shared_memory.MAX_RANKS_OF_FLAT_BARRIER = 1
     with lockstep.init(device="cpu") as world:
         world.barrier()
         shared = routing.shared_memory()
@@ -310,14 +310,14 @@ def waiting_for_the_first(victim: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if world.rank == 2:
             at = shared._memory, shared._barriers_at[0]
-            until(lambda: shared_memory._NUMBER.unpack_from(*at)[0] > shared._barriers)
+            until(lambda: shared_memory.BARRIER_NUMBER.unpack_from(*at)[0] > shared._barriers)
             os.kill(shared._pids[victim], signal.SIGKILL)
         try:
             if world.rank != 2:
                 world.barrier()
         finally:
             if world.rank in (0, 2):
-                until(lambda: not shared_memory._is_there(shared._pids[1]))
+                until(lambda: not shared_memory._is_running(shared._pids[1]))
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -17,6 +17,10 @@ post to each other; of many all post to the first, which waits for all and then 
 
 The mapping is a memfd: it has no name that could stay behind, does not count against the size of
 /dev/shm, and is gone with the last process that maps it.
+
+Barriers alternate between the numbers 0 and 1 (the *parity*). Each rank also writes the words of
+its call ("all_reduce of 3 numbers in float32") before the first barrier of a collective, so that
+all of them notice if the ranks have called different ones.
 """
 
 from __future__ import annotations
@@ -45,30 +49,34 @@ from lockstep.errors import RanksDifferError
 from lockstep.wording import format_ranks
 
 CHUNK_BYTES = 2**19
-"""Of a slot, for each of up to 8 ranks. What is larger goes piece by piece, which the processors'
-caches hold; where ranks take turns on cores, pieces of half the size take twice as long."""
-_SLOTS_BYTES = 2**29
-"""At most, of all slots together: every rank maps all of them, and its page tables grow with what
-it touches."""
+"""The part of a slot for each of up to 8 ranks. A larger tensor goes piece by piece, which the
+processors' caches hold; if ranks share cores, pieces of half the size take twice as long."""
+MAX_RANKS_IN_SLOT_SIZE = 8
+MAX_BYTES_OF_ALL_SLOTS = 2**29
+"""Every rank maps all slots, and its page tables grow with what it touches."""
 ALL_TO_ALL_BYTES = 2**21
-"""Up to so many of all ranks together every rank sums all, where a slot holds it: a second barrier
-costs more than to read more memory."""
-_TRIES, _TRIES_IN_TURN = 300, 40
-"""To find a semaphore posted before a rank sleeps: some 100 microseconds, about what it costs to
-sleep and be woken (Karlin et al., SODA 1990); 15 where ranks take turns on cores."""
-_FEW = 8
-"""Ranks that all wake each other in a barrier: with more the machine has too much to wake."""
-_CALLS_KEPT = 64
-_LOOK_S = 1.0
-"""How often a rank that sleeps looks whether the others are still there."""
+"""Up to this size, of the tensors of all ranks together, every rank sums everything: a second
+barrier costs more than reading more memory. The tensor must fit into a slot, too."""
+TRIES_BEFORE_SLEEP = 300
+"""How often a rank tests a semaphore before it sleeps: for some 100 microseconds, which is about
+what it costs to sleep and be woken (Karlin et al., SODA 1990)."""
+TRIES_BEFORE_SLEEP_ON_SHARED_CORES = 40
+"""The same if there are more ranks than cores: some 15 microseconds."""
+MAX_RANKS_OF_FLAT_BARRIER = 8
+"""Up to this number all ranks wake each other in a barrier; more would have too much to wake. It
+is also how many ranks a rank looks at when it checks whether others have ended."""
+MAX_RECORDED_CALLS = 64
+CHECK_INTERVAL_S = 1.0
+"""How often a rank that sleeps checks whether the others are still there."""
 
-_TOKEN_BYTES = 32
-_LINE = 64
-"""Bytes of a cache line; a semaphore has 32 (glibc) or fewer."""
-_WORDS = 2 * _LINE
-_NUMBER = struct.Struct("=q")
+TOKEN_BYTES = 32
+CACHE_LINE_BYTES = 64
+"""A semaphore has 32 bytes (glibc) or fewer."""
+CALL_WORDS_BYTES = 2 * CACHE_LINE_BYTES
+BARRIER_NUMBER = struct.Struct("=q")
+PARITIES = (0, 1)
 
-_COMBINE: dict[Any, Callable[..., Tensor]] = {
+COMBINE_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
     dist.ReduceOp.MIN: torch.minimum,
@@ -76,66 +84,95 @@ _COMBINE: dict[Any, Callable[..., Tensor]] = {
 
 
 class Call(NamedTuple):
-    """One collective, as the watchdog tells of it."""
+    """One collective, as the watchdog reports it."""
 
     number: int
-    """From 1."""
+    """Counts the calls, from 1."""
     op: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     time_s: float
-    """When it was called, by the wall clock."""
+    """When it was called, in seconds since 1970."""
     thread: int
 
 
+def _round_up(number: int, unit: int) -> int:
+    """Returns the smallest multiple of the unit that is not below the number."""
+    return -(-number // unit) * unit
+
+
 class _Layout:
-    """Where things are in the mapping, in bytes from its start: first a token, then these."""
+    """Where things are in the mapping, in bytes from its start.
+
+    In this order: the token, the semaphores, the barrier numbers, the words of the calls, and the
+    slots, which begin on a new page.
+
+    Args:
+        size: the number of ranks on this machine.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.slots = -(-self.call(size, 0) // mmap.PAGESIZE) * mmap.PAGESIZE
-        most = max(_SLOTS_BYTES // (2 * size), _LINE * size) // mmap.PAGESIZE * mmap.PAGESIZE
-        self.slot = min(CHUNK_BYTES * min(size, 8), most)
-        """Bytes of a slot."""
-        self.end = self.slots + 2 * size * self.slot
+        end_of_words = self.call(size, 0)
+        self.slots = _round_up(end_of_words, mmap.PAGESIZE)
+        num_slots = 2 * size
+        most = max(MAX_BYTES_OF_ALL_SLOTS // num_slots, CACHE_LINE_BYTES * size)
+        most_in_whole_pages = most // mmap.PAGESIZE * mmap.PAGESIZE
+        wanted = CHUNK_BYTES * min(size, MAX_RANKS_IN_SLOT_SIZE)
+        self.slot = min(wanted, most_in_whole_pages)
+        """The size of a slot."""
+        self.end = self.slots + num_slots * self.slot
 
-    def semaphore(self, rank: int, turn: int) -> int:
-        """Of a rank, for even or for odd barriers."""
-        return _LINE * (1 + 2 * rank + turn)
+    def semaphore(self, rank: int, parity: int) -> int:
+        """Returns where a rank's semaphore for even (0) or odd (1) barriers is."""
+        return CACHE_LINE_BYTES * (1 + 2 * rank + parity)
 
     def barriers(self, rank: int) -> int:
-        """The number of barriers that a rank has come to; negative: it has left the last one."""
-        return _LINE * (1 + 2 * self.size + rank)
+        """Returns where a rank writes the number of barriers that it has reached.
 
-    def call(self, rank: int, turn: int) -> int:
-        """The words for what a rank calls."""
-        return _LINE * (1 + 3 * self.size) + _WORDS * (2 * rank + turn)
+        The number is negative if an error made the rank leave the last barrier.
+        """
+        return CACHE_LINE_BYTES * (1 + 2 * self.size + rank)
+
+    def call(self, rank: int, parity: int) -> int:
+        """Returns where a rank writes the words of its call."""
+        begin = CACHE_LINE_BYTES * (1 + 3 * self.size)
+        return begin + CALL_WORDS_BYTES * (2 * rank + parity)
 
 
 class _Time(ctypes.Structure):
+    """The C library's `struct timespec`."""
+
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 class _Semaphores:
-    """Functions of the C library; they take the address of a semaphore."""
+    """The C library's functions for semaphores; they take the address of a semaphore."""
 
     def __init__(self) -> None:
-        fast, checked = ctypes.CDLL(None), ctypes.CDLL(None, use_errno=True)
-        self.post, self.try_wait = fast.sem_post, fast.sem_trywait
-        self._init, self._timed_wait = checked.sem_init, checked.sem_timedwait
+        library = ctypes.CDLL(None)
+        library_with_errno = ctypes.CDLL(None, use_errno=True)  # slower calls
+        self.post = library.sem_post
+        self.try_wait = library.sem_trywait
+        self._init = library_with_errno.sem_init
+        self._timed_wait = library_with_errno.sem_timedwait
         self.post.argtypes = self.try_wait.argtypes = [ctypes.c_void_p]
         self._init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
         self._timed_wait.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Time)]
 
     def init(self, address: int) -> None:
-        """Makes one, not posted, that processes share."""
+        """Makes a semaphore that processes share, with the value 0."""
         if self._init(address, 1, 0):
             raise OSError(ctypes.get_errno(), "sem_init")
 
     def posted_within(self, seconds: float, address: int) -> bool:
-        """Sleeps until it is posted; False: it was not. A signal may end this early."""
-        until, rest = divmod(time.time() + seconds, 1.0)
-        if self._timed_wait(address, _Time(int(until), int(rest * 1e9))) == 0:
+        """Sleeps until the semaphore is posted, for so many seconds at most.
+
+        Returns False if it was not posted, or a signal ended the sleep.
+        """
+        whole_seconds, fraction = divmod(time.time() + seconds, 1.0)
+        deadline = _Time(int(whole_seconds), int(fraction * 1e9))
+        if self._timed_wait(address, deadline) == 0:
             return True
         if ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
             raise OSError(ctypes.get_errno(), "sem_timedwait")
@@ -143,32 +180,42 @@ class _Semaphores:
 
 
 class _Barrier(NamedTuple):
-    """What a rank does in a barrier: semaphores that it posts before and after it waits."""
+    """What one rank does in a barrier: the addresses of the semaphores that it waits for and posts.
+
+    Few ranks all post to each other. Of many, all post to the first rank, which waits for all of
+    them and then posts to each.
+    """
 
     own: int
-    awaited: int
-    """How many times `own` is to be posted."""
+    num_posts_awaited: int
+    """How often the own semaphore is posted by other ranks."""
     posted_before: list[int]
+    """Posted before the rank waits."""
     posted_after: list[int]
+    """Posted after it has waited."""
 
     @classmethod
     def of(cls, semaphores: Sequence[int], rank: int) -> _Barrier:
-        """Of one rank, by the semaphores of all."""
-        own, others = semaphores[rank], [*semaphores[:rank], *semaphores[rank + 1 :]]
-        if len(semaphores) <= _FEW:
-            return cls(own, len(others), others, [])
-        return cls(own, 1, others[:1], []) if rank else cls(own, len(others), [], others)
+        """Returns what one rank does, given the semaphores of all ranks."""
+        own = semaphores[rank]
+        others = [*semaphores[:rank], *semaphores[rank + 1 :]]
+        if len(semaphores) <= MAX_RANKS_OF_FLAT_BARRIER:
+            return cls(own, len(others), posted_before=others, posted_after=[])
+        if rank == 0:
+            return cls(own, len(others), posted_before=[], posted_after=others)
+        return cls(own, 1, posted_before=[semaphores[0]], posted_after=[])
 
 
 class SharedMemory:
     """The collectives of one rank; made by `open_shared_memory`.
 
     Args:
-        memory: what all ranks of this machine have mapped, prepared by one of them.
+        memory: the mapping that all ranks of this machine share.
         rank: of this process.
-        pids: of the ranks of this machine, by rank.
+        pids: the process of each rank of this machine.
         timeout_s: how long a rank may wait for the others.
-        across: the ranks that have the same place on the other machines; None: there are none.
+        across: the process group of the ranks that have the same local rank on all machines; None
+            if there is one machine.
     """
 
     def __init__(
@@ -180,45 +227,66 @@ class SharedMemory:
         across: dist.ProcessGroup | None = None,
     ) -> None:
         self.across = across
-        self._pids = dict(pids)
         self.ranks = list(pids)
-        """Those of this machine."""
-        self._local_rank, self._local_size = self.ranks.index(rank), len(pids)
-        cores = set[int]().union(*map(os.sched_getaffinity, pids.values()))
-        self._tries = _TRIES if self._local_size <= len(cores) else _TRIES_IN_TURN
-        self.calls: deque[Call] = deque(maxlen=_CALLS_KEPT)
-        """The latest ones, the oldest first; the watchdog's thread reads them."""
+        """The ranks of this machine."""
+        self._pids = dict(pids)
+        self._local_rank = self.ranks.index(rank)
+        self._local_size = len(pids)
+        cores: set[int] = set()
+        for pid in pids.values():
+            cores |= os.sched_getaffinity(pid)
+        if self._local_size <= len(cores):
+            self._tries = TRIES_BEFORE_SLEEP
+        else:
+            self._tries = TRIES_BEFORE_SLEEP_ON_SHARED_CORES
+        self.calls: deque[Call] = deque(maxlen=MAX_RECORDED_CALLS)
+        """The latest calls, the oldest first; the watchdog's thread reads them."""
         self.completed = 0
-        """The number of the last call that has come to its end."""
-        self._memory, self._timeout_s = memory, timeout_s
+        """The number of the last call that was completed."""
+        self._memory = memory
+        self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._functions = _Semaphores()
+
         layout = _Layout(self._local_size)
         self._slot_bytes = layout.slot
         everything = torch.frombuffer(memory, dtype=torch.uint8)
-        self.address = first = everything.data_ptr()
-        """Of the mapping, whose tensors share one storage."""
-        ranks, turns = range(self._local_size), (0, 1)
-        semaphores = [[first + layout.semaphore(r, t) for r in ranks] for t in turns]
-        self._barrier_of = [_Barrier.of(each, self._local_rank) for each in semaphores]
-        """By turn."""
-        self._calls_at = [[layout.call(r, t) for r in ranks] for t in turns]
-        self._barriers_at = [layout.barriers(r) for r in ranks]
+        self.address = everything.data_ptr()
+        """Where the mapping begins in this process; its tensors share one storage."""
+        local_ranks = range(self._local_size)
+        self._barrier_of_parity = []
+        self._calls_at = []
+        """For each parity, where the words of each rank's call are."""
+        for parity in PARITIES:
+            semaphores = [self.address + layout.semaphore(peer, parity) for peer in local_ranks]
+            self._barrier_of_parity.append(_Barrier.of(semaphores, self._local_rank))
+            self._calls_at.append([layout.call(peer, parity) for peer in local_ranks])
+        self._barriers_at = [layout.barriers(peer) for peer in local_ranks]
         slots = torch.split(everything[layout.slots :], layout.slot)
         self._slots: tuple[Sequence[Tensor], Sequence[Tensor]]
-        self._slots = slots[: self._local_size], slots[self._local_size :]
-        self._typed: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._half = self._barriers = self._number = self._looks = 0
-        self._words: dict[tuple[str, torch.dtype, int], bytes] = {}
-        self._unchecked: bytes | None = None
-        """The words of the present call, until its first barrier."""
+        self._slots = (slots[: self._local_size], slots[self._local_size :])
+        """The two slots of each rank: the first ones of all ranks, then the second ones."""
+        self._slots_of_dtype: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        """Views of the slots, by the half in use and the dtype."""
+
+        self._half = 0
+        """Which of its two slots each rank uses."""
+        self._barriers = 0
+        """The number of barriers that this rank has reached."""
+        self._number = 0
+        """The number of the last call that was begun."""
+        self._checks = 0
+        """How often this rank has checked whether others have ended."""
+        self._words_of_call: dict[tuple[str, torch.dtype, int], bytes] = {}
+        self._words_to_compare: bytes | None = None
+        """The words of the current call, until its first barrier."""
         self._broken = ""
-        """What is said of the last call where it did not come to its end."""
+        """The message of the error if the last call was not completed."""
 
     def takes(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> bool:
-        """Whether it can be reduced so: dense and contiguous on the CPU; SUM, MAX or MIN."""
-        dense = tensor.device.type == "cpu" and tensor.layout is torch.strided
-        return dense and tensor.is_contiguous() and op in _COMBINE
+        """Returns True for a dense, contiguous CPU tensor and the operations SUM, MAX and MIN."""
+        is_dense_on_cpu = tensor.device.type == "cpu" and tensor.layout is torch.strided
+        return is_dense_on_cpu and tensor.is_contiguous() and op in COMBINE_FUNCTIONS
 
     def all_reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, scale: float = 1.0
@@ -228,19 +296,19 @@ class SharedMemory:
         Args:
             tensor: contiguous; of the same dtype and number of elements on all ranks.
             op: SUM, MAX or MIN.
-            scale: what the values of every rank are multiplied by before.
+            scale: the values of every rank are multiplied by this before.
 
         Raises:
-            RanksDifferError: on all ranks, where they have not called the same.
+            RanksDifferError: on all ranks, if they have not called the same collective.
             torch.distributed.DistNetworkError: a rank has ended, or did not come in time.
         """
         own = tensor.detach().view(-1)
-        most = min(self._slot_bytes, ALL_TO_ALL_BYTES // self._local_size)
-        if self.across is not None or own.nbytes > most:
+        max_bytes = min(self._slot_bytes, ALL_TO_ALL_BYTES // self._local_size)
+        if self.across is not None or own.nbytes > max_bytes:
             self.start_all_reduce(tensor, op, scale=scale)()
             return
         with self._calling("all_reduce", tensor, _how(op)):
-            self._reduce_by_all(own, _COMBINE[op], scale)
+            self._reduce_by_all(own, COMBINE_FUNCTIONS[op], scale)
         traffic.shared += own.nbytes
 
     def start_all_reduce(
@@ -251,23 +319,30 @@ class SharedMemory:
         scale: float = 1.0,
         between: Callable[[Tensor], Callable[[], object]] | None = None,
     ) -> Callable[[], None]:
-        """The same in two halves: what this returns waits for the other machines.
+        """Starts an all-reduce; returns a function that waits for the other machines and ends it.
 
-        Between them other all-reduces may be started; all are to be ended in the same order.
-        `between` may begin the exchange with the other machines, of this rank's slice of what this
-        machine gives, in another way; what it returns ends it.
+        Other all-reduces may be started before it is ended. All ranks must end them in the order in
+        which they were started. Arguments and errors are those of `all_reduce`.
+
+        Args:
+            tensor: see `all_reduce`.
+            op: see `all_reduce`.
+            scale: see `all_reduce`.
+            between: replaces the all-reduce between the machines: called with this rank's slice of
+                the sum over this machine, returns a function that waits for the result.
         """
         slices = torch.tensor_split(tensor.detach().view(-1), self._local_size)
         with self._calling("all_reduce", tensor, f"{_how(op)} in slices"):
-            self._reduce_scatter(slices, _COMBINE[op], scale)
-        mine, wait = slices[self._local_rank], cast("Callable[[], object] | None", None)
+            self._reduce_scatter(slices, COMBINE_FUNCTIONS[op], scale)
+        own_slice = slices[self._local_rank]
+        wait: Callable[[], object] | None = None
         traffic.shared += tensor.nbytes
         if between is not None:
-            wait = between(mine)
-        elif self.across is not None and mine.numel():
-            work = cast(dist.Work, dist.all_reduce(mine, op, self.across, async_op=True))
+            wait = between(own_slice)
+        elif self.across is not None and own_slice.numel():
+            work = cast(dist.Work, dist.all_reduce(own_slice, op, self.across, async_op=True))
             wait = partial(traffic.wait, work.wait)
-            traffic.sent += all_reduce_bytes(mine.nbytes, dist.get_world_size(self.across))
+            traffic.sent += all_reduce_bytes(own_slice.nbytes, dist.get_world_size(self.across))
 
         def end() -> None:
             if wait is not None:
@@ -278,46 +353,52 @@ class SharedMemory:
         return end
 
     def all_gather(self, rows: Tensor, tensor: Tensor) -> None:
-        """Fills `rows`, one a rank, with the tensors of all ranks of this machine.
+        """Fills `rows`, one for each rank of this machine, with their tensors.
 
-        Errors are as of `all_reduce`.
+        Errors are those of `all_reduce`.
         """
         own = tensor.detach().view(-1)
         flat = rows.detach().view(self._local_size, len(own))
-        room = self._slot_bytes // own.itemsize
+        piece_numel = self._slot_bytes // own.itemsize
         with self._calling("all_gather", tensor):
-            for start in range(0, max(1, len(own)), room):
-                piece = own[start : start + room]
+            # An empty tensor has one piece too, so that the ranks wait for each other.
+            for start in range(0, max(1, len(own)), piece_numel):
+                piece = own[start : start + piece_numel]
                 slots = self._next_slots(own.dtype)
                 slots[self._local_rank][: len(piece)].copy_(piece)
                 self._barrier()
-                whole = torch.as_strided(slots[0], (len(slots), len(piece)), (slots[0].numel(), 1))
-                flat[:, start : start + room].copy_(whole)
+                # The slots follow each other in memory, so one copy takes the pieces of all ranks.
+                slot_numel = slots[0].numel()
+                pieces = torch.as_strided(slots[0], (len(slots), len(piece)), (slot_numel, 1))
+                flat[:, start : start + piece_numel].copy_(pieces)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Gives all ranks of this machine the values of one of them.
 
         Args:
-            tensor: as of `all_reduce`.
-            source: the place of that rank among those of this machine.
+            tensor: see `all_reduce`.
+            source: the local rank that sends.
 
-        Errors are as of `all_reduce`.
+        Errors are those of `all_reduce`.
         """
         own = tensor.detach().view(-1)
-        parts = [own if place == source else own[:0] for place in range(self._local_size)]
+        # A gather in which all ranks but the source have empty parts.
+        parts = [own if peer == source else own[:0] for peer in range(self._local_size)]
         with self._calling("broadcast", tensor, f" from rank {self.ranks[source]}"):
             self._gather(parts)
 
     def close(self) -> None:
-        """Lets go of the memory; a model whose communication hook has this may live on."""
+        """Unmaps the memory. Later calls raise, such as those of a model's communication hook."""
         with self._lock:
-            self._number, self._broken = self.completed + 1, "shared memory: after world.close()"
-            self._slots, self.across = ((), ()), None
-            self._typed.clear()
+            self._number = self.completed + 1
+            self._broken = "shared memory: after world.close()"
+            self._slots = ((), ())
+            self.across = None
+            self._slots_of_dtype.clear()
             self._memory.close()
 
     def flight_record(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The group of these ranks, and its latest calls in the form of torch's Flight Recorder."""
+        """Returns these ranks as a group, and its latest calls, as torch's Flight Recorder does."""
         name = "shared memory"
         entries = [
             {
@@ -339,6 +420,7 @@ class SharedMemory:
         return group, {"entries": entries}
 
     def _reduce_by_all(self, own: Tensor, combine: Callable[..., Tensor], scale: float) -> None:
+        """Reduces a small tensor: every rank reads the tensors of all ranks."""
         slots = [slot[: len(own)] for slot in self._next_slots(own.dtype)]
         _scale(own, scale, slots[self._local_rank])
         self._barrier()
@@ -349,133 +431,192 @@ class SharedMemory:
     def _reduce_scatter(
         self, slices: Sequence[Tensor], combine: Callable[..., Tensor], scale: float
     ) -> None:
-        """Reduces each rank's slice on that rank alone, in the tensor itself."""
-        me, size = self._local_rank, self._local_size
-        room = self._slot_bytes // slices[0].itemsize // size  # in a slot for each of the ranks
-        for start in range(0, len(slices[0]), room):
-            parts = [each[start : start + room] for each in slices]
-            typed = self._next_slots(parts[0].dtype)
-            slots = [torch.split(slot[: room * size], room) for slot in typed]
-            for rank, part in enumerate(parts):
-                to = part if rank == me else slots[me][rank][: len(part)]
-                _scale(part, scale, to)
+        """Reduces every slice on one rank: the slice of this rank's number on this rank.
+
+        Args:
+            slices: this rank's values, one slice for each rank. The slice of its own number is
+                replaced by the result.
+            combine: reduces two tensors.
+            scale: the values are multiplied by this before.
+        """
+        local_rank = self._local_rank
+        local_size = self._local_size
+        # A slot has a piece for each of the ranks.
+        piece_numel = self._slot_bytes // slices[0].itemsize // local_size
+        for start in range(0, len(slices[0]), piece_numel):
+            pieces = [rank_slice[start : start + piece_numel] for rank_slice in slices]
+            slots = []
+            for slot in self._next_slots(pieces[0].dtype):
+                slots.append(torch.split(slot[: piece_numel * local_size], piece_numel))
+            own_piece = pieces[local_rank]
+            for peer, piece in enumerate(pieces):
+                if peer == local_rank:
+                    _scale(piece, scale, out=piece)
+                else:
+                    _scale(piece, scale, out=slots[local_rank][peer][: len(piece)])
             self._barrier()
-            own = parts[me]
-            given = [slot[me][: len(own)] for slot in slots]
-            unread, given[me] = given[me], own
-            total = given[0]
-            for rank in range(1, size):
-                total = combine(total, given[rank], out=own if rank >= me else unread)
+            # What each rank contributes to this rank's piece, in the order of the ranks.
+            contributions = [slot[local_rank][: len(own_piece)] for slot in slots]
+            unused_slot = contributions[local_rank]
+            contributions[local_rank] = own_piece
+            total = contributions[0]
+            for peer in range(1, local_size):
+                # Until the own piece is added, the total must not overwrite it.
+                out = own_piece if peer >= local_rank else unused_slot
+                total = combine(total, contributions[peer], out=out)
 
     def _gather(self, parts: Sequence[Tensor]) -> None:
-        """Fills every rank's part, of which its own is there already."""
-        room = self._slot_bytes // parts[0].itemsize
-        for start in range(0, max(1, *map(len, parts)), room):
-            pieces = [part[start : start + room] for part in parts]
+        """Copies the part of each rank to all ranks; `parts` has room for all, and the own part."""
+        piece_numel = self._slot_bytes // parts[0].itemsize
+        longest = max(len(part) for part in parts)
+        # If all parts are empty there is one piece too, so that the ranks wait for each other.
+        for start in range(0, max(1, longest), piece_numel):
+            pieces = [part[start : start + piece_numel] for part in parts]
             slots = self._next_slots(parts[0].dtype)
-            slots[self._local_rank][: len(pieces[self._local_rank])].copy_(pieces[self._local_rank])
+            own_piece = pieces[self._local_rank]
+            slots[self._local_rank][: len(own_piece)].copy_(own_piece)
             self._barrier()
-            for rank, piece in enumerate(pieces):
-                if rank != self._local_rank and len(piece):
-                    piece.copy_(slots[rank][: len(piece)])
+            for peer, piece in enumerate(pieces):
+                if peer != self._local_rank and len(piece):
+                    piece.copy_(slots[peer][: len(piece)])
 
     def _next_slots(self, dtype: torch.dtype) -> list[Tensor]:
-        """Those of all ranks."""
+        """Changes to the other half of the slots; returns one slot for each rank."""
         self._half = 1 - self._half
-        key = self._half, dtype
-        if key not in self._typed:
-            self._typed[key] = [slot.view(dtype) for slot in self._slots[self._half]]
-        return self._typed[key]
+        key = (self._half, dtype)
+        if key not in self._slots_of_dtype:
+            self._slots_of_dtype[key] = [slot.view(dtype) for slot in self._slots[self._half]]
+        return self._slots_of_dtype[key]
 
     @contextlib.contextmanager
     def _calling(self, op: str, tensor: Tensor, how: str = "") -> Iterator[None]:
+        """Surrounds a collective: records it, and makes later calls raise if it fails.
+
+        Args:
+            op: the name of the collective.
+            tensor: what it is called with.
+            how: added to the name where ranks compare their calls.
+        """
         with self._lock, torch.no_grad():
-            if self.completed < self._number:  # or this is a signal's handler, inside of a call
+            # An earlier call has failed, or a signal handler runs inside one.
+            if self.completed < self._number:
                 raise dist.DistNetworkError(self._broken)
             self._number += 1
             self._broken = f"shared memory: {op} number {self._number} did not come to its end"
-            shape, dtype, thread = tuple(tensor.shape), tensor.dtype, threading.get_ident()
-            self.calls.append(Call(self._number, op, shape, dtype, time.time(), thread))
-            key = op + how, dtype, tensor.numel()
-            if key not in self._words:
-                words = f"{op}{how} of {key[2]} numbers in {str(dtype).removeprefix('torch.')}"
-                self._words[key] = words.encode().ljust(_WORDS)
-            self._unchecked = self._words[key]
+            shape = tuple(tensor.shape)
+            thread = threading.get_ident()
+            self.calls.append(Call(self._number, op, shape, tensor.dtype, time.time(), thread))
+            key = (op + how, tensor.dtype, tensor.numel())
+            if key not in self._words_of_call:
+                dtype_name = str(tensor.dtype).removeprefix("torch.")
+                words = f"{op}{how} of {tensor.numel()} numbers in {dtype_name}"
+                self._words_of_call[key] = words.encode().ljust(CALL_WORDS_BYTES)
+            self._words_to_compare = self._words_of_call[key]
             try:
                 yield
-            except BaseException:  # so that the others do not count on this rank to look
-                place = self._barriers_at[self._local_rank]
-                _NUMBER.pack_into(self._memory, place, -self._barriers)
+            except BaseException:
+                # The negative number tells the others that this rank has left, so that they do not
+                # count on it to check which ranks have ended.
+                own_place = self._barriers_at[self._local_rank]
+                BARRIER_NUMBER.pack_into(self._memory, own_place, -self._barriers)
                 raise
             self.completed = self._number
 
     def _barrier(self) -> None:
-        """Returns when all ranks have come, and what they wrote before can be read."""
+        """Returns when all ranks have come, and what they wrote before can be read.
+
+        In the first barrier of a call, the ranks also compare the words of their calls.
+        """
         self._barriers += 1
-        turn, words, memory = self._barriers & 1, self._unchecked, self._memory
-        _NUMBER.pack_into(memory, self._barriers_at[self._local_rank], self._barriers)
-        places = self._calls_at[turn]
+        parity = self._barriers & 1
+        words = self._words_to_compare
+        memory = self._memory
+        BARRIER_NUMBER.pack_into(memory, self._barriers_at[self._local_rank], self._barriers)
+        places = self._calls_at[parity]
         if words is not None:
-            memory[places[self._local_rank] : places[self._local_rank] + _WORDS] = words
-        barrier = self._barrier_of[turn]
+            own_place = places[self._local_rank]
+            memory[own_place : own_place + CALL_WORDS_BYTES] = words
+        barrier = self._barrier_of_parity[parity]
         for semaphore in barrier.posted_before:
             self._functions.post(semaphore)
         begin = time.perf_counter()
-        for _ in range(barrier.awaited):
+        for _ in range(barrier.num_posts_awaited):
             self._wait(barrier.own)
         traffic.blocked_s += time.perf_counter() - begin
         for semaphore in barrier.posted_after:
             self._functions.post(semaphore)
         if words is not None:
-            self._unchecked = None
-            heard = [memory[at : at + _WORDS] for at in places]
-            if heard.count(words) != self._local_size:
-                raise self._differ(heard)
+            self._words_to_compare = None
+            words_of_ranks = [memory[place : place + CALL_WORDS_BYTES] for place in places]
+            if words_of_ranks.count(words) != self._local_size:
+                raise self._calls_differ_error(words_of_ranks)
 
     def _wait(self, semaphore: int) -> None:
+        """Waits until the semaphore is posted: at first without sleeping, since that is faster.
+
+        Raises:
+            torch.distributed.DistNetworkError: a rank has ended, or did not come in time.
+        """
         for _ in range(self._tries):
             if self._functions.try_wait(semaphore) == 0:
                 return
         deadline = time.monotonic() + self._timeout_s
-        while not self._functions.posted_within(_LOOK_S, semaphore):
-            doing = f"{self.calls[-1].op} number {self._number}"
-            if gone := self._ended():
+        while not self._functions.posted_within(CHECK_INTERVAL_S, semaphore):
+            call = f"{self.calls[-1].op} number {self._number}"
+            ended_ranks = self._find_ended_ranks()
+            if ended_ranks:
                 raise dist.DistNetworkError(
-                    f"shared memory: {format_ranks(gone)} ended while this rank waited in {doing}"
+                    f"shared memory: {format_ranks(ended_ranks)} ended while this rank waited in "
+                    f"{call}"
                 )
             if time.monotonic() > deadline:
                 raise dist.DistNetworkError(
-                    f"shared memory: {format_ranks(self._absent())} did not come within "
-                    f"{self._timeout_s:g} s to {doing}"
+                    f"shared memory: {format_ranks(self._absent_ranks())} did not come within "
+                    f"{self._timeout_s:g} s to {call}"
                 )
 
-    def _ended(self) -> list[int]:
-        """Ranks that have ended, without which this barrier does not."""
-        absent, first = self._absent(), self.ranks[:1]
-        if self._barrier_of[0].awaited == self._local_size - 1:  # few ranks, or this is the first
-            return self._gone(absent)
-        (number,) = _NUMBER.unpack_from(self._memory, self._barriers_at[0])
-        if number >= self._barriers:  # it waits, too, and looks at the others
-            return self._gone(first)
-        begin = _FEW * self._looks % len(absent)
-        self._looks += 1
-        # All ranks look, so each at a few at a time. The first may have ended because another had.
-        return self._gone(sorted({*(2 * absent)[begin : begin + _FEW]})) or self._gone(first)
+    def _find_ended_ranks(self) -> list[int]:
+        """Returns ranks that have ended, so that this barrier cannot complete."""
+        absent_ranks = self._absent_ranks()
+        first_rank = self.ranks[:1]
+        if self._barrier_of_parity[0].num_posts_awaited == self._local_size - 1:
+            return self._ended(absent_ranks)  # this rank waits for each of them
+        # This rank waits for the first rank only.
+        (barriers_of_first,) = BARRIER_NUMBER.unpack_from(self._memory, self._barriers_at[0])
+        if barriers_of_first >= self._barriers:
+            return self._ended(first_rank)  # the first rank waits too, and checks the others
+        # All ranks check, so each of them checks only a few at a time, in turn.
+        begin = MAX_RANKS_OF_FLAT_BARRIER * self._checks % len(absent_ranks)
+        self._checks += 1
+        absent_ranks_twice = 2 * absent_ranks  # so that the part may go beyond the end
+        ranks_to_check = absent_ranks_twice[begin : begin + MAX_RANKS_OF_FLAT_BARRIER]
+        # The first rank comes last: it may have ended because another one had.
+        return self._ended(sorted(set(ranks_to_check))) or self._ended(first_rank)
 
-    def _gone(self, ranks: Sequence[int]) -> list[int]:
-        return [rank for rank in ranks if not _is_there(self._pids[rank])]
+    def _ended(self, ranks: Sequence[int]) -> list[int]:
+        """Returns those of the ranks whose processes have ended."""
+        return [rank for rank in ranks if not _is_running(self._pids[rank])]
 
-    def _absent(self) -> list[int]:
-        """The ranks that have not come to this barrier; the first is to say so where all have."""
-        come = (_NUMBER.unpack_from(self._memory, place) for place in self._barriers_at)
-        absent = [r for r, (n,) in zip(self.ranks, come, strict=True) if abs(n) < self._barriers]
-        return absent or self.ranks[:1]
+    def _absent_ranks(self) -> list[int]:
+        """Returns the ranks that have not reached this barrier.
 
-    def _differ(self, heard: Sequence[bytes]) -> RanksDifferError:
-        pairs = zip(self.ranks, heard, strict=True)
+        If all have, it is the first rank's turn to say so, and that rank is returned.
+        """
+        absent_ranks = []
+        for rank, place in zip(self.ranks, self._barriers_at, strict=True):
+            (barriers_of_rank,) = BARRIER_NUMBER.unpack_from(self._memory, place)
+            if abs(barriers_of_rank) < self._barriers:
+                absent_ranks.append(rank)
+        return absent_ranks or self.ranks[:1]
+
+    def _calls_differ_error(self, words_of_ranks: Sequence[bytes]) -> RanksDifferError:
+        """Returns the error of ranks that have called different collectives."""
+        calls = []
+        for rank, words in zip(self.ranks, words_of_ranks, strict=True):
+            calls.append(f"rank {rank}: {words.decode().strip()}")
         return RanksDifferError(
             "a collective",
-            "; ".join(f"rank {rank}: {words.decode().strip()}" for rank, words in pairs),
+            "; ".join(calls),
             "call the same collective with the same shapes and dtypes on every rank; look for one "
             "that only some ranks call, under `if world.is_main:` for example",
         )
@@ -484,97 +625,115 @@ class SharedMemory:
 def open_shared_memory(
     rank: int, node: int, timeout_s: float, exchange: Callable[[Any], list[Any]]
 ) -> tuple[SharedMemory | None, str]:
-    """Maps the same memory on the ranks of each machine; everywhere or nowhere.
+    """Maps the same memory on the ranks of each machine, if that is possible on all machines.
 
     Args:
         rank: of this process.
         node: the number of its machine.
         timeout_s: how long a rank may wait for the others.
-        exchange: gives the values of all ranks, which JSON can hold.
+        exchange: returns the values of all ranks, given this rank's value (which JSON can hold).
 
     Returns:
-        The collectives, and who shares memory; or None, and why nobody does.
+        The collectives and a text that says who shares memory; or None and the reason.
     """
-    machines: dict[int, list[int]] = {}
-    for other, its_node in enumerate(exchange(node)):
-        machines.setdefault(its_node, []).append(other)
-    ranks, sizes = machines[node], sorted(set(map(len, machines.values())))
+    ranks_of_machine: dict[int, list[int]] = {}
+    for peer, peer_node in enumerate(exchange(node)):
+        ranks_of_machine.setdefault(peer_node, []).append(peer)
+    ranks = ranks_of_machine[node]
+    sizes = sorted({len(ranks_there) for ranks_there in ranks_of_machine.values()})
+    if sizes == [1]:
+        return None, "1 rank a machine"
     if sizes[0] == 1 or len(sizes) > 1:
-        numbers = " or ".join(map(str, sizes))
-        return None, f"{numbers} rank{'s' * (sizes != [1])} a machine"
+        return None, f"{' or '.join(str(size) for size in sizes)} ranks a machine"
+    # The first rank of each machine keeps the memory open until all have mapped it.
     with contextlib.ExitStack() as stack:
-        offer, memory = None, None
-        try:
-            offer = _create(len(ranks), stack) if rank == ranks[0] else None
-            problem = ""
-        except (OSError, AttributeError) as error:  # memfd is of Linux alone
-            problem = f"no memory can be shared: {error}"
+        offer = None
+        problem = ""
+        if rank == ranks[0]:
+            try:
+                offer = _create(len(ranks), stack)
+            except (OSError, AttributeError) as error:  # only Linux has memfd
+                problem = f"no memory can be shared: {error}"
         offer, problem = exchange([offer, problem])[ranks[0]]
+        memory = None
         if not problem:
             try:
                 memory = _map(len(ranks), *offer)
             except (OSError, ValueError) as error:
                 problem = f"rank {rank} cannot map the memory of rank {ranks[0]}: {error}"
         answers = exchange([os.getpid(), problem])
-    problem = next((told for _, told in answers if told), "")
-    if problem or memory is None:
-        return None, problem
-    pids = {other: answers[other][0] for other in ranks}
-    across, told = None, "all ranks are on one machine"
-    if len(machines) > 1:
-        for place in zip(*machines.values(), strict=True):
-            group = dist.new_group(list(place))
-            across = group if rank in place else across
-        told = f"{len(ranks)} ranks a machine sum up there; each sends its part to the others"
-    return SharedMemory(memory, rank, pids, timeout_s, across), told
+    for _, problem_of_rank in answers:
+        if problem_of_rank:
+            return None, problem_of_rank
+    assert memory is not None  # else this rank has answered with a problem
+    pids = {peer: answers[peer][0] for peer in ranks}
+    across = None
+    who_shares = "all ranks are on one machine"
+    if len(ranks_of_machine) > 1:
+        # All ranks must open all groups, in the same order.
+        for ranks_of_group in zip(*ranks_of_machine.values(), strict=True):
+            group = dist.new_group(list(ranks_of_group))
+            if rank in ranks_of_group:
+                across = group
+        who_shares = f"{len(ranks)} ranks a machine sum up there; each sends its part to the others"
+    return SharedMemory(memory, rank, pids, timeout_s, across), who_shares
 
 
 def _create(size: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:
-    """The memory, with its semaphores, until the stack is closed: process, descriptor, token."""
-    layout, functions = _Layout(size), _Semaphores()
+    """Creates the memory with its semaphores, and keeps it open until the stack is closed.
+
+    Returns:
+        This process, its file descriptor of the memory, and a random token at its beginning, by
+        which `_map` recognizes it.
+    """
+    layout = _Layout(size)
+    functions = _Semaphores()
     descriptor = os.memfd_create("lockstep")
     stack.callback(os.close, descriptor)
     os.ftruncate(descriptor, layout.end)
-    token = secrets.token_hex(_TOKEN_BYTES // 2)
+    token = secrets.token_hex(TOKEN_BYTES // 2)
     with mmap.mmap(descriptor, layout.end) as memory:
-        memory[:_TOKEN_BYTES] = token.encode()
-        first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        memory[:TOKEN_BYTES] = token.encode()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         for rank in range(size):
-            for turn in (0, 1):
-                functions.init(first + layout.semaphore(rank, turn))
+            for parity in PARITIES:
+                functions.init(address + layout.semaphore(rank, parity))
     return os.getpid(), descriptor, token
 
 
 def _map(size: int, pid: int, descriptor: int, token: str) -> mmap.mmap:
-    """Maps what `_create` has made in another process.
+    """Maps the memory that `_create` has made in another process.
 
     Raises:
         OSError: it cannot be opened.
-        ValueError: it is something else: the processes do not see each other's numbers.
+        ValueError: it is another file. The processes are in different containers, for example,
+            where a process number means another process.
     """
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         memory = mmap.mmap(opened, _Layout(size).end)
     finally:
         os.close(opened)
-    if memory[:_TOKEN_BYTES] != token.encode():
+    if memory[:TOKEN_BYTES] != token.encode():
         raise ValueError("it is another file")
     return memory
 
 
 def _how(op: Any) -> str:
-    """The reduction in words; a sum needs none."""
-    return "" if op == dist.ReduceOp.SUM else f" ({_COMBINE[op].__name__})"
+    """Returns how a reduction is added to the words of a call, " (maximum)"; nothing for a sum."""
+    return "" if op == dist.ReduceOp.SUM else f" ({COMBINE_FUNCTIONS[op].__name__})"
 
 
 def _scale(source: Tensor, scale: float, out: Tensor) -> None:
+    """Writes `source * scale` to `out`, which may be the source itself."""
     if scale != 1.0:
         torch.mul(source, scale, out=out)
     elif source.data_ptr() != out.data_ptr():
         out.copy_(source)
 
 
-def _is_there(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
+    """Returns False if a process has ended, even if its parent has not been told yet."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
