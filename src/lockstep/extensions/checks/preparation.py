@@ -1,13 +1,14 @@
-"""Were the model and the optimizer that are trained given to `world.prepare`?
+"""Checks that the model and the optimizer that are trained were given to `World.prepare`.
 
-A model that was not prepared is trained on each rank apart: nothing averages its gradients. What a
-loss reaches is read from autograd's graph, in the first backward passes of each line that calls
-`world.backward`. A loss that reaches no parameter of a prepared module may still be meant: learned
-inputs, averages made by hand, a DDP of the user's own. So the parameters are compared: they must
-have been equal on all ranks at first, and not be any more some steps later.
+If a model was not prepared, nothing averages its gradients, and each rank trains a model of its
+own. So the first losses that each line of the script gives to `World.backward` are traced through
+autograd's graph to the parameters that they reach. A loss that reaches no prepared parameter may
+still be right: for learned inputs, averages made by hand, or a DDP of the user's own. So the
+parameters are compared: only if they were equal on all ranks at first and differ some steps later,
+they are *trained apart*, and the check warns.
 
-An optimizer that was not prepared and holds parameters of a prepared module steps in each
-micro-batch, and no check sees it. Torch tells of every step of every optimizer.
+An optimizer that was not prepared but has parameters of a prepared module steps in each
+micro-batch, and no check sees its steps. Torch calls a hook before every step of any optimizer.
 """
 
 from __future__ import annotations
@@ -33,138 +34,165 @@ from lockstep.strategies.base import PreparedModule, parameters_of
 from lockstep.user_code import Location, user_location
 from lockstep.wording import join_first
 
-WATCHED_BACKWARDS = 100
-"""Backward passes of a run in which the graphs of losses are looked at."""
-WALKS_WHERE_RIGHT = 2
-"""Graphs that are read for a line of the script, where they reach a prepared parameter."""
-BACKWARDS_TO_PART = 10
-"""After so many backward passes the parameters that the ranks train apart are compared."""
+MAX_BACKWARDS_WATCHED = 100
+"""Graphs of losses are read only in this many backward passes of a run."""
+MAX_RIGHT_LOSSES_PER_LINE = 2
+"""Once so many losses of a line of the script were right, its graphs are read no more."""
+BACKWARDS_BEFORE_COMPARISON = 10
+"""Unprepared parameters are compared between the ranks after this many backward passes."""
 MIN_PARAMETERS_OF_MODEL = 2
-"""A single parameter that is in no prepared module is rather a learned input than a model."""
-MAX_NODES = 200_000
-"""Of a larger graph it is not known what it reaches."""
-MAX_NUMBERS_OF_PARAMETER = 64
-"""So many numbers of each parameter are compared."""
+"""A single parameter outside of all prepared modules is more likely a learned input than a model.
+"""
+MAX_NODES_OF_GRAPH = 200_000
+"""A larger graph is not read to its end."""
+NUMBERS_PER_PARAMETER = 64
+"""About this many numbers of each parameter go into a checksum."""
 
 
 class PreparationCheck(Check):
-    """Looks at what losses reach and at what optimizers hold, where there are several ranks."""
+    """Looks at what losses reach and at what optimizers have, if there are several ranks."""
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
-        self._backwards = 0
-        self._right: dict[Location, int] = {}
-        """For lines that call `world.backward`: how often what they reach was right."""
-        self._apart: dict[Location, TrainedApart] = {}
-        """Models that no prepared module holds, by the line that trains them."""
+        self._num_backwards = 0
+        self._right_losses: dict[Location, int] = {}
+        """How many losses of each line of the script were right."""
+        self._unprepared_models: dict[Location, UnpreparedModel] = {}
+        """By the line of the script that trains them."""
         self._prepared_optimizers: list[Any] = []
-        self._several = run.joined is not None and run.collectives.data_parallel.size > 1
-        if self._several:
+        self._is_active = run.joined is not None and run.collectives.data_parallel.size > 1
+        if self._is_active:
             hook = register_optimizer_step_pre_hook(self._before_any_step)
             self._unhook = hook.remove
 
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
-        """Its steps, and those of optimizers inside of it, are as they should be."""
+        """Remembers an optimizer whose steps are as they should be."""
         self._prepared_optimizers.append(optimizer)
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Looks at what the loss reaches, in the first backward passes of the user's line."""
-        self._backwards += 1
-        if not self._several or (self._backwards > WATCHED_BACKWARDS and not self._apart):
+        """Looks at what the loss reaches, in the first backward passes of a line of the script."""
+        self._num_backwards += 1
+        if not self._is_active:
+            return
+        if self._num_backwards > MAX_BACKWARDS_WATCHED and not self._unprepared_models:
             return
         if not self.run.collectives.contributes or not loss.requires_grad:
             return
-        place = user_location()
-        if place is None or self._right.get(place, 0) >= WALKS_WHERE_RIGHT:
+        location = user_location()
+        if location is None:
             return
-        known = self._apart.get(place)
-        if known is not None and (known.posted or known.first is None):
+        num_right = self._right_losses.get(location, 0)
+        if num_right >= MAX_RIGHT_LOSSES_PER_LINE:
             return
-        reached = leaves_of(loss, {id(p) for p in self._prepared_parameters()})
-        if reached is None or self._may_be_meant(reached):
-            self._right[place] = self._right.get(place, 0) + 1
-            self._apart.pop(place, None)
+        model = self._unprepared_models.get(location)
+        if model is not None and (model.was_posted or model.first_checksum is None):
+            return  # nothing more is to be found out about it
+        prepared_ids = {id(parameter) for parameter in self._prepared_parameters()}
+        reached = leaves_of(loss, prepared_ids)
+        if reached is None or self._may_be_right(reached):
+            self._right_losses[location] = num_right + 1
+            self._unprepared_models.pop(location, None)
             return
         parameters = [leaf for leaf in reached if isinstance(leaf, nn.Parameter)]
-        if known is None or not known.is_of(parameters):
-            self._apart[place] = TrainedApart(place, parameters)
+        if model is None or not model.has_any_of(parameters):
+            self._unprepared_models[location] = UnpreparedModel(location, parameters)
             return
-        known.backwards += 1
-        known.look()
-        if known.backwards >= BACKWARDS_TO_PART:
-            self._post(known)
+        model.num_backwards += 1
+        model.update_checksum()
+        if model.num_backwards >= BACKWARDS_BEFORE_COMPARISON:
+            self._post(model)
 
     def _prepared_parameters(self) -> list[Tensor]:
-        found: list[Tensor] = []
+        """Returns all parameters of prepared modules, and those that these have replaced."""
+        parameters: list[Tensor] = []
         for wrapped in self.wrapped:
-            found += wrapped.module.parameters()
-            found += wrapped.unsharded_parameters
+            parameters += wrapped.module.parameters()
+            parameters += wrapped.unsharded_parameters
             for old, new in wrapped.replaced_parameters:
-                found += [old] if new is None else [old, new]
-        return found
+                parameters.append(old)
+                if new is not None:
+                    parameters.append(new)
+        return parameters
 
-    def _may_be_meant(self, reached: Sequence[Tensor]) -> bool:
-        """Whether these leaves, none of which is prepared, are no model that is trained apart."""
+    def _may_be_right(self, reached: Sequence[Tensor]) -> bool:
+        """Returns True if a loss may well reach these leaves, though none of them is prepared."""
         parameters = [leaf for leaf in reached if isinstance(leaf, nn.Parameter)]
-        if len(parameters) < MIN_PARAMETERS_OF_MODEL or any(map(is_sharded, parameters)):
+        if len(parameters) < MIN_PARAMETERS_OF_MODEL:
+            return True
+        if any(is_sharded(parameter) for parameter in parameters):
             return True
         for wrapped in self.wrapped:
             trained = [p for p in wrapped.module.parameters() if p.requires_grad]
             if not trained:
-                return True  # what feeds a frozen model is learned: a prompt, an attack
+                return True  # the inputs of a frozen model are learned: a prompt, an attack
         return False
 
-    def _post(self, apart: TrainedApart) -> None:
-        """Tells the other ranks how the parameters are now; the last rank to come compares."""
+    def _post(self, model: UnpreparedModel) -> None:
+        """Posts the checksums of a model to the other ranks. The last rank to post compares."""
         joined = self.run.joined
-        if joined is None or apart.posted or apart.first is None:
+        if joined is None or model.was_posted or model.first_checksum is None:
             return
-        apart.posted = True
-        apart.look()
-        key = f"trained apart/{apart.place[0]}:{apart.place[1]}"
+        model.was_posted = True
+        model.update_checksum()
+        file, line = model.location
+        key = f"trained apart/{file}:{line}"
         topology = self.run.topology
-        joined.store.set(f"{key}/{topology.rank}", json.dumps([apart.first, apart.latest]))
-        if joined.store.add(key, 1) < topology.size:
+        checksums = [model.first_checksum, model.latest_checksum]
+        joined.store.set(f"{key}/{topology.rank}", json.dumps(checksums))
+        num_posted = joined.store.add(key, 1)
+        if num_posted < topology.size:
             return
-        texts = [joined.store.get(f"{key}/{rank}") for rank in range(topology.size)]
-        first, last = zip(*map(json.loads, texts), strict=True)
-        if len(set(first)) == 1 < len(set(last)):
-            self._warn_of_model(apart)
+        first_checksums: set[int] = set()
+        latest_checksums: set[int] = set()
+        for rank in range(topology.size):
+            first, latest = json.loads(joined.store.get(f"{key}/{rank}"))
+            first_checksums.add(first)
+            latest_checksums.add(latest)
+        were_equal = len(first_checksums) == 1
+        are_equal = len(latest_checksums) == 1
+        if were_equal and not are_equal:
+            self._warn_of_model(model)
 
-    def _warn_of_model(self, apart: TrainedApart) -> None:
+    def _warn_of_model(self, model: UnpreparedModel) -> None:
         prepared = "no prepared module" if self.wrapped else "no module: none was prepared"
         warn(
             "world.backward of a loss that reaches no prepared model",
-            f"the {len(apart.shapes)} parameters that it reaches (of shapes "
-            f"{join_first(apart.shapes)}) belong to {prepared}; they were equal on all ranks, and "
+            f"the {len(model.shapes)} parameters that it reaches (of shapes "
+            f"{join_first(model.shapes)}) belong to {prepared}; they were equal on all ranks, and "
             "are not any more: each rank trains a model of its own",
             "give the model to world.prepare with its optimizer, and use what it returns: model, "
             "optimizer = world.prepare(model, optimizer)",
             code="LS311",
-            at=apart.place,
+            at=model.location,
             on_this_rank=True,
         )
 
     @never_compiled
     def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Called by torch before any optimizer steps; warns once of one that is not prepared."""
-        if not self._backwards or any(each.stepping for each in self._prepared_optimizers):
+        """Called by torch before any optimizer steps. Warns once of one that is not prepared."""
+        if self._num_backwards == 0:
             return
-        held = set(map(id, parameters_of(optimizer)))
-        given = any(optimizer is each.inner for each in self._prepared_optimizers)
-        if not given:
-            for each in self._prepared_optimizers:
-                if not held.isdisjoint(map(id, parameters_of(each))):
+        # A prepared optimizer is stepping, and this is the one inside of it.
+        if any(prepared.stepping for prepared in self._prepared_optimizers):
+            return
+        ids = {id(parameter) for parameter in parameters_of(optimizer)}
+        was_given = any(optimizer is prepared.inner for prepared in self._prepared_optimizers)
+        if not was_given:
+            for prepared in self._prepared_optimizers:
+                prepared_ids = {id(parameter) for parameter in parameters_of(prepared)}
+                if ids & prepared_ids:
                     return  # a part of the prepared one, such as the optimizer that SAM steps
-        held &= {id(p) for p in self._prepared_parameters()}
-        if not held:
+        ids &= {id(parameter) for parameter in self._prepared_parameters()}
+        if not ids:
             return
         self._unhook()
         name = type(optimizer).__name__
-        how = "it was given to world.prepare, which returned another one" if given else ""
+        found = f"it holds {len(ids)} parameters of a prepared model"
+        if was_given:
+            found = "it was given to world.prepare, which returned another one"
         warn(
             f"{name}.step() of an optimizer that is not prepared",
-            f"{how or f'it holds {len(held)} parameters of a prepared model'}: with micro-batches "
+            f"{found}: with micro-batches "
             "it steps in each of them, world.step does not count, and the checks of gradients and "
             "replicas do not run",
             "step what world.prepare returns: model, optimizer = world.prepare(model, optimizer)",
@@ -172,88 +200,91 @@ class PreparationCheck(Check):
         )
 
     def close(self, failed: bool) -> None:
-        """Compares what was not compared yet."""
-        if not self._several:
+        """Posts the checksums that were not posted yet."""
+        if not self._is_active:
             return
         self._unhook()
         if failed or self.run.joined is None:
             return
         with store_at_end(self.run.joined):
-            for apart in list(self._apart.values()):
-                self._post(apart)
+            for model in list(self._unprepared_models.values()):
+                self._post(model)
 
 
-class TrainedApart:
-    """A model that a line of the script trains and that no prepared module holds.
+class UnpreparedModel:
+    """A model that a line of the script trains and that is in no prepared module.
 
     Args:
-        place: that line.
+        location: the line.
         parameters: those that the loss reaches.
     """
 
-    def __init__(self, place: Location, parameters: Sequence[nn.Parameter]) -> None:
-        self.place = place
+    def __init__(self, location: Location, parameters: Sequence[nn.Parameter]) -> None:
+        self.location = location
         self.shapes = [str(tuple(parameter.shape)) for parameter in parameters]
-        self.backwards = 1
-        self.posted = False
-        """The other ranks know how its parameters have become."""
+        self.num_backwards = 1
+        self.was_posted = False
+        """True once the other ranks were told the checksums."""
         self._parameters = [ref(parameter) for parameter in parameters]
-        self.first = self._fingerprint()
-        """Of its parameters, before the first backward pass."""
-        self.latest = self.first
+        self.first_checksum = self._checksum()
+        """The checksum before the first backward pass. None if it cannot be computed."""
+        self.latest_checksum = self.first_checksum
 
-    def is_of(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether these are the same objects: a copy made for each step is another model."""
-        own = {id(reference()) for reference in self._parameters}
-        return any(id(parameter) in own for parameter in parameters)
+    def has_any_of(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Returns True if it has one of these objects.
 
-    def look(self) -> None:
-        """Remembers how the parameters are now, unless they are gone with the model."""
-        now = self._fingerprint()
-        if now is not None:
-            self.latest = now
+        A copy that the script makes for each step has none of them: it is another model.
+        """
+        ids = {id(reference()) for reference in self._parameters}
+        return any(id(parameter) in ids for parameter in parameters)
 
-    def _fingerprint(self) -> int | None:
-        """A CRC-32 over some numbers of each parameter; None: not all can be looked at any more."""
-        found = 0
+    def update_checksum(self) -> None:
+        """Computes the latest checksum, unless the parameters no longer exist."""
+        checksum = self._checksum()
+        if checksum is not None:
+            self.latest_checksum = checksum
+
+    def _checksum(self) -> int | None:
+        """Returns a CRC-32 over some numbers of each parameter, None if one cannot be read."""
+        checksum = 0
         for reference in self._parameters:
             parameter = reference()
             if parameter is None:
                 return None
             if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
                 return None
-            values = parameter.detach().flatten()
-            every = max(1, len(values) // MAX_NUMBERS_OF_PARAMETER)
-            some_values = values[::every].contiguous().cpu().view(torch.uint8)
-            found = zlib.crc32(bytes(some_values.tolist()), found)
-        return found
+            numbers = parameter.detach().flatten()
+            stride = max(1, len(numbers) // NUMBERS_PER_PARAMETER)
+            as_bytes = numbers[::stride].contiguous().cpu().view(torch.uint8)
+            checksum = zlib.crc32(bytes(as_bytes.tolist()), checksum)
+        return checksum
 
 
 def leaves_of(loss: Tensor, prepared: Collection[int]) -> list[Tensor] | None:
-    """The leaves that a backward pass of the loss would give gradients to.
+    """Returns the leaves of autograd's graph that a loss would give gradients to.
 
     Args:
-        loss: one element.
+        loss: a tensor of one element.
         prepared: the ids of all parameters of prepared modules.
 
     Returns:
-        None where one of these is among them, or where the graph is too large to say.
+        None if one of these is among the leaves, or if the graph is too large to read.
     """
     if loss.grad_fn is None:
         return [loss]
     leaves: list[Tensor] = []
-    seen: set[Any] = {loss.grad_fn}
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node.name().endswith("AccumulateGrad"):
+    seen_nodes: set[Any] = {loss.grad_fn}
+    nodes_to_visit: list[Any] = [loss.grad_fn]
+    while nodes_to_visit:
+        node = nodes_to_visit.pop()
+        if node.name().endswith("AccumulateGrad"):  # the node of a leaf
             if id(node.variable) in prepared:
                 return None
             leaves.append(node.variable)
-        for follower, _ in node.next_functions:
-            if follower is not None and follower not in seen:
-                seen.add(follower)
-                waiting.append(follower)
-        if len(seen) > MAX_NODES:
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in seen_nodes:
+                seen_nodes.add(next_node)
+                nodes_to_visit.append(next_node)
+        if len(seen_nodes) > MAX_NODES_OF_GRAPH:
             return None
     return leaves
