@@ -43,6 +43,8 @@ def keys_of_partial_states(
 ) -> dict[str, list[int | str]]:
     """Returns the names of the partial states, each with the keys of the entries of this rank.
 
+    A state is partial if this rank has only some of its entries.
+
     Args:
         states: what the `state_dict` of each object returned, and the run's own under "world".
         objects: the objects by the same names.
@@ -53,6 +55,7 @@ def keys_of_partial_states(
     for name, value in objects.items():
         state = states[name]
         if isinstance(value, nn.Module):
+            # The tensors of other ranks are on the meta device.
             keys = [key for key, tensor in state.items() if not is_meta(tensor)]
             if len(keys) < len(state):
                 partial_keys[name] = keys

@@ -119,20 +119,25 @@ class SaveSchedule:
             number: optimizer steps done; the same on all ranks.
         """
         self._requests.listen()
-        save = isinstance(self._every, int) and number % self._every == 0
-        stop = False
+        is_due_by_steps = isinstance(self._every, int) and number % self._every == 0
+        # What signals and clocks say counts only in steps in which the ranks exchange it.
+        is_due_by_time = False
+        save_requested = False
+        stop_requested = False
         if self._collectives.single_process:
+            is_due_by_time = self._is_due()
             save_requested = self._requests.take_save()
-            save = save or save_requested or self._is_due()
-            stop = self._requests.stop
+            stop_requested = self._requests.stop
         elif number >= self._next_exchange_step:
             answers = self._exchange(number)
+            is_due_by_time = answers[0].save_is_due
             save_requested = any(answer.save_requested for answer in answers)
-            save = save or save_requested or answers[0].save_is_due
-            stop = any(answer.stop_requested for answer in answers)
-        if stop:
+            stop_requested = any(answer.stop_requested for answer in answers)
+        if stop_requested:
             return "stop"
-        return "save" if save else None
+        if is_due_by_steps or is_due_by_time or save_requested:
+            return "save"
+        return None
 
     def _is_due(self) -> bool:
         """Returns True if the time after which to save has passed, by this process's clock."""

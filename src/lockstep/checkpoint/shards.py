@@ -169,7 +169,7 @@ def any_overlap(shards: list[Shard]) -> bool:
     """Returns True if any two shards share elements.
 
     Args:
-        shards: in the order of their offsets, each with at least one element.
+        shards: the shards in the order of their offsets, each with at least one element.
 
     Raises:
         ValueError: too many pairs would have to be compared. That happens only to shards that

@@ -299,14 +299,23 @@ def _working_sentence(start: Start) -> str:
 
 def _rank_row(record: RankRecord) -> dict[str, Any]:
     """Returns the cells of a rank in the table of times; those of times are empty without rows."""
+    phase_cells = [""] * len(PHASES)
     phases = analysis.seconds_per_step(record)
+    if phases:
+        phase_cells = [f"{phases[phase] * 1e3:.3g}" for phase in PHASES]
+    longest = ""
     longest_s = record.column("longest_s")[analysis.steady_rows(record)]
+    if len(longest_s):
+        longest = milliseconds_or_seconds(float(longest_s.max()))
+    memory = ""
+    if record.rows:
+        memory = format_bytes(int(record.column("memory").max()))
     return {
         "rank": record.rank,
         "host": record.header.get("host", "not known"),
-        "phases": [f"{phases[phase] * 1e3:.3g}" if phases else "" for phase in PHASES],
-        "longest": milliseconds_or_seconds(float(longest_s.max())) if len(longest_s) else "",
-        "memory": format_bytes(int(record.column("memory").max())) if record.rows else "",
+        "phases": phase_cells,
+        "longest": longest,
+        "memory": memory,
     }
 
 

@@ -97,8 +97,7 @@ def bar_layout(state: PassState, width: int) -> BarLayout:
     if state.description:
         available -= len(state.description) + len(GAP)
     # Without a total it is not known how much of a bar to fill, so there is none.
-    has_bar = bool(state.total)
-    needed_for_bar = MIN_BAR_WIDTH + len(GAP) if has_bar else 0
+    needed_for_bar = MIN_BAR_WIDTH + len(GAP) if state.total else 0
     while len(words) > 1 and needed_for_bar + len(GAP.join(words)) > available:
         words.pop()
     text = GAP.join(words)
