@@ -44,6 +44,7 @@ class Kind:
 
 def explain_gradient_values(case: Divergence) -> Cause:
     """Explains gradients by their values; see `gradient_values.explain_gradients`."""
+    # The kind is the field that differs: "gradients" or "unclipped".
     expected = case.expected.merged(case.kind)
     actual = case.actual.merged(case.kind)
     return gradient_values.explain_gradients(case, expected, actual)

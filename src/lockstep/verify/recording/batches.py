@@ -31,6 +31,7 @@ def describe_batch(batch: Any, count: int | None = None, **fields: Any) -> Batch
     on_cpu = [t.detach().cpu() for t in dense]
     if count is None:
         count = len(on_cpu[0]) if on_cpu else 0
+    # Tensors with one row for each sample.
     rows = [t for t in on_cpu if len(t) == count]
     shape = "; ".join(f"{t.dtype} {list(t.shape[1:])}" for t in rows)
     contents = _sample_digests(rows, count)
@@ -38,7 +39,12 @@ def describe_batch(batch: Any, count: int | None = None, **fields: Any) -> Batch
 
 
 def _sample_digests(rows: Sequence[Tensor], count: int) -> list[str]:
-    """Returns for each sample the digests of its rows in all tensors, with a dot in between."""
+    """Returns for each sample the digests of its rows in all tensors, with a dot in between.
+
+    Args:
+        rows: tensors with one row for each sample.
+        count: number of samples.
+    """
     if not rows:
         return []
     row_bytes = []
@@ -83,6 +89,7 @@ def _weights(rows: Sequence[Tensor], count: int) -> dict[str, float]:
         weights[f"labels in {name}"] = float(labels.numel())
         weights[f"non-zero values in {name}"] = float(labels.count_nonzero())
         if tensor.dim() == 2 and tensor.numel():
+            # The most frequent value in the last column.
             padding = int(tensor[:, -1].long().mode().values)
             weights[f"values but {padding} in {name}"] = float((tensor != padding).sum())
     return weights

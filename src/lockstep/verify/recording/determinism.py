@@ -73,7 +73,8 @@ class Determinism:
             args: of the call: the input, the probability, and whether the model is in training.
             kwargs: of the call.
         """
-        arguments = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
+        by_place = dict(zip(("input", "p", "training"), args, strict=False))
+        arguments = by_place | kwargs
         rate = arguments.get("p", 0.5)
         training = arguments.get("training", True)
         if training and rate:

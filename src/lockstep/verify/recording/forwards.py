@@ -103,11 +103,11 @@ class ForwardRecorder:
             return None
         marks = marks_of(inputs)
         self._inputs.note_use(marks.get("batch", 0))
-        if self._depth == 1:
+        is_model = self._depth == 1
+        if is_model:
             self.state.notes.local_batch_norms_without_gradients = set()
         if isinstance(module, BatchNorm) and module.training:
             self._note_batch_norm(module)
-        is_model = self._depth == 1
         if not is_model:
             return None
         trains = torch.is_grad_enabled() and has_parameters(module)
@@ -201,7 +201,7 @@ class ForwardRecorder:
         """Returns parameters that are no longer what the last optimizer step left."""
         models = self.state.models
         after_step = models.after_last_step
-        recorded_parameters = []
+        recorded_parameters = []  # those of which `after_step` has the values
         for name, parameter in models.parameters():
             if name in after_step and not is_sharded(parameter):
                 recorded_parameters.append((name, parameter))
@@ -221,6 +221,7 @@ class ForwardRecorder:
             without_model[place] = summarize(parameter)
         state.notes.parameters_without_model = without_model
         if state.is_first_update:
+            # Sharded parameters have no summary.
             whole = [(n, p) for n, p in state.models.parameters() if n in summaries]
             state.update.initial = copy_arrays(whole)
 
@@ -320,7 +321,7 @@ class ForwardRecorder:
         Args:
             forward_pass: which returned the output.
             number: of the output, from 1.
-            gradient: by the output; None if the loss does not depend on it.
+            gradient: of the loss with respect to the output; None if it does not depend on it.
         """
         if gradient is None:
             return

@@ -141,9 +141,10 @@ class FunctionMode(TorchFunctionMode):
                 self.statistics[user_line() or ""] = float(result)
         if needs_gradient(result) and not result.dim():
             # It is a loss, or a term of one.
-            marks |= divisor_mark(name, args)
+            marks |= divisor_mark(name, args)  # if the call divides it by a number
             note_loss(result, name, args, evidence.loss_terms)
         if reduces_over_samples(name, args, kwargs):
+            # A statistic over the samples of a batch, such as their mean.
             number = summary_number(result)
             if number is not None:
                 marks[f"{STATISTIC}{user_line() or ''}"] = number

@@ -103,7 +103,7 @@ class InputRecorder:
             number: of the batch in its epoch, from 1.
         """
         state = self.state
-        state.loss_is_weighted = False
+        state.loss_is_weighted = False  # the loss of the batch before was
         if loader not in self._passes_over:
             self._passes_over[loader] = 0
         # Loaders are numbered in the order of their first use.
@@ -113,6 +113,7 @@ class InputRecorder:
             length_text = f"{len(loader)} of "
         state.last_batch_text = f", batch {number} of {length_text}epoch {record.epoch + 1}"
         state.update.batches.append(record)
+        # What was drawn to read the batch is no part of what is drawn for the step.
         state.mode.draws.restart()
         state.step_draws.restart()
 

@@ -81,7 +81,10 @@ def merge_batches(sampler: Any, times: int) -> Any:
 
 
 def _is_enlarged(sampler: Any) -> bool:
-    """True if a sampler, or one that it keeps in an attribute, was enlarged before."""
+    """True if a sampler, or one that it keeps in an attribute, was enlarged before.
+
+    Libraries such as Accelerate put a sampler of their own around that of the script.
+    """
     parts = [sampler]
     if hasattr(sampler, "__dict__"):
         parts += vars(sampler).values()

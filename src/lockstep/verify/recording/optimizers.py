@@ -213,7 +213,8 @@ class OptimizerRecorder:
         number_of_last_update = state.updates_until_step_of.get(optimizer, 0)
         state.update.earlier_outputs_line = ""
         for update_number, line in state.notes.earlier_model_calls.items():
-            if update_number < number_of_last_update:
+            is_of_earlier_step = update_number < number_of_last_update
+            if is_of_earlier_step:
                 state.update.earlier_outputs_line = line
                 break
         state.update.gradient_draw_line = ""

@@ -170,6 +170,7 @@ def _disable_autocast(determinism: Determinism) -> None:
     def disabled(
         context: Any, device_type: str, dtype: Any = None, enabled: bool = True, **options: Any
     ) -> None:
+        """Builds a `torch.autocast` that changes nothing."""
         if enabled:
             determinism.switched_off["autocast"] += 1
         plain_init(context, device_type, dtype, enabled=False, **options)
@@ -191,7 +192,7 @@ def _see_recomputed_activations(mode: FunctionMode) -> None:
         """Takes the place of `torch.utils.checkpoint.checkpoint`."""
 
         def compute(*inputs: Any, **options: Any) -> Any:
-            if not mode.in_backward:
+            if not mode.in_backward:  # the first time, in the forward pass
                 return function(*inputs, **options)
             with mode.backward_pass(False), mode:
                 return function(*inputs, **options)
@@ -207,6 +208,7 @@ def _disable_compile(determinism: Determinism) -> None:
 
     @wraps(plain_compile)
     def disabled(model: Any = None, **options: Any) -> Any:
+        # Without a model, as in `@torch.compile(mode=...)`, it returns a decorator.
         if model is not None:
             determinism.switched_off["torch.compile"] += 1
         return plain_compile(model, **{**options, "disable": True})
@@ -459,7 +461,7 @@ def _number_loaders(kept_batches: BatchWriter | BatchReader) -> None:
     plain_len: Any = DataLoader.__len__
 
     def length(self: DataLoader[Any]) -> int:
-        """Takes the place of `len(loader)`."""
+        """Takes the place of `len(loader)`: the length in the other run, if it is known."""
         kept_length = kept_batches.length(self)
         if kept_length is not None:
             return kept_length
@@ -512,7 +514,10 @@ def _watch_loaders(
             yield batch
 
     def iterate(self: DataLoader[Any]) -> Iterator[Any]:
-        """Takes the place of `iter(loader)`; it is to train on if gradients are on."""
+        """Takes the place of `iter(loader)`.
+
+        Its batches are to be trained on if gradients are on; in evaluation they are off.
+        """
         if _is_lockstep_dataset(self.dataset):
             return plain_iter(self)
         if torch.is_grad_enabled():
@@ -522,6 +527,7 @@ def _watch_loaders(
         return iterate_recorded(self, plain_iter(self))
 
     def iterate_lockstep(self: Loader) -> Iterator[Any]:
+        """Takes the place of `iter(loader)` for loaders of Lockstep; these record themselves."""
         batches = _until_enough(recorder, plain_lockstep_iter(self))
         return map(mode.determinism.convert, batches)
 
@@ -589,7 +595,8 @@ def _refuse_own_ranks(recorder: Recorder, nproc: int) -> None:
             run = partial(refuse_larger_groups, nproc, process.run)
             process.run = run  # type: ignore[method-assign]
         plain_start(process)
-        vars(process).pop("run", None)  # it refers to the process, which would outlive its use
+        # `run` refers to the process, which would then never be freed.
+        vars(process).pop("run", None)
 
     replace_start_processes(refuse_own_ranks)
     BaseProcess.start = start  # type: ignore

@@ -114,7 +114,8 @@ def _measures_distances(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
             continue
         # Both arguments of a distance must come from the models: none may be a constant.
         arguments = [argument for argument, _ in node.next_functions]
-        if all(not output_nodes.isdisjoint(nodes_behind(argument)) for argument in arguments):
+        are_from_models = [bool(output_nodes & nodes_behind(argument)) for argument in arguments]
+        if all(are_from_models):
             return True
     return False
 

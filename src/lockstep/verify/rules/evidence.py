@@ -68,6 +68,7 @@ def backward_passes(case: Divergence) -> str:
 
 def gradient_patterns(case: Divergence) -> tuple[str, ...]:
     """Says how many gradients are right, and by which factors the others are wrong."""
+    # The kind of a difference in gradients is the field that differs: "gradients" or "unclipped".
     expected = case.expected.merged(case.kind)
     actual = case.actual.merged(case.kind)
     wrong_names = [name for name in case.names if name in expected]

@@ -344,7 +344,9 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     # A part that one process does not have gets a tiny weight, by rounding.
     largest_weight = max(abs(weight) for weight in right_weights)
     zero_weight = max(ZERO_WEIGHT_SHARE, case.max_error) * largest_weight
-    counted = [weight if abs(weight) > zero_weight else 0.0 for weight in right_weights]
+    counted = []
+    for weight in right_weights:
+        counted.append(weight if abs(weight) > zero_weight else 0.0)
     some_are_left_out = min(counted) <= 0.0
     if some_are_left_out:
         return _parts_left_out(case, counted, used_weights)
@@ -391,6 +393,7 @@ def _parts_left_out(
     """
     parts_of_one = [place for place, weight in enumerate(right_weights) if weight > 0]
     weights_of_one = [right_weights[place] for place in parts_of_one]
+    # By indices or by contents: with the same samples, no part is left out.
     same_samples_are_known = True in same_samples(case.expected, case.actual)
     is_mean_of_some = (
         bool(parts_of_one) and all_near(weights_of_one, 1e-5) and all_near(used_weights, 1e-5)

@@ -87,10 +87,12 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
     Looks the same: parameters without a gradient on all ranks.
     Says: which parameters.
     """
-    expected = case.expected.merged(case.kind)
-    actual = case.actual.merged(case.kind)
+    if case.kind != "gradients":
+        return None
+    expected = case.expected.merged("gradients")
+    actual = case.actual.merged("gradients")
     missing = tuple(sorted(expected.keys() - actual.keys()))
-    if case.kind != "gradients" or not missing:
+    if not missing:
         return None
     has_same_short_names = Counter(script_names(expected)) == Counter(script_names(actual))
     if has_same_short_names:  # only the models are named in another order
@@ -189,6 +191,7 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
         text = "they were equal before they were clipped, and are not after"
         return Cause("LS403", (text, *lines, *gradient_patterns(case)))
     expected = case.expected.merged("unclipped")
+    # What the ranks would have used if they had averaged first.
     mean = mean_of([rank.unclipped for rank in case.actual])
     ratio = constant_ratio(expected, mean, case.max_error)
     clipping_changed_something = any(call.has_clipped for call in (*clips, *case.expected.clips))

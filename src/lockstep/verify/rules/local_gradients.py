@@ -58,8 +58,8 @@ class LocalGradients:
 
         Then the gradients are equal once what these passes left is subtracted on each rank.
         """
-        local_sums = []
-        remainders = []
+        local_sums = []  # for each rank, what its last passes left, as one vector
+        remainders = []  # the gradients that it used without that
         for rank in self.case.actual:
             used = {name: rank.unclipped[name] for name in self.names if name in rank.unclipped}
             local_sum = np.zeros(1)
@@ -400,8 +400,9 @@ def _averaged_names(found: LocalGradients) -> list[str]:
     # Other optimizers of the same models step shortly before this one or after it.
     num_optimizers = len({update[0].optimizer for update in case.parallel_run})
     first = max(0, case.update_index - num_optimizers + 1)
+    neighbouring_updates = case.parallel_run[first : case.update_index + num_optimizers]
     averaged: dict[str, None] = {}
-    for update in case.parallel_run[first : case.update_index + num_optimizers]:
+    for update in neighbouring_updates:
         rank = update[0]
         local = sum_of_passes(rank.local_gradients, rank.unwrapped)
         for name, local_gradient in local.items():
@@ -409,7 +410,8 @@ def _averaged_names(found: LocalGradients) -> list[str]:
             if not is_of_same_models or name in found.names or name not in rank.unclipped:
                 continue
             used = rank.unclipped[name]
-            if norm(flat({name: used - local_gradient})) > case.max_error * norm(used):
+            difference = norm(flat({name: used - local_gradient}))
+            if difference > case.max_error * norm(used):
                 averaged[name] = None
     return list(averaged)
 
