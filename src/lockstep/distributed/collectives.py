@@ -231,7 +231,7 @@ class Collectives:
         leaves_of_rank = self._agree_on_call(describe_call(name, leaves, spec), can_be_reduced)
         if self.single_process:
             return value
-        # Turned round: for each leaf, its descriptions on all ranks.
+        # A row for each leaf, in place of one for each rank: its descriptions on all ranks.
         descriptions_of_leaf = list(zip(*leaves_of_rank, strict=True))
 
         number_positions = []

@@ -318,12 +318,13 @@ class Join:
         ranks_are_missing = isinstance(error, errors.MissingRankError)
 
         def all_have_read() -> bool:
+            """Returns True if each process that may come has come and has read the decision."""
             self._read_new_requests()
             if not ranks_are_missing:
                 largest_size = max(request.size for request in self.requests)
                 if len(self.requests) < largest_size:
                     return False  # more processes are expected
-            keys = []
+            keys = []  # each process writes its own after it has read the decision
             for request in self.requests:
                 if request.number != own_request.number:
                     keys.append(f"read/{request.number}")

@@ -289,6 +289,7 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
     found = LookupResult("", "")
 
     def store_is_there() -> bool:
+        """Tries once to reach a store; `found` says why there is none."""
         nonlocal found
         found = _look_for_store(endpoint, deadline)
         return found.is_store
