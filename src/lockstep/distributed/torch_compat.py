@@ -614,8 +614,9 @@ def _compiler_is_fully_imported() -> bool:
 def take_gpu(index: int | None = None) -> None:
     """Makes the GPU of this rank the current one of this thread, before `flight_record` is called.
 
-    Torch's Flight Recorder asks CUDA whether a call has ended. A thread that has no current GPU would open
-    GPU 0 for that, and every rank of the machine would take some hundred MiB of its memory.
+    Torch's Flight Recorder asks CUDA whether a call has ended. A thread that has no current GPU
+    would open GPU 0 for that, and every rank of the machine would take some hundred MiB of its
+    memory.
 
     Args:
         index: of the GPU, if the process group does not say which it uses; None: LOCAL_RANK.
