@@ -83,6 +83,11 @@ class Divergence:
         return len(self.parallel_run[0])
 
     @property
+    def num_optimizers(self) -> int:
+        """Number of the optimizers that step on one process."""
+        return len({update[0].optimizer for update in self.reference_run})
+
+    @property
     def max_error(self) -> float:
         """The largest remainder, relative to a gradient, that counts as rounding."""
         return max(1e-7, 10 * self.tolerance.relative)
@@ -238,19 +243,21 @@ def tensor_differences(
 
 
 def _losses_differ(expected: Update, actual: Update, tolerance: Tolerance) -> bool:
+    """Returns whether the loss of one process is neither the mean nor the sum of the ranks'.
+
+    Which of the two it is depends on whether the script averages gradients or adds them up.
+    """
     expected_loss = expected.loss
     losses_of_ranks = actual.losses
     if expected_loss is None or not losses_of_ranks:
         return False
-    # The loss of one process is either the mean of the ranks' losses or their sum, depending on
-    # whether the script averages gradients or adds them up.
     total = sum(losses_of_ranks)
     mean = total / len(losses_of_ranks)
     scale = max(1.0, abs(expected_loss))
-    array = np.array(expected_loss)
-    return tolerance.differ(array, np.array(mean), scale) and tolerance.differ(
-        array, np.array(total), scale
-    )
+    expected_array = np.array(expected_loss)
+    is_mean = not tolerance.differ(expected_array, np.array(mean), scale)
+    is_sum = not tolerance.differ(expected_array, np.array(total), scale)
+    return not is_mean and not is_sum
 
 
 def learning_rates_differ(expected: Update, actual: Update, tolerance: Tolerance) -> bool:

@@ -55,8 +55,7 @@ class Finding:
             text += f" ({len(case.names)} of {case.num_compared})"
         update = case.expected[0]
         text += f", step {update.step + 1}"
-        has_several_optimizers = len({ranks[0].optimizer for ranks in case.reference_run}) > 1
-        if has_several_optimizers:
+        if case.num_optimizers > 1:
             text += f" of optimizer {update.optimizer + 1}"
             if update.optimizer_class:
                 text += f" ({_describe_optimizer(update)})"

@@ -32,7 +32,7 @@ Location = tuple[str, int]
 
 
 def new_branches(case: Divergence, cause: Cause) -> list[str]:
-    """Describes tests that, for the first time, end otherwise than on one process.
+    """Describes tests of the script that, for the first time, end otherwise than on one process.
 
     On several ranks the outcomes of all ranks together count, as each sees other data. In the first
     step every outcome is new, so tests are named there only if no cause is known.
@@ -53,10 +53,12 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
         was_reached_by_all = all(place in rank.branch_outcomes for rank in case.actual)
         if not was_reached_by_all or not _ends_otherwise(case, case.update_index, place):
             continue
-        if any(_ends_otherwise(case, earlier, place) for earlier in range(case.update_index)):
+        earlier_updates = range(case.update_index)
+        if any(_ends_otherwise(case, earlier, place) for earlier in earlier_updates):
             continue
         line = _line_of(place)
-        if not any(line in text for text in cause.evidence):
+        is_named_already = any(line in text for text in cause.evidence)
+        if not is_named_already:
             places.append(place)
     outcomes_of_runs = [rank.branch_outcomes for rank in (*case.expected, *case.actual)]
     before = "" if is_first_step else ", and in none before,"

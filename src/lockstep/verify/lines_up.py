@@ -36,8 +36,8 @@ def line_up(ranks: Sequence[list[Step]]) -> list[Update]:
     """Returns the updates that the steps of all ranks form.
 
     If all ranks step with the same optimizers, their n-th steps form an update. If a rank never
-    steps with some optimizer, this optimizer's steps come after the step of a shared optimizer that
-    they followed, and the rank has missed them.
+    steps with some optimizer, this optimizer's steps come after the step of a shared optimizer
+    (one with which all ranks step) that they followed, and the rank has missed them.
 
     Args:
         ranks: the steps of each rank.
@@ -62,7 +62,8 @@ def line_up(ranks: Sequence[list[Step]]) -> list[Update]:
     updates = _line_up_steps_of_some_ranks([sections[0] for sections in sections_of_ranks])
     for number in range(1, num_sections):
         sections = [of_rank[number] for of_rank in sections_of_ranks]
-        shared_update = Update(chain(*(section[0] for section in sections)))
+        shared_steps = [section[0] for section in sections]  # one of each rank
+        shared_update = Update(chain(*shared_steps))
         if updates and _share_a_backward_pass(updates[-1], shared_update):
             updates[-1] = _with_inputs_of_missing_ranks(updates[-1], shared_update)
             shared_update = _without_inputs(shared_update)
@@ -77,6 +78,7 @@ def _line_up_in_order(ranks: Sequence[list[Step]]) -> list[Update]:
 
 
 def _key_of(step: Step) -> StepKey:
+    """Returns the numbers of a step's optimizer and of the step."""
     return step[0].optimizer, step[0].step
 
 
@@ -84,7 +86,9 @@ def _first_updates(steps: Sequence[Step]) -> dict[int, RankUpdate]:
     """Returns the first record of each optimizer of a rank, by the optimizer's number."""
     first_updates: dict[int, RankUpdate] = {}
     for step in steps:
-        first_updates.setdefault(step[0].optimizer, step[0])
+        update = step[0]
+        if update.optimizer not in first_updates:
+            first_updates[update.optimizer] = update
     return first_updates
 
 
@@ -183,6 +187,7 @@ def _likeness(first: RankUpdate, second: RankUpdate) -> tuple[bool, bool, bool]:
 
 
 def _are_close(first: Array, second: Array) -> bool:
+    """Returns whether two arrays are equal within float32's rounding."""
     if first.shape != second.shape:
         return False
     return np.allclose(first, second, rtol=1e-6, equal_nan=True)
@@ -247,6 +252,7 @@ def with_idle_ranks(updates: Sequence[Update], idle_ranks: Collection[int]) -> l
     new_updates = []
     for update in updates:
         ranks = list(update)
+        # In ascending order, so that each one is inserted at its own number.
         for idle_rank in sorted(idle_ranks):
             ranks.insert(idle_rank, missed_by(update[0]))
         new_updates.append(Update(ranks))
@@ -329,14 +335,15 @@ def _initial_parameters(updates: Sequence[Update], rank_number: int) -> dict[str
     trained_names: set[str] = set()
     for number, update in enumerate(updates):
         recorded = update[rank_number].initial
-        if recorded and number == 0:
+        if not recorded:  # the rank has not begun: only others have trained so far
+            trained_names |= update.merged("parameters").keys()
+            continue
+        if number == 0:
             return dict(recorded)
-        if recorded:
-            initial = {}
-            for name, array in recorded.items():
-                if name in initial_of_others:
-                    was_trained = name in trained_names
-                    initial[name] = initial_of_others[name] if was_trained else array
-            return initial
-        trained_names |= update.merged("parameters").keys()
+        initial = {}
+        for name, array in recorded.items():
+            if name in initial_of_others:
+                was_trained = name in trained_names
+                initial[name] = initial_of_others[name] if was_trained else array
+        return initial
     return {}

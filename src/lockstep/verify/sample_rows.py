@@ -103,12 +103,12 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
         expected_places, actual_places = _match_rows(expected_forward, actual_forward)
         matched.append(
             MatchedForward(
-                expected_forward.model,
-                expected_forward,
-                actual_forward,
-                rank_of_row,
-                expected_places,
-                actual_places,
+                model=expected_forward.model,
+                expected=expected_forward,
+                actual=actual_forward,
+                rank_of_row=rank_of_row,
+                expected_places=expected_places,
+                actual_places=actual_places,
             )
         )
     return matched

@@ -84,7 +84,16 @@ def _ranks_that_differ(
     for kind, names in names_by_kind.items():
         if names:
             num_compared = len(update.merged("gradients"))
-            case = Divergence(updates, updates, tolerance, number, kind, tuple(names), num_compared)
+            # The ranks are compared with each other, so the run stands for the reference too.
+            case = Divergence(
+                reference_run=updates,
+                parallel_run=updates,
+                tolerance=tolerance,
+                update_index=number,
+                kind=kind,
+                names=tuple(names),
+                num_compared=num_compared,
+            )
             return [Finding(cause_or_failure(case), case)]
     return []
 
@@ -114,7 +123,11 @@ def _same_inputs_on_all_ranks(update: Update) -> list[Finding]:
 
 
 def _indexed_batches_of_rank_0(updates: Sequence[Update]) -> list[Batch]:
-    return [batch for update in updates for batch in update[0].batches if batch.ids]
+    """Returns the batches of rank 0 whose indices in the dataset are known."""
+    batches = []
+    for update in updates:
+        batches += [batch for batch in update[0].batches if batch.ids]
+    return batches
 
 
 def _repeated_order(updates: Sequence[Update]) -> str:

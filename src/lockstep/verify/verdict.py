@@ -141,7 +141,9 @@ class Verdict:
 
     def _lines_of_findings(self, head: str) -> list[str]:
         first, *others = self.findings
-        lines = [f"{head}, first in {first.place}" if first.place else head]
+        lines = [head]
+        if first.place:
+            lines = [f"{head}, first in {first.place}"]
         lines += first.lines(by_lockstep=self.reference.uses_lockstep)
         if first.case is not None:
             lines += self._tolerance_line()
@@ -207,6 +209,7 @@ def judge(reference: RunRecord, other: RunRecord) -> Verdict:
 
 
 def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
+    """Compares a run with the reference, from the names of tensors to ranks that did nothing."""
     tolerance = tolerance_of(reference.updates, parallel.updates)
 
     # Bring the updates of both runs into a form in which they can be compared.
@@ -337,8 +340,8 @@ def _add_new_findings(
             continue
         case = finding.case
         if case is not None:
-            if (case.kind, case.update_index) in places:
-                continue
-            if not cases:  # ranks may differ by rounding
+            is_known_difference = (case.kind, case.update_index) in places
+            is_perhaps_rounding = not cases  # the ranks differ, and not from one process
+            if is_known_difference or is_perhaps_rounding:
                 continue
         findings.append(finding)

@@ -64,11 +64,12 @@ class SavedFiles:
         plain_save_weights = lockstep.save_weights
 
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            """Takes the place of `torch.save`; an open file is written to as it is."""
+            """Takes the place of `torch.save`; `f` may be a path or an open file."""
+            target = f
             if isinstance(f, str | os.PathLike):
                 determinism.switched_off["saved files (written elsewhere)"] += 1
-                f = self.place_of(f)
-            plain_save(obj, f, *args, **kwargs)
+                target = self.place_of(f)
+            plain_save(obj, target, *args, **kwargs)
 
         @wraps(plain_save_weights)
         def save_weights(model: nn.Module, path: Any, **options: Any) -> None:
@@ -78,7 +79,7 @@ class SavedFiles:
         for owner, names in PATCHED_FUNCTIONS:
             for name in names:
                 self._patch_function(owner, name)
-        builtins.open = io.open
+        builtins.open = io.open  # the same function has two names
         torch.save = save
         lockstep.save_weights = save_weights
 

@@ -269,7 +269,8 @@ class RecorderState:
             storages[name] = storage_of(parameter)
         for name, buffer in self.models.buffers():
             storages[name] = storage_of(buffer)
-        self.mode.writes.watched = frozenset(storages.values()) - {0}
+        without_storage = {0}
+        self.mode.writes.watched = frozenset(storages.values()) - without_storage
         return storages
 
     def frozen_parameters(self) -> list[str]:

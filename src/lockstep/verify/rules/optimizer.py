@@ -96,10 +96,10 @@ def _count_schedules(case: Divergence) -> list[int]:
     """Returns how many steps schedulers made so far on one process, then on each rank."""
     counts = []
     for updates in _updates_of_processes(case):
-        count = 0
+        schedules: list[ScriptCall] = []
         for update in updates:
-            count += sum(call.name == "schedule" for call in update.calls)
-        counts.append(count)
+            schedules += [call for call in update.calls if call.name == "schedule"]
+        counts.append(len(schedules))
     return counts
 
 

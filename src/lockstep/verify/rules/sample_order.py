@@ -230,7 +230,7 @@ def trained_by_several_ranks(
     num_ranks_of_sample: Counter[Any] = Counter()
     for trained in trained_by_rank:
         num_ranks_of_sample.update(trained)
-    num_repeated = sum(count > 1 for count in num_ranks_of_sample.values())
+    num_repeated = len([count for count in num_ranks_of_sample.values() if count > 1])
     if not num_repeated:
         return []
     return [
@@ -270,7 +270,7 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
             for index, digest in zip(batch.ids or (), batch.contents, strict=False):
                 if index in indices:
                     digests.append(digest)
-    num_known = sum(digest in known_digests for digest in digests)
+    num_known = len([digest for digest in digests if digest in known_digests])
     is_less_than_half = 2 * num_known < len(digests)
     if is_less_than_half:
         return None
