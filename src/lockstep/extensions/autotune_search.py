@@ -42,7 +42,7 @@ class SharesResult(NamedTuple):
     """The shares of the devices until now."""
     after: tuple[int, ...]
     """The shares that they should have."""
-    times: list[tuple[float, ...]]
+    times: list[list[float]]
     """Measured seconds of a sample, several for each device, which explain the result."""
 
 
@@ -92,7 +92,7 @@ class AutotuneSearch:
         )
         shares = before
         seconds_of_shares: dict[tuple[int, ...], float] = {}
-        times_to_show: list[tuple[float, ...]] = []
+        times_to_show: list[list[float]] = []
         while shares not in seconds_of_shares and len(seconds_of_shares) < MAX_DIVISIONS:
             limits = self._find_everywhere(self._find_limit, self._local_devices, shares)
             if has_micro_batches:
@@ -123,13 +123,13 @@ class AutotuneSearch:
                 limits_below_part.append(limit)
         return min(limits_below_part, default=None)
 
-    def _measure_times(self, shares: tuple[int, ...]) -> list[tuple[float, ...]]:
+    def _measure_times(self, shares: tuple[int, ...]) -> list[list[float]]:
         """Returns the seconds of a sample on each device, measured until they are sufficient."""
-        times_of_device: list[tuple[float, ...]] = [() for _ in range(self._num_devices)]
+        times_of_device: list[list[float]] = [[] for _ in range(self._num_devices)]
         while True:
             latest = self._find_everywhere(self._measure_seconds, self._local_devices, shares)
             for device, seconds in enumerate(latest):
-                times_of_device[device] += (seconds,)
+                times_of_device[device].append(seconds)
             if times_are_sufficient(times_of_device):
                 return times_of_device
 
@@ -197,6 +197,7 @@ class AutotuneSearch:
         was_set = "shares='auto'" if shares_are_open else "micro_batch_size='auto'"
 
         def find_for_local_devices() -> tuple[None, list[Any]]:
+            """Returns nothing for this rank, and the results, which all ranks get."""
             try:
                 return None, [find(device, shares) for device in devices]
             except Exception as error:

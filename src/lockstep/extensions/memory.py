@@ -168,14 +168,15 @@ def _gathered_bytes(units: Sequence[nn.Module]) -> int:
     Args:
         units: of a model, the outermost first.
     """
-    ids_in_inner_units: set[int] = set()
+    counted_ids: set[int] = set()
     largest = 0
-    for unit in reversed(units):  # a unit's parameters are without those of units inside of it
+    # Inner units first: a parameter belongs to the innermost unit that has it.
+    for unit in reversed(units):
         num_bytes = 0
         for parameter in unit.parameters():
-            if id(parameter) in ids_in_inner_units:
+            if id(parameter) in counted_ids:
                 continue
-            ids_in_inner_units.add(id(parameter))
+            counted_ids.add(id(parameter))
             # The parameters of the outermost unit stay gathered and are counted as copies.
             if unit is not units[0]:
                 num_bytes += parameter.nbytes
