@@ -317,7 +317,7 @@ class _Encoder:
         """Stores an array or a number of numpy as a tensor; returns the tensor's tree."""
         try:
             tensor = torch.from_numpy(np.array(value))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError):  # torch has no such dtype
             tensor = None
         if tensor is None or tensor.dtype not in STORABLE_DTYPES:
             raise self._error(path, f"is a numpy value of dtype {value.dtype}")

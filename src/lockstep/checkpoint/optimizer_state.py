@@ -51,7 +51,8 @@ def load_saved_state(
         if number not in entries or parameter not in optimizer.state:
             continue
         saved_dtype = saved_dtypes.get(parameter, parameter.dtype)
-        # If the parameter has another dtype now, torch was right to convert these tensors.
+        # If the parameter has another dtype now than it had, torch was right to convert the tensors
+        # that were saved in the dtype which it had.
         converted_dtype = saved_dtype if saved_dtype != parameter.dtype else None
         optimizer.state[parameter] = _restore_saved(
             optimizer.state[parameter], entries[number], converted_dtype

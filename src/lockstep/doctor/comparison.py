@@ -154,6 +154,7 @@ def _select(facts: Facts, name: str) -> Facts:
 
 
 def _judge_versions(machines: Machines) -> Finding:
+    """Finds versions of Python, torch, CUDA, NCCL and Lockstep that differ."""
     compared = {}
     for name, software in _facts_of_check(machines, "software").items():
         keys = [key for key in software if key in VERSIONS or key == UNKNOWN]
@@ -167,6 +168,7 @@ def _judge_versions(machines: Machines) -> Finding:
 
 
 def _judge_packages(machines: Machines) -> Finding:
+    """Finds installed packages whose versions differ."""
     packages = {}
     for name, software in _facts_of_check(machines, "software").items():
         packages[name] = _select(software, "packages")
@@ -180,6 +182,7 @@ def _judge_packages(machines: Machines) -> Finding:
 
 
 def _judge_variables(machines: Machines) -> Finding:
+    """Finds environment variables whose values differ."""
     return _compare(
         _facts_of_check(machines, "variables"),
         level=WARNING,
@@ -189,6 +192,7 @@ def _judge_variables(machines: Machines) -> Finding:
 
 
 def _judge_clocks(machines: Machines) -> Finding:
+    """Finds clocks that differ from that of this machine, which asks the others."""
     offset_s = {name: facts["clock"] for name, facts in machines.items() if "clock" in facts}
     largest_s = max((abs(seconds) for seconds in offset_s.values()), default=0.0)
     if largest_s <= MAX_CLOCK_OFFSET_S:
@@ -220,7 +224,8 @@ def _judge_names(machines: Machines) -> Finding:
             unknown.append(machine)
             continue
         for name, addresses in resolved.items():
-            if not addresses and machines[name]["own"]:
+            has_told_address = bool(machines[name]["own"])
+            if not addresses and has_told_address:
                 reached_by_address[name] = None
             elif not addresses:
                 found = f"{machine} does not know {name}"
@@ -338,6 +343,7 @@ def _judge_folder(machines: Machines) -> Finding:
 
 
 def _judge_script(machines: Machines) -> Finding:
+    """Finds machines that lack the script, or have another one."""
     script = {name: facts.get("script", NO_ANSWER) for name, facts in machines.items()}
     missing = [name for name, facts in script.items() if facts is None]
     if missing:
@@ -346,6 +352,7 @@ def _judge_script(machines: Machines) -> Finding:
 
 
 def _judge_token(machines: Machines) -> Finding:
+    """Finds tokens that differ, by a few digits of their digests."""
     digests = {}
     for name, token in _facts_of_check(machines, "token").items():
         digests[name] = _select(token, "digest")
