@@ -49,20 +49,22 @@ def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
         return
     indices = _spread_indices(len(source.dataset))  # type: ignore[arg-type]
     first_reading = _read_on_all_ranks(source, seed, indices, collectives)
-    differing: list[int] = []
+    differing_samples: list[int] = []  # by their place in `indices`
     for place, digests_of_ranks in enumerate(first_reading):
         was_read = all(found is not None for found in digests_of_ranks)
         if was_read and not all_digests_match(digests_of_ranks):
-            differing.append(place)
-    if not differing:
+            differing_samples.append(place)
+    if not differing_samples:
         return
+    # A sample that differs from itself when it is read again is random: no reason to complain.
     second_reading = _read_on_all_ranks(source, seed, indices, collectives)
-    for place in differing:
-        if place >= len(second_reading):
+    for place in differing_samples:
+        if place >= len(second_reading):  # this time some rank was too slow to read it
             continue
         digests_of_ranks = first_reading[place]
+        digests_of_ranks_again = second_reading[place]
         is_random = False
-        for first, second in zip(digests_of_ranks, second_reading[place], strict=True):
+        for first, second in zip(digests_of_ranks, digests_of_ranks_again, strict=True):
             if not digests_match(first, second):
                 is_random = True
         if not is_random:
@@ -80,6 +82,7 @@ def _spread_indices(length: int) -> list[int]:
     if length == 0:
         return []
     last = length - 1
+    # In a short dataset several of them fall on the same sample, which the set holds once.
     indices = {last * number // (NUM_SAMPLES - 1) for number in range(NUM_SAMPLES)}
     return sorted(indices)
 
@@ -90,10 +93,11 @@ def _read_on_all_ranks(
     """Reads samples on all ranks. A collective.
 
     Returns:
-        For each sample its digests on all ranks; only for as many as all ranks have read in time.
+        For each sample, in the order of `indices`, its digest on each rank. The list ends before
+        the first sample that some rank has not read in time.
     """
     digests_by_rank = collectives.exchange(read_samples(source, seed, indices))
-    num_read = min(len(digests) for digests in digests_by_rank)
+    num_read = min(len(digests) for digests in digests_by_rank)  # on the slowest rank
     by_sample = []
     for place in range(num_read):
         by_sample.append([digests[place] for digests in digests_by_rank])
@@ -127,7 +131,7 @@ def read_samples(
         with preserve_rng_state():
             return list(reader)
     context = source.options["multiprocessing_context"] or multiprocessing
-    if context.get_start_method() != "fork":
+    if context.get_start_method() != "fork":  # starting a worker would take seconds
         return []
     worker: DataLoader[Any] = DataLoader(
         reader,
@@ -158,7 +162,7 @@ class _DigestReader(IterableDataset[Any]):
         begin = time.perf_counter()
         for number, index in enumerate(self.indices):
             is_late = time.perf_counter() - begin > READ_TIME_LIMIT_S
-            if number > 0 and is_late:
+            if number > 0 and is_late:  # the first sample is read however long it takes
                 return
             seed_sample(self.seed, 0, index)
             try:

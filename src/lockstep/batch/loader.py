@@ -28,7 +28,7 @@ from lockstep.batch.data_identity import check_fingerprint, read_fingerprint
 from lockstep.batch.device_copy import to_device
 from lockstep.batch.fetch import Fetch
 from lockstep.batch.fingerprint import Fingerprint
-from lockstep.batch.indices import ceil_div
+from lockstep.batch.indices import Indices, ceil_div
 from lockstep.batch.micro_batches import (
     MicroBatchPlan,
     PlannedMicroBatch,
@@ -36,7 +36,7 @@ from lockstep.batch.micro_batches import (
     Segment,
 )
 from lockstep.batch.no_rows import mark_no_rows
-from lockstep.batch.plan import CustomPlan, Plan
+from lockstep.batch.plan import CustomPlan, Plan, split_sizes
 from lockstep.batch.pytree import cut_to_rows, map_tensors, storages
 from lockstep.batch.rows import RowCounter
 from lockstep.batch.shuffling import is_permuted
@@ -177,8 +177,10 @@ class Loader:
         training_pass = self._training_pass
         if training_pass is None:
             return False
-        is_trained = training_pass.stepped and not training_pass.untrained
-        return not training_pass.ended or not is_trained
+        if not training_pass.ended:
+            return True
+        all_batches_are_trained = training_pass.stepped and not training_pass.untrained
+        return not all_batches_are_trained
 
     @cached_property
     def fingerprint(self) -> Fingerprint | None:
@@ -196,8 +198,7 @@ class Loader:
         Args:
             number: of this loader, from 0.
         """
-        split = self._plan.split(self.batch_size)
-        sizes = split[..., 1] - split[..., 0]
+        sizes = split_sizes(self._plan.split(self.batch_size))  # shape (micro-batches, ranks)
         samples_of_rank = sizes.sum(axis=0).tolist()
         num_ranks = len(samples_of_rank)
         if num_ranks == 1:
@@ -340,6 +341,7 @@ class Loader:
         self._custom_plan = plan if isinstance(plan, CustomPlan) else None
         self.coverage.begin(epoch, start, plan)
         self._needs_empty_batches = False
+        # Every virtual rank has samples of each global batch, or training on it is refused.
         if self._plan.num_virtual_ranks is None:
             self._needs_empty_batches = not self._plan.every_rank_has_samples(plan)
         segments = self._plan.plan_training(plan, start)
@@ -348,12 +350,15 @@ class Loader:
     def _evaluate(self, epoch: int) -> Iterator[Any]:
         """Begins a pass without gradients; `epoch` is its number among such passes."""
         plan = self.source.plan(self.seed, epoch)
-        planned = self._plan.plan_epoch(plan, 0)
+        planned = self._plan.plan_epoch(plan, start=0)
         some_ranks_lack_samples = not self._plan.every_rank_has_samples(plan)
-        some_ranks_skip = some_ranks_lack_samples and not self._evaluates_together
-        self._needs_empty_batches = some_ranks_lack_samples and self._evaluates_together
-        if not self._evaluates_together:
-            planned = (item for item in planned if item.micro_batch.local_rows)
+        if self._evaluates_together:
+            some_ranks_skip = False
+            self._needs_empty_batches = some_ranks_lack_samples
+        else:
+            some_ranks_skip = some_ranks_lack_samples
+            self._needs_empty_batches = False
+            planned = (item for item in planned if item.micro_batch.local_rows > 0)
         read = self._count_rows(epoch, self._read_planned(epoch, planned))
         on_device = to_device(read, self._collectives.device)
         return self._run_pass(epoch, 0, on_device, training=False, some_ranks_skip=some_ranks_skip)
@@ -439,9 +444,20 @@ class Loader:
     def _hand_out(
         self, epoch: int, training_pass: TrainingPass, planned: PlannedMicroBatch, batch: Any
     ) -> None:
-        """Tells the step and the extensions which batch the training loop is about to get."""
-        position, micro_batch, indices, _, global_batch = planned
-        self.coverage.add(epoch, position, indices, micro_batch, global_batch)
+        """Tells the step which batch the training loop is about to get.
+
+        The extensions are told when training on it begins, which is later if the loop fetches
+        batches ahead.
+
+        Args:
+            epoch: of the pass.
+            training_pass: the pass.
+            planned: the micro-batch.
+            batch: its batch, on the device.
+        """
+        position = planned.position
+        indices = planned.indices
+        self.coverage.add(epoch, position, indices, planned.micro_batch, planned.global_batch)
         batch_for_extensions: Any = batch
 
         def on_begin(micro_batch: MicroBatch) -> None:
@@ -465,7 +481,8 @@ class Loader:
                 self._training_pass = training_pass
                 self._position = position
 
-        self._step.hand_out(Delivery(training_pass, micro_batch, storages(batch), on_begin))
+        delivery = Delivery(training_pass, planned.micro_batch, storages(batch), on_begin)
+        self._step.hand_out(delivery)
         # The step keeps `on_begin`, which must not keep the batch alive: whether the script still
         # holds a batch is seen from whether its tensors are freed.
         batch_for_extensions = ()
@@ -478,12 +495,16 @@ class Loader:
         """Yields the micro-batches of a pass that trains, each with its batch on the device.
 
         Nothing of a segment is read before the training loop is done with the segment before it.
+
+        Args:
+            epoch: of the pass.
+            segments: micro-batches that are planned and read together (`micro_batches.Segment`).
         """
         weight_before = 0.0  # of what this rank has already got of the same global batch
         with closing(segments):
             for planned, rest_of_global_batch in segments:
                 weighing = self._weighing(epoch)
-                if weighing.is_planned:
+                if weighing.is_planned:  # the plan says what each micro-batch weighs
                     read = self._read_planned(epoch, planned)
                     yield from to_device(read, self._collectives.device)
                     continue
@@ -491,6 +512,8 @@ class Loader:
                 read = self._read_planned(epoch, chain(planned, rest_of_global_batch))
                 weight_of_first = 0.0
                 if rest_of_global_batch:
+                    # The segment has one micro-batch. The rest is read for its weight alone, and
+                    # comes again in the next segment.
                     read_global_batch = list(read)
                     weight_of_first = weighing.count_rows(*read_global_batch[0]).weight
                     read = iter(read_global_batch)
@@ -516,13 +539,17 @@ class Loader:
         """
         # Workers are asked for batches ahead of those that are yielded here.
         planned, planned_for_workers = tee(planned)
-        keys = (
-            (epoch, item.indices) for item in planned_for_workers if item.micro_batch.local_rows
-        )
-        batches = self._workers.read(self._fetch, keys)
+
+        def keys_of_batches() -> Iterator[tuple[int, Indices]]:
+            """Yields epoch and sample indices of each batch that has samples."""
+            for item in planned_for_workers:
+                if item.micro_batch.local_rows > 0:
+                    yield epoch, item.indices
+
+        batches = self._workers.read(self._fetch, keys_of_batches())
         for item in planned:
             num_samples = item.micro_batch.local_rows
-            if num_samples:
+            if num_samples > 0:
                 batch = next(batches)
                 self._keep_one_sample(batch, num_samples)
             else:
@@ -566,7 +593,9 @@ class Loader:
             DataError: no sample can be taken out of it, and this pass needs that. It is raised
                 before the first step.
         """
-        if self._one_sample_batch is not None or batch is None:
+        if self._one_sample_batch is not None:
+            return
+        if batch is None:  # the collate function left out all samples
             return
         try:
             self._one_sample_batch = cut_to_rows(batch, count, rows=1)
@@ -586,8 +615,9 @@ class Loader:
             epoch: of the pass.
         """
         if self._one_sample_batch is None:
-            # A collate function of the user's may leave the first sample out.
-            count = 1 if self._rows is None else self.batch_size
+            # A collate function of the user's may leave the first sample out, so it gets more.
+            has_default_collate = self._rows is None
+            count = 1 if has_default_collate else self.batch_size
             first_batch = self._read_first(epoch, count)
             self._one_sample_batch = cut_to_rows(first_batch, count, rows=1)
         # The user may write to what is handed out, so it is a copy.

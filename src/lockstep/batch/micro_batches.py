@@ -24,6 +24,7 @@ from lockstep.batch.plan import (
     Plan,
     micro_batches_needed,
     split_batch,
+    split_sizes,
     virtual_ranks_of,
 )
 from lockstep.batch.shares import first_micro_batch
@@ -152,13 +153,17 @@ class MicroBatchPlan:
         """
         if self.num_virtual_ranks is None:
             needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
-            return max(needed, min(self.min_micro_batches, count))
+            # With fewer samples than that, some micro-batch would have none.
+            at_least = min(self.min_micro_batches, count)
+            return max(needed, at_least)
         largest_part = ceil_div(count, self.num_virtual_ranks)
         smallest_part = count // self.num_virtual_ranks
+        # Several ranks share the part of a virtual rank, if there are more ranks.
         ranks_of_part = max(1, len(self.shares) // self.num_virtual_ranks)
         equal_shares = (1,) * ranks_of_part
         needed = micro_batches_needed(largest_part, equal_shares, self.micro_batch_size)
-        return max(needed, min(self.min_micro_batches, smallest_part))
+        at_least = min(self.min_micro_batches, smallest_part)
+        return max(needed, at_least)
 
     def _num_micro_batches_of_short(self, count: int, number_of_full: int) -> int:
         """Returns in how many micro-batches a short global batch is computed.
@@ -178,9 +183,8 @@ class MicroBatchPlan:
 
     def every_rank_has_samples(self, plan: Plan) -> bool:
         """Returns True if every rank has samples of every micro-batch of an epoch."""
-        for count in plan.sizes(0):
-            split = self.split(count)
-            sizes = split[..., 1] - split[..., 0]
+        for count in plan.sizes():
+            sizes = split_sizes(self.split(count))
             if not (sizes > 0).all():
                 return False
         return True
@@ -234,14 +238,16 @@ class MicroBatchPlan:
             batch: the indices of its samples.
         """
         count = len(batch)
-        # A planned micro-batch may be too large for the memory while its size is open.
-        keeps_plan = self.request.must_keep_plan() and not self.request.micro_batch_size_is_open
+        # While the micro-batch size is open, a planned micro-batch may be too large for the memory.
+        size_is_known = not self.request.micro_batch_size_is_open
+        keeps_plan = size_is_known and self.request.must_keep_plan()
         first_split = first_micro_batch(
             count, self.shares, self.split(count), self.micro_batch_size, whole=keeps_plan
         )
         if first_split is None:  # the batch is too short to measure anything
             yield Segment(self._plan_parts(position, batch, self.split(count)))
             return
+        # The micro-batch has the first samples of the global batch: up to its largest end.
         num_measured = int(first_split[..., 1].max())
         measured = self._plan_parts(position, batch, first_split)
         rest = self._plan_parts(position, batch, self._split_rest(count, num_measured))
@@ -256,17 +262,25 @@ class MicroBatchPlan:
         """Divides a global batch of `count` samples without its first `num_done` samples.
 
         Returns:
-            As `split`. The micro-batches are those of the plan if one of them begins there.
+            Begin and end of each part in the global batch, shape `(micro-batches, ranks, 2)`. The
+            micro-batches are those of the plan if one of them begins after these samples.
         """
         split = self.split(count)
-        begins = split[:, 0, 0]
+        begins = split[:, 0, 0]  # of each micro-batch: where the part of rank 0 begins
         if num_done == count or num_done in begins:
             return split[begins >= num_done]
-        num_left = count - num_done
-        return num_done + split_batch(num_left, self.shares, self._num_micro_batches(num_left))
+        num_samples = count - num_done
+        num_micro_batches = self._num_micro_batches(num_samples)
+        return num_done + split_batch(num_samples, self.shares, num_micro_batches)
 
     def _plan_parts(self, position: int, batch: Indices, split: Indices) -> list[PlannedMicroBatch]:
-        """Returns this rank's micro-batches of a split of a global batch, or of a part of it."""
+        """Returns this rank's micro-batches of a global batch, or of a part of it.
+
+        Args:
+            position: of the global batch in the epoch.
+            batch: the indices of all its samples.
+            split: begin and end of each part, shape `(micro-batches, ranks, 2)`.
+        """
         planned = []
         for micro_batch, samples, on_all_ranks in self._parts_of_rank(len(batch), split):
             planned.append(
@@ -275,22 +289,24 @@ class MicroBatchPlan:
         return planned
 
     def _parts_of_rank(self, count: int, split: Indices) -> list[_RankPart]:
-        """Returns this rank's micro-batches of a split of a global batch, or of a part of it.
+        """Returns this rank's micro-batches of a global batch, or of a part of it.
 
         Args:
             count: samples of the whole global batch.
-            split: as `MicroBatchPlan.split` returns it.
+            split: begin and end of each part, shape `(micro-batches, ranks, 2)`. It may be empty.
         """
         if not len(split):
             return []
         rank = self.data_parallel.rank
-        sizes = split[..., 1] - split[..., 0]
+        sizes = split_sizes(split)
+        begin_of_split = int(split[0, 0, 0])
+        end_of_split = int(split[-1, -1, 1])
         micro_batches = make_micro_batches(
             sizes,
             rank,
             count,
-            has_first=bool(split[0, 0, 0] == 0),
-            has_last=bool(split[-1, -1, 1] == count),
+            has_first=begin_of_split == 0,
+            has_last=end_of_split == count,
             num_virtual_ranks=self.num_virtual_ranks,
         )
         bounds = split[:, rank].tolist()
@@ -342,6 +358,7 @@ def make_micro_batches(
     if num_virtual_ranks is not None:
         return _micro_batches_of_virtual_ranks(sizes, rank, count, num_virtual_ranks)
     num_micro_batches, num_ranks = sizes.shape
+    # If the global batch is one micro-batch, equally large on all ranks, DDP averages as it should.
     is_whole = has_first and has_last and num_micro_batches == 1
     sizes_are_equal = bool((sizes == sizes[0, 0]).all())
     plain = is_whole and count > 0 and sizes_are_equal
@@ -366,14 +383,15 @@ def _micro_batches_of_virtual_ranks(
     """Returns a rank's micro-batches, those of its first virtual rank first.
 
     Args:
-        sizes: samples of each part, shape `(micro-batches, ranks)`.
+        sizes: samples of each part, shape `(micro-batches, ranks)`. A column has the pieces of the
+            first virtual rank of that rank, then those of the second, and so on.
         rank: whose micro-batches are returned.
         count: samples of the whole global batch.
         num_virtual_ranks: of the run.
     """
     max_micro_batches, num_ranks = sizes.shape
     numbers = virtual_ranks_of(rank, num_ranks, num_virtual_ranks)
-    max_virtual_ranks = ceil_div(num_virtual_ranks, num_ranks)
+    max_virtual_ranks = ceil_div(num_virtual_ranks, num_ranks)  # of one rank
     pieces_of_virtual_rank = max(1, max_micro_batches // max_virtual_ranks)
     num_micro_batches = len(numbers) * pieces_of_virtual_rank
     # If there are more ranks than virtual ranks, neighbouring ranks compute one together.

@@ -211,6 +211,18 @@ def split_batch(
     return split
 
 
+def split_sizes(split: Indices) -> Indices:
+    """Returns the number of samples of each part of a global batch.
+
+    Args:
+        split: begin and end of each part, shape `(micro-batches, ranks, 2)`, of `split_batch`.
+
+    Returns:
+        Shape `(micro-batches, ranks)`.
+    """
+    return split[..., 1] - split[..., 0]
+
+
 def _spread_ranks(sizes: Sequence[int]) -> Indices:
     """Spreads the samples of each rank evenly over a global batch.
 
@@ -315,7 +327,7 @@ def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int 
     fewest = math.ceil(batch_size / (largest * len(shares)))
     for number in range(max(1, fewest), batch_size + 1):
         split = split_batch(batch_size, shares, number)
-        sizes = split[..., 1] - split[..., 0]
+        sizes = split_sizes(split)
         if int(sizes.max()) <= largest:
             return number
     return max(1, batch_size)

@@ -44,7 +44,8 @@ def map_tensors(
     """
     if isinstance(batch, Tensor):
         return change(batch)
-    children = children_of(batch, opaque_too=opaque is None)
+    walk_opaque = opaque is None
+    children = children_of(batch, opaque_too=walk_opaque)
     if children is not None:
         changed = {key: map_tensors(child, change, opaque) for key, child in children.items()}
         return _rebuild(batch, changed)
@@ -59,11 +60,14 @@ def tensors(batch: Any) -> list[Tensor]:
 
 
 class _ObjectReference:
-    """A weak reference to an opaque object. Two references to the same object are equal."""
+    """A weak reference to an opaque object, by which the object is recognised.
+
+    Two references are equal if they are to the same object, whether or not it can be hashed.
+    """
 
     def __init__(self, opaque: Any) -> None:
         self._reference = weakref.ref(opaque)
-        self._hash = id(opaque)
+        self._hash = id(opaque)  # stays the same when the object is gone
 
     def __hash__(self) -> int:
         return self._hash
@@ -71,7 +75,7 @@ class _ObjectReference:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _ObjectReference):
             return False
-        if self is other:
+        if self is other:  # also if the object is gone
             return True
         referent = self._reference()
         return referent is not None and referent is other._reference()
@@ -157,10 +161,13 @@ def cut_to_rows(batch: Any, count: int | None = None, *, rows: int = 0, share: b
     children = children_of(batch)
     if children is None:
         return batch
-    is_sequence = isinstance(batch, list | tuple)
-    if is_list_of_plain_data(batch) or (is_sequence and has_item_per_sample(batch, count)):
+    child_per_sample = is_list_of_plain_data(batch)
+    if not child_per_sample and isinstance(batch, list | tuple):
+        child_per_sample = has_item_per_sample(batch, count)
+    if child_per_sample:
         first_children = dict(list(children.items())[:rows])
         return _rebuild(batch, first_children)
+    # The children are fields of the batch, each with all samples.
     cut_children = {}
     for key, child in children.items():
         cut_children[key] = cut_to_rows(child, count, rows=rows, share=share)
@@ -168,7 +175,16 @@ def cut_to_rows(batch: Any, count: int | None = None, *, rows: int = 0, share: b
 
 
 def _cut_tensor(tensor: Tensor, rows: int, share: bool) -> Tensor:
-    """Returns the first rows of a tensor, as a view if `share`; one without dimensions stays."""
+    """Returns the first rows of a tensor; a tensor without dimensions is returned whole.
+
+    Args:
+        tensor: the tensor.
+        rows: how many are kept.
+        share: True to return a view if the tensor is dense.
+
+    Raises:
+        DataError: the tensor is of a layout that cannot be cut.
+    """
     if _is_dense(tensor):
         first_rows = tensor[:rows] if tensor.dim() else tensor
         return first_rows if share else first_rows.clone()
@@ -232,10 +248,11 @@ def children_of(batch: Any, *, opaque_too: bool = False) -> dict[Any, Any] | Non
         return dict(batch)
     if isinstance(batch, list | tuple):
         return dict(enumerate(batch))
-    if is_dataclass(batch) and not isinstance(batch, type):
+    is_instance = not isinstance(batch, type)  # `is_dataclass` is true of the class too
+    if is_dataclass(batch) and is_instance:
         children = {}
         for field in fields(batch):
-            if hasattr(batch, field.name):
+            if hasattr(batch, field.name):  # a field with init=False may not have been set
                 children[field.name] = getattr(batch, field.name)
         return children
     return None
@@ -261,30 +278,38 @@ def _is_structured(item: Any) -> bool:
 def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
     """Returns True if a sequence has one item for each sample, and not one for each field.
 
-    Items of samples are of the same kind, and do not all hold tensors of `count` rows, as fields
-    of a batch do.
+    With two samples, `[image, image]` has one item for each sample. `(images, labels)` has one for
+    each field: its tensors have two rows.
 
     Args:
         sequence: a list or a tuple.
-        count: the number of samples, if that is known.
+        count: the number of samples; None if it is not known, and the answer is then False.
     """
     if len(sequence) != count:
         return False
     kinds = {_kind_of_item(item) for item in sequence}
-    if len(kinds) > 1:
+    if len(kinds) > 1:  # samples are alike, fields need not be
         return False
     for item in sequence:
         if isinstance(item, list | tuple) and has_item_per_sample(item, count):
-            return False
-    found = tensors(sequence)
-    return any(not tensor.dim() or len(tensor) != count for tensor in found)
+            return False  # the items are fields, and this one holds its values of all samples
+    # Tensors of fields have a row for each sample. One that has not is of a single sample.
+    for tensor in tensors(sequence):
+        if tensor.dim() == 0 or len(tensor) != count:
+            return True
+    return False
 
 
 def _kind_of_item(item: Any) -> Any:
-    """Returns what items of one kind have in common: dimensions, or type and keys."""
+    """Returns what items of one kind have in common.
+
+    Returns:
+        The number of dimensions of a tensor; of another item its type and its keys.
+    """
     if isinstance(item, Tensor):
         return item.dim()
-    return type(item), tuple(children_of(item) or ())
+    keys = tuple(children_of(item) or ())
+    return type(item), keys
 
 
 def is_opaque(value: Any) -> bool:
@@ -300,11 +325,8 @@ def is_opaque(value: Any) -> bool:
 
 def _is_dense(tensor: Tensor) -> bool:
     """Returns True for a tensor with one storage: not sparse, not nested, no wrapper of others."""
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not hasattr(tensor, "__tensor_flatten__")
-    )
+    wraps_tensors = hasattr(tensor, "__tensor_flatten__")  # as tensor subclasses such as DTensor do
+    return tensor.layout is torch.strided and not tensor.is_nested and not wraps_tensors
 
 
 def leaves(batch: Any) -> Iterator[Any]:
@@ -343,11 +365,14 @@ def _rebuild(batch: Any, children: dict[Any, Any]) -> Any:
 
 
 def _rebuild_dataclass(batch: Any, children: dict[str, Any]) -> Any:
-    """Returns a copy with other values, without `__init__` or `__post_init__` being called."""
-    made = copy.copy(batch)
+    """Returns a copy of a dataclass instance with other values of its fields.
+
+    Neither `__init__` nor `__post_init__` is called: they may check or change the values.
+    """
+    rebuilt = copy.copy(batch)
     for name, child in children.items():
-        object.__setattr__(made, name, child)  # works for a frozen one too
-    return made
+        object.__setattr__(rebuilt, name, child)  # works for a frozen dataclass too
+    return rebuilt
 
 
 def _rebuild_sequence(batch: Any, values: list[Any]) -> Any:
@@ -356,19 +381,23 @@ def _rebuild_sequence(batch: Any, values: list[Any]) -> Any:
         if hasattr(batch, "_make"):  # a named tuple
             return batch._make(values)
         return type(batch)(values)
-    made = copy.copy(batch)
-    made[:] = values
-    return made
+    rebuilt = copy.copy(batch)  # keeps further attributes of a subclass of `list`
+    rebuilt[:] = values
+    return rebuilt
 
 
 def _rebuild_mapping(batch: Any, children: dict[Any, Any]) -> Any:
-    """Returns a mapping of the same class with other values."""
-    is_own_dict = getattr(batch, "__dict__", None) is batch
-    if not isinstance(batch, dict | UserDict) or is_own_dict:
-        # A shallow copy of these may share what it holds.
-        make: Any = type(batch)
-        return make(children)
-    made: Any = copy.copy(batch)
-    for key, value in children.items():
-        made[key] = value
-    return made
+    """Returns a mapping of the same class with other values.
+
+    A `dict` or `UserDict` is copied and filled anew, which keeps its further attributes. A shallow
+    copy of another mapping may share its items with the batch, so its class is called instead.
+    """
+    # Some classes set `self.__dict__ = self`, so that keys are attributes. Copies share it.
+    attributes_are_items = getattr(batch, "__dict__", None) is batch
+    if isinstance(batch, dict | UserDict) and not attributes_are_items:
+        rebuilt: Any = copy.copy(batch)
+        for key, value in children.items():
+            rebuilt[key] = value
+        return rebuilt
+    mapping_class: Any = type(batch)
+    return mapping_class(children)

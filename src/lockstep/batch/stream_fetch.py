@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from lockstep.batch.digest import SAMPLES_COMPARED, batch_digests
 from lockstep.batch.fetch import call_collate
 from lockstep.batch.indices import Indices, ceil_div
-from lockstep.batch.plan import split_batch
+from lockstep.batch.plan import split_batch, split_sizes
 from lockstep.batch.source import IterableSource
 from lockstep.batch.stream_reader import PassRandomState, StreamReader
 from lockstep.distributed.seeding import preserve_rng_state, seed_sample
@@ -42,9 +42,11 @@ def is_compared(position: int, pass_begin: int, batch_size: int) -> bool:
         pass_begin: the position at which the pass began.
         batch_size: samples of a global batch.
     """
+    # The 16 samples that are compared at a time are in this many global batches.
     num_batches = ceil_div(SAMPLES_COMPARED, batch_size)
-    is_at_begin = pass_begin <= position < pass_begin + num_batches
-    return is_at_begin or position % BATCHES_BETWEEN_COMPARISONS < num_batches
+    begins_pass = pass_begin <= position < pass_begin + num_batches
+    batches_since_hundredth = position % BATCHES_BETWEEN_COMPARISONS  # of the epoch, from 0
+    return begins_pass or batches_since_hundredth < num_batches
 
 
 class GlobalBatchKey(NamedTuple):
@@ -165,42 +167,59 @@ class IterableFetch(Dataset[Any]):
             rank_batch.batches.append(batch)
         some_are_empty = any(batch is None for batch in rank_batch.batches)
         if some_are_empty and part.samples:
+            # The loader makes the empty batches of this one, which has the right dtypes and shapes.
             with preserve_rng_state():
                 number = np.array([part.first_number])
                 rank_batch.one_sample_batch = self.collate(key.epoch, part.samples[:1], number)
         return rank_batch
 
     def _read_part(self, key: GlobalBatchKey) -> _ReadPart:
-        """Reads what this rank needs of a global batch."""
-        if self._source.shard is None:
+        """Reads what this rank needs of a global batch, as `shard` says."""
+        if self._source.shard is None:  # every rank reads all samples and keeps its own
             return self._read_part_of_whole(key)
         planned_sizes = self._planned_sizes(key)
-        if self._source.shard is False:
+        if self._source.shard is False:  # the iterable gives each rank a part of its own
             return self._read_own_part(key, planned_sizes)
-        return self._seek_part(key, planned_sizes)
+        return self._seek_part(key, planned_sizes)  # `shard` is a function that seeks samples
 
     def _read_part_of_whole(self, key: GlobalBatchKey) -> _ReadPart:
         """Reads a whole global batch, and says which samples of it are this rank's."""
         samples = self.read_whole(key.epoch, key.position, key.pass_begin)
+        # Begin and end of each part in `samples`, shape (micro-batches, ranks, 2).
         split = split_batch(len(samples), key.shares, key.num_micro_batches, key.num_virtual_ranks)
-        sizes = split[..., 1] - split[..., 0]
+        sizes = split_sizes(split)
+        samples_of_rank = sizes.sum(axis=0)
+        bounds_on_this_rank = split[:, self._data_parallel.rank]
         return _ReadPart(
             samples=samples,
             first_number=key.position * self._source.batch_size,
             stride=1,
             planned_sizes=sizes,
-            counts=sizes.sum(axis=0),
-            bounds=split[:, self._data_parallel.rank].tolist(),
+            counts=samples_of_rank,
+            bounds=bounds_on_this_rank.tolist(),
             ended=not samples,
         )
 
     def _read_own_part(self, key: GlobalBatchKey, planned_sizes: Indices) -> _ReadPart:
-        """Reads this rank's part of an iterable that splits itself over the ranks."""
+        """Reads this rank's part of an iterable that splits itself over the ranks.
+
+        Args:
+            key: of the global batch.
+            planned_sizes: samples of each part of it, shape `(micro-batches, ranks)`.
+        """
         rank = self._data_parallel.rank
         num_ranks = self._data_parallel.size
         num_wanted = int(planned_sizes[:, rank].sum())
+        # The iterable gives only samples of this rank, as many of each global batch.
         first_on_rank = key.position * num_wanted
-        samples = self._read(key.epoch, first_on_rank, 1, num_wanted, key.pass_begin, num_wanted)
+        samples = self._read(
+            key.epoch,
+            first=first_on_rank,
+            stride=1,
+            count=num_wanted,
+            pass_begin=key.pass_begin,
+            per_batch=num_wanted,
+        )
         return self._divide_part(
             samples,
             # Numbered so that no two ranks have a number in common.
@@ -212,15 +231,25 @@ class IterableFetch(Dataset[Any]):
     def _seek_part(self, key: GlobalBatchKey, planned_sizes: Indices) -> _ReadPart:
         """Reads this rank's samples of an iterable that can be entered at any sample.
 
-        Rank r has the samples whose number leaves r as the remainder of a division by the number of
-        ranks.
+        Rank r has the samples r, r + ranks, r + 2 * ranks, ... of the epoch, where `ranks` is the
+        number of ranks.
+
+        Args:
+            key: of the global batch.
+            planned_sizes: samples of each part of it, shape `(micro-batches, ranks)`.
         """
         rank = self._data_parallel.rank
         num_ranks = self._data_parallel.size
         num_wanted = int(planned_sizes[:, rank].sum())
         begin = key.position * self._source.batch_size
-        first_number = begin + (rank - begin) % num_ranks
-        samples = self._read(key.epoch, first_number, num_ranks, num_wanted, key.pass_begin)
+        first_number = begin + (rank - begin) % num_ranks  # the first from `begin` on of this rank
+        samples = self._read(
+            key.epoch,
+            first=first_number,
+            stride=num_ranks,
+            count=num_wanted,
+            pass_begin=key.pass_begin,
+        )
         return self._divide_part(
             samples,
             first_number=first_number,
@@ -232,11 +261,20 @@ class IterableFetch(Dataset[Any]):
     def _divide_part(
         self, samples: list[Any], *, first_number: int, planned_sizes: Indices, ended: bool
     ) -> _ReadPart:
-        """Divides this rank's samples of a global batch into micro-batches; see `_ReadPart`."""
+        """Divides this rank's samples of a global batch into micro-batches.
+
+        Args:
+            samples: those of this rank alone, fewer than planned at the end of the iterable.
+            first_number: see `_ReadPart`.
+            planned_sizes: samples of each part, shape `(micro-batches, ranks)`.
+            ended: see `_ReadPart`.
+        """
         rank = self._data_parallel.rank
-        planned_ends = np.cumsum([0, *planned_sizes[:, rank]])
-        ends = np.minimum(planned_ends, len(samples))
-        counts = planned_sizes.sum(axis=0)
+        # Micro-batch i has samples[bounds[i] : bounds[i + 1]]. At the end of the iterable
+        # the last micro-batches are short or empty.
+        planned_bounds = np.cumsum([0, *planned_sizes[:, rank]])
+        bounds = np.minimum(planned_bounds, len(samples))
+        counts = planned_sizes.sum(axis=0)  # samples of each rank
         counts[rank] = len(samples)
         return _ReadPart(
             samples=samples,
@@ -244,7 +282,7 @@ class IterableFetch(Dataset[Any]):
             stride=self._data_parallel.size,
             planned_sizes=planned_sizes,
             counts=counts,
-            bounds=np.stack([ends[:-1], ends[1:]], axis=1).tolist(),
+            bounds=np.stack([bounds[:-1], bounds[1:]], axis=1).tolist(),
             ended=ended,
         )
 
@@ -257,12 +295,12 @@ class IterableFetch(Dataset[Any]):
         batch_size = self._source.batch_size
         num_ranks = self._data_parallel.size
         if self._source.shard is False:
-            split = split_batch(batch_size, key.shares, key.num_micro_batches)
-            return split[..., 1] - split[..., 0]
-        # Where micro-batches begin and end, as numbers of samples in the epoch.
-        places = np.arange(key.num_micro_batches + 1)
-        bounds = key.position * batch_size + ceil_div(batch_size * places, key.num_micro_batches)
-        # Rank r has the numbers r, r + ranks, ...: so many of them come before each bound.
+            return split_sizes(split_batch(batch_size, key.shares, key.num_micro_batches))
+        # Micro-batch i has the samples bounds[i] to bounds[i + 1] - 1 of the epoch.
+        edges = np.arange(key.num_micro_batches + 1)
+        bounds = key.position * batch_size + ceil_div(batch_size * edges, key.num_micro_batches)
+        # Rank r has the samples r, r + ranks, r + 2 * ranks, ... of the epoch. Here is how many of
+        # them come before each bound, shape (micro-batches + 1, ranks).
         ranks = np.arange(num_ranks)
         samples_before_bound = ceil_div(bounds[:, None] - ranks, num_ranks)
         return np.diff(samples_before_bound, axis=0)
@@ -270,12 +308,19 @@ class IterableFetch(Dataset[Any]):
     def read_whole(self, epoch: int, position: int, pass_begin: int = 0) -> list[Any]:
         """Reads the samples of a whole global batch; fewer, or none, at the end of the iterable."""
         batch_size = self._source.batch_size
-        return self._read(epoch, position * batch_size, 1, batch_size, pass_begin, batch_size)
+        return self._read(
+            epoch,
+            first=position * batch_size,
+            stride=1,
+            count=batch_size,
+            pass_begin=pass_begin,
+            per_batch=batch_size,
+        )
 
     def read_first(self, epoch: int, count: int) -> Any:
         """Returns a batch of the first samples that this rank can read; None if there are none."""
         fetch = self.fresh()
-        samples = fetch._read(epoch, 0, 1, count)
+        samples = fetch._read(epoch, first=0, stride=1, count=count)
         opened = fetch._reader
         if self._reader is not None and opened is not None:
             # Some iterables have a single iterator, which has just begun again: then the pass that
@@ -295,8 +340,8 @@ class IterableFetch(Dataset[Any]):
             numbers: of the samples, shape `(n,)`.
         """
         transform = self._source.transform
-        draws_nothing = not self._prepares_samples
-        if draws_nothing or not self._sample_rng:
+        needs_seeds = self._prepares_samples and self._sample_rng
+        if not needs_seeds:
             if transform is not None:
                 samples = [transform(sample) for sample in samples]
             return call_collate(self._source.collate, samples)
@@ -313,6 +358,7 @@ class IterableFetch(Dataset[Any]):
     def _read(
         self,
         epoch: int,
+        *,
         first: int,
         stride: int,
         count: int,
@@ -331,13 +377,16 @@ class IterableFetch(Dataset[Any]):
         """
         if count == 0:
             return []
+        can_seek = callable(self._source.shard)
         with without_worker_info():  # many iterables would give this worker a part of their own
             reader = self._reader
-            if reader is None or reader.epoch != epoch or reader.next_number > first:
+            if reader is None or reader.epoch != epoch:
+                reader = self._open(epoch, first, stride)
+            elif reader.next_number > first:  # it is past the sample, and cannot go back
                 reader = self._open(epoch, first, stride)
             elif reader.ended:
                 return []
-            elif reader.next_number < first and callable(self._source.shard):
+            elif reader.next_number < first and can_seek:  # quicker than to read on to the sample
                 reader = self._open(epoch, first, stride)
             with reader.random_state():
                 self._read_up_to(reader, first, pass_begin, per_batch)
@@ -358,10 +407,11 @@ class IterableFetch(Dataset[Any]):
             per_batch: samples that this rank reads of each full global batch; 0: it varies.
         """
         while reader.next_number < first and not reader.ended:
-            if not per_batch:
+            if per_batch == 0:  # which sample is in which global batch is not known
                 passed = reader.take(first - reader.next_number)
                 reader.next_number += len(passed)
                 continue
+            # Read to the end of the global batch in which the reader is.
             position = reader.next_number // per_batch
             end = min((position + 1) * per_batch, first)
             passed = reader.take(end - reader.next_number)
@@ -385,10 +435,11 @@ class IterableFetch(Dataset[Any]):
         if not self._can_skip:
             return
         fetch = self.fresh()
-        for position in range(ceil_div(SAMPLES_COMPARED, self._source.batch_size)):
+        num_batches = ceil_div(SAMPLES_COMPARED, self._source.batch_size)
+        for position in range(num_batches):
             key_of_beginning = key._replace(position=position, pass_begin=0, read_beginning=False)
             samples = fetch._read_part(key_of_beginning).samples
-            fetch._keep_digests(position, 0, samples)
+            fetch._keep_digests(position, pass_begin=0, samples=samples)
         self._digests.update(fetch._digests)
 
     @property
@@ -401,14 +452,23 @@ class IterableFetch(Dataset[Any]):
         return hasattr(self.dataset, "skip") and not hasattr(self.dataset, "set_epoch")
 
     def _num_samples_in_all(self) -> int | None:
-        """Returns how many samples the iterable has, if this reader alone can tell; else None."""
+        """Returns how many samples the iterable has, if this reader has come to its end; else None.
+
+        A reader that seeks its samples has only those of this rank, so it cannot tell.
+        """
         reader = self._reader
-        if reader is None or not reader.ended or callable(self._source.shard):
+        if callable(self._source.shard) or reader is None or not reader.ended:
             return None
         return reader.next_number
 
     def _open(self, epoch: int, first: int, stride: int) -> StreamReader:
-        """Begins a pass over the iterable, at sample `first` if the iterable can skip to it."""
+        """Begins a pass over the iterable, at sample `first` if the iterable can skip to it.
+
+        Args:
+            epoch: of the pass.
+            first: the number of the first sample that is wanted.
+            stride: how much the number grows from one sample to the next, if samples are sought.
+        """
         dataset: Any = self.dataset
         shard = self._source.shard
         random_state: Any = nullcontext

@@ -159,6 +159,7 @@ class Step:
         """
         training_pass = delivery.training_pass
         for other in list(self._passes):
+            # A pass that the loop still trained on when it ended is over now.
             if other.ended:
                 self.end_pass(other)
         self._remember(delivery)
@@ -167,7 +168,10 @@ class Step:
         if training_pass.source_is_known:
             self._begin_delivery(delivery)
             return
+        # The loop fetches ahead: deliveries before this one are not trained yet.
         self._watch_forward_passes()
+        # If all weigh the same and each has an optimizer step of its own, any may be taken for the
+        # one that is trained.
         is_whole = delivery.micro_batch.opens and delivery.micro_batch.closes
         if not is_whole or training_pass.active is None:
             return
@@ -193,6 +197,7 @@ class Step:
             delivery = self._delivery_by_storage.get(storage)
             if delivery is not None and delivery not in deliveries:
                 deliveries.append(delivery)
+        # Tensors with a gradient come from another module, whose call was reported.
         if not deliveries and not has_gradient:
             self._called_with_unknown = True
         for delivery in deliveries:
@@ -217,7 +222,7 @@ class Step:
         self._forwarded = []
         if forwarded:  # forward passes were called with tensors of these deliveries
             if not weigh_the_same(forwarded):
-                self._forwarded = forwarded
+                self._forwarded = forwarded  # so that a second call fails too
                 raise mixed_sources_error(forwarded)
             trained = forwarded
             if self._called_with_unknown and not self._warned_of_unknown:
@@ -231,6 +236,7 @@ class Step:
         for delivery in trained:
             self._mark_trained(delivery, seen_in_forward=bool(forwarded))
         self.micro_batch_of_loss = self.training_pass.micro_batch
+        # The loss may be of another of several passes than the one that got a batch last.
         if forwarded and forwarded[0].training_pass is not self.training_pass:
             self.micro_batch_of_loss = forwarded[0].micro_batch
         return self.micro_batch_of_loss
@@ -278,14 +284,15 @@ class Step:
         ended_deliveries = still_referenced(self._trainable_of_ended_passes)
         if weigh_the_same([*possible, *ended_deliveries]):
             return
-        if weigh_the_same(possible):
+        if weigh_the_same(possible):  # only those of passes that have ended weigh otherwise
             raise unknown_source_error(
                 [*possible, *ended_deliveries],
                 "of two loaders, one of which has ended",
                 "begin another pass over the loader that ends first instead of itertools.cycle, "
                 "which keeps its batches; " + TRAIN_APART,
             )
-        if len({delivery.training_pass for delivery in possible}) > 1:
+        passes = {delivery.training_pass for delivery in possible}
+        if len(passes) > 1:
             raise mixed_sources_error(possible)
         raise unknown_source_error(possible, "that no backward pass has followed yet")
 
@@ -321,17 +328,20 @@ class Step:
         """Remembers the storages of a delivery, and forgets those that are freed."""
         table = self._delivery_by_storage
         for storage in delivery.storages:
+            is_shared = storage in table and table[storage] is not delivery
             # None marks a storage that several deliveries share.
-            is_shared = table.get(storage, delivery) is not delivery
             table[storage] = None if is_shared else delivery
         if len(table) >= self._prune_at:
-            self._delivery_by_storage = {
-                storage: known for storage, known in table.items() if not storage.expired()
-            }
+            alive: dict[StorageReference, Delivery | None] = {}
+            for storage, known_delivery in table.items():
+                if not storage.expired():
+                    alive[storage] = known_delivery
+            self._delivery_by_storage = alive
+            # Pruning again only when the table has doubled keeps its cost per entry constant.
             self._prune_at = max(64, 2 * len(self._delivery_by_storage))
 
     def _watch_forward_passes(self) -> None:
-        """Has the prepared modules call `module_called` from now on."""
+        """Makes the prepared modules call `module_called` from now on."""
         if not self._was_fetched_ahead:
             self._was_fetched_ahead = True
             self.extensions.batches_fetched_ahead()
@@ -362,13 +372,14 @@ class Step:
         self.training_pass = training_pass
         if self._first_batch_at_s is None:
             self._first_batch_at_s = time.perf_counter()
-        training_pass.step_left_out = training_pass.num_backwards > 0 and not training_pass.stepped
+        was_trained = training_pass.num_backwards > 0
+        training_pass.step_left_out = was_trained and not training_pass.stepped
         if micro_batch.first:
             training_pass.number += 1
             training_pass.stepped = False
             training_pass.accumulated = False
             training_pass.loss = 0.0
-        elif training_pass.num_backwards:
+        elif was_trained:
             training_pass.accumulated = True
         if micro_batch.opens:
             training_pass.num_parts += 1
@@ -395,7 +406,7 @@ class Step:
             training_pass: the pass.
             exhausted: True if the loader has nothing more; False if the loop was left before.
         """
-        if training_pass not in self._passes:
+        if training_pass not in self._passes:  # nothing of it was trained, or it has ended before
             return
         self._passes.remove(training_pass)
         training_pass.ended = True
@@ -411,10 +422,11 @@ class Step:
         if is_unfinished and not will_be_finished:
             self.extensions.clear_gradients()
         self._keep_trainable(training_pass)
-        self._trainable_of_ended_passes += self._trainable_after_end
-        if not self._passes:
+        if self._passes:
+            self._trainable_of_ended_passes += self._trainable_after_end
+            self._trainable_of_ended_passes = still_referenced(self._trainable_of_ended_passes)
+        else:
             self._trainable_of_ended_passes = []
-        self._trainable_of_ended_passes = still_referenced(self._trainable_of_ended_passes)
         self.extensions.pass_ended()
 
     def _keep_trainable(self, training_pass: TrainingPass) -> None:
@@ -424,7 +436,8 @@ class Step:
         if it holds several: `itertools.cycle` does. After most loops it holds the last one.
         """
         referenced: list[Delivery] = []
-        for delivery in dict.fromkeys(self._delivery_by_storage.values()):
+        deliveries = dict.fromkeys(self._delivery_by_storage.values())  # each once, in order
+        for delivery in deliveries:
             if delivery is None or delivery.training_pass is not training_pass:
                 continue
             if delivery.is_referenced:
@@ -447,11 +460,10 @@ class Step:
         scale = self.micro_batch_of_loss.scale
         weighted = loss if scale == 1.0 else loss * scale
         # The loss of no samples may be NaN, and counts as 0.
-        counted = weighted if scale else weighted.new_zeros(())
+        counted = weighted if scale != 0.0 else weighted.new_zeros(())
         # Without a loader nobody says what a global batch is: each optimizer step ends one.
-        without_loader = training_pass is self._no_loader or (
-            training_pass.ended and not training_pass.untrained
-        )
+        is_used_up = training_pass.ended and not training_pass.untrained
+        without_loader = training_pass is self._no_loader or is_used_up
         if without_loader and training_pass.stepped:
             training_pass.loss = 0.0
             training_pass.stepped = False

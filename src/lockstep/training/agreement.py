@@ -33,13 +33,14 @@ def check_equal_on_ranks(call: str, objects: Sequence[Any], run: Run) -> None:
     """
     own_descriptions = [describe(thing) for thing in objects]
     descriptions_by_rank: list[list[str]] = run.collectives.exchange(own_descriptions)
-    if any(descriptions != own_descriptions for descriptions in descriptions_by_rank):
+    all_are_equal = all(other == own_descriptions for other in descriptions_by_rank)
+    if not all_are_equal:
         ranks = []
         for rank, descriptions in enumerate(descriptions_by_rank):
             ranks.append(f"rank {rank}: {'; '.join(descriptions)}")
-        code = _catalogue_code(descriptions_by_rank)
+        code = _code_if_only_data_differs(descriptions_by_rank)
         advice = "build the same on every rank: same code, arguments, seed and data"
-        if code is not None:  # only data differs
+        if code is not None:
             advice += f"; {DRAW_BEFORE_PREPARE}"
         raise RanksDifferError(call, "; ".join(ranks), advice, code=code)
     for loader in objects:
@@ -50,7 +51,11 @@ def check_equal_on_ranks(call: str, objects: Sequence[Any], run: Run) -> None:
 
 
 def describe(thing: Any) -> str:
-    """Returns what must be equal on all ranks of an object given to `prepare`, or of a loader."""
+    """Returns what must be equal on all ranks of an object given to `prepare`, or of a loader.
+
+    Of a module these are the names, shapes and types of its tensors, as a digest; of a loader its
+    dataset, length and order; of anything else its type alone.
+    """
     if isinstance(thing, nn.Module):
         tensors = [*thing.named_parameters(), *thing.named_buffers()]
         shapes = []
@@ -64,22 +69,27 @@ def describe(thing: Any) -> str:
     return type(thing).__name__
 
 
-def _catalogue_code(descriptions_by_rank: Sequence[Sequence[str]]) -> str | None:
-    """Returns the code of the catalogue if nothing but data differs, else None.
+def _code_if_only_data_differs(descriptions_by_rank: Sequence[Sequence[str]]) -> str | None:
+    """Returns the code of the error if the ranks differ in nothing but their loaders, else None.
 
     Args:
-        descriptions_by_rank: the descriptions that each rank has brought, in order.
+        descriptions_by_rank: for each rank the descriptions of its objects, in order.
+
+    Returns:
+        LS105 if only checksums differ: the loaders have other contents of the same length. LS104
+        if more of a loader's description differs. None if another object differs, or their number.
     """
     counts = {len(descriptions) for descriptions in descriptions_by_rank}
     if len(counts) > 1:
         return None
-    only_contents_differ = True
-    for descriptions in zip(*descriptions_by_rank, strict=True):
-        if len(set(descriptions)) == 1:
+    only_checksums_differ = True
+    for descriptions_of_object in zip(*descriptions_by_rank, strict=True):
+        if len(set(descriptions_of_object)) == 1:
             continue
-        if not all(description.startswith(LOADER_PREFIX) for description in descriptions):
-            return None
-        sizes = {description.partition(CHECKSUM_PREFIX)[0] for description in descriptions}
-        if len(sizes) > 1:
-            only_contents_differ = False
-    return "LS105" if only_contents_differ else "LS104"
+        for description in descriptions_of_object:
+            if not description.startswith(LOADER_PREFIX):
+                return None
+        without_checksum = {text.partition(CHECKSUM_PREFIX)[0] for text in descriptions_of_object}
+        if len(without_checksum) > 1:
+            only_checksums_differ = False
+    return "LS105" if only_checksums_differ else "LS104"

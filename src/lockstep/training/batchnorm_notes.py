@@ -51,6 +51,7 @@ class BatchNormNotes:
         if size is not None and self._cutting_size is None:
             self._cutting_size = size
             self._num_micro_batches = num_micro_batches
+        # With sync_batchnorm=False the user has already been told that the statistics differ.
         if self._model_has_batchnorm and self._run.settings.sync_batchnorm:
             reason = (
                 f"of each micro-batch of loader {number}, over all ranks; not of the global batch"
@@ -59,11 +60,16 @@ class BatchNormNotes:
         self._warn_if_needed()
 
     def _warn_if_needed(self) -> None:
+        """Warns once if a model has BatchNorm and a micro_batch_size has cut a global batch."""
         size = self._cutting_size
         if self._has_warned or size is None or not self._model_has_batchnorm:
             return
+        if not self._run.settings.sync_batchnorm:
+            return  # the statistics depend on the number of ranks anyway, as the user has chosen
+        # Several processes without a second data-parallel rank: they are the stages of a pipeline.
+        # Its micro-batches do not depend on the number of processes.
         is_pipeline = self._plan.rank.size == 1 and not self._run.collectives.single_process
-        if is_pipeline or not self._run.settings.sync_batchnorm:
+        if is_pipeline:
             return
         self._has_warned = True
         if is_auto(size):

@@ -42,12 +42,17 @@ class ForwardWatch(Extension):
             self._hook(wrapped.module)
 
     def _hook(self, module: nn.Module) -> None:
+        """Makes a module report its inputs, before any other hook can replace them."""
         hook = _ReportInputs(self._step)
         module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
 class _ReportInputs:
-    """A forward pre-hook that tells the step the storages of a module's inputs."""
+    """A forward pre-hook that tells the step the storages of a module's inputs.
+
+    Args:
+        step: of the run; None: the hook does nothing.
+    """
 
     def __init__(self, step: Step | None = None) -> None:
         self._step = step
@@ -61,5 +66,6 @@ class _ReportInputs:
         if torch.compiler.is_compiling() or self._step is None:
             return
         if torch.is_grad_enabled():
-            has_gradient = any(tensor.requires_grad for tensor in tensors((args, kwargs)))
-            self._step.module_called(storages((args, kwargs)), has_gradient=has_gradient)
+            inputs = (args, kwargs)
+            has_gradient = any(tensor.requires_grad for tensor in tensors(inputs))
+            self._step.module_called(storages(inputs), has_gradient=has_gradient)

@@ -47,7 +47,8 @@ OPTIMIZERS_WITH_SAME_BITS = (
 FOREACH_MIN_TENSORS = 8
 FOREACH_MAX_MEAN_ELEMENTS = 2**14
 
-# Every error of torch about operations on shards has one of these words.
+# Every error of torch about operations on shards has one of these words, such as "aten.add.Tensor:
+# got mixed torch.Tensor and DTensor".
 WORDS_OF_SHARD_ERRORS = ("DTensor", "Sharding propagation")
 
 
@@ -98,9 +99,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self._step = step
         self._precision = precision
         self._collectives = collectives
-        self._asked_for: StepKey | None = None
+        self._step_called_in: StepKey | None = None
         """The optimizer step in which `step()` was last called."""
-        self._taken_for: StepKey | None = None
+        self._stepped_in: StepKey | None = None
         """The optimizer step in which the inner optimizer last stepped."""
         self._clearing_postponed_in: StepKey | None = None
         """The optimizer step in which `zero_grad()` was last postponed."""
@@ -124,7 +125,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             UsageError: `loss.backward()` was called where the loss needs exact weighting.
         """
         if closure is None and not self._step.training_pass.num_backwards:
-            self._step.source_of_loss()  # `loss.backward()` was called, or nothing
+            # World.backward, which finds out what the loss came from, was not called; the user may
+            # have called `loss.backward()`.
+            self._step.source_of_loss()
         micro_batch = self._step.micro_batch
         if closure is None:
             self._check_backward()
@@ -135,7 +138,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
                 "leave micro_batch_size out, or use an optimizer without closures",
             )
         self._check_learning_rates()
-        self._asked_for = self._step.key
+        self._step_called_in = self._step.key
         if not micro_batch.closes:
             return None
         if micro_batch.virtual_rank is not None:
@@ -146,13 +149,22 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         return self._take_step(closure, micro_batch)
 
     def _take_step(self, closure: Callable[[], Any] | None, micro_batch: MicroBatch) -> Any:
+        """Makes the inner optimizer step, and tells the extensions before and after it.
+
+        Args:
+            closure: of the user; it is evaluated by the inner optimizer.
+            micro_batch: after which the optimizer steps.
+
+        Returns:
+            What the inner optimizer returns.
+        """
         extensions = self._step.extensions
         key = self._step.key
         self._step.enter_phase("optimizer")
         evaluate = None
         if closure is None:
             extensions.before_step(self.inner, self.modules)
-        else:
+        else:  # there are no gradients before the closure is evaluated
             evaluate = partial(self._evaluate_closure, closure)
         self.stepping = True
         try:
@@ -164,7 +176,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             raise
         finally:
             self.stepping = False
-        self._taken_for = key
+        self._stepped_in = key
         if micro_batch.last:
             self._step.mark_stepped()
         extensions.after_step(self.inner, self.modules)
@@ -174,8 +186,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         return result
 
     def _explain_shard_error(self, error: Exception) -> UsageError | None:
-        """Returns an error that says what to do if torch cannot compute the step with shards."""
-        if error is self._error_of_closure:
+        """Returns an error that says what to do if torch cannot compute the step with shards.
+
+        Returns:
+            None if the error that the step raised has another cause.
+        """
+        if error is self._error_of_closure:  # code of the user's raised it, not the optimizer
             return None
         if not any(words in str(error) for words in WORDS_OF_SHARD_ERRORS):
             return None
@@ -208,10 +224,11 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             raise
         if self._collectives is None or self._collectives.single_process:
             return loss
-        if not isinstance(loss, Tensor | float):
+        if not isinstance(loss, Tensor | float):  # the closure returns no loss, such as None
             return loss
         scale = self._step.micro_batch_of_loss.scale
-        return self._collectives.mean(loss * scale if scale else 0.0)
+        has_samples = scale != 0.0  # the loss of no samples may be NaN
+        return self._collectives.mean(loss * scale if has_samples else 0.0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, except those that a global batch has begun to accumulate.
@@ -220,9 +237,11 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         the optimizer steps for it. Gradients of a loop that clears after `step()` are kept, too.
         """
         micro_batch = self._step.micro_batch
-        if not (micro_batch.opens and micro_batch.closes):
+        is_whole = micro_batch.opens and micro_batch.closes
+        if not is_whole:
             key = self._step.key
-            if self._asked_for == key and self._taken_for != key:
+            is_accumulating = self._step_called_in == key and self._stepped_in != key
+            if is_accumulating:
                 self._clearing_postponed_in = key
                 return
         if set_to_none and self._has_plain_zero_grad:
@@ -234,9 +253,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self.inner.zero_grad(set_to_none)
 
     def clear_if_postponed(self) -> None:
-        """Clears gradients of a global batch whose step was left out, before the next one."""
+        """Clears gradients of a global batch whose step was left out, before the next one.
+
+        If `zero_grad()` was postponed and the optimizer has stepped since, there are none.
+        """
         postponed_in = self._clearing_postponed_in
-        if postponed_in is not None and postponed_in != self._taken_for:
+        if postponed_in is not None and postponed_in != self._stepped_in:
             self.inner.zero_grad()
         self._clearing_postponed_in = None
 
@@ -256,11 +278,13 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         that are on this rank. With virtual ranks it is the state of the first on this process.
         """
         if self._active_virtual_rank is not None:
-            numbers = [number for number in self._states if number is not None]
-            self._activate_state_of(min([*numbers, self._active_virtual_rank]))
+            # The inner optimizer holds the state of one virtual rank, and `_states` of the others.
+            other_numbers = [number for number in self._states if number is not None]
+            self._activate_state_of(min([*other_numbers, self._active_virtual_rank]))
         state: dict[str, Any] = self.inner.state_dict()
         if self.places is None:
             return state
+        # By the number of a parameter on this rank: its number on one device.
         number_on_one_device = list(chain(*self.places))
         entries = {}
         for number_here, entry in state["state"].items():
@@ -286,7 +310,11 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         load_saved_state(self.inner, self._state_for_inner(state_dict), saved_dtypes)
 
     def _state_for_inner(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Drops the states of virtual ranks; returns what the inner optimizer is to load."""
+        """Returns what the inner optimizer is to load, and drops the states of virtual ranks.
+
+        Under a pipeline these are the entries of the parameters that are on this rank, numbered
+        anew.
+        """
         self._active_virtual_rank = None
         self._states.clear()
         if self.places is None:
@@ -296,7 +324,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         for number_here, number_on_one_device in enumerate(chain(*self.places)):
             if number_on_one_device in saved_entries:
                 entries[number_here] = saved_entries[number_on_one_device]
-        return _with_groups_of(state_dict, entries, [len(places) for places in self.places])
+        num_parameters_here = [len(places_of_group) for places_of_group in self.places]
+        return _with_groups_of(state_dict, entries, num_parameters_here)
 
     def virtual_rank_state(self, number: int) -> Any:
         """Returns the state of a virtual rank, as `state_dict` has it; None if there are none."""
@@ -309,11 +338,14 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """Loads what `virtual_rank_state` returned for a virtual rank."""
         if state is not None:
             self._activate_state_of(number)
-            self._states.pop(None, None)
+            self._states.pop(None, None)  # the state that they began with is not needed any more
             load_saved_state(self.inner, {**self.inner.state_dict(), "state": state}, {})
 
     def _activate_state_of(self, number: int) -> None:
-        """Gives the inner optimizer the state of a virtual rank, at first a copy of the shared."""
+        """Gives the inner optimizer the state of a virtual rank.
+
+        The first time, that is a copy of the state that all virtual ranks begin with.
+        """
         if number == self._active_virtual_rank:
             return
         self._states[self._active_virtual_rank] = self.inner.state
@@ -332,8 +364,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
 
     def check_gradients_are_there(self) -> None:
         """Raises UsageError if gradients were cleared in the middle of a global batch."""
-        if self._asked_for != self._step.key:
-            return
+        if self._step_called_in != self._step.key:
+            return  # `step()` marks a micro-batch as accumulated, and was not called
         if all(parameter.grad is None for parameter in parameters_of(self.inner)):
             raise UsageError(
                 "gradients cleared between the micro-batches of a global batch",
@@ -363,9 +395,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         training_pass = self._step.training_pass
         micro_batch = training_pass.micro_batch
         if training_pass.num_backwards:
-            return
+            return  # World.backward was called
         if micro_batch.plain and self._precision.scaler is None:
-            return
+            return  # an unweighted loss gives the same gradients
         if training_pass.step_left_out:
             raise UsageError(
                 "optimizer.step() after another batch was fetched",
@@ -401,13 +433,13 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         rates_before = self._learning_rates
         rates = [group["lr"] for group in self.inner.param_groups if "lr" in group]
         self._learning_rates = rates
-        if self._asked_for is None:
+        if self._step_called_in is None:
             return  # this is the first call of `step()`
         # A rate that is a tensor is changed in place, so it never differs from itself here.
         if rates == rates_before:
             return
         training_pass, global_batch, _ = self._step.key
-        training_pass_before, global_batch_before, _ = self._asked_for
+        training_pass_before, global_batch_before, _ = self._step_called_in
         if training_pass is not training_pass_before:
             return  # a scheduler that steps between two epochs is right as it is
         old = _format_rates(rates_before)
@@ -482,7 +514,7 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
         if not self._step.micro_batch.last:
             return
         if self._step.in_training_loop and self.prepared.skipped:
-            return
+            return  # the loss scaler left the step out
         if isinstance(self.inner, ReduceLROnPlateau):
             self._check_metric(*args, **kwargs)
         self.inner.step(*args, **kwargs)
@@ -500,6 +532,10 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
         self.inner.load_state_dict(state_dict)
 
     def _check_metric(self, metrics: Any, *_: Any, **__: Any) -> None:
+        """Raises RanksDifferError if the metric given to `step` differs between ranks.
+
+        With different metrics the ranks would lower the learning rate at different times.
+        """
         values = self._collectives.exchange(repr(float(metrics)))
         check_same_metric("ReduceLROnPlateau.step(metric)", values, "LS402")
 
@@ -512,9 +548,12 @@ def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
     """
     if device.type != "cpu" or type(optimizer) not in OPTIMIZERS_WITH_SAME_BITS:
         return None
+    # An optimizer with any of these flags is left as the user has set it.
     flags = ("foreach", "fused", "differentiable", "capturable", "maximize")
     for group in optimizer.param_groups:
-        if any(group.get(flag) for flag in flags) or group.get("foreach") is False:
+        if any(group.get(flag) for flag in flags):
+            return None
+        if group.get("foreach") is False:  # None, the default, leaves the choice to torch
             return None
         # A rate or beta that is a tensor keeps torch from working on lists.
         settings = [group.get("lr"), *group.get("betas", ())]
@@ -523,7 +562,8 @@ def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
     sizes = [parameter.numel() for parameter in parameters_of(optimizer)]
     if len(sizes) < FOREACH_MIN_TENSORS:
         return None
-    if sum(sizes) > FOREACH_MAX_MEAN_ELEMENTS * len(sizes):
+    mean_size = sum(sizes) / len(sizes)
+    if mean_size > FOREACH_MAX_MEAN_ELEMENTS:
         return None
     for group in optimizer.param_groups:
         group["foreach"] = True

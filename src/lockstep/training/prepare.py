@@ -121,6 +121,8 @@ class Preparer:
         """
         for thing in objects:
             self._check_kind(thing)
+        # By the id of an object what is returned for it: at first the object itself. An object that
+        # was given twice is prepared once.
         prepared = {id(thing): thing for thing in objects}
         for thing in objects:
             if isinstance(thing, DataLoader):
@@ -207,9 +209,10 @@ class Preparer:
                 "pass the prepared model: world.clip_grad_norm_(model, max_norm)",
             )
         parameters = list(module.parameters())
-        of_module = set(parameters)
+        parameters_of_module = set(parameters)
         for optimizer in self.optimizers:
-            if not of_module.isdisjoint(parameters_of(optimizer)):
+            updates_module = not parameters_of_module.isdisjoint(parameters_of(optimizer))
+            if updates_module:  # under fp16 its gradients are multiplied by the scale of the loss
                 self.precision.unscale([optimizer.inner])
         norm = self.strategy.total_norm(parameters, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -241,7 +244,7 @@ class Preparer:
         training_pass = self.run.step.training_pass
         micro_batch = training_pass.micro_batch
         if micro_batch.opens and micro_batch.closes:
-            return
+            return  # nothing is accumulated: the optimizer steps after each micro-batch
         if training_pass.num_backwards and len(self.optimizers) > 1:
             raise UsageError(
                 "several backward passes a micro-batch, for several optimizers",
@@ -250,9 +253,9 @@ class Preparer:
                 "leave micro_batch_size out, or add the losses up and call world.backward once",
             )
         if micro_batch.opens or training_pass.num_backwards:
-            return
+            return  # there was no earlier micro-batch, or this one has been checked already
         if any(wrapped.zero_grad_misses_gradients for wrapped in self.wrapped.values()):
-            return
+            return  # the gradients are not in `parameter.grad`, where this looks for them
         if self.wrapped and not self.optimizers and not self._has_gradients():
             raise _optimizer_not_prepared(
                 "the gradients of the micro-batches before are gone: it steps and clears them "
@@ -262,6 +265,7 @@ class Preparer:
             optimizer.check_gradients_are_there()
 
     def _has_gradients(self) -> bool:
+        """Returns True if some parameter of a prepared module has a gradient."""
         for module in self.wrapped:
             for parameter in module.parameters():
                 if parameter.grad is not None:
@@ -278,6 +282,15 @@ class Preparer:
         num_micro_batches: int | None = None,
         **options: Any,
     ) -> Loader:
+        """Returns the loader of a source.
+
+        Args:
+            source: the data and its order.
+            shares: see `World.loader`; None: as set for the run. So with the next two.
+            micro_batch_size: see `World.loader`.
+            num_micro_batches: see `World.loader`.
+            **options: of `Loader`.
+        """
         plan = self._plan
         settings = self.run.settings
         check_micro_batches(num_micro_batches, micro_batch_size)
@@ -384,8 +397,9 @@ class Preparer:
         module = self._module_of_parameter.get(parameter)
         if module is None:
             return False
-        if parameter in self._replacement:
+        if parameter in self._replacement:  # the module trains it as another parameter
             return True
+        # The user may have given it to a new module, and another one to the prepared module.
         return any(parameter is present for present in module.parameters())
 
     def _synchronize_batchnorm(self, module: nn.Module) -> None:
@@ -426,7 +440,8 @@ class Preparer:
         prepared = PreparedOptimizer(
             optimizer, self.run.step, self.precision, modules, self.run.collectives
         )
-        if any(new is None for new in self._replacement.values()):
+        some_are_on_other_ranks = any(new is None for new in self._replacement.values())
+        if some_are_on_other_ranks:
             prepared.places = places
             prepared.num_parameters_of_groups = num_parameters_of_groups
         self.optimizers.append(prepared)
@@ -474,7 +489,7 @@ class Preparer:
                 new = self._replacement.get(old, old)
                 if new is not old and optimizer.state.get(old):
                     self._replace_state(optimizer, old, new)
-                if new is not None:
+                if new is not None:  # None: the parameter lives on other ranks
                     parameters_here.append(new)
                     numbers_here.append(number)
             places.append(numbers_here)
@@ -530,7 +545,7 @@ class Preparer:
         """Loads what all ranks had not sent yet; warns if that does not fit this run."""
         everything_fits = True
         for number, compressed in enumerate(self._compressed_means()):
-            prefix = f"{number}."
+            prefix = f"{number}."  # of the names that `unsent_gradients` gave
             state_by_rank: dict[int, dict[str, Tensor]] = {}
             for rank, unsent in unsent_by_rank.items():
                 state_by_rank[rank] = {}
@@ -549,6 +564,7 @@ class Preparer:
             )
 
     def _compressed_means(self) -> Iterator[CompressedMeans]:
+        """Yields what compresses the gradients of each prepared module, if they are compressed."""
         for wrapped in self.wrapped.values():
             if wrapped.compressed is not None:
                 yield wrapped.compressed
@@ -564,6 +580,7 @@ class Preparer:
                 "give a dataset to world.loader(dataset, batch_size=...); leave the rest out",
             )
         known: list[Any] = list(self.wrapped)
+        # A wrapper such as DistributedDataParallel has the user's module in `module`.
         known += [getattr(module, "module", module) for module in self.wrapped]
         known += [optimizer.inner for optimizer in self.optimizers]
         is_prepared = isinstance(thing, PreparedOptimizer | PreparedScheduler | Loader)

@@ -50,25 +50,31 @@ class VirtualRankStates:
 
     @property
     def round_is_over(self) -> bool:
-        """True if virtual ranks have nothing of their own now but states of optimizers."""
+        """True if all virtual ranks have begun again with the shared weights.
+
+        They then differ in the states of their optimizers only.
+        """
         return any(module.round_is_over() for module in self._modules())
 
     def state_dict(self, shared: bool | None = None) -> dict[str, Any]:
         """Returns the state of each virtual rank of this process, and what all ranks share.
 
         Args:
-            shared: True if the shared state is to be in it; None: on one rank only.
+            shared: True if the shared state is to be in it, False if not. None: it is in it on the
+                one rank that stores it in a checkpoint.
         """
         modules = self._modules()
         has_shared = self._stores_shared if shared is None else shared
         shared_states = [module.shared_state() for module in modules]
         state_by_virtual_rank = {}
         for number in self.own:
+            module_states = [module.virtual_rank_state(number) for module in modules]
+            optimizer_states = []
+            for optimizer in self.optimizers:
+                optimizer_states.append(optimizer.virtual_rank_state(number))
             state_by_virtual_rank[number] = {
-                "modules": [module.virtual_rank_state(number) for module in modules],
-                "optimizers": [
-                    optimizer.virtual_rank_state(number) for optimizer in self.optimizers
-                ],
+                "modules": module_states,
+                "optimizers": optimizer_states,
             }
         return {
             "replicas": self.count,
@@ -100,15 +106,16 @@ class VirtualRankStates:
         saved = state["state"]
         own_states = {number: copy_to_memory(saved[number]) for number in self.own}
         for index, module in enumerate(self._modules()):
-            states_of_module = {
-                number: own_state["modules"][index] for number, own_state in own_states.items()
-            }
+            states_of_module = {}  # by virtual rank
+            for number, own_state in own_states.items():
+                states_of_module[number] = own_state["modules"][index]
             module.load(copy_to_memory(state["shared"][index]), states_of_module)
         for index, optimizer in enumerate(self.optimizers):
             for number, own_state in own_states.items():
                 optimizer.load_virtual_rank_state(number, own_state["optimizers"][index])
 
     def _modules(self) -> list[VirtualRankState]:
+        """Returns, for each prepared module, what holds the states of its virtual ranks."""
         states = []
         for wrapped in self._wrapped.values():
             if wrapped.virtual_rank_state is not None:

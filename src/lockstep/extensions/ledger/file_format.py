@@ -97,7 +97,16 @@ def json_content(values: dict[str, Any]) -> bytes:
 def step_content(
     step: int, loader: int, epoch: int, position: int, global_samples: int, samples: Indices | None
 ) -> bytes:
-    """Returns the content of a record of an optimizer step; see `TrainedBatch`."""
+    """Returns the content of a record of an optimizer step.
+
+    Args:
+        step: the number of the step.
+        loader: the number of the loader, or `NO_LOADER`.
+        epoch: of the loader.
+        position: of the global batch in the epoch.
+        global_samples: samples of the global batch on all ranks.
+        samples: the indices of this rank's samples; None: no loader gave them.
+    """
     fields = STEP_FIELDS.pack(step, loader, epoch, position, global_samples)
     indices = b"" if samples is None else samples.astype("<i8", copy=False).tobytes()
     return STEP_RECORD + fields + indices
@@ -112,15 +121,16 @@ def read_file(path: Path) -> RankFile:
     file = RankFile(path.name)
     data = _map_file(path)
     for begin, end in _find_records(data, file):
-        if data[begin : begin + 1] == STEP_RECORD:
+        kind = data[begin : begin + 1]
+        if kind == STEP_RECORD:
             _add_step(file, data, begin + 1, end)
             continue
         values = json.loads(data[begin + 1 : end])
-        if "loader" in values:
+        if "loader" in values:  # the description of a loader, which also has the key "stream"
             file.loaders.append(values)
-        elif "stream" in values:
+        elif "stream" in values:  # the first samples of a stream in an epoch
             file.beginnings[values["stream"], values["epoch"]] = values["beginning"]
-        elif values["ledger"] == FORMAT_VERSION:
+        elif values["ledger"] == FORMAT_VERSION:  # the first record of the file
             file.num_ranks = values["ranks"]
         else:
             raise CheckpointError(
@@ -147,13 +157,20 @@ def _map_file(path: Path) -> bytes | mmap.mmap:
 
 
 def _add_step(file: RankFile, data: bytes | mmap.mmap, begin: int, end: int) -> None:
-    """Adds the optimizer step whose fields begin at a byte of the data, and end before another."""
+    """Adds an optimizer step to what was read from a file.
+
+    Args:
+        file: the step is added to `batches_by_attempt`.
+        data: the bytes of the file.
+        begin: the byte at which the fields of the step begin.
+        end: the byte behind its last sample.
+    """
     step, loader, epoch, position, global_samples = STEP_FIELDS.unpack_from(data, begin)
     samples_begin = begin + STEP_FIELDS.size
     samples = np.frombuffer(data, "<i8", (end - samples_begin) // 8, samples_begin)
     batch = TrainedBatch(step, loader, epoch, position, global_samples, (samples,))
     latest_attempt = file.batches_by_attempt[-1]
-    if latest_attempt and step < latest_attempt[-1].step:
+    if latest_attempt and step < latest_attempt[-1].step:  # the run went back to an earlier step
         latest_attempt = []
         file.batches_by_attempt.append(latest_attempt)
     latest_attempt.append(batch)
@@ -173,9 +190,11 @@ def _find_records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int
             yield content_begin, end
             place = end
             continue
+        # The record is damaged, or it is the last one and incomplete.
         next_place = _next_complete_record(data, content_begin + 1)
         length = 0
-        if content_begin <= len(data):
+        frame_is_complete = content_begin <= len(data)
+        if frame_is_complete:
             length, _ = FRAME.unpack(data[place:content_begin])
         ends_before_the_file = length > 0 and content_begin + length < len(data)
         if next_place is not None or ends_before_the_file:

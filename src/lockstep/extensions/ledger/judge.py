@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,12 +73,29 @@ def judge(folder: str | Path) -> LedgerReport:
             report.notes.append(f"epoch {epoch} of loader {loader} cannot be judged")
             continue
         batches = sorted(epochs[loader, epoch], key=lambda batch: batch.step)
-        later_epochs = [key for key in epochs if key[0] == loader and key[1] > epoch]
-        next_batch = None
-        if later_epochs:
-            next_batch = min(epochs[min(later_epochs)], key=lambda batch: batch.step)
+        next_batch = _first_batch_of_next_epoch(epochs, loader, epoch)
         _check_epoch(loaders[loader], batches, next_batch, final_attempts, report)
     return report
+
+
+def _first_batch_of_next_epoch(
+    epochs: Mapping[LoaderAndEpoch, Sequence[TrainedBatch]], loader: int, epoch: int
+) -> TrainedBatch | None:
+    """Returns the global batch with which a loader's next epoch in the ledger begins; None: none.
+
+    Args:
+        epochs: the global batches of all epochs, by loader and epoch.
+        loader: the number of the loader.
+        epoch: the epoch before.
+    """
+    later_epochs: list[int] = []
+    for other_loader, other_epoch in epochs:
+        if other_loader == loader and other_epoch > epoch:
+            later_epochs.append(other_epoch)
+    if not later_epochs:
+        return None
+    batches = epochs[loader, min(later_epochs)]
+    return min(batches, key=lambda batch: batch.step)
 
 
 def read_folder(folder: Path) -> list[Attempt]:
@@ -106,21 +122,34 @@ def read_folder(folder: Path) -> list[Attempt]:
 
 
 def _split_start(start_name: str, files: Mapping[int, RankFile]) -> list[Attempt]:
-    """Returns the attempts of one start of the run: one more each time that it went back."""
+    """Returns the attempts of one start of the run: one more each time that it went back.
+
+    Args:
+        start_name: the beginning of the names of its files.
+        files: by rank.
+    """
     num_ranks = max(file.num_ranks for file in files.values())
-    batches_by_rank = [file.batches_by_attempt for file in files.values()]
+    num_attempts = max(len(file.batches_by_attempt) for file in files.values())
     attempts: list[Attempt] = []
-    # A rank may have recorded fewer attempts than another; of the missing ones it has no batches.
-    for batches_of_attempt in zip_longest(*batches_by_rank, fillvalue=[]):
-        batches_of_rank = dict(zip(files, batches_of_attempt, strict=True))
-        is_first = not attempts
-        attempt = Attempt(start_name, num_ranks, files if is_first else {}, batches_of_rank)
-        attempts.append(attempt)
+    for number in range(num_attempts):
+        batches_of_rank: dict[int, list[TrainedBatch]] = {}
+        for rank, file in files.items():
+            # A rank may have recorded fewer attempts than another.
+            has_attempt = number < len(file.batches_by_attempt)
+            batches_of_rank[rank] = file.batches_by_attempt[number] if has_attempt else []
+        files_of_attempt = files if number == 0 else {}  # so that each file is checked once
+        attempts.append(Attempt(start_name, num_ranks, files_of_attempt, batches_of_rank))
     return attempts
 
 
 def _check_files(attempt: Attempt, number: int, report: LedgerReport) -> None:
-    """Reports files that are missing, cut off or damaged."""
+    """Adds files of an attempt that are missing, cut off or damaged to the report.
+
+    Args:
+        attempt: the attempt.
+        number: of the attempt, from 1.
+        report: findings and notes are added to it.
+    """
     for rank in range(attempt.num_ranks):
         if rank not in attempt.batches_of_rank:
             report.add_finding("LS102", f"start {number}: the file of rank {rank} is missing")
@@ -138,14 +167,15 @@ def _check_files(attempt: Attempt, number: int, report: LedgerReport) -> None:
 def _find_final_attempts(attempts: Sequence[Attempt], report: LedgerReport) -> FinalAttempts:
     """Finds the steps that led to the last state, and which attempt counts for each.
 
-    An attempt replaces all earlier records from its first step on.
+    An attempt replaces all earlier records from its first step on. A description of each attempt
+    is added to the report, and how many steps were trained again.
     """
     final_attempts: dict[int, int] = {}
     for index, attempt in enumerate(attempts):
         steps: set[int] = set()
         for batches in attempt.batches_of_rank.values():
             steps.update(batch.step for batch in batches)
-        first_step = min(steps, default=None)
+        first_step = min(steps, default=None)  # None: the attempt ended before its first step
         replaced: list[int] = []
         if first_step is not None:
             replaced = [step for step in final_attempts if step >= first_step]
@@ -157,6 +187,7 @@ def _find_final_attempts(attempts: Sequence[Attempt], report: LedgerReport) -> F
         report.attempts.append(
             {
                 "name": attempt.start_name,
+                # A name such as "01764321000000000000-3f2a81c0" begins with the time of the start.
                 "started_ns": int(attempt.start_name.partition("-")[0]),
                 "ranks": attempt.num_ranks,
                 "first": first_step,
@@ -171,14 +202,20 @@ def _find_final_attempts(attempts: Sequence[Attempt], report: LedgerReport) -> F
 def _collect_loaders(
     attempts: Sequence[Attempt], report: LedgerReport
 ) -> dict[int, dict[str, Any]]:
-    """Returns the description of each loader, and reports what differs between the attempts."""
+    """Returns the description of each loader, by number: as the first file has it.
+
+    What differs in another file is added to the report, once for each loader and setting. So is
+    by what each loader was judged: samples, global batches, or positions in a stream.
+    """
     loaders: dict[int, dict[str, Any]] = {}
-    reported: set[tuple[int, str]] = set()
+    reported: set[tuple[int, str]] = set()  # a loader and the setting that differs
     for number, attempt in enumerate(attempts, 1):
         for rank, file in sorted(attempt.files.items()):
             for description in file.loaders:
                 loader = description["loader"]
-                first = loaders.setdefault(loader, description)
+                if loader not in loaders:
+                    loaders[loader] = description
+                first = loaders[loader]
                 for name in ("length", "batch_size", "drop_last"):
                     if description[name] == first[name] or (loader, name) in reported:
                         continue
@@ -254,8 +291,9 @@ def _join_ranks(
     epochs: dict[LoaderAndEpoch, list[TrainedBatch]] = defaultdict(list)
     findings_by_fault: dict[tuple[int, str], list[LedgerFinding]] = defaultdict(list)
     for index, attempt in enumerate(attempts):
-        for (step, loader), parts in _parts_by_batch(attempt, index, final_attempts).items():
-            first = next(iter(parts.values()))
+        parts_by_batch = _parts_by_batch(attempt, index, final_attempts)
+        for (step, loader), parts in parts_by_batch.items():
+            first = next(iter(parts.values()))  # all ranks should have the same epoch and position
             absent_ranks = sorted(attempt.batches_of_rank.keys() - parts.keys())
             if absent_ranks and step == max(final_attempts):
                 report.notes.append(
@@ -266,7 +304,11 @@ def _join_ranks(
             fault = _find_fault(parts, absent_ranks, attempt.num_ranks)
             if fault is not None:
                 finding = LedgerFinding(
-                    fault.code, f"step {step}: {fault.what}", step, loader, first.epoch
+                    fault.code,
+                    f"step {step}: {fault.what}",
+                    step=step,
+                    loader=loader,
+                    epoch=first.epoch,
                 )
                 findings_by_fault[index, fault.code].append(finding)
                 if fault.code == "LS109":  # the parts belong to different global batches
@@ -286,7 +328,7 @@ def _join_ranks(
 def _parts_by_batch(
     attempt: Attempt, index: int, final_attempts: FinalAttempts
 ) -> dict[tuple[int, int], dict[int, TrainedBatch]]:
-    """Returns what each rank has trained in an attempt, by step and loader.
+    """Returns what each rank has trained in an attempt: by step and loader, then by rank.
 
     Args:
         attempt: the attempt.
@@ -296,15 +338,19 @@ def _parts_by_batch(
     parts_by_batch: dict[tuple[int, int], dict[int, TrainedBatch]] = defaultdict(dict)
     for rank, batches in sorted(attempt.batches_of_rank.items()):
         for batch in batches:
-            counts = final_attempts.get(batch.step) == index
-            if counts and batch.loader != NO_LOADER:
+            is_final = final_attempts.get(batch.step) == index
+            if is_final and batch.loader != NO_LOADER:
                 parts_by_batch[batch.step, batch.loader][rank] = batch
     return parts_by_batch
 
 
 class _Fault(NamedTuple):
+    """Why what the ranks trained in a step is not one global batch."""
+
     code: str
+    """Such as `LS109`."""
     what: str
+    """A text for the user."""
 
 
 def _find_fault(
@@ -321,8 +367,9 @@ def _find_fault(
     first = parts[first_rank]
     place = f"global batch {first.position} of epoch {first.epoch}"
     for rank, part in parts.items():
-        same_place = (part.epoch, part.position) == (first.epoch, first.position)
-        if not same_place or part.global_samples != first.global_samples:
+        same_place = part.epoch == first.epoch and part.position == first.position
+        same_size = part.global_samples == first.global_samples
+        if not same_place or not same_size:
             return _Fault(
                 "LS109",
                 f"rank {first_rank} trained {place} ({first.global_samples} samples), "
@@ -331,12 +378,15 @@ def _find_fault(
             )
     if absent_ranks:
         return _Fault("LS102", f"{format_ranks(absent_ranks)} did not record {place}")
-    num_recorded = sum(part.num_recorded for part in parts.values())
-    # If files are missing, the samples in them are too, which is reported once for the file.
-    if len(parts) < num_ranks or num_recorded == first.global_samples:
+    if len(parts) < num_ranks:
+        # Files are missing, and the samples in them too. That is reported once for each file.
         return None
+    num_recorded = sum(part.num_recorded for part in parts.values())
+    if num_recorded == first.global_samples:
+        return None
+    samples_are_missing = num_recorded < first.global_samples
     return _Fault(
-        "LS102" if num_recorded < first.global_samples else "LS101",
+        "LS102" if samples_are_missing else "LS101",
         f"{place} has {first.global_samples} samples, and the parts of the ranks have "
         f"{num_recorded} together",
     )
@@ -348,14 +398,19 @@ def _check_beginnings(
     final_attempts: FinalAttempts,
     report: LedgerReport,
 ) -> None:
-    """Compares the first samples of a stream in an epoch that several attempts have trained."""
+    """Compares the first samples of a stream in an epoch that several attempts have trained.
+
+    Each attempt has read the stream anew. The first difference in an epoch is added to the report.
+    """
     for (loader, epoch), batches in sorted(epochs.items()):
+        attempts_of_epoch = {final_attempts[batch.step] for batch in batches}
+        # What the first attempt with a record of it has read, and the index of that attempt.
         first_beginning: list[Any] | None = None
         first_index = 0
-        for index in sorted({final_attempts[batch.step] for batch in batches}):
+        for index in sorted(attempts_of_epoch):
             file = attempts[index].files.get(0)
             beginning = None if file is None else file.beginnings.get((loader, epoch))
-            if beginning is None:
+            if beginning is None:  # the file is missing, or the loader has no stream
                 continue
             if first_beginning is None:
                 first_beginning = beginning
@@ -557,9 +612,11 @@ def repeats_and_gaps(
     repeated = SampleCount()
     absent = SampleCount()
     for remainder in range(divisor):
+        # No array of this loop outlives its line, so that memory is bounded by one group.
         group = np.concatenate([array[array % divisor == remainder] for array in arrays])
         distinct, counts = np.unique(group, return_counts=True)
         repeated.add(distinct[counts > 1])
+        # The first required sample of the group.
         first = required_samples.start + (remainder - required_samples.start) % divisor
         required = np.arange(first, required_samples.stop, divisor, dtype=np.int64)
         absent.add(np.setdiff1d(required, distinct, assume_unique=True))

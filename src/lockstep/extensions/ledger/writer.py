@@ -69,7 +69,9 @@ class Ledger(Extension):
         """Remembers a micro-batch that is about to be trained."""
         if batch.micro_batch.first:
             self._untrained[batch.loader] = []
-        self._untrained.setdefault(batch.loader, []).append(batch)
+        if batch.loader not in self._untrained:
+            self._untrained[batch.loader] = []
+        self._untrained[batch.loader].append(batch)
 
     def step_finished(self, number: int) -> None:
         """Writes down the global batch that the optimizer step of this number has trained."""
@@ -81,8 +83,11 @@ class Ledger(Extension):
             self._write_step(number, loader, batches)
             wrote_samples = True
         self._untrained.clear()
-        if not wrote_samples:
-            self._write(step_content(number, NO_LOADER, 0, 0, 0, None))
+        if not wrote_samples:  # the step trained on something that no prepared loader gave
+            content = step_content(
+                number, NO_LOADER, epoch=0, position=0, global_samples=0, samples=None
+            )
+            self._write(content)
 
     def _write_step(self, number: int, loader: Loader, batches: list[DeliveredBatch]) -> None:
         """Writes down the micro-batches of one loader that a step has trained."""
@@ -94,7 +99,7 @@ class Ledger(Extension):
             first.epoch,
             first.position,
             first.micro_batch.global_samples,
-            np.concatenate([batch.samples for batch in batches]),
+            samples=np.concatenate([batch.samples for batch in batches]),
         )
         self._write(content)
         self._write_beginning(loader_number, loader, first.epoch)
