@@ -43,24 +43,26 @@ class GlobalBatch:
     """Identifies the global batch."""
     num_micro_batches: int
     actions: deque[Action]
-    """Those that are not done yet."""
+    """The actions of this rank that are not done yet, in order."""
     requires_grad: tuple[bool, ...]
     """`requires_grad` of each of the model's parameters."""
     training: bool
     """True if the model was in training mode at the beginning."""
     seed: int
-    """Of the random numbers of its forward passes."""
+    """The seed of the random numbers that its forward passes draw."""
     calls: list[ModelCall] = field(default_factory=list)
     """The calls of the model, one per micro-batch."""
-    losses: list[Callable[[], None] | None] = field(default_factory=list)
-    """One per call of `world.backward`: a function that runs the backward pass of the loss. None:
-    the loss is on another rank, or its backward pass was run."""
+    loss_backwards: list[Callable[[], None] | None] = field(default_factory=list)
+    """One entry per call of `world.backward`: a function that runs the backward pass of the loss,
+    or None if the loss is on another rank or its backward pass was run already."""
     boundary_tensors: dict[tuple[int, int], BoundaryTensors] = field(default_factory=dict)
-    """By stage and micro-batch, from the forward to the backward pass."""
+    """The tensors of each forward pass that waits for its backward pass, by stage and
+    micro-batch."""
     posted_gradients: dict[int, list[PostedReceive]] = field(default_factory=dict)
     """Receives of gradients that were started ahead of time, by micro-batch."""
 
     def is_ready(self, action: Action) -> bool:
         """Returns True if the training loop has brought what an action needs."""
-        num_brought = len(self.calls) if action.forward else len(self.losses)
-        return action.micro_batch < num_brought
+        if action.forward:
+            return action.micro_batch < len(self.calls)
+        return action.micro_batch < len(self.loss_backwards)

@@ -45,7 +45,7 @@ def signature(arguments: Arguments) -> Any:
             key.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad))
         elif isinstance(leaf, tuple | int | float | str | bool | None):
             key.append(leaf)
-        else:
+        else:  # nothing is known of its type: two equal ones may lead to other shapes
             return None
     return tuple(key)
 

@@ -128,9 +128,11 @@ class PipelinedModule(ModuleWrapper):
     def waits_for_loss(self) -> bool:
         """True if a forward pass was not followed by `world.backward` yet."""
         batch = self._global_batch
-        if batch is None or batch.key != self.run.step.key:
+        if batch is None:
             return False
-        return len(batch.losses) < len(batch.calls)
+        if batch.key != self.run.step.key:  # the loop was left in the middle of that global batch
+            return False
+        return len(batch.loss_backwards) < len(batch.calls)
 
     @property
     def has_last_stage(self) -> bool:
@@ -156,8 +158,11 @@ class PipelinedModule(ModuleWrapper):
         self._check_call(batch)
         kind = self._input_kind((args, kwargs), batch.requires_grad)
         batch.calls.append(ModelCall((args, kwargs), kind))
+        # The call returns after the forward pass of this micro-batch through this rank's highest
+        # stage. The schedule may have other actions before it. The last output is that of the
+        # forward pass.
         highest_stage = self.place.stages[-1]
-        forward_pass = Action(True, highest_stage, len(batch.calls) - 1)
+        forward_pass = Action(forward=True, stage=highest_stage, micro_batch=len(batch.calls) - 1)
         output = None
         while forward_pass in batch.actions:
             output = self._do_next_action(batch)
@@ -182,7 +187,7 @@ class PipelinedModule(ModuleWrapper):
 
     def _check_call(self, batch: GlobalBatch) -> None:
         """Raises UsageError for a call that does not fit the calls before it."""
-        if len(batch.calls) != len(batch.losses):
+        if len(batch.calls) != len(batch.loss_backwards):
             raise UsageError(
                 "two forward passes with gradients for one world.backward",
                 "a pipeline carries one forward pass a micro-batch",
@@ -191,8 +196,11 @@ class PipelinedModule(ModuleWrapper):
             )
         if batch.training is self.training:
             return
-        parts = self.module.modules()
-        if any(getattr(part, "running_mean", None) is not None for part in parts):
+        # The user has switched modes. That matters only to layers with running statistics.
+        has_statistics = any(
+            getattr(part, "running_mean", None) is not None for part in self.module.modules()
+        )
+        if has_statistics:
             raise UsageError(
                 "model.train() or model.eval() within a global batch under strategy='pipeline'",
                 "its backward passes come later: in evaluation mode they would be computed with "
@@ -204,7 +212,7 @@ class PipelinedModule(ModuleWrapper):
         """Returns the global batch that the training loop works on, which may begin now."""
         self._drop_unfinished()
         batch = self._global_batch
-        if batch is not None and len(batch.losses) == batch.num_micro_batches:
+        if batch is not None and len(batch.loss_backwards) == batch.num_micro_batches:
             # A loop that calls the model several times per turn has begun another one.
             self._finish_global_batch(batch)
         if self._global_batch is None:
@@ -235,12 +243,13 @@ class PipelinedModule(ModuleWrapper):
             **options: of `torch.autograd.backward`.
         """
         batch = self._global_batch
-        assert batch is not None  # `waits_for_loss` is True
+        assert batch is not None  # the caller has checked `waits_for_loss`
         run_backward = None
         if self.has_last_stage:
             run_backward = partial(precision.backward, loss, **options)
-        batch.losses.append(run_backward)
-        self._post_gradients_early(batch, len(batch.losses) - 1)
+        micro_batch = len(batch.loss_backwards)
+        batch.loss_backwards.append(run_backward)
+        self._post_gradients_early(batch, micro_batch)
         while batch.actions and batch.is_ready(batch.actions[0]):
             self._do_next_action(batch)
         if self.run.step.micro_batch.last:
@@ -250,7 +259,8 @@ class PipelinedModule(ModuleWrapper):
 
     def check_backward_is_done(self) -> None:
         """Raises UsageError if an optimizer is to step before `world.backward` was called."""
-        if self._global_batch is not None and self._global_batch.key == self.run.step.key:
+        batch = self._global_batch  # `world.backward` sets it to None when all is done
+        if batch is not None and batch.key == self.run.step.key:
             raise UsageError(
                 "optimizer.step() before the backward pass of the pipeline",
                 "loss.backward() reaches no further than the stage of this rank",
@@ -273,6 +283,7 @@ class PipelinedModule(ModuleWrapper):
 
         It shares the run, the process groups and the wires.
         """
+        # `deepcopy` takes an object that is in `memo` (by its `id`) instead of copying it.
         shared = [
             self.run,
             self.place,
@@ -327,14 +338,20 @@ class PipelinedModule(ModuleWrapper):
             name: of the groups in `run.groups`, without a number.
             tag: of the messages.
         """
+        # Either one group for all cuts, or one group for each cut.
         groups = [group for key, group in self.run.groups.items() if key.startswith(name)]
         wires: list[Wire] = []
         for cut in range(self.place.last_stage):
-            wires.append(Wire(groups[cut % len(groups)], self.run.device, tag))
+            group = groups[0] if len(groups) == 1 else groups[cut]
+            wires.append(Wire(group, self.run.device, tag))
         return wires
 
     def _do_next_action(self, batch: GlobalBatch) -> Any:
-        """Does the next action; returns what the model's forward returned, or None."""
+        """Does the next action of this rank.
+
+        Returns:
+            What the model's forward returned; None for a backward pass.
+        """
         action = batch.actions.popleft()
         if not action.forward:
             self._run_backward_pass(batch, action)
@@ -363,7 +380,7 @@ class PipelinedModule(ModuleWrapper):
             requires_grad: of each of the model's parameters.
         """
         arguments_key = signature(arguments)
-        if not arguments_key:
+        if not arguments_key:  # no key can be made, or there are no arguments to make one of
             return None
         device_type = self.run.device.type
         autocast_dtype = None
@@ -426,6 +443,8 @@ class PipelinedModule(ModuleWrapper):
     def _run_backward_pass(self, batch: GlobalBatch, action: Action, *, drop: bool = False) -> None:
         """Receives the gradients of a stage, runs its backward pass, and starts to send gradients.
 
+        The last stage begins at the loss instead of received gradients; the first stage sends none.
+
         Args:
             batch: the global batch.
             action: the backward pass.
@@ -436,14 +455,14 @@ class PipelinedModule(ModuleWrapper):
         tensors = batch.boundary_tensors.pop((stage, micro_batch))
         with self._noting_failures(), self._model.backward_pass():
             if stage == self.place.last_stage:
-                run_backward = batch.losses[micro_batch]
-                batch.losses[micro_batch] = None
+                run_backward = batch.loss_backwards[micro_batch]
+                batch.loss_backwards[micro_batch] = None  # it holds the whole graph of the loss
                 if run_backward is not None and not drop:
                     run_backward()
             elif tensors.sent:
                 # The gradients of what was sent to the next stage come back from there.
                 posted = batch.posted_gradients.pop(micro_batch, None)
-                if not posted:
+                if not posted:  # `_post_gradients_early` has not done it
                     posted = self._post_gradients(stage, tensors.sent)
                 messages = self._gradient_wires[stage].take(posted)
                 outputs: list[Tensor] = []
@@ -461,11 +480,10 @@ class PipelinedModule(ModuleWrapper):
                 self._gradient_wires[stage - 1].send_known(to_send, destination)
 
     def _post_gradients_early(self, batch: GlobalBatch, micro_batch: int) -> None:
-        """Posts the receives of the gradients of a micro-batch: now it is certain that they come.
-
-        Not with several stages per rank, whose gradients come in another order.
-        """
-        if len(self.place.stages) > 1 or self.has_last_stage:
+        """Starts to receive the gradients of a micro-batch: now it is certain that they come."""
+        if self.has_last_stage:  # no later stage sends gradients to this one
+            return
+        if len(self.place.stages) > 1:  # then gradients do not come in the order of micro-batches
             return
         stage = self.place.stages[0]
         if self._gradient_wires[stage].posts_early:
@@ -479,10 +497,10 @@ class PipelinedModule(ModuleWrapper):
         return self._gradient_wires[stage].post_receives(source, specs)
 
     def _finish_global_batch(self, batch: GlobalBatch, *, drop: bool = False) -> None:
-        """Ends a global batch: runs the backward passes that are left.
+        """Ends a global batch: runs the backward passes that are left, and waits for all messages.
 
-        Some are left if the loop has not brought all micro-batches. All ranks have left out the
-        same ones, and each does the rest in its own order.
+        Some are left if the loop has not brought all micro-batches: in the schedule they come after
+        a forward pass that is never called. The loops of all ranks leave out the same ones.
 
         Args:
             batch: the global batch.
@@ -552,10 +570,10 @@ class PipelinedModule(ModuleWrapper):
 
         It takes no memory, and nobody can mistake it for a result. Whole numbers are 0.
         """
-        if not tensor.is_meta:
+        if not tensor.is_meta:  # a real tensor, made of the model's inputs alone
             return tensor
         can_be_nan = tensor.is_floating_point() or tensor.is_complex()
-        value = torch.full(
-            (), torch.nan if can_be_nan else 0, dtype=tensor.dtype, device=self.run.device
-        )
+        number = torch.nan if can_be_nan else 0
+        value = torch.full((), number, dtype=tensor.dtype, device=self.run.device)
+        # `expand` repeats the one number without copying it.
         return value.requires_grad_(can_be_nan).expand(tensor.shape)

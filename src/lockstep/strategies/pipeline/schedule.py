@@ -49,6 +49,8 @@ def order(
     if per_rank > 1:
         orders = _interleaved_orders(schedule, positions, per_rank, micro_batches)
         return tuple(orders[position])
+    # The last position can do a backward pass right after the forward pass. Each position before it
+    # has to do one more forward pass until the first gradient comes back to it.
     max_ahead = positions - 1 - position
     if schedule == "gpipe":
         max_ahead = micro_batches
@@ -60,16 +62,16 @@ def _order_of_one_stage(stage: int, max_ahead: int, num_micro_batches: int) -> l
 
     Args:
         stage: its number.
-        max_ahead: the backward pass of a micro-batch comes after the forward pass of the
-            micro-batch that is this many later.
+        max_ahead: the number of forward passes that the rank is ahead: the backward pass of
+            micro-batch n comes after the forward pass of micro-batch n + max_ahead.
         num_micro_batches: of the global batch.
     """
     actions: list[Action] = []
     for turn in range(num_micro_batches + max_ahead):
         if turn < num_micro_batches:
-            actions.append(Action(True, stage, turn))
-        if 0 <= turn - max_ahead < num_micro_batches:
-            actions.append(Action(False, stage, turn - max_ahead))
+            actions.append(Action(forward=True, stage=stage, micro_batch=turn))
+        if turn >= max_ahead:
+            actions.append(Action(forward=False, stage=stage, micro_batch=turn - max_ahead))
     return actions
 
 
@@ -78,6 +80,7 @@ class _Finished(NamedTuple):
 
     tick: int
     meeting_point: int
+    """The next meeting point that its rank comes to (see `_interleaved_orders`)."""
 
 
 class _SimulatedRank:
@@ -92,9 +95,13 @@ class _SimulatedRank:
         """Backward passes that are not done yet, those to be preferred first."""
         for micro_batch in range(num_micro_batches):
             for stage in stages:
-                self.forward_passes.append(Action(True, stage, micro_batch))
+                self.forward_passes.append(
+                    Action(forward=True, stage=stage, micro_batch=micro_batch)
+                )
             for stage in reversed(stages):
-                self.backward_passes.append(Action(False, stage, micro_batch))
+                self.backward_passes.append(
+                    Action(forward=False, stage=stage, micro_batch=micro_batch)
+                )
         self.actions: list[Action] = []
         """What it has done, in order."""
         self.busy_until = 0
@@ -105,7 +112,8 @@ class _SimulatedRank:
     def candidates(self, schedule: str) -> list[Action]:
         """Returns the actions that it may do next, those to be preferred first.
 
-        Forward passes come first, because the last position waits for them.
+        Forward passes come first, because the last position waits for them. Under `gpipe` backward
+        passes begin when all forward passes are done.
         """
         candidates: list[Action] = []
         if self.forward_passes:
@@ -115,15 +123,27 @@ class _SimulatedRank:
         return candidates
 
     def meeting_point_of(self, action: Action) -> int:
-        """Returns the next meeting point that this rank comes to after an action."""
-        # The input of a micro-batch is there before the model is called, its loss one later.
+        """Returns the next meeting point that this rank comes to after an action.
+
+        A *meeting point* is a place in the training loop at which all ranks may meet in a
+        collective: number 2n is after the call of the model for micro-batch n, and number 2n + 1
+        after `world.backward` for it.
+        """
+        # A forward pass needs the inputs, so it is done in that call of the model or later. A
+        # backward pass needs the loss, so it is done in that `world.backward` or later.
         earliest = 2 * action.micro_batch
         if not action.forward:
             earliest += 1
         return max(self.meeting_point, earliest)
 
     def do(self, action: Action, tick: int) -> _Finished:
-        """Does an action that begins at a tick. A backward pass takes twice as long."""
+        """Does an action that begins at a tick.
+
+        A forward pass takes one tick, a backward pass two.
+
+        Returns:
+            The tick at which it ends, and the next meeting point that this rank comes to after it.
+        """
         meeting_point = self.meeting_point_of(action)
         self.actions.append(action)
         if action.forward:
@@ -187,19 +207,27 @@ def _interleaved_orders(
 def _requirements(
     action: Action, positions: int, last_stage: int, max_under_way: int
 ) -> list[Action]:
-    """Returns the actions, of any rank, that must be finished before an action."""
+    """Returns the actions, of any rank, that must be finished before an action.
+
+    Args:
+        action: to be done.
+        positions: number of ranks in the pipeline.
+        last_stage: number of the model's last stage.
+        max_under_way: how many micro-batches a rank may have begun and not finished.
+    """
     stage = action.stage
     micro_batch = action.micro_batch
     if not action.forward:
-        required = [Action(True, stage, micro_batch)]
-        if stage < last_stage:
-            required.append(Action(False, stage + 1, micro_batch))
+        required = [action._replace(forward=True)]
+        if stage < last_stage:  # the gradients come from the next stage
+            required.append(action._replace(stage=stage + 1))
         return required
     required = []
-    if stage > 0:
-        required.append(Action(True, stage - 1, micro_batch))
+    if stage > 0:  # the activations come from the stage before
+        required.append(action._replace(stage=stage - 1))
     if micro_batch >= max_under_way:
         # A rank has finished an earlier micro-batch with the backward pass of its lowest stage.
         lowest_stage = stage % positions
-        required.append(Action(False, lowest_stage, micro_batch - max_under_way))
+        earlier = micro_batch - max_under_way
+        required.append(Action(forward=False, stage=lowest_stage, micro_batch=earlier))
     return required

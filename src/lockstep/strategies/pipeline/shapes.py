@@ -45,8 +45,9 @@ class _ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             args, kwargs = pytree.tree_map_only(Tensor, shape_of, (args, kwargs))
-            if kwargs.get("device") is not None:
+            if kwargs.get("device") is not None:  # as in `x.to(device)`: the result is a shape, too
                 kwargs["device"] = torch.device("meta")
+        # torch itself must see that a `Shape` is on the meta device.
         device_to_show = Shape.device_to_show
         Shape.device_to_show = None
         try:

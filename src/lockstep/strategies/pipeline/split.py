@@ -60,7 +60,15 @@ def units(module: nn.Module) -> list[str]:
 
 
 def _find_units(name: str, module: nn.Module, blocks: list[str]) -> list[tuple[str, nn.Module]]:
-    """Returns the units in a module, or the module itself if it is one; with and without state."""
+    """Returns the names and modules of the units in a module, which may be a unit itself.
+
+    They may have no state.
+
+    Args:
+        name: of the module.
+        module: the module.
+        blocks: the names of the blocks that the model repeats; a block is always one unit.
+    """
     prefix = f"{name}." if name else ""
     children = list(module.named_children())
     is_root = name == ""
@@ -86,7 +94,9 @@ def split(module: nn.Module, cuts: Sequence[str]) -> Split:
     for name in cuts:
         if name == "" or name not in names:
             known_names = [known for known in names if known]
-            advice = did_you_mean(name, known_names, "use the names of model.named_modules()", 0.3)
+            advice = did_you_mean(
+                name, known_names, "use the names of model.named_modules()", cutoff=0.3
+            )
             raise SettingError(
                 f"Pipeline(split=[..., {name!r}])",
                 "the model has no submodule of that name",
@@ -126,7 +136,7 @@ def _assign_stages(name: str, module: nn.Module, stage: int, result: Split) -> i
         The stage that the module ends in.
     """
     prefix = f"{name}." if name else ""
-    is_cut = any(cut.startswith(prefix) for cut in result.cuts)
+    is_cut = any(cut.startswith(prefix) for cut in result.cuts)  # a stage begins inside of it
     if not is_cut:
         if _has_state(module):
             result.pieces[name] = stage
@@ -150,7 +160,10 @@ def _check_shared_parameters(module: nn.Module, result: Split) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         stage = result.stage_of(name)
         assert stage is not None  # every parameter has one
-        other_name, other_stage = first_use.setdefault(id(parameter), (name, stage))
+        if id(parameter) not in first_use:
+            first_use[id(parameter)] = (name, stage)
+            continue
+        other_name, other_stage = first_use[id(parameter)]  # it stands at two places of the module
         if other_stage != stage:
             raise UsageError(
                 "a pipeline over a model with shared parameters",
@@ -183,7 +196,11 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
 
     @cache
     def best(end: int, num_parts: int) -> tuple[float, list[int]]:
-        """Divides the items before `end`; returns the cost of the most expensive part, and cuts."""
+        """Divides the items before `end` in the best way, by recursion over the last part.
+
+        Returns:
+            The cost of the most expensive part, and the first index of every part except the first.
+        """
         if num_parts == 1:
             return cost_before[end], []
         candidates: list[tuple[float, list[int]]] = []
@@ -192,7 +209,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
             cost_of_last = cost_before[end] - cost_before[begin_of_last]
             cuts = [*cuts_before, begin_of_last]
             candidates.append((max(most_before, cost_of_last), cuts))
-        return min(candidates)
+        return min(candidates)  # the cheapest, and of several the one that is cut earliest
 
     _, cuts = best(len(costs), parts)
     return cuts

@@ -146,6 +146,8 @@ class StagedModel:
                     stage_run.go_outside()
                 output = self.module(*args, **kwargs)
         except RuntimeError as error:
+            # torch asks for the value of a shape, or mixes shapes and values. Its message is, for
+            # example, "Tensor.item() cannot be called on meta tensors".
             concerns_meta_tensors = "meta" in str(error).lower()
             if concerns_meta_tensors and not isinstance(error, torch.OutOfMemoryError):
                 raise _uses_other_stage_error(stage) from error
@@ -274,10 +276,11 @@ class _PieceForward:
         return map_tensors(lambda tensor: tensor.as_subclass(Shape), output)
 
     @never_compiled
-    def before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Begins or ends the stage that runs, if it begins or ends here.
+    def before(self, _piece: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Begins or ends the stage that runs, if it begins or ends at this piece.
 
-        It is also the first forward pre-hook of a piece that begins a stage.
+        It is called before the piece runs: by `__call__`, and as a forward pre-hook of the first
+        piece of a stage.
 
         Returns:
             The arguments for the piece.
@@ -288,12 +291,16 @@ class _PieceForward:
         is_of_this_stage = self.stage == stage_run.stage
         if is_of_this_stage:
             stage_run.begin()
-        if is_of_this_stage == stage_run.is_inside:
+            if stage_run.is_inside:  # nothing changes
+                return args, kwargs
+            has_ended = stage_run.sent is not None
+            if self.begins_stage and not has_ended:
+                return stage_run.go_inside((args, kwargs))
+            raise _out_of_order_error(self.name, self.stage)
+        if not stage_run.is_inside:  # a piece of another stage, outside: nothing changes
             return args, kwargs
         is_of_next_stage = self.stage == stage_run.stage + 1
-        if self.begins_stage and is_of_this_stage and stage_run.sent is None:
-            return stage_run.go_inside((args, kwargs))
-        if self.begins_stage and is_of_next_stage and stage_run.is_inside:
+        if self.begins_stage and is_of_next_stage:
             stage_run.leave((args, kwargs))
             return args, kwargs
         raise _out_of_order_error(self.name, self.stage)
@@ -334,7 +341,8 @@ def _move_to_stages(
     """Moves what belongs to this process to its device, and the rest to the meta device.
 
     Returns:
-        Each parameter that is not here any more, followed by the one that took its place.
+        A flat list with two entries for each parameter that is not here any more: the parameter,
+        and the one on the meta device that took its place.
     """
     gone: list[nn.Parameter] = []
     for name, part in module.named_modules():
@@ -347,7 +355,7 @@ def _move_to_stages(
                 _, _, attribute = path.rpartition(".")
                 part.register_parameter(attribute, shape)
                 gone += [parameter, shape]
-        stage = split.stage_of(name)
+        stage = split.stage_of(name)  # None: a module that a cut goes through, which all ranks need
         is_here = stage is None or stage in stages
         buffers = part.named_buffers(recurse=False, remove_duplicate=False)
         for attribute, buffer in list(buffers):

@@ -263,7 +263,8 @@ class Pipeline(Strategy):
 
     def _open_groups(self, run: Run, place: PipelinePlace) -> None:
         """Opens the groups for activations and gradients, and that of the ranks of equal stages."""
-        # A row has the ranks at one position, a column those of one pipeline.
+        # Shape (positions, pipelines): a row has the ranks at one position, with equal stages; a
+        # column has those of one pipeline. `open_group` makes a group of each row.
         ranks = torch.arange(run.topology.size).view(place.num_positions, place.num_pipelines)
         num_groups = 1 if self.interleave == 1 else place.last_stage
         for name in ("activations", "gradients"):
@@ -326,8 +327,11 @@ class Pipeline(Strategy):
         if self.split is not None:
             return split(module, self.split), "as set"
         names = units(module)
-        measured = measure(module, names, run.examples) if run.topology.is_main else None
-        costs, reason, called = run.collectives.exchange(measured)[0]  # rank 0 measures for all
+        measured = None
+        if run.topology.is_main:  # rank 0 measures for all
+            measured = measure(module, names, run.examples)
+        measured_by_rank = run.collectives.exchange(measured)
+        costs, reason, called = measured_by_rank[0]  # a `UnitCosts`
 
         # A stage that begins with a unit that is never called would never begin. So such a unit
         # is not separated from the one before it: stages can only begin at these.
@@ -343,6 +347,7 @@ class Pipeline(Strategy):
                 f"the model can be cut into {len(first_units)} parts: {shown or 'none'}",
                 "use fewer stages, or name the submodules to cut at: Pipeline(split=[...])",
             )
+        # A group is a unit at which a stage can begin, and those after it at which none can.
         costs_of_groups = _sums_between(costs, [*first_units, len(names)])
         groups_at_cuts = balanced(costs_of_groups, num_stages)
         cut_units = [first_units[group] for group in groups_at_cuts]

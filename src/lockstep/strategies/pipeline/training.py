@@ -56,13 +56,13 @@ def check_learning_rates(optimizer: Optimizer, run: Run) -> None:
 
     Nothing else would show it: ranks with different stages have no parameters in common.
     """
-    own_rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    rates_of_rank = run.collectives.exchange(str(own_rates))
-    for rank, rates in enumerate(rates_of_rank):
-        if rates != rates_of_rank[0]:
+    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    rates_by_rank = run.collectives.exchange(str(rates))
+    for rank, rates_of_rank in enumerate(rates_by_rank):
+        if rates_of_rank != rates_by_rank[0]:
             raise RanksDifferError(
                 "optimizer.step() with other learning rates on other ranks",
-                f"rank 0 has {rates_of_rank[0]}, rank {rank} has {rates}",
+                f"rank 0 has {rates_by_rank[0]}, rank {rank} has {rates_of_rank}",
                 "give the scheduler to world.prepare, and decide about rates by world.mean(loss): "
                 "a loss is NaN but on the last stage",
             )

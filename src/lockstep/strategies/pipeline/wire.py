@@ -178,20 +178,22 @@ class Wire:
         posted = self._posted
         self._posted = []
         if known_specs is None:
-            self.take(posted)  # posted for a message like the one before; these get zeros
+            # They were posted for a message like the one before, and this is another one. The
+            # sender completes them with zeros, which are dropped.
+            self.take(posted)
             specs = self._receive_specs(source, kind)
             tensors = self.take(self.post_receives(source, specs))
         else:
             specs = known_specs
             expected = _with_flag(known_specs, kind)
             if [receive.spec for receive in posted] != expected:
-                self.take(posted)  # as above
+                self.take(posted)  # zeros, as above
                 posted = self.post_receives(source, expected)
             tensors = self.take(posted)
             has_flag = expected != known_specs
             if has_flag:
                 has_known_specs = bool(tensors.pop(0))
-                if not has_known_specs:  # the tensors are zeros
+                if not has_known_specs:  # these tensors are zeros, and the real ones follow
                     specs = self._receive_specs(source, kind)
                     tensors = self.take(self.post_receives(source, specs))
 
@@ -204,7 +206,15 @@ class Wire:
         return tensors
 
     def _posts_next_message(self, specs: list[TensorSpec], more: bool) -> bool:
-        """Returns True if the receives of the next message are posted now; equal on both sides."""
+        """Returns True if the receiving side posts the receives of the next message now.
+
+        It does so if the next message will most likely have the same specs: this one has those of
+        the one before. Both sides come to the same result.
+
+        Args:
+            specs: of the present message.
+            more: True if another message will follow.
+        """
         return specs == self._previous_specs and more and self.posts_early
 
     @property
