@@ -73,13 +73,17 @@ class CompressedMeans:
         self._begin_backward()
 
     def _begin_backward(self) -> None:
+        """Begins anew, with no gradient of the backward pass there yet."""
         self._missing_gradients = list(self._gradients_of_units)
         """For each unit the number of gradients that have not come yet."""
         self._started_sums: list[QuantizedSum | LowRankSum] = []
         self._finish_buckets: list[Callable[[], None]] = []
 
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Takes a bucket of gradients.
+        """Takes a bucket of gradients; DDP calls it for each bucket of a backward pass.
+
+        The gradients are copied into the sums of their units. A unit's sum is started as soon as
+        all of its gradients have come.
 
         Returns:
             The future of the bucket's buffer with the means; it is done when the last bucket of the
@@ -93,6 +97,7 @@ class CompressedMeans:
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         means = torch.futures.Future[Tensor](devices=devices)
         for gradient, place in zip(gradients, places, strict=True):
+            # Divided by the number of ranks here, so the sum over the ranks is their mean.
             torch.mul(gradient.to(place.values.dtype), self._scale, out=place.values)
             self._missing_gradients[place.unit] -= 1
             if self._missing_gradients[place.unit] == 0:
@@ -100,12 +105,15 @@ class CompressedMeans:
                 self._started_sums.append(self.sums[place.unit])
 
         def finish_bucket() -> None:
+            """Copies the means back into the bucket."""
             for gradient, place in zip(gradients, places, strict=True):
                 gradient.copy_(place.values)
             means.set_result(buffer)
 
         self._finish_buckets.append(finish_bucket)
         if bucket.is_last():
+            # All sums go through one step before any goes through the next, so that each is on its
+            # way while another one is computed.
             for started_sum in self._started_sums:
                 started_sum.advance()
             for started_sum in self._started_sums:
@@ -116,7 +124,7 @@ class CompressedMeans:
         return means
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns what this rank alone must remember."""
+        """Returns what a checkpoint must hold of this rank: the sums' state, as `UNIT.NAME`."""
         state: dict[str, Tensor] = {}
         for number, unit_sum in enumerate(self.sums):
             for name, tensor in unit_sum.state.items():
@@ -124,7 +132,11 @@ class CompressedMeans:
         return state
 
     def load_state_dict(self, own: State, states_of_ranks: Sequence[State]) -> bool:
-        """Loads what `state_dict` returned on this rank and on all ranks.
+        """Loads what `state_dict` returned in the run that is resumed.
+
+        Args:
+            own: what it returned on this rank.
+            states_of_ranks: what it returned on every rank of that run.
 
         Returns:
             False if something is lost: quantized sums keep their state only with the same peers.
@@ -139,13 +151,13 @@ class CompressedMeans:
 
 
 def _state_of_unit(state: State, number: int) -> dict[str, Tensor]:
-    """Returns the entries of a unit in what `state_dict` returned."""
+    """Returns the state of a unit's sum from what `state_dict` returned."""
     prefix = f"{number}."
-    of_unit = {}
+    unit_state: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if name.startswith(prefix):
-            of_unit[name.removeprefix(prefix)] = tensor
-    return of_unit
+            unit_state[name.removeprefix(prefix)] = tensor
+    return unit_state
 
 
 def _divide_into_units(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -157,12 +169,16 @@ def _divide_into_units(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     trained = list(parameters)
     total_bytes = sum(parameter.nbytes for parameter in trained)
     unit_bytes = min(max(total_bytes // NUM_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
+    # A kind is a dtype and a device. New parameters go into the last unit of their kind.
     units_of_kind: dict[Any, list[list[Tensor]]] = {}
     bytes_of_last_unit: dict[Any, int] = {}
-    for parameter in reversed(trained):
+    for parameter in reversed(trained):  # a backward pass comes to the last ones first
         kind = (parameter.dtype, parameter.device)
-        units = units_of_kind.setdefault(kind, [])
-        if not units or bytes_of_last_unit[kind] >= unit_bytes:
+        if kind not in units_of_kind:
+            units_of_kind[kind] = [[]]
+            bytes_of_last_unit[kind] = 0
+        units = units_of_kind[kind]
+        if bytes_of_last_unit[kind] >= unit_bytes:  # it is full
             units.append([])
             bytes_of_last_unit[kind] = 0
         units[-1].append(parameter)

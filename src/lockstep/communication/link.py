@@ -51,7 +51,8 @@ def measure(
     nbytes = FIRST_MESSAGE_BYTES
     while True:
         seconds = agree(shift(nbytes))
-        for _ in range(2):  # other work on the machine may have disturbed the first try
+        # The shortest of three tries, as other work on the machine may have disturbed one.
+        for _ in range(2):
             if seconds < MAX_REPEATED_MESSAGE_S:
                 seconds = min(seconds, agree(shift(nbytes)))
         if seconds >= LONG_MESSAGE_S or nbytes >= MAX_MESSAGE_BYTES:

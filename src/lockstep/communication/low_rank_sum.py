@@ -1,9 +1,9 @@
 """PowerSGD: the sum over all ranks of matrices, sent as two narrow matrices each, again and again.
 
-A matrix M is approximated by P Q^T, with P and Q of few columns (Vogels et al., arXiv 1905.13727,
-algorithms 1 and 2). Each sum makes one step of a power iteration, from the Q of the last sum: the
-ranks sum P = M Q, orthogonalise it, and sum Q = M^T P. What P Q^T lacks of M, the *residual*, is
-added to M the next time (error feedback, Karimireddy et al., arXiv 1901.09847).
+A matrix M is approximated by P Q^T, with P (*left*) and Q (*right*) of few columns. A sum makes
+one step of a power iteration, from the Q of the last sum: the ranks sum P = M Q, orthogonalise it,
+and sum Q = M^T P. What P Q^T lacks of M, the *residual*, is added to M the next time. (Vogels et
+al., arXiv 1905.13727, algorithms 1 and 2; error feedback: Karimireddy et al., arXiv 1901.09847.)
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class LowRankSum:
         """Views of `values` that are sent as they are."""
         for shape, part in zip(shapes, torch.split(self.values, sizes), strict=True):
             num_rows = shape[0] if shape else 1
-            matrix = part.view(num_rows, len(part) // max(num_rows, 1))
+            matrix = part.view(num_rows, len(part) // max(num_rows, 1))  # there may be 0 rows
             num_columns = min(rank, *matrix.shape)
-            narrow_numel = num_columns * sum(matrix.shape)
+            narrow_numel = num_columns * sum(matrix.shape)  # the elements of P and Q
             if narrow_numel * MIN_REDUCTION < matrix.numel():
                 self._matrices.append(matrix)
                 self._num_columns.append(num_columns)
@@ -91,6 +91,7 @@ class LowRankSum:
         if self._sends_whole:
             self._finish = routing.start_all_reduce(self.values)
             return
+        # P = (M + residual) Q, and in the same message the tensors that are sent as they are.
         for matrix, residual in zip(self._matrices, self._residuals(), strict=True):
             matrix += residual
         self._lefts = []
@@ -101,14 +102,14 @@ class LowRankSum:
         self._finish = routing.start_all_reduce(self._sent)
 
     def advance(self) -> None:
-        """Waits for the sums of P, and sends Q."""
+        """Waits for the sums of P, orthogonalises them, and sends Q = M^T P."""
         self._finish()
-        if self._sends_whole:
+        if self._sends_whole:  # `values` is the sum already
             self._finish = _do_nothing
             return
         sizes = [part.numel() for part in (*self._lefts, *self._sent_whole)]
         sums = torch.split(self._sent, sizes)
-        num_matrices = len(self._matrices)
+        num_matrices = len(self._matrices)  # the first ones are sums of P
         for part, sum_of_part in zip(self._sent_whole, sums[num_matrices:], strict=True):
             part.copy_(sum_of_part)
         for index in range(num_matrices):
@@ -127,6 +128,8 @@ class LowRankSum:
             residuals = self._residuals()
             for index, matrix in enumerate(self._matrices):
                 sum_of_matrix = self._lefts[index] @ rights[index].T
+                # In the sum, the mean stands for the matrix of each rank. What it lacks of this
+                # rank's matrix is the residual.
                 residual = residuals[index]
                 torch.sub(matrix, sum_of_matrix, alpha=1.0 / num_ranks, out=residual)
                 # A value that is not finite shows in the sum, and must not come back in every step.
@@ -137,9 +140,14 @@ class LowRankSum:
         self.state["times"] += 1
 
     def load(self, own: State, states_of_ranks: Sequence[State]) -> bool:
-        """Loads what `state` was on this rank, or on other numbers of ranks.
+        """Loads the states of the run that is resumed.
 
-        Then the residual of all ranks is divided over the ranks of this run.
+        If that had another number of ranks, the sum of their residuals is divided equally over the
+        ranks of this run.
+
+        Args:
+            own: what `state` was on this rank.
+            states_of_ranks: what `state` was on every rank of that run.
 
         Returns:
             False if the states are of other tensors; then nothing is loaded.
@@ -157,7 +165,7 @@ class LowRankSum:
         return True
 
     def _rights(self) -> list[Tensor]:
-        """Returns views of the Q of each matrix."""
+        """Returns the Q of each matrix, (matrix columns, narrow columns): views of the state."""
         parts = torch.split(self.state["right"], self._right_sizes)
         return [
             part.view(-1, num_columns)
@@ -165,7 +173,7 @@ class LowRankSum:
         ]
 
     def _residuals(self) -> list[Tensor]:
-        """Returns views of the residual of each matrix."""
+        """Returns the residual of each matrix, in its shape: views of the state."""
         sizes = [matrix.numel() for matrix in self._matrices]
         parts = torch.split(self.state["residual"], sizes)
         return [part.view_as(matrix) for part, matrix in zip(parts, self._matrices, strict=True)]

@@ -44,6 +44,8 @@ def encode(values: Tensor, method: Method, lost: Tensor | None = None) -> Tensor
     if method == "bf16":
         return values.to(torch.bfloat16).view(torch.uint8)
     num_rows, length = values.shape
+    # These tensors have one row for each row of values; the views of them below have one row for
+    # each block.
     codes = values.new_empty(num_rows, length, dtype=torch.int8)
     scales = values.new_empty(num_rows, length // BLOCK, dtype=torch.float32)
     blocks = values.view(-1, BLOCK)
@@ -84,9 +86,10 @@ def decode(encoded: Tensor, method: Method, out: Tensor) -> Tensor:
     code_bytes_of_block = BLOCK if method == "int8" else BLOCK // 2
     num_blocks = encoded.shape[1] // (code_bytes_of_block + SCALE_BYTES)
     num_code_bytes = num_blocks * code_bytes_of_block
-    codes = encoded[:, :num_code_bytes].view(torch.int8)
+    codes = encoded[:, :num_code_bytes].view(torch.int8)  # a row has its codes, then its scales
     if method == "int4":
-        # Shifting left and back extends the sign of a code of four bits.
+        # The low four bits of a byte are a code of the first half of the row, the high four one of
+        # the second half. Shifting left and back extends the sign of a code of four bits.
         codes = torch.cat([(codes << 4) >> 4, codes >> 4], dim=1)
     scales = encoded[:, num_code_bytes:].contiguous().view(torch.float32)
     scales = scales.to(wide_dtype(out.dtype))

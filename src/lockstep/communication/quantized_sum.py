@@ -80,7 +80,8 @@ class QuantizedSum:
         self._peers = find_peers(like.device)
         # Every chunk of a peer, and every rank's shard of it, consists of whole blocks.
         multiple = BLOCK * self._peers.size * self._peers.local_size
-        num_multiples = -(-max(length, 1) // multiple)  # rounded up
+        # The length is rounded up to that; an empty vector gets one multiple, too.
+        num_multiples = max(1, (length + multiple - 1) // multiple)
         dtype = wide_dtype(like.dtype)
         self._padded = torch.zeros(num_multiples * multiple, dtype=dtype, device=like.device)
         self.values = self._padded[:length]
@@ -96,7 +97,10 @@ class QuantizedSum:
         self._finish: Callable[[], None] = _do_nothing
         self._wait_for_exchange: Callable[[], None]
         self._received: Tensor
+        """What the peers send, (peers, bytes): first their parts of this peer's chunk, then the sum
+        of each peer's chunk."""
         self._chunks: Tensor
+        """This rank's shard of its peer's vector, (peers, values): the chunk of each peer."""
 
     def start(self) -> None:
         """Begins to send. `advance` and `end` follow; other vectors' may come between them.
@@ -115,6 +119,7 @@ class QuantizedSum:
         """Waits for what the other peers have sent of this peer's chunk, and sends them its sum."""
         peers = self._peers
         self._wait_for_exchange()
+        # Added in the order of the peers; this peer's own part is not quantized.
         total = torch.zeros_like(self._chunks[:1])
         decoded = torch.empty_like(self._chunks[:1])
         for peer, encoded in enumerate(torch.split(self._received, 1)):
@@ -135,12 +140,16 @@ class QuantizedSum:
         self._finish = _do_nothing
 
     def load(self, own: State, states_of_ranks: Sequence[State]) -> bool:
-        """Loads what this rank's `state` was.
+        """Loads what this rank's `state` was in the run that is resumed.
+
+        Args:
+            own: what `state` was on this rank.
+            states_of_ranks: what it was on every rank; used by `LowRankSum.load` alone.
 
         Returns:
             False if there were other peers; then the state is not loaded.
         """
-        if not self.state:
+        if not self.state:  # with bf16 there is nothing to load
             return True
         if not have_same_shapes(own, self.state):
             return False
@@ -152,8 +161,12 @@ class QuantizedSum:
     def _start_exchange(self, shard: Tensor) -> Callable[[], None]:
         """Begins to send this rank's shard of its peer's vector, a chunk to each peer.
 
+        Args:
+            shard: the whole vector; or the part of it that this rank has summed up over the ranks
+                of its machine.
+
         Returns:
-            What fills the shard with the sums when it is called.
+            A function that waits for the sums, and writes them to the shard.
         """
         peers = self._peers
         self._chunks = shard.view(peers.size, -1)
@@ -166,10 +179,15 @@ class QuantizedSum:
         return self._take_sums
 
     def _take_sums(self) -> None:
+        """Waits for the sums of all chunks, and writes them to this rank's shard."""
         self._wait_for_exchange()
         decode(self._received, self._method, self._chunks)
 
     def _residual_of_chunks(self, chunks: slice) -> Tensor | None:
+        """Returns a view of the residual of some peers' chunks, `(chunks, values)`.
+
+        Without error feedback (with bf16) it returns None.
+        """
         residual = self.state.get("residual")
         if residual is None:
             return None

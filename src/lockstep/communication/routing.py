@@ -49,7 +49,7 @@ def all_reduce(
     """Reduces a tensor over a group, in place, as `torch.distributed.all_reduce` does."""
     shared = _shared_memory
     if shared is not None and shared.takes(tensor, op):
-        if group is None:
+        if group is None:  # all ranks, on one machine or several
             shared.all_reduce(tensor, op)
             return
         if _is_group_of_machine(group, shared):
@@ -107,6 +107,7 @@ def start_all_to_all(
             works.append(dist.isend(sent[rank], group=group, group_dst=rank, tag=ALL_TO_ALL_TAG))
 
     def wait() -> None:
+        """Waits for everything that was started."""
         for work in works:
             traffic.wait(cast(dist.Work, work).wait)
 
@@ -138,7 +139,8 @@ def _is_small(tensor: Tensor) -> bool:
 def _all_gather_by_first_rank(
     rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None
 ) -> None:
-    gathered = list(rows) if dist.get_rank(group) == 0 else None
+    """Gathers the tensors on the group's first rank, which sends all of them to every rank."""
+    gathered = list(rows) if dist.get_rank(group) == 0 else None  # as `dist.gather` takes it
     dist.gather(tensor, gathered, group=group, group_dst=0)
     dist.broadcast(rows, group=group, group_src=0)
 

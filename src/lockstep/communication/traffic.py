@@ -45,6 +45,7 @@ traffic = Traffic()
 def all_reduce_bytes(nbytes: int, num_ranks: int) -> int:
     """Returns the bytes that each rank sends for the all-reduce of a tensor of `nbytes`.
 
-    This is Gloo's ring: a rank sends each chunk but one, once to be summed and once as a sum.
+    Gloo's ring divides the tensor into one chunk per rank. A rank sends all chunks except one, once
+    to be summed up and once as a sum.
     """
     return 2 * nbytes * (num_ranks - 1) // num_ranks

@@ -57,7 +57,9 @@ def parse_strategy(text: str) -> Strategy:
         option, _, value_text = option_text.partition("=")
         if option not in known_options:
             what = f"options of {name}"
-            raise unknown_choice_error(was_set, option, what, known_options or ["not there"])
+            # The message lists the known options; a strategy may have none.
+            shown_options = known_options or ["not there"]
+            raise unknown_choice_error(was_set, option, what, shown_options)
         try:
             values[option] = parse_option(value_text, annotations[option])
         except ValueError as error:
@@ -76,6 +78,7 @@ def parse_option(text: str, annotation: Any) -> Any:
     Raises:
         ValueError: the text is not of that type; its message says what the value must be.
     """
+    # The types of a union such as `int | None`; else the one type.
     alternatives: tuple[Any, ...] = (annotation,)
     if typing.get_origin(annotation) in (Union, types.UnionType):
         alternatives = typing.get_args(annotation)
@@ -93,6 +96,7 @@ def parse_option(text: str, annotation: Any) -> Any:
 
 
 def _parse_bool(text: str) -> bool:
+    """Returns True for "true" and False for "false"; raises ValueError for any other text."""
     if text not in ("true", "false"):
         raise ValueError(text)
     return text == "true"

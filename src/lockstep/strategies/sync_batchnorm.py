@@ -106,13 +106,14 @@ class SyncBatchNorm(BatchNorm):
         num_ranks = dist.get_world_size(self.process_group)
         if num_ranks == 1:
             return super().forward(x)
-        if num_ranks < 1:
+        if num_ranks < 1:  # torch's answer to a rank that is not in the group is -1
             raise UsageError(
                 "SyncBatchNorm over a process group",
                 "this rank is not a member of the group",
                 "pass a group that holds this rank, or process_group=None for all ranks",
             )
         if not torch.is_grad_enabled():
+            # In an evaluation some ranks may have fewer batches, and this layer waits for all.
             reason = blocked()
             if reason is not None:
                 raise UsageError(
@@ -218,6 +219,7 @@ class _LocalMoments(NamedTuple):
     sum_of_squares: Tensor
     """(C,), of the deviations from the mean (M2)."""
     centred: _CentredInput | None
+    """None if torch's kernel computed the moments, which makes no such tensor."""
 
 
 class _GlobalMoments(NamedTuple):
@@ -230,7 +232,7 @@ class _GlobalMoments(NamedTuple):
     total: Tensor
     """(), values per channel."""
     centred: _CentredInput | None
-    """Of this rank's input."""
+    """This rank's input minus its mean, if `_two_pass_moments` was used on this rank."""
 
 
 @torch.no_grad()
@@ -238,7 +240,8 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoment
     """Computes the moments of the inputs of all ranks of a group: one all-gather."""
     channels = x.shape[1]
     centred = None
-    # A row that a rank sends: the number of its values per channel, C means, C sums of squares.
+    # A rank sends a row: the number of its values per channel, C means, C sums of squares. A rank
+    # without samples sends zeros.
     if x.numel() and not placeholder.computed:
         local = _one_pass_moments(x) if x.is_cuda else _two_pass_moments(x)
         centred = local.centred
@@ -250,9 +253,9 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoment
     rows = row.new_empty(dist.get_world_size(group), row.numel())
     routing.all_gather(rows, row, group)
     rows = rows.to(x.device)
-    counts = rows[:, :1]
-    means = rows[:, 1 : 1 + channels]
-    sums_of_squares = rows[:, 1 + channels :]
+    counts = rows[:, :1]  # (ranks, 1)
+    means = rows[:, 1 : 1 + channels]  # (ranks, C)
+    sums_of_squares = rows[:, 1 + channels :]  # (ranks, C)
     total = counts.sum()
     mean = (counts * means).sum(0) / total
     squares_within_ranks = sums_of_squares.sum(0)
@@ -294,8 +297,13 @@ def _sum_and_sum_of_products(
     the gradients of bias and weight. Of the weight, its third argument, it reads only the dtype.
     """
     weight = invstd
+    running_mean = None
+    running_var = None
+    train = True
+    eps = 0.0  # not used: `invstd` is given
+    gradients_wanted = [False, True, True]  # of x, weight and bias
     _, sum_of_products, sum_of_dy = torch.ops.aten.native_batch_norm_backward(
-        dy, x, weight, None, None, mean, invstd, True, 0.0, [False, True, True]
+        dy, x, weight, running_mean, running_var, mean, invstd, train, eps, gradients_wanted
     )
     return sum_of_dy, sum_of_products
 
@@ -329,10 +337,12 @@ class _Normalize(torch.autograd.Function):
         if not x.numel():
             return torch.empty_like(x)
         if moments.centred is None:
+            # The input has no deviations yet: torch's kernel computes everything in one pass.
             weight = None if weight is None else weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
             return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps)
-        # The deviations are from this rank's mean, `centre`, not from the global one.
+        # (x - mean) * scale + bias = deviations * scale + shift, as the deviations are from this
+        # rank's mean, `centre`, not from the global one.
         centre, deviations = moments.centred
         scale = invstd if weight is None else invstd * weight
         shift = (centre - moments.mean) * scale
@@ -478,6 +488,7 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
         else:
             left_alone.append(name)
     for layer in converted.values():
+        # A torch SyncBatchNorm has a process group already, other layers have none.
         layer.process_group = process_group or vars(layer).get("process_group")
         layer.__class__ = SyncBatchNorm
     return BatchNormNames(list(converted), left_alone)
@@ -491,7 +502,7 @@ def is_plain(layer: nn.Module) -> bool:
     """
     if "forward" in vars(layer):
         return False
-    for layer_class in type(layer).__mro__:
+    for layer_class in type(layer).__mro__:  # the user's classes come before torch's
         if layer_class in _TORCH_CLASSES:
             return True
         if not all(name.startswith("__") for name in vars(layer_class)):

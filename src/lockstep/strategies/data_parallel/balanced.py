@@ -82,7 +82,7 @@ class BalancedDataParallel(DataParallel):
 
     def sizes(self, count: int) -> list[int]:
         """Returns how many of `count` samples each replica computes."""
-        if self.gpu0_bsz is None or self.num_replicas == 1:
+        if self.gpu0_bsz is None or self.num_replicas == 1:  # divided by shares, or not at all
             return super().sizes(count)
         if self._looks_for_short_batches and self.training and torch.is_grad_enabled():
             self._check_not_short(count, self.gpu0_bsz)

@@ -44,8 +44,10 @@ class BatchNormOverReplicas:
     def __call__(self, x: Tensor) -> Tensor:
         """Normalises `x`, (N, C) or (N, C, ...), by the statistics of all replicas' samples."""
         layer = self.layer
-        replica = current_replica.get()
+        replica = current_replica.get()  # None: there is one replica, or no forward pass of them
         if replica is None or not self.uses_batch_statistics:
+            # A call in a backward pass is activation checkpointing, which computes a block again.
+            # It must compute what the forward pass has computed, but the replicas do not meet here.
             if not in_backward_pass():
                 layer.met_replicas = False
             elif self.uses_batch_statistics and layer.met_replicas:

@@ -39,7 +39,7 @@ def parse_device_ids(
 
     num_visible = torch.cuda.device_count()
     given: Any = range(num_visible) if device_ids is None else device_ids
-    is_list = not isinstance(given, int | str | torch.device)
+    is_list = not isinstance(given, int | str | torch.device)  # else one device was given
     devices: list[torch.device] = []
     if is_list:
         devices = [_to_device(device) for device in given]

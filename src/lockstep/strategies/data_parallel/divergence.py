@@ -105,6 +105,8 @@ def _loss_terms(value: Any) -> list[Tensor]:
 def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> None:
     """Warns if a forward pass has left state in the replicas that differs between them.
 
+    State is buffers and terms of a loss; its key is a name and an index (see `forward_state`).
+
     Args:
         modules: the replicas that ran, at least two.
         state_before: the state of the first one before the forward pass.

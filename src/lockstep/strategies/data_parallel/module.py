@@ -181,11 +181,12 @@ class DataParallel(nn.DataParallel[nn.Module]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward pass on all replicas, and joins their outputs."""
         replicas = self._make_replicas((inputs, kwargs))
-        # The module itself, unless its device gets no samples: then the first copy that runs, and
-        # what the forward pass leaves there must be copied to the module.
+        # The first replica that runs is the module itself, or a copy if the first device gets no
+        # samples. What the forward pass leaves in a copy must be copied to the module.
         first = replicas[0]
         is_copy = first.module is not self.module
         attributes_before = attributes(first.module) if is_copy else {}
+        # Once, in the first training pass on several replicas.
         checks_state = len(replicas) > 1 and torch.is_grad_enabled() and not self._has_checked_state
         state_before = forward_state(first.module) if checks_state else {}
 
@@ -284,7 +285,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
             return map_tensors(outputs[0], lambda tensor: tensor.to(device))
         # A replica may return a parameter or buffer. All replicas have these in the same order, so
         # the index shows whether they returned the same one.
-        index_of_state: list[dict[int, int]] = []
+        index_of_state: list[dict[int, int]] = []  # for each replica, by the `id` of the tensor
         for replica in replicas:
             state = parameters_and_buffers(replica.module)
             index_of_state.append({id(tensor): index for index, tensor in enumerate(state)})

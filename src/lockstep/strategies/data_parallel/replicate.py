@@ -130,6 +130,7 @@ def _check_can_be_copied(name: str, part: nn.Module) -> None:
         forward = forward.own
     # A function may refer to the module in its closure, where it cannot be replaced.
     is_function = isinstance(forward, FunctionType | partial)
+    # `_rebind` replaces the module in the attributes of an object; a method of a C class has none.
     has_no_attributes = forward is not None and not hasattr(forward, "__dict__")
     if is_compiled(part):
         reason = "compiled"
@@ -162,14 +163,18 @@ def _bind_forward(forward: Any, original: nn.Module, new_module: nn.Module) -> C
 
 
 def _rebind(value: Any, original: nn.Module, new_module: nn.Module | None) -> Any:
-    """Returns a method, or an object that calls one, of the copy instead of the original.
+    """Returns what calls the copy instead of the original, for a `forward` that was set.
 
-    Activation checkpointing and autocast put such objects in the place of `forward`.
+    Args:
+        value: a method, or an object with attributes that refer to the original or its methods.
+            Activation checkpointing and autocast put such objects in the place of `forward`.
+        original: the module that was copied.
+        new_module: the copy.
     """
     if isinstance(value, MethodType):
         if value.__self__ is original:
             return MethodType(value.__func__, new_module)
-        return value
+        return value  # a method of another object
     new_value = copy.copy(value)
     if isinstance(value, AutocastForward) and value.own is not None:
         new_value.own = _rebind(value.own, original, new_module)
@@ -189,6 +194,7 @@ def copy_to_devices(
         return [[] for _ in devices]
     # torch's broadcast takes no complex tensors.
     real_tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    # The copies of all tensors for the first device, then those for the next one, and so on.
     flat_copies = Broadcast.apply(list(devices), *real_tensors)  # type: ignore[no-untyped-call]
     copies_of_device: list[list[Tensor]] = []
     for start in range(0, len(flat_copies), len(tensors)):
@@ -229,8 +235,9 @@ class Broadcast(torch.autograd.Function):
         sums: list[Tensor | None] = []
         for index in range(ctx.num_tensors):
             total = None
+            # The copies of a tensor are `num_tensors` apart: one on each device.
             for gradient in gradients[index :: ctx.num_tensors]:
-                if gradient is None:
+                if gradient is None:  # the replica has not used the copy
                     continue
                 # Added from device to device, so that home never holds more than one summand.
                 total = gradient if total is None else total.to(gradient.device) + gradient

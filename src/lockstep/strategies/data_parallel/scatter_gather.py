@@ -134,11 +134,13 @@ def gather_leaf(
             return _weighted_mean([leaf.to(device) for leaf in leaves], sizes)
         if any(has_dimension(leaf, dim) for leaf in leaves):
             return _concatenate(leaves, dim, device)
+        # Tensors without the dimension of samples, such as counters, must be equal.
         leaves = [leaf.to(device) for leaf in leaves]
         first = leaves[0]
     elif all(isinstance(leaf, float) for leaf in leaves) and len(set(leaves)) > 1:
-        return _weighted_mean(leaves, sizes)
+        return _weighted_mean(leaves, sizes)  # not of equal numbers, which rounding could change
 
+    # Anything else must be equal on all replicas.
     if all(_are_equal(leaf, first) for leaf in leaves):
         return first
     shape = f" of shape {tuple(first.shape)}" if isinstance(first, Tensor) else ""

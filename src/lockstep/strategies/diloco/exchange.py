@@ -44,7 +44,14 @@ class Exchange:
         self._num_virtual_ranks = num_virtual_ranks
 
     def start_means(self, sums: Sequence[Tensor]) -> Callable[[], None]:
-        """Starts to replace sums over this rank's virtual ranks by the means over all of them."""
+        """Starts to replace sums over this rank's virtual ranks by the means over all of them.
+
+        Args:
+            sums: tensors, which are replaced in place.
+
+        Returns:
+            A function that waits until `sums` hold the means.
+        """
         num_ranks = self._run.topology.size
         end_sum = start_sum(sums) if num_ranks > 1 else None
         # A virtual rank that several ranks compute is in the sum once for each of them.
@@ -80,15 +87,16 @@ class Exchange:
             function that waits for the means.
         """
         length = len(vectors[0])
-        padding = -length % BLOCK
+        padding = -length % BLOCK  # up to a multiple of BLOCK
         if length == 0:  # `encode` needs at least one block
             padding = BLOCK
+        # One row for each virtual rank of this process.
         values = F.pad(torch.stack([*vectors]), (0, padding))
         for row, error in zip(values, errors, strict=True):
             if error is not None:
                 row += error
-        lost = None if method == "bf16" else torch.empty_like(values)
-        finish_gather = self._start_gather(encode(values, method, lost))
+        rounding_errors = None if method == "bf16" else torch.empty_like(values)
+        finish_gather = self._start_gather(encode(values, method, rounding_errors))
 
         def wait() -> None:
             """Decodes the rows of all virtual ranks, once they are there, and fills `means`."""
@@ -102,8 +110,9 @@ class Exchange:
             for tensor, part in zip(means, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-        new_errors: Sequence[Tensor | None] = errors if lost is None else [*lost]
-        return new_errors, wait
+        if rounding_errors is None:
+            return errors, wait
+        return [*rounding_errors], wait  # one row for each virtual rank
 
     def _start_gather(self, rows: Tensor) -> Callable[[], Tensor]:
         """Starts to gather the encoded rows of all virtual ranks, in their order.
@@ -112,7 +121,7 @@ class Exchange:
         the other virtual ranks, and then they exchange what they have received.
 
         Args:
-            rows: one for each virtual rank of this process.
+            rows: one row of bytes for each virtual rank of this process.
 
         Returns:
             A function that waits, and returns all rows. Where some processes have a virtual rank
@@ -120,7 +129,7 @@ class Exchange:
         """
         across = self._run.groups.get(ACROSS_VIRTUAL_RANKS)
         if across is None or dist.get_world_size(across) == 1:
-            return lambda: rows
+            return lambda: rows  # this process has the rows of all virtual ranks
         num_columns = rows.shape[1]
         num_peers = dist.get_world_size(across)
         # Every process sends equally many rows, so some add rows of zeros.
@@ -132,6 +141,7 @@ class Exchange:
         same_group = self._run.groups.get(SAME_VIRTUAL_RANKS)
         num_sharing = dist.get_world_size(same_group)
         if num_sharing > 1:
+            # The last share is padded, so that all have the same width.
             width = ceil_div(num_columns, num_sharing)
             padded = F.pad(sent, (0, width * num_sharing - num_columns))
             column_parts = torch.split(padded, width, 1)
@@ -176,8 +186,11 @@ def split_into_fragments(sizes: Sequence[int], num_fragments: int) -> list[list[
             f"the model has {count_noun(num_tensors, 'parameter')} to train",
             "use fewer fragments",
         )
+    # size_before[i]: the number of elements of all tensors before tensor i.
     size_before = [0, *itertools.accumulate(sizes)]
     total = size_before[-1]
+    # A bound is the index of a fragment's first tensor. Each is chosen as near as possible to where
+    # the tensors would be cut if they could be.
     bounds = [0]
     for number_of_bound in range(1, num_fragments):
         ideal = total * number_of_bound / num_fragments

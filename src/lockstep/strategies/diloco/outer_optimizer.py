@@ -93,6 +93,7 @@ class OuterOptimizer:
         weights_of_virtual_ranks = [self._weights.values(n) for n in self._virtual_ranks]
         pseudo_gradients: list[Tensor] = []
         if self._compress is None:
+            # Each tensor is the sum over this process's virtual ranks, then the mean over all.
             for index in indices:
                 total = torch.zeros_like(shared[index])
                 for weights in weights_of_virtual_ranks:
@@ -100,6 +101,8 @@ class OuterOptimizer:
                 pseudo_gradients.append(total)
             wait = self._exchange.start_means(pseudo_gradients)
         else:
+            # Each virtual rank's differences are one vector, which is quantized. The tensors are
+            # filled with the means when the vectors of all virtual ranks have come.
             pseudo_gradients = [torch.empty_like(shared[index]) for index in indices]
             vectors: list[Tensor] = []
             for weights in weights_of_virtual_ranks:

@@ -131,7 +131,11 @@ class DiLoCoTraining(Extension):
         self._put_present_values()
 
     def before_forward(self) -> None:
-        """Puts the shared values into the module for an evaluation inside the training loop."""
+        """Puts the shared values into the module for an evaluation, else those that are trained.
+
+        After the last optimizer's step for a virtual rank a forward pass in training mode belongs
+        to no step, so it gets the values that are in the module.
+        """
         is_training = torch.is_grad_enabled() or self._module.training
         if not is_training:
             self.put_shared_values()
@@ -156,13 +160,14 @@ class DiLoCoTraining(Extension):
     def backward_ended(self, micro_batch: MicroBatch) -> None:
         """Averages gradients over the ranks that compute the virtual rank, before its step.
 
-        While the virtual ranks train one model, over all ranks. A gradient that was averaged after
-        an earlier backward pass of the same step is equal on these ranks, so it does not change.
+        While the virtual ranks train one model, it averages over all ranks. A gradient that was
+        averaged after an earlier backward pass of the same step is equal on these ranks, so it does
+        not change.
         """
         present = self._step.micro_batch
-        if not present.closes:
+        if not present.closes:  # more micro-batches follow before the step
             return
-        if present.virtual_rank is None:
+        if present.virtual_rank is None:  # the virtual ranks train one model
             if self._run.topology.size > 1:
                 average_gradients(self.parameters)
         elif self._group is not None:
@@ -213,8 +218,12 @@ class DiLoCoTraining(Extension):
             self._writes_to_shared = write_counts(self.parameters)
 
     def _put_present_values(self) -> None:
-        """Puts what the present micro-batch is computed with into the module."""
-        if self._step.virtual_rank is None:
+        """Puts what the present micro-batch is computed with into the module.
+
+        That is the virtual rank's buffers and, unless the virtual ranks train one model, its
+        weights and gradients.
+        """
+        if self._step.virtual_rank is None:  # outside of a training loop
             return
         number = self._step.virtual_rank.number
         self._buffers.put_in_module(number)
@@ -222,6 +231,7 @@ class DiLoCoTraining(Extension):
         if train_one_model:
             return
         if self._weights.in_module is SHARED and self._weights.exists(number):
+            # The virtual rank goes on from its own weights, so changed shared ones would be lost.
             self._check_shared_weights_are_unchanged()
         self._weights.put_in_module(number)
         if number != self._owner_of_gradients:
@@ -239,7 +249,9 @@ class DiLoCoTraining(Extension):
 
     def _check_shared_weights_are_unchanged(self) -> None:
         """Raises UsageError if the user has written to the shared weights: that would be lost."""
-        if self._writes_to_shared and self._writes_to_shared != write_counts(self.parameters):
+        if not self._writes_to_shared:  # no counts were taken since the virtual ranks began anew
+            return
+        if self._writes_to_shared != write_counts(self.parameters):
             raise UsageError(
                 "weights changed by hand under strategy='diloco'",
                 "outside of a step the model holds the shared weights, and the replicas go on from "
@@ -281,7 +293,7 @@ class DiLoCoTraining(Extension):
         every = self._options.every
         to_send: list[int] = []
         for fragment in range(self._options.fragments):
-            step_in_round = (fragment + 1) * every // self._options.fragments
+            step_in_round = (fragment + 1) * every // self._options.fragments  # from 1 to `every`
             if steps_apart % every == step_in_round % every:
                 to_send.append(fragment)
         return to_send
@@ -301,6 +313,8 @@ class DiLoCoTraining(Extension):
         """
         shared = self._buffers.values(SHARED)
         buffers_of_virtual_ranks = [self._buffers.values(number) for number in self.own]
+        # The mean of the differences from the shared buffer is subtracted from it. If all buffers
+        # are equal, the differences are exactly 0, which a mean of the buffers would not ensure.
         averaged: list[Tensor] = []
         sums_of_differences: list[Tensor] = []
         taken_from_first: list[Tensor] = []
@@ -391,12 +405,16 @@ class DiLoCoTraining(Extension):
         self._outer_optimizer.reset()
 
     def close(self, failed: bool) -> None:
-        """Waits for what is in flight, and warns if the last steps are in no exchange."""
-        if not failed:
-            self._outer_optimizer.wait()
-        self._outer_optimizer.drop_in_flight()
+        """Waits for what is in flight, and warns if the last steps are in no exchange.
+
+        Args:
+            failed: True if the run ends by an error: then other ranks may send nothing any more.
+        """
         if failed:
+            self._outer_optimizer.drop_in_flight()
             return
+        self._outer_optimizer.wait()
+        self._outer_optimizer.drop_in_flight()
         every = self._options.every
         delay = self._options.delay
         steps_apart = self._step.number - self._options.start
