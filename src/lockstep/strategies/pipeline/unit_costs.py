@@ -92,13 +92,13 @@ def _measure_on_examples(
         batch = map_tensors(example(), lambda tensor: tensor.to(device))
         for args, kwargs in _possible_arguments(batch):
             with suppress(Exception):  # the model cannot be called with these arguments
-                # For each unit that was called, by its number: the bytes of each tensor that it
+                # For each unit that was called, by its number: the bytes of each storage that it
                 # keeps for the backward pass.
                 kept = saved_activations.measure(module, units, args, kwargs).inside
                 activation_bytes: list[int] = []
                 for number in range(len(units)):
-                    bytes_of_tensors = kept.get(number, {})
-                    activation_bytes.append(sum(bytes_of_tensors.values()))
+                    bytes_of_storages = kept.get(number, {})
+                    activation_bytes.append(sum(bytes_of_storages.values()))
                 seconds = _time_units(module, units, (args, kwargs), device)
                 return seconds, activation_bytes
     return None
