@@ -37,6 +37,7 @@ class _Tally:
     checksum: int = 0
 
     def add(self, other: _Tally) -> None:
+        """Adds what another tally has counted."""
         self.count += other.count
         self.checksum = (self.checksum + other.checksum) % _MODULUS
 
@@ -88,7 +89,15 @@ class _OpenPass:
     def add(
         self, position: int, samples: Indices, micro_batch: MicroBatch, global_batch: Indices
     ) -> None:
-        """Adds what this rank was handed of a micro-batch; see `Coverage.add`."""
+        """Adds what this rank was handed of a micro-batch.
+
+        Args:
+            position: of its global batch in the epoch.
+            samples: the indices of this rank's samples of it, shape `(n,)`.
+            micro_batch: the micro-batch.
+            global_batch: the indices of all samples of its global batch, which are added once: with
+                the last micro-batch.
+        """
         self._delivered_samples.append(samples)
         if micro_batch.last and position == self.next_position:
             self._planned_samples.append(global_batch)
@@ -209,11 +218,12 @@ class Coverage:
         self._orders_checksum = 0
         self._comparison_is_due = False
         self._steps_since_comparison = 0
-        mine = ([orders_checksum, planned.count, planned.checksum], astuple(delivered))
-        rows = collectives.exchange(mine)
-        _check_same_orders([order for order, _ in rows])
+        order = [orders_checksum, planned.count, planned.checksum]
+        reports = collectives.exchange((order, astuple(delivered)))  # one from each rank
+        _check_same_orders([order_on_rank for order_on_rank, _ in reports])
         delivered_to_all = _Tally()
-        for _, (count, checksum_on_rank) in rows[: collectives.data_parallel.size]:
+        # The ranks behind these are later stages of a pipeline, which have the same samples.
+        for _, (count, checksum_on_rank) in reports[: collectives.data_parallel.size]:
             delivered_to_all.add(_Tally(count, checksum_on_rank))
         if delivered_to_all == planned:
             return

@@ -85,7 +85,7 @@ def call_with_placeholder(
         Exception: `refusal`, if the function fails with a row too.
     """
     if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
-        raise refusal
+        raise refusal  # for another reason
     placeholder = Placeholder(())
     args_with_row, kwargs_with_row = placeholder.add_to((args, kwargs))
     with preserve_rng_state():
@@ -137,6 +137,7 @@ class Placeholder:
         return map_tensors(arguments, self._add_row)
 
     def _add_row(self, tensor: Tensor) -> Tensor:
+        """Returns one row in the place of a tensor without rows; any other tensor unchanged."""
         if not has_no_rows(tensor):
             return tensor
         self._empty_dimensions.add(tensor.shape.index(0))
@@ -158,7 +159,8 @@ class Placeholder:
 
     def _dimension_of_rows(self, result: Tensor) -> int | None:
         """Returns the dimension of a result that has the placeholder's rows; None: it has none."""
-        if 0 in self._empty_dimensions and result.dim():
+        if 0 in self._empty_dimensions and result.dim() > 0:
+            # The row may have become several, as by `x.flatten(0, 1)`.
             if result.shape[0] in self._possible_lengths:
                 return 0
         for dimension in sorted(self._empty_dimensions):

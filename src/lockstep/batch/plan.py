@@ -197,13 +197,15 @@ def split_batch(
     if num_virtual_ranks is not None:
         return _split_over_virtual_ranks(count, num_ranks, micro_batches, num_virtual_ranks)
     num_micro_batches = max(1, min(micro_batches, count))
+    # How many samples of a micro-batch a rank gets is how often it stands there among these ranks.
     rank_of_sample = _spread_ranks(part_sizes(count, shares))
+    # Micro-batch i has the samples bounds[i] to bounds[i + 1] - 1 of the global batch.
     bounds = ceil_div(count * np.arange(num_micro_batches + 1), num_micro_batches)
     split = np.empty((num_micro_batches, num_ranks, 2), dtype=np.int64)
     for index in range(num_micro_batches):
         begin = bounds[index]
         end = bounds[index + 1]
-        sizes = np.bincount(rank_of_sample[begin:end], minlength=num_ranks)
+        sizes = np.bincount(rank_of_sample[begin:end], minlength=num_ranks)  # of each rank's part
         part_ends = begin + np.cumsum(sizes)
         split[index, :, 0] = part_ends - sizes
         split[index, :, 1] = part_ends
@@ -235,12 +237,14 @@ def _spread_ranks(sizes: Sequence[int]) -> Indices:
     Returns:
         For each place of the global batch a rank, shape `(samples,)`.
     """
+    # Where the samples of each rank are in the global batch, as fractions of it from 0 to 1.
     places = [np.empty(0)]
     for size in sizes:
         # The middles of `size` equal pieces of the range from 0 to 1; none if `size` is 0.
         places.append((np.arange(size) + 0.5) / max(1, size))
-    in_order = np.argsort(np.concatenate(places), kind="stable")
-    return np.repeat(np.arange(len(sizes)), sizes)[in_order]
+    order_of_places = np.argsort(np.concatenate(places), kind="stable")
+    rank_of_place = np.repeat(np.arange(len(sizes)), sizes)
+    return rank_of_place[order_of_places]
 
 
 def _split_over_virtual_ranks(
@@ -263,11 +267,13 @@ def _split_over_virtual_ranks(
     """
     max_virtual_ranks_of_rank = ceil_div(num_virtual_ranks, num_ranks)
     ranks_of_virtual_rank = max(1, num_ranks // num_virtual_ranks)
+    # Of each virtual rank's part: its size, and where it begins in the global batch.
     sizes = part_sizes(count, (1,) * num_virtual_ranks)
     begins = np.cumsum([0, *sizes])
     num_pieces = max(1, min(micro_batches, *sizes))
     split = np.zeros((max_virtual_ranks_of_rank * num_pieces, num_ranks, 2), dtype=np.int64)
     for first_rank in range(0, num_ranks, ranks_of_virtual_rank):
+        # These ranks compute the same virtual ranks; rows of `split` are micro-batches.
         columns = slice(first_rank, first_rank + ranks_of_virtual_rank)
         numbers = virtual_ranks_of(first_rank, num_ranks, num_virtual_ranks)
         for index, number in enumerate(numbers):
@@ -324,10 +330,10 @@ def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int 
             "a micro-batch holds at least one sample on each rank",
             "give the number of samples one device computes at a time, or leave it out",
         )
+    # With fewer than these, even equal parts are too large. With unequal ones more may be needed.
     fewest = math.ceil(batch_size / (largest * len(shares)))
     for number in range(max(1, fewest), batch_size + 1):
-        split = split_batch(batch_size, shares, number)
-        sizes = split_sizes(split)
+        sizes = split_sizes(split_batch(batch_size, shares, number))
         if int(sizes.max()) <= largest:
             return number
     return max(1, batch_size)
@@ -381,7 +387,7 @@ def _whole_numbers(shares: str | Sequence[int]) -> tuple[int, ...] | None:
         parts = shares.split(":") if isinstance(shares, str) else shares
         for part in parts:
             number = int(part)
-            if not isinstance(part, str) and number != part:
+            if not isinstance(part, str) and number != part:  # such as 1.5
                 return None
             numbers.append(number)
     except (TypeError, ValueError):

@@ -57,12 +57,13 @@ class RowCounter:
             # An empty container has no rows. Any other object does not show them.
             is_container = children_of(batch) is not None
             return 0 if is_container else planned
-        # A vector, of labels say, or a list of texts is the clearest sign.
+        # A vector, of labels say, or a list of texts is the clearest sign: it has an item a row.
         lengths_of_vectors = {shape.first for shape in shapes if shape.second is None}
         if planned in lengths_of_vectors:
             return planned
         if UNKNOWN_SHAPE in shapes:
             return None
+        # Otherwise all tensors should have as many rows, in the first dimension.
         first_dimensions = {shape.first for shape in shapes}
         second_dimensions = {shape.second for shape in shapes}
         if len(first_dimensions) > 1:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.batch.indices import Indices
-from lockstep.batch.plan import parse_shares, part_sizes, split_batch
+from lockstep.batch.plan import parse_shares, part_sizes, split_batch, split_sizes
 from lockstep.errors import SettingError
 from lockstep.settings import is_auto
 
@@ -88,10 +88,11 @@ def first_micro_batch(
         samples_of_rank = SAMPLES_TO_MEASURE
         if most:
             samples_of_rank = min(samples_of_rank, most)
-        split = split_batch(min(count, samples_of_rank * sum(equal_shares)), equal_shares)
-    sizes = split[0, :, 1] - split[0, :, 0]
-    for size, share in zip(sizes, shares, strict=True):
-        if share and not size:
+        num_samples = min(count, samples_of_rank * sum(equal_shares))
+        split = split_batch(num_samples, equal_shares)
+    size_of_rank = split_sizes(split)[0]
+    for size, share in zip(size_of_rank, shares, strict=True):
+        if share > 0 and size == 0:
             return None
     return split
 
@@ -130,13 +131,19 @@ def times_are_sufficient(times: Sequence[Sequence[float]]) -> bool:
     """Returns True if shares can be chosen from these times of each rank.
 
     Otherwise more times have to be taken.
+
+    Args:
+        times: of each rank; all ranks have as many.
     """
     num_times = len(times[0])
     if num_times >= MAX_TIMES:
         return True
     if num_times < MIN_TIMES:
         return False
-    return all(np.median(of_rank) <= STEADY_RATIO * min(of_rank) for of_rank in times)
+    for times_of_rank in times:
+        if np.median(times_of_rank) > STEADY_RATIO * min(times_of_rank):
+            return False
+    return True
 
 
 def are_equally_fast(times: Sequence[Sequence[float]]) -> bool:
@@ -190,15 +197,15 @@ def confirm_shares(
             fit into memory.
         last: the shares that the last times led to.
     """
-    first = next(iter(seconds))
+    initial = next(iter(seconds))  # the shares with which the search began
     if last in seconds:  # measuring these shares has led to the same shares again
         best = last
     else:
         best = min(seconds, key=seconds.__getitem__)
     if seconds[best] == math.inf:  # nothing that was tried fits
         return last
-    if seconds[first] <= seconds[best] * MIN_SPEEDUP:
-        return first
+    if seconds[initial] <= seconds[best] * MIN_SPEEDUP:
+        return initial
     return best
 
 
@@ -218,10 +225,10 @@ def step_seconds(
     """
     seconds_of_rank = []
     samples_of_rank = part_sizes(batch_size, shares)
-    for samples, limit, of_rank in zip(samples_of_rank, limits, times, strict=True):
+    for samples, limit, times_of_rank in zip(samples_of_rank, limits, times, strict=True):
         if limit is not None and samples > limit:
             return math.inf
-        seconds_of_rank.append(samples * min(of_rank))
+        seconds_of_rank.append(samples * min(times_of_rank))
     return max(seconds_of_rank)
 
 
@@ -258,10 +265,11 @@ def choose_shares(
         if fits:
             step_seconds_by_shares[shares] = _slowest(shares, seconds) / sum(shares) * batch_size
     ideal_seconds = _slowest(ideal, seconds)
-    # The current shares are kept if they are good enough; otherwise the smallest numbers that are
-    # nearly ideal are taken, or else the best ones.
+    # The current shares are kept if they are good enough. They are not in the table if they do not
+    # fit into memory.
     if step_seconds_by_shares.get(present, math.inf) <= ideal_seconds * MIN_SPEEDUP:
         return present
+    # Otherwise the smallest numbers that are nearly ideal are taken, or else the best ones.
     for shares, step in step_seconds_by_shares.items():
         if step <= ideal_seconds * NEARLY_IDEAL_RATIO:
             return shares
@@ -308,29 +316,32 @@ def _ideal_division(seconds: Sequence[float], room: Sequence[int], batch_size: i
     """
     samples = [0.0] * len(room)
     open_ranks = set(range(len(room)))
-    num_left = float(batch_size)
+    remaining_samples = float(batch_size)  # to be divided over the open ranks
     while open_ranks:
         samples_per_second = sum(1 / seconds[rank] for rank in open_ranks)
+        # In proportion to its speed, a rank gets remaining_samples * speed / sum of the speeds.
         full_ranks = set()
         for rank in open_ranks:
-            if num_left / seconds[rank] / samples_per_second > room[rank]:
+            samples[rank] = remaining_samples / seconds[rank] / samples_per_second
+            if samples[rank] > room[rank]:
                 full_ranks.add(rank)
         if not full_ranks:
-            for rank in open_ranks:
-                samples[rank] = num_left / seconds[rank] / samples_per_second
             break
         for rank in full_ranks:
             samples[rank] = float(room[rank])
-        num_left -= sum(samples[rank] for rank in full_ranks)
+        remaining_samples -= sum(samples[rank] for rank in full_ranks)
         open_ranks -= full_ranks
     return samples
 
 
 def _whole_numbers(ideal: Sequence[float], total: int) -> list[int]:
-    """Divides `total` nearly in the proportion of `ideal`; at least one for each rank."""
+    """Divides `total` nearly in the proportion of `ideal`; at least one for each rank.
+
+    Since each rank has at least one, the sum may be larger than `total`.
+    """
     exact = np.asarray(ideal) * total / sum(ideal)
     numbers = np.maximum(1, np.floor(exact)).astype(int)
-    for _ in range(total - int(numbers.sum())):
+    for _ in range(total - int(numbers.sum())):  # what was lost by rounding down
         most_below = int(np.argmax(exact - numbers))
         numbers[most_below] += 1
     return [int(number) for number in numbers]

@@ -202,7 +202,9 @@ class IterableSource(Source):
         """How a rank comes by its part, a key of `SHARDING`."""
         if self.shard is None:
             return "whole"
-        return "own" if self.shard is False else "seek"
+        if self.shard is False:
+            return "own"
+        return "seek"
 
 
 _Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
@@ -262,10 +264,13 @@ def index_bytes(indices: Any) -> bytes:
         array = np.asarray(indices)
     except ValueError:  # such as tuples of several lengths
         return length_alone
-    if array.dtype.kind in "iu" or not array.size:
+    if array.dtype.kind in "iu":  # signed or unsigned whole numbers
         return array.astype(np.int64).tobytes()
-    is_text = array.dtype.kind == "U"
-    return array.tobytes() if is_text else length_alone
+    if array.size == 0:  # numpy takes an empty list for one of floating-point numbers
+        return b""
+    if array.dtype.kind == "U":  # texts
+        return array.tobytes()
+    return length_alone
 
 
 def make_source(
@@ -348,7 +353,9 @@ def _global_batch_size(batch_size: int | None, per_device: int | None, devices: 
     Raises:
         DataError: not exactly one of `batch_size` and `per_device` is given, or it is no size.
     """
-    if (batch_size is None) == (per_device is None):
+    both_are_given = batch_size is not None and per_device is not None
+    none_is_given = batch_size is None and per_device is None
+    if both_are_given or none_is_given:
         raise DataError(
             f"batch_size={batch_size}, batch_size_per_device={per_device}",
             "exactly one of them says how large the global batch is",
@@ -376,6 +383,7 @@ def _order_fields(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str
                 code="LS102",
             )
     if type(batch_sampler) is not torch_data.BatchSampler or loader.batch_size is None:
+        # The user has given a batch sampler of their own.
         size = getattr(batch_sampler, "batch_size", None)
         if not (isinstance(size, int) and size > 0):
             # Its batches may have any size; this is the mean.
@@ -385,6 +393,7 @@ def _order_fields(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str
     is_sequential = type(sampler) is torch_data.SequentialSampler
     is_random = type(sampler) is torch_data.RandomSampler and not sampler.replacement
     if is_sequential or is_random:
+        # A sampler with num_samples=, or one over other data, does not give each sample once.
         reads_whole_dataset = len(sampler) == len(sampler.data_source) == _length(loader.dataset)
         if reads_whole_dataset:
             return {"shuffle": shuffle or is_random}
@@ -506,7 +515,8 @@ def _can_be_read_once(dataset: Any) -> bool:
     method = type(dataset).__iter__
     if method is Iterator.__iter__:
         return True
-    return not isinstance(method, FunctionType) and iter(dataset) is dataset
+    is_written_in_python = isinstance(method, FunctionType)
+    return not is_written_in_python and iter(dataset) is dataset
 
 
 def _check_map_style(dataset: object, *, has_stream_arguments: bool) -> None:

@@ -231,6 +231,7 @@ class IterableLoader(Loader):
             if samples:
                 yield item, self._iterable.collate(epoch, samples, item.indices)
                 continue
+            # This rank has no sample of the micro-batch, so the empty batch is made of another one.
             with preserve_rng_state():
                 first_number = np.array([self._first_number])
                 batch = self._iterable.collate(epoch, self._whole_batch[:1], first_number)
@@ -263,7 +264,8 @@ class IterableLoader(Loader):
 
     def _divide(self, epoch: int, rank_batch: RankBatch) -> Iterator[ReadMicroBatch]:
         """Yields this rank's micro-batches of a global batch, each with its batch."""
-        planned_sizes = rank_batch.planned_sizes
+        planned_sizes = rank_batch.planned_sizes  # shape (micro-batches, ranks)
+        # Samples that are planned for a rank in earlier micro-batches, of the same shape.
         planned_before = np.cumsum(planned_sizes, axis=0) - planned_sizes
         # At the end of the stream a rank may have fewer samples than planned.
         sizes = np.clip(rank_batch.counts - planned_before, 0, planned_sizes)
@@ -358,11 +360,16 @@ class IterableLoader(Loader):
             )
 
     def _ask_for_counts(self, rank_batch: RankBatch) -> dist.Work:
-        """Starts to gather the counts of all ranks, which are in `rank_batch` when it is done."""
+        """Starts to gather the counts of all ranks.
+
+        Args:
+            rank_batch: `counts`, shape `(ranks,)`, has the counts when what is returned is done.
+        """
         rank = self._collectives.data_parallel.rank
         size = self._collectives.topology.size
         count = torch.tensor([int(rank_batch.counts[rank])])
         counts_of_all = torch.empty(size, 1, dtype=count.dtype)
+        # A view of the memory that the counts are gathered into.
         rank_batch.counts = counts_of_all.view(-1).numpy()[: len(rank_batch.counts)]
         work: dist.Work = dist.all_gather(list(counts_of_all), count, async_op=True)
         return work

@@ -78,6 +78,7 @@ def _check_same_samples(
         if not all_digests_match(digests_of_ranks):
             found = describe_difference(first + place, digests_of_ranks)
             break
+    # What all ranks have read is equal. On some of them the stream may have ended there.
     if not found and len(set(num_read)) > 1:
         ended_on = [str(rank) for rank, number in enumerate(num_read) if number == num_compared]
         found = (
@@ -108,7 +109,7 @@ def _check_other_samples(
         for rank, other in enumerate(digests_by_rank):
             if digests_match(digests, other):
                 ranks_with_same.append(str(rank))
-        if len(ranks_with_same) < 2:
+        if len(ranks_with_same) < 2:  # only the rank that they are of
             continue
         if source.shard is False:
             shard = "False"
@@ -196,9 +197,10 @@ class WorkerComparison:
         if self._num_workers < 2:
             return
         for position, digests in digests_by_position.items():
-            other_worker, other_digests = self._first_reading.setdefault(
-                position, (worker, digests)
-            )
+            if position not in self._first_reading:
+                self._first_reading[position] = worker, digests
+                continue
+            other_worker, other_digests = self._first_reading[position]
             if match_samples(other_digests, digests) is Match.OTHER:
                 self._raise_error(
                     f"worker {worker} and worker {other_worker}, global batch {position}"
@@ -225,6 +227,7 @@ class WorkerComparison:
                 del self._first_reading[position]
 
     def _raise_error(self, found: str) -> NoReturn:
+        """Raises the DataError of workers that read different samples; `found` says which."""
         where = f"epoch {self._epoch}"
         if self._topology.size > 1:
             where = f"rank {self._topology.rank}, {where}"

@@ -70,13 +70,13 @@ class Weighing:
         micro_batch = planned.micro_batch
         num_samples = micro_batch.local_rows
         num_rows: int | None = num_samples
-        if self.rows is not None and num_samples:
+        if self.rows is not None and num_samples > 0:
             num_rows = self.rows.count(batch, num_samples)
         rows_are_unknown = num_rows is None
         if num_rows is None:
             num_rows = num_samples
         collated = batch
-        if num_samples and num_rows == 0:
+        if num_samples > 0 and num_rows == 0:  # the collate function left out all samples
             batch = self.make_empty_batch()
         has_other_rows = num_rows != num_samples
         if has_other_rows:
@@ -89,6 +89,15 @@ class Weighing:
         return CountedBatch(planned, batch, collated, weight, has_other_rows, rows_are_unknown)
 
 
+def _index_of_weight(counted: CountedBatch) -> int:
+    """Returns which weight of a global batch a micro-batch adds to: that of its virtual rank.
+
+    Without virtual ranks there is one weight, with index 0.
+    """
+    number = counted.planned.micro_batch.virtual_rank_number
+    return 0 if number is None else number
+
+
 def _weigh_batch(weight: Weight, batch: Any) -> float:
     """Returns what the user's function says that a batch weighs.
 
@@ -98,6 +107,7 @@ def _weigh_batch(weight: Weight, batch: Any) -> float:
     value = weight(batch)
     number = float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    # Infinity and NaN are refused too, and numbers whose sum could be infinite.
     if not is_number or not 0 <= number < 1e300:
         raise DataError(
             f"weight={getattr(weight, '__name__', weight)}",
@@ -178,12 +188,12 @@ class _WeightSum:
         self._epoch = epoch
         self._position = global_batch[0][0].position
         self._counted = [weighing.count_rows(planned, batch) for planned, batch in global_batch]
+        # The weight of each virtual rank's part. Without virtual ranks there is one: of the whole.
         weights = [0.0] * num_virtual_ranks
         if collectives.contributes:
             weights[0] = weight_before
             for counted in self._counted:
-                number = counted.planned.micro_batch.virtual_rank_number
-                weights[number or 0] += counted.weight
+                weights[_index_of_weight(counted)] += counted.weight
         has_other_rows = float(any(counted.has_other_rows for counted in self._counted))
         has_unknown_rows = float(any(counted.rows_are_unknown for counted in self._counted))
         # All of it is summed over the ranks.
@@ -201,18 +211,20 @@ class _WeightSum:
         """
         if self._work is not None:
             self._work.wait()
-        sums = self._sums.tolist()
+        sums = self._sums.tolist()  # of the values in the order in which __init__ joins them
         weights = sums[: self._num_virtual_ranks]
-        num_ranks_with_other_rows, num_ranks_with_unknown_rows = sums[-4:-2]
-        sum_of_epochs, sum_of_positions = sums[-2:]
+        num_ranks_with_other_rows = sums[-4]
+        num_ranks_with_unknown_rows = sums[-3]
+        sum_of_epochs = sums[-2]
+        sum_of_positions = sums[-1]
         self._check_same_global_batch(sum_of_epochs, sum_of_positions)
         rows = self._weighing.rows
         if self._weighing.weight is None and rows is not None:
             # Batches are weighed by their rows; if these are as planned, so are the scales.
             global_samples = self._global_batch[0][0].micro_batch.global_samples
-            if num_ranks_with_unknown_rows:
+            if num_ranks_with_unknown_rows > 0:
                 rows.warn_of_unknown(global_samples)
-            if not num_ranks_with_other_rows:
+            if num_ranks_with_other_rows == 0:
                 return self._global_batch
             rows.warn_of_rows(global_samples, int(sum(weights)))
         return self._scaled(weights)
@@ -240,18 +252,19 @@ class _WeightSum:
         """
         num_ranks = self._collectives.data_parallel.size
         ranks_of_virtual_rank = max(1, num_ranks // self._num_virtual_ranks)
-        first = self._global_batch[0][0].micro_batch
-        is_whole = num_ranks == 1 and len(self._global_batch) == 1 and first.first
-        is_whole = is_whole and first.virtual_rank is None
+        first_planned, _ = self._global_batch[0]
+        first = first_planned.micro_batch
+        is_only_micro_batch = len(self._global_batch) == 1 and first.first
+        is_whole = num_ranks == 1 and is_only_micro_batch and first.virtual_rank is None
         scaled = []
         for counted in self._counted:
             micro_batch = counted.planned.micro_batch
-            total = weights[micro_batch.virtual_rank_number or 0]
+            total = weights[_index_of_weight(counted)]
             scale = 0.0
-            if total:
+            if total > 0:
                 scale = counted.weight * ranks_of_virtual_rank / total
             micro_batch = replace(micro_batch, scale=scale, plain=is_whole and total > 0)
             # If nothing is left on any rank, all of them get what one device would get.
-            batch = counted.batch if sum(weights) else counted.collated
+            batch = counted.batch if sum(weights) > 0 else counted.collated
             scaled.append((counted.planned._replace(micro_batch=micro_batch), batch))
         return scaled
