@@ -96,9 +96,24 @@ def _setting(
     help: str = "",
     agreement: Agreement = Agreement.VALUE,
 ) -> Any:
-    """Returns the field of a setting. `name` is that of the argument, if the field's differs."""
-    declaration = {"name": name, "reader": reader, "metavar": metavar, "help": help}
-    return field(default=default, metadata={**declaration, "agreement": agreement})
+    """Returns the field of a setting, with what becomes its `Declaration` as metadata.
+
+    Args:
+        default: the value if nothing is set.
+        name: of the argument of `init`, if it is not the name of the field.
+        reader: see `Declaration`. So with the next three.
+        metavar: see `Declaration`.
+        help: see `Declaration`.
+        agreement: see `Declaration`.
+    """
+    metadata = {
+        "name": name,
+        "reader": reader,
+        "metavar": metavar,
+        "help": help,
+        "agreement": agreement,
+    }
+    return field(default=default, metadata=metadata)
 
 
 def whole_number_from_1(text: str) -> int:
@@ -196,8 +211,10 @@ class Settings:
 
 
 def _declaration_of(setting: Field[Any]) -> Declaration:
+    """Returns the declaration of a field that `_setting` has made."""
     values = dict(setting.metadata)
-    values["name"] = values["name"] or setting.name
+    if not values["name"]:  # the argument of `init` has the name of the field
+        values["name"] = setting.name
     return Declaration(**values)
 
 
@@ -213,6 +230,7 @@ def settings_of_ranks(settings: Settings) -> dict[str, object]:
     for field_name, declaration in DECLARATIONS.items():
         value = getattr(settings, field_name)
         if declaration.agreement is Agreement.VALUE:
+            # A strategy may be an object, which is compared by its name.
             compared[declaration.name] = getattr(value, "name", value)
         elif declaration.agreement is Agreement.PRESENCE:
             compared[declaration.name] = value is not None
@@ -231,6 +249,7 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
     Raises:
         SettingError: a value that is invalid, or an argument and a variable that contradict.
     """
+    # By the name of the argument: what the script has set, then what was set outside of it.
     values = {name: value for name, value in given.items() if value is not None}
     for declaration in DECLARATIONS.values():
         name = declaration.name
@@ -274,7 +293,7 @@ def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:
         SettingError: the variable does not have such a value.
     """
     text = environ.get(declaration.variable)
-    if not text or declaration.reader is None:
+    if not text or declaration.reader is None:  # not set, or it can only be set in the script
         return None
     try:
         return declaration.reader(text)
@@ -314,6 +333,6 @@ def _as_command_line_text(value: Any) -> str:
         return ":".join(str(part) for part in value)
     if isinstance(value, timedelta):
         return str(value.total_seconds())
-    if isinstance(value, int):
+    if isinstance(value, int):  # 30 and 30.0 are the same
         return str(float(value))
-    return str(getattr(value, "name", value))
+    return str(getattr(value, "name", value))  # of a strategy its name

@@ -309,18 +309,20 @@ class World:
 
     def _check_gathers_whole_batch(self) -> None:
         """Raises UsageError if the ranks together do not have the whole global batch."""
-        micro_batches = self._run.step.micro_batch.num_micro_batches
-        found = ""
+        num_micro_batches = self._run.step.micro_batch.num_micro_batches
         if self.strategy in ("pipeline", "diloco"):
             found = f"under {self.strategy} the ranks do not compute one batch side by side"
-        elif micro_batches > 1:
-            found = f"it would gather one of {micro_batches} micro-batches, not the global batch"
-        if found:
-            raise UsageError(
-                "world.gather(..., gradient=True)",
-                found,
-                "compute such a loss without micro-batches, under single, ddp or fsdp",
+        elif num_micro_batches > 1:
+            found = (
+                f"it would gather one of {num_micro_batches} micro-batches, not the global batch"
             )
+        else:
+            return
+        raise UsageError(
+            "world.gather(..., gradient=True)",
+            found,
+            "compute such a loss without micro-batches, under single, ddp or fsdp",
+        )
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Returns the value of rank `source` on every rank; the other ranks may pass None."""
@@ -479,7 +481,7 @@ class World:
         atexit.unregister(process_group.close_at_exit)
         self._preparer.release()
         process_group.leave(self._run, failed=failed)
-        if not failed:
+        if not failed:  # raises an error that an extension still holds back
             self._run.extensions.settle()
         if self.is_main and not failed:
             print_closing(self._run.step, self._checkpoint_folders, traffic, self.strategy)
@@ -493,8 +495,8 @@ class World:
         self._run.extensions.choices_made(choices)
         if self.is_main:
             joined = self._run.joined
-            hosts = 1 if joined is None else len(set(joined.hosts))
-            print_choices(title_of(self.size, hosts, __version__), choices)
+            num_hosts = 1 if joined is None else len(set(joined.hosts))  # None: one process
+            print_choices(title_of(self.size, num_hosts, __version__), choices)
 
     def _check_open(self, method: str) -> None:
         """Raises UsageError if the world was closed."""

@@ -26,6 +26,7 @@ def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
     if isinstance(source, IterableSource):
         return None
     indices = _spread_indices(len(source.dataset))  # type: ignore[arg-type]
+    # Each sample is read twice. What then differs is random, and identifies nothing.
     indices_twice: list[int] = []
     for index in indices:
         indices_twice += [index, index]
@@ -34,6 +35,7 @@ def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
     second_readings = digests[1::2]
     parts_by_index: dict[int, Parts] = {}
     random_parts: set[str] = set()
+    # There are fewer readings than indices if time ran out; a sample that cannot be read has None.
     for index, first, second in zip(indices, first_readings, second_readings, strict=False):
         if first is not None and second is not None:
             parts_by_index[index] = parts_of(first)

@@ -62,6 +62,8 @@ def _copy_one_ahead(
 
 
 class _StartedCopy(NamedTuple):
+    """A batch that is being copied to the GPU, or waits to be copied when it is needed."""
+
     batch: Any
     is_on_device: bool
     """True if the batch is on the device when the copy stream is done."""

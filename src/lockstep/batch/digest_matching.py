@@ -44,12 +44,13 @@ def match_samples(before: Sequence[Any], now: Sequence[Any]) -> Match:
 
 def match_parts(before: Sequence[Parts], now: Sequence[Parts]) -> Match:
     """Compares two readings of some samples, which were divided into parts before."""
-    pairs = list(zip(before, now, strict=False))
+    pairs = list(zip(before, now, strict=False))  # of each sample both readings
     if all(samples_match(old, new) for old, new in pairs):
         return Match.SAME
-    first_sample = pairs[0][0]
+    first_sample, _ = pairs[0]
     for name in first_sample:
         values_before = [old.get(name) for old, _ in pairs]
+        # A part with the same value in all samples would be the same in other samples too.
         tells_samples_apart = len(pairs) == 1 or not all_digests_match(values_before)
         if tells_samples_apart and _part_is_unchanged(name, pairs):
             return Match.CHANGED

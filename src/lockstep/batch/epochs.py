@@ -62,9 +62,13 @@ class Epochs:
         self._step_at_begin = self._step.number
 
     def _is_done(self) -> bool:
-        """Returns True if the current epoch is done."""
+        """Returns True if the current epoch is done.
+
+        It is done when some loader was trained on in it, and each loader that was trained on in the
+        epoch before.
+        """
         passes_before = self._passes_at_begin
-        if passes_before is None:
+        if passes_before is None:  # no loop over epochs is running
             return False
         if any(loader.mid_epoch for loader in self._loaders):
             return False

@@ -53,7 +53,8 @@ class Fetch(Dataset[Any]):
             return self._read_undrawn(indices.tolist())
         # The streams of a worker process are used for nothing else, so they are not preserved.
         in_worker = get_worker_info() is not None
-        with nullcontext() if in_worker else preserve_rng_state():
+        random_state = nullcontext() if in_worker else preserve_rng_state()
+        with random_state:
             samples = []
             for index in indices.tolist():
                 seed_sample(self.seed, epoch, index)
@@ -62,9 +63,10 @@ class Fetch(Dataset[Any]):
 
     def _read_undrawn(self, indices: list[int]) -> Any:
         """Reads a batch of samples for which no random numbers are drawn."""
-        read_many = getattr(self.dataset, "__getitems__", None)
-        if read_many:
-            samples = read_many(indices)
+        # Torch's DataLoader calls this method too: a dataset may read several samples at once.
+        get_items = getattr(self.dataset, "__getitems__", None)
+        if get_items:
+            samples = get_items(indices)
         else:
             samples = [self.dataset[index] for index in indices]
         return call_collate(self.collate, samples)
@@ -85,9 +87,11 @@ class TensorRows(NamedTuple):
         rows = samples if self.row_of_sample is None else self.row_of_sample[samples]
         try:
             return _select_rows(self.tensors, rows)
-        except (IndexError, RuntimeError):  # a Subset may count rows from the end
+        except (IndexError, RuntimeError):
+            # A Subset may have negative indices, which count from the end; torch refuses them here.
             num_rows = len(self.tensors[0])
-            return _select_rows(self.tensors, np.where(rows < 0, rows + num_rows, rows))
+            rows_from_begin = np.where(rows < 0, rows + num_rows, rows)
+            return _select_rows(self.tensors, rows_from_begin)
 
 
 def find_tensor_rows(dataset: Dataset[Any]) -> TensorRows | None:

@@ -97,7 +97,8 @@ def _move_cells(cells: Words, length: int, keys: Words) -> Words:
     """
     num_columns = math.isqrt(length - 1) + 1
     num_rows = ceil_div(length, num_columns)
-    # In each round the first coordinate moves, by a distance that depends on the second one.
+    # In each round one coordinate of a cell moves, by a distance that depends on the other one.
+    # At first the column moves and the row is fixed; then they change places.
     moving_size = np.uint64(num_columns)
     fixed_size = np.uint64(num_rows)
     fixed = cells // moving_size

@@ -57,6 +57,10 @@ class PassRandomState:
             self._exchange_with_global_streams()
 
     def _exchange_with_global_streams(self) -> None:
+        """Makes the streams of the pass the global ones, and keeps the global ones instead.
+
+        A second call puts both back.
+        """
         global_states = _RandomStates(
             torch.get_rng_state(),
             np.random.get_bit_generator(),  # type: ignore[attr-defined]

@@ -53,6 +53,14 @@ class UnpreparedLoaders:
         self.release = watch_data_loaders(self._delivered)
 
     def _delivered(self, iterator: Any, dataset: Any, sampler: Any, batch: Any) -> None:
+        """Adds a batch to the pass that it belongs to, or reports the end of that pass.
+
+        Args:
+            iterator: of the DataLoader; there is one for each pass.
+            dataset: of the DataLoader.
+            sampler: of the DataLoader.
+            batch: what the iterator has returned; `END_OF_PASS` if it has nothing more.
+        """
         if type(dataset).__module__.startswith("lockstep."):  # workers of a prepared loader
             return
         if batch is END_OF_PASS:
@@ -63,11 +71,11 @@ class UnpreparedLoaders:
             return
         reads_whole_dataset = type(sampler) in (SequentialSampler, RandomSampler)
         self.dataset_in_use = dataset if reads_whole_dataset else None
-        before = self._open_passes.get(iterator, ReadPass(0, 0))
-        of_batch = checksum(batch)
+        read_before = self._open_passes.get(iterator, ReadPass(samples=0, checksum=0))
+        read_now = checksum(batch)
         self._open_passes[iterator] = ReadPass(
-            before.samples + of_batch.samples,
-            (before.checksum + of_batch.checksum) & CHECKSUM_MASK,
+            samples=read_before.samples + read_now.samples,
+            checksum=(read_before.checksum + read_now.checksum) & CHECKSUM_MASK,
         )
 
 
@@ -79,15 +87,15 @@ def checksum(batch: Any) -> ReadPass:
     """
     summed = [tensor for tensor in tensors(batch) if _can_be_summed(tensor)][:MAX_TENSORS]
     if not summed:
-        return ReadPass(0, 0)
+        return ReadPass(samples=0, checksum=0)
     total = 0
     for tensor in summed:
-        rows = tensor.detach().reshape(len(tensor), -1)
+        rows = tensor.detach().reshape(len(tensor), -1)  # one for each sample
         stride = max(1, rows.shape[1] // NUMBERS_OF_SAMPLE)
-        numbers = rows[:, ::stride].contiguous()
+        numbers = rows[:, ::stride].contiguous()  # of each sample a few
         bits = numbers.view(_INTEGER_DTYPES[numbers.itemsize])
         total += int(bits.sum(dtype=torch.int64))
-    return ReadPass(len(summed[0]), total & CHECKSUM_MASK)
+    return ReadPass(samples=len(summed[0]), checksum=total & CHECKSUM_MASK)
 
 
 def _can_be_summed(tensor: Tensor) -> bool:

@@ -45,10 +45,11 @@ class Workers:
             return
         keys = iter(keys)
         first_key = next(keys, None)
-        if first_key is None:
+        if first_key is None:  # there are no keys
             return
         keys = chain([first_key], keys)
         if self._persistent_are_busy or not self._options["persistent_workers"]:
+            # Workers that live for this pass alone.
             options = {**self._options, "persistent_workers": False}
             yield from self._start(fetch, keys, options)
             return

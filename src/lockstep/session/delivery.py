@@ -119,9 +119,14 @@ def still_referenced(deliveries: Iterable[Delivery]) -> list[Delivery]:
 
 
 def next_trained(training_pass: TrainingPass) -> list[Delivery]:
-    """Returns the delivery that a loss of this pass comes from, or an equivalent one."""
+    """Returns the delivery that a loss of this pass comes from, or one that weighs the same.
+
+    Returns:
+        A list of one delivery; an empty one if nothing was handed out yet.
+    """
     if not training_pass.source_is_known and training_pass.untrained:
-        return training_pass.untrained[:1]
+        first_untrained = training_pass.untrained[0]
+        return [first_untrained]
     if training_pass.active is None:
         return []
     return [training_pass.active]

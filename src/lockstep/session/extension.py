@@ -190,7 +190,7 @@ class Extensions(Extension):
     def add(self, extension: Extension, place: Place) -> None:
         """Adds an extension after the others of the same place."""
         self._extensions.append((place, extension))
-        self._extensions.sort(key=lambda entry: entry[0])  # stable
+        self._extensions.sort(key=lambda entry: entry[0])  # by place; those of one place stay
         self._update()
 
     def remove(self, extension: Extension) -> None:
@@ -219,12 +219,13 @@ class Extensions(Extension):
     def _update(self) -> None:
         """Collects, for each event, the methods that an extension overrides, in their order."""
         for event in EVENTS:
-            does_nothing = getattr(Extension, event)
+            default_method = getattr(Extension, event)  # does nothing
             listeners: list[Callable[..., None]] = []
             for place, extension in self._extensions:
                 if place is Place.OBSERVER and not self._observers_are_notified:
                     continue
-                if getattr(type(extension), event) is not does_nothing:
+                is_overridden = getattr(type(extension), event) is not default_method
+                if is_overridden:
                     listeners.append(getattr(extension, event))
             self.listeners[event] = listeners
 

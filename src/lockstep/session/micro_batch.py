@@ -69,8 +69,9 @@ class MicroBatch:
         return None if self.virtual_rank is None else self.virtual_rank.number
 
     def without_virtual_rank(self) -> MicroBatch:
-        """Returns this micro-batch as a part of the global batch, all virtual ranks being one."""
+        """Returns this micro-batch as it counts while all virtual ranks train one model."""
         if self.virtual_rank is None:
             return self
+        # A process adds up the gradients of several virtual ranks, each with a mean of its own.
         scale = self.scale / self.virtual_rank.mean_number_on_process
         return replace(self, scale=scale, virtual_rank=None)
