@@ -565,8 +565,8 @@ class Loader:
         )
 
     def _count_rows(self, epoch: int, read: Iterator[ReadMicroBatch]) -> Iterator[ReadMicroBatch]:
-        """Yields the micro-batches of an evaluation, which say how many rows each batch has."""
-        if self._rows is None:
+        """Yields the micro-batches of an evaluation with the number of rows that each batch has."""
+        if self._rows is None:  # torch's collate function makes one row of each sample, as planned
             yield from read
             return
         weighing = Weighing(

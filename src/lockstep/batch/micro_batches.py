@@ -364,13 +364,16 @@ def make_micro_batches(
     plain = is_whole and count > 0 and sizes_are_equal
     micro_batches = []
     for index, local_rows in enumerate(sizes[:, rank].tolist()):
+        # With this factor the mean over this rank's samples counts in the mean over ranks as these
+        # samples count in the mean over the global batch.
+        scale = 1.0 if plain else local_rows * num_ranks / max(1, count)
         micro_batch = MicroBatch(
             global_samples=count,
             local_rows=local_rows,
             first=has_first and index == 0,
             last=has_last and index == num_micro_batches - 1,
             num_micro_batches=num_micro_batches,
-            scale=1.0 if plain else local_rows * num_ranks / max(1, count),
+            scale=scale,
             plain=plain,
         )
         micro_batches.append(micro_batch)

@@ -336,7 +336,7 @@ def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int 
         sizes = split_sizes(split_batch(batch_size, shares, number))
         if int(sizes.max()) <= largest:
             return number
-    return max(1, batch_size)
+    return max(1, batch_size)  # one sample in each
 
 
 def check_batch_size(batch_size: object) -> int:

@@ -217,6 +217,7 @@ def join_trees(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
     first_children = children_of(trees[0])
     if first_children is None:
         return join(list(trees))
+    # A leaf where the first tree has a container counts as an empty container.
     children_of_trees = [children_of(tree) or {} for tree in trees]
     if any(children.keys() != first_children.keys() for children in children_of_trees):
         descriptions = []

@@ -284,7 +284,8 @@ def _candidates(
     Args:
         ideal: samples of each rank with which all need the same time.
         present: the current shares.
-        room: the most samples that each rank can take. In the same proportion they always fit.
+        room: the most samples that each rank can take. These numbers themselves are candidates,
+            because shares in proportion to them always fit.
     """
     num_ranks = len(present)
     candidates = [present]

@@ -204,7 +204,7 @@ class Step:
             training_pass = delivery.training_pass
             if delivery not in self._forwarded:
                 self._forwarded.append(delivery)
-            if delivery is not training_pass.active:
+            if delivery is not training_pass.active:  # the loop had fetched it before
                 check_order(delivery)
                 self._begin_delivery(delivery)
             elif self.training_pass is self._no_loader:
@@ -366,6 +366,7 @@ class Step:
         if self.number < self.num_common_steps:
             micro_batch = micro_batch.without_virtual_rank()
         self._check_other_passes(training_pass, micro_batch)
+        # The pass that is trained on last stands at the end.
         if training_pass in self._passes:
             self._passes.remove(training_pass)
         self._passes.append(training_pass)
@@ -374,7 +375,7 @@ class Step:
             self._first_batch_at_s = time.perf_counter()
         was_trained = training_pass.num_backwards > 0
         training_pass.step_left_out = was_trained and not training_pass.stepped
-        if micro_batch.first:
+        if micro_batch.first:  # a global batch begins
             training_pass.number += 1
             training_pass.stepped = False
             training_pass.accumulated = False
@@ -396,6 +397,7 @@ class Step:
                 continue
             if optimizer_steps_at(other.micro_batch) != optimizer_steps_at(micro_batch):
                 raise two_loaders_error()
+            # The factor of a loss then depends on which of the two micro-batches it comes from.
             if weight_in_backward(other.micro_batch) != weight_in_backward(micro_batch):
                 self._watch_forward_passes()
 

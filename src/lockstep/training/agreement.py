@@ -47,7 +47,8 @@ def check_equal_on_ranks(call: str, objects: Sequence[Any], run: Run) -> None:
         if isinstance(loader, Loader):
             check_samples(loader.source, loader.seed, run.collectives)
             if run.settings.ledger is not None:
-                _ = loader.fingerprint  # the ledger holds it; it is read before the training
+                # The ledger will have it. It is read once, and here, before the training begins.
+                _ = loader.fingerprint
 
 
 def describe(thing: Any) -> str:

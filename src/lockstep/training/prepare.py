@@ -542,7 +542,13 @@ class Preparer:
         return unsent
 
     def load_unsent_gradients(self, unsent_by_rank: dict[int, dict[str, Tensor]]) -> None:
-        """Loads what all ranks had not sent yet; warns if that does not fit this run."""
+        """Loads what the ranks of a checkpoint had not sent yet of their gradients.
+
+        Warns if that does not fit this run.
+
+        Args:
+            unsent_by_rank: what `unsent_gradients` returned on each rank.
+        """
         everything_fits = True
         for number, compressed in enumerate(self._compressed_means()):
             prefix = f"{number}."  # of the names that `unsent_gradients` gave

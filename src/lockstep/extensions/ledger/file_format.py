@@ -196,8 +196,9 @@ def _find_records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int
         frame_is_complete = content_begin <= len(data)
         if frame_is_complete:
             length, _ = FRAME.unpack(data[place:content_begin])
-        ends_before_the_file = length > 0 and content_begin + length < len(data)
-        if next_place is not None or ends_before_the_file:
+        # By its own length. An incomplete record would end behind the end of the file.
+        ends_within_file = length > 0 and content_begin + length < len(data)
+        if next_place is not None or ends_within_file:
             file.damaged_at.append(place)
         if next_place is None:
             file.is_cut_off = True

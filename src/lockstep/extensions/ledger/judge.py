@@ -176,14 +176,14 @@ def _find_final_attempts(attempts: Sequence[Attempt], report: LedgerReport) -> F
         for batches in attempt.batches_of_rank.values():
             steps.update(batch.step for batch in batches)
         first_step = min(steps, default=None)  # None: the attempt ended before its first step
-        replaced: list[int] = []
+        retrained_steps: list[int] = []
         if first_step is not None:
-            replaced = [step for step in final_attempts if step >= first_step]
-        for step in replaced:
+            retrained_steps = [step for step in final_attempts if step >= first_step]
+        for step in retrained_steps:
             del final_attempts[step]
         for step in steps:
             final_attempts[step] = index
-        report.again += len(replaced)
+        report.again += len(retrained_steps)
         report.attempts.append(
             {
                 "name": attempt.start_name,
@@ -192,7 +192,7 @@ def _find_final_attempts(attempts: Sequence[Attempt], report: LedgerReport) -> F
                 "ranks": attempt.num_ranks,
                 "first": first_step,
                 "last": max(steps, default=None),
-                "again": len(replaced),
+                "again": len(retrained_steps),
             }
         )
     report.steps = len(final_attempts)
@@ -467,7 +467,8 @@ def _check_epoch(
     last = batches[-1]
     title = f"loader {loader['loader']} ({loader['dataset']}), epoch {first.epoch}"
 
-    def add_finding(code: str, what: str, samples: Indices | Sequence[int] = ()) -> None:
+    def report_in_epoch(code: str, what: str, samples: Indices | Sequence[int] = ()) -> None:
+        """Adds a finding about this epoch to the report, with the first of its samples."""
         report.add_finding(
             code,
             f"{title}: {what}",
@@ -496,10 +497,10 @@ def _check_epoch(
     missing = [n for n in range(begin_position, end_position) if n not in positions]
     if missing:
         places = format_ranges(missing, MAX_ITEMS_IN_TEXT)
-        add_finding("LS102", f"global batches were left out: {places}{explanation}")
+        report_in_epoch("LS102", f"global batches were left out: {places}{explanation}")
     if loader["own_order"]:
         if len(positions) < len(batches):
-            add_finding("LS101", "a global batch of the user's own order was trained twice")
+            report_in_epoch("LS101", "a global batch of the user's own order was trained twice")
     else:
         required_samples = range(0)
         parts_are_complete = all(b.num_recorded == b.global_samples for b in batches)
@@ -515,11 +516,11 @@ def _check_epoch(
                 for sample in repeated.first[: MAX_ITEMS_IN_TEXT + 1].tolist()
             ]
             what = f"{number} trained more than once: {join_first(examples, MAX_ITEMS_IN_TEXT)}"
-            add_finding("LS101", what, repeated.first)
+            report_in_epoch("LS101", what, repeated.first)
         if absent.count:
             number = count_noun(absent.count, "sample")
             examples_text = format_ranges(absent.first.tolist(), MAX_ITEMS_IN_TEXT)
-            add_finding("LS102", f"{number} left out: {examples_text}", absent.first)
+            report_in_epoch("LS102", f"{number} left out: {examples_text}", absent.first)
     report.epochs.append(
         {
             "loader": loader["loader"],
