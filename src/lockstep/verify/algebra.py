@@ -19,17 +19,17 @@ MIN_VALUES_PER_WEIGHT = 4
 
 
 def constant_ratio(
-    reference: Mapping[str, Array], found: Mapping[str, Array], max_error: float = 1e-7
+    reference: Mapping[str, Array], tensors: Mapping[str, Array], max_error: float = 1e-7
 ) -> float | None:
-    """Returns `c` if all of `found` is `c` times the reference, or None if there is no such number.
+    """Returns `c` if each tensor is `c` times the reference's, or None if there is no such number.
 
     Args:
         reference: tensors by name.
-        found: other tensors with the same names.
-        max_error: the largest remainder, relative to `found`, that counts as rounding.
+        tensors: other tensors with the same names.
+        max_error: the largest remainder, relative to `tensors`, that counts as rounding.
     """
     a = flat(reference)
-    b = flat(found)
+    b = flat(tensors)
     if a.shape != b.shape:
         return None
     square = float(a @ a)

@@ -154,14 +154,14 @@ def find_divergences(
     depend on what was trained before, so they are compared in all updates; trained values are not
     compared any more once something that they follow from has differed.
     """
-    found: dict[str, Divergence] = {}
+    divergences: dict[str, Divergence] = {}
     kinds_that_follow: set[str] = set()
     for number, (expected, actual) in enumerate(zip(reference_run, parallel_run, strict=False)):
         for difference in _differences(expected, actual, tolerance):
             kind = difference.kind
-            if kind in found or kind in kinds_that_follow:
+            if kind in divergences or kind in kinds_that_follow:
                 continue
-            found[kind] = Divergence(
+            divergences[kind] = Divergence(
                 reference_run,
                 parallel_run,
                 tolerance,
@@ -173,14 +173,14 @@ def find_divergences(
             kinds_that_follow |= _KINDS_THAT_FOLLOW.get(kind, set())
         # In later updates trained values follow from any difference, except of the loss alone: the
         # gradients were equal then, so the script only shows another number.
-        if found.keys() - {"loss"}:
+        if divergences.keys() - {"loss"}:
             kinds_that_follow |= _TRAINED_VALUES
     if len(reference_run) != len(parallel_run) and "length" not in kinds_that_follow:
         length = min(len(reference_run), len(parallel_run))
-        found["length"] = Divergence(
+        divergences["length"] = Divergence(
             reference_run, parallel_run, tolerance, update_index=length, kind="length"
         )
-    return list(found.values())
+    return list(divergences.values())
 
 
 def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iterator[Difference]:
@@ -191,14 +191,16 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
     if replica_names:
         yield Difference("replicas", list(replica_names), len(actual.merged("parameter_sums")))
 
-    # Each is True, False, or None if it is not known.
+    # Each is True, False, or None if it is not known. If contents are known, they decide.
     same_indices, same_contents = same_samples(expected, actual)
-    samples_are_same = same_indices if same_contents is None else same_contents
-    if samples_are_same is False and same_indices is not True:
-        yield Difference("samples", num_compared=expected.samples)
-    # The dataset has other contents under the same indices.
-    if same_indices and same_contents is not True and contents_that_differ(expected, actual):
-        yield Difference("contents")
+    if same_indices:
+        # The same indices may stand for other contents.
+        if same_contents is not True and contents_that_differ(expected, actual):
+            yield Difference("contents")
+    else:
+        samples_are_same = same_indices if same_contents is None else same_contents
+        if samples_are_same is False:
+            yield Difference("samples", num_compared=expected.samples)
 
     expected_sums = expected.merged("parameter_sums")
     actual_sums = actual.merged("parameter_sums")

@@ -197,7 +197,10 @@ def _are_close(first: Array, second: Array) -> bool:
 
 
 def _split_into_sections(steps: Sequence[Step], shared_optimizers: set[int]) -> list[list[Step]]:
-    """Splits the steps of a rank before each step of a shared optimizer."""
+    """Splits the steps of a rank before each step of a shared optimizer.
+
+    The first section has the steps that came before all of those; it may be empty.
+    """
     sections: list[list[Step]] = [[]]
     for step in steps:
         optimizer, _ = _key_of(step)

@@ -54,7 +54,7 @@ def findings_without_reference(
     """
     findings: list[Finding] = []
     for number, update in enumerate(updates):
-        if not findings:
+        if not findings:  # later differences between ranks follow from the first one
             findings += _ranks_that_differ(updates, number, tolerance)
         findings += _same_inputs_on_all_ranks(update)
         if any(rank.optimizer_unprepared for rank in update):

@@ -123,6 +123,7 @@ class Verdict:
         return lines
 
     def _lines_of_equal_runs(self, head: str) -> list[str]:
+        """Returns the lines for runs without a difference: what was compared, and what was not."""
         lines = []
         if self.other.by_choice:
             lines.append(
@@ -140,6 +141,7 @@ class Verdict:
         return lines
 
     def _lines_of_findings(self, head: str) -> list[str]:
+        """Returns the lines for runs that differ: the first finding in full, then the others."""
         first, *others = self.findings
         lines = [head]
         if first.place:
@@ -183,7 +185,10 @@ def _describe_compared_values(reference: RunRecord) -> str:
     num_gradients = len(first.merged("gradients"))
     if num_gradients:
         values.append(f"{num_gradients} gradients")
-    num_parameters = len(first.merged("parameters") or first.merged("parameter_sums"))
+    parameters = first.merged("parameters")
+    if not parameters:  # those before each step were compared instead
+        parameters = first.merged("parameter_sums")
+    num_parameters = len(parameters)
     values.append(f"{num_parameters} parameters")
     num_buffers = len(first.merged("buffers"))
     if num_buffers:

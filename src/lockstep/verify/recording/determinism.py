@@ -125,6 +125,12 @@ class Determinism:
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """Changes a call that converts to a lower precision so that it converts to float64.
 
+        Args:
+            func: the function or method of torch that is called.
+            name: its name.
+            args: of the call.
+            kwargs: of the call.
+
         Returns:
             The function and arguments to call; any other call is returned as it is.
         """
@@ -155,6 +161,7 @@ class Determinism:
         The generator gives other numbers in float64 than in float32, so the draw itself is made in
         the script's dtype.
         """
+        # A converted copy of the result would lose the gradient that is passed on.
         if not self.double or func.__name__ in DRAWS_WITH_GRADIENT:
             return func(*args, **kwargs)
         # The call itself says in which dtype it draws.

@@ -145,6 +145,7 @@ class ForwardRecorder:
         if not is_training:
             return
         update = self.state.update
+        # This is the outermost module that is called: if DDP is around it, DDP was not called.
         is_inside_ddp = id(module) in self.state.models.ddp_parameter_ids
         if is_inside_ddp and not update.past_wrapper_line:
             update.past_wrapper_line = user_line() or "somewhere"

@@ -132,7 +132,16 @@ class FunctionMode(TorchFunctionMode):
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Notes what a call has returned or written to, and marks it."""
+        """Notes what a call has returned or written to, and marks it.
+
+        Args:
+            result: what was returned.
+            evidence: what the arguments tell.
+            func: the function of torch that was called.
+            name: its name.
+            args: of the call.
+            kwargs: of the call.
+        """
         self.writes.note_call(func, name, args, kwargs)
         marks = evidence.marks
         if name in NUMBER_METHODS and isinstance(result, int | float):

@@ -103,7 +103,8 @@ class Models:
             plain_name = plain_names(root)
             for name, value in getattr(root, method)():
                 is_lazy = isinstance(value, UninitializedParameter | UninitializedBuffer)
-                if is_lazy or getattr(value, "is_meta", False) or id(value) in yielded_ids:
+                is_meta = getattr(value, "is_meta", False)
+                if is_lazy or is_meta or id(value) in yielded_ids:
                     continue
                 yielded_ids.add(id(value))
                 yield f"{root_name}/{plain_name(name)}", value

@@ -167,6 +167,7 @@ class OptimizerRecorder:
         is_first_step = not any(state.steps_of.values())
         if is_first_step:
             update.initial = {**copy_arrays(named), **update.initial}
+        # Parameters count as they were at the first forward pass; of the others, as they are now.
         update.parameter_sums = {
             **state.models.whole_parameters(),
             **state.notes.parameters_at_start,
@@ -180,6 +181,7 @@ class OptimizerRecorder:
         for name, parameter in named:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and not is_sharded(value):
+                    # A weighted sum, the largest absolute value, and the number of values.
                     summary = np.array([*summarize(value), value.numel()])
                     optimizer_state[f"{name}/{key}"] = summary
         update.optimizer_state = optimizer_state

@@ -246,6 +246,7 @@ class RecorderState:
             marks: by kind, see `marks`.
             draws_before: draws up to this number were not made for this step.
         """
+        # Some kinds end with the line, the number or the id that they are about.
         for kind, value in marks.items():
             if kind.startswith(STATISTIC):
                 self.update.batch_statistics[kind.removeprefix(STATISTIC)] = value
@@ -269,8 +270,8 @@ class RecorderState:
             storages[name] = storage_of(parameter)
         for name, buffer in self.models.buffers():
             storages[name] = storage_of(buffer)
-        without_storage = {0}
-        self.mode.writes.watched = frozenset(storages.values()) - without_storage
+        # 0 is no address: it stands for tensors without a storage of their own.
+        self.mode.writes.watched = frozenset(storages.values()) - {0}
         return storages
 
     def frozen_parameters(self) -> list[str]:

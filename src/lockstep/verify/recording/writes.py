@@ -41,19 +41,28 @@ class WriteLog:
         """Notes a call of torch if it writes to a watched tensor."""
         sets_data = name == "__set__" and func == SET_DATA
         if sets_data:
+            # The tensor has another storage now, which is watched from here on.
             self.watched |= {storage_of(args[0])}
         if sets_data or _is_in_place(name) or "out" in kwargs:
             for tensor in tensors((args[:1], kwargs.get("out"))):
                 self.note_write(tensor)
 
     def note_write(self, tensor: Tensor, *, by_hand: bool = True) -> None:
-        """Notes that a tensor's values were written to, by the script or by a collective."""
+        """Notes that a tensor's values were written to.
+
+        Args:
+            tensor: which was written to.
+            by_hand: by the script itself; False: by a collective.
+        """
         if not self.watched:
             return
         storage = storage_of(tensor)
         if storage not in self.watched:
             return
-        self.stacks[storage] = user_stack() or self.stacks.get(storage, ())
+        stack = user_stack()
+        if not stack:  # no code of the user's led here: the last write that is known counts
+            stack = self.stacks.get(storage, ())
+        self.stacks[storage] = stack
         if by_hand:
             self.on_write_by_hand(storage)
 

@@ -125,6 +125,7 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
         return None
     passes_of_one = case.expected.backward_passes
     passes_of_rank = case.actual.backward_passes
+    # The ratio that each cause would lead to.
     ratio_of_code: dict[str, float] = {}
     if passes_of_one != passes_of_rank and passes_of_one and passes_of_rank:
         ratio_of_code["LS203"] = passes_of_rank / passes_of_one
@@ -291,7 +292,7 @@ def unused_parameters(case: Divergence, expected: Gradients, actual: Gradients) 
     Says: which ranks.
     """
     names_of_one = _names_with_gradients(case.expected[0].local_gradients)
-    missing: set[str] = set()
+    missing: set[str] = set()  # parameters that some rank has no gradient of
     for rank in case.actual:
         if rank.contributes and rank.local_gradients:
             missing |= names_of_one - _names_with_gradients(rank.local_gradients)

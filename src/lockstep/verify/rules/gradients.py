@@ -124,6 +124,7 @@ def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
     if learning_rate is None or actual_steps.keys() != expected_steps.keys():
         return None
     used = {name: step / learning_rate for name, step in actual_steps.items()}
+    # The same update, as if the ranks had stepped with the gradients that they really used.
     update = Update(replace(rank, gradients=used, unclipped=used) for rank in case.actual)
     case_with_used = replace(case, parallel_run=[update, *case.parallel_run[1:]])
     cause = explain_gradients(case_with_used, expected_gradients, used)

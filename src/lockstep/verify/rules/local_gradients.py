@@ -36,8 +36,8 @@ class LocalGradients:
     names: tuple[str, ...]
 
     @property
-    def sentence(self) -> str:
-        """The first evidence of all rules."""
+    def difference_text(self) -> str:
+        """Says how many gradients differ: the first evidence of all rules."""
         total = len(self.case.actual.merged("gradients"))
         return f"the gradients of {len(self.names)} of {total} parameters differ between the ranks"
 
@@ -77,7 +77,7 @@ class LocalGradients:
         return all(norm(remainder - remainders[0]) <= rounding for remainder in remainders)
 
     @property
-    def are_local(self) -> str:
+    def local_text(self) -> str:
         """Says that each rank used its local gradients."""
         total = self.case.actual.backward_passes
         if self.num_local_passes < total:
@@ -88,7 +88,7 @@ class LocalGradients:
         return "each rank used what its own backward pass left"
 
     @property
-    def past_wrapper(self) -> list[str]:
+    def past_wrapper_texts(self) -> list[str]:
         """Names the line of a forward pass that went past the DDP wrapper."""
         line = self.case.actual.first("past_wrapper_line")
         if not line:
@@ -124,15 +124,15 @@ def gradients_that_differ_between_ranks(case: Divergence) -> Cause | None:
     names = tuple(case.actual.ranks_that_differ("gradients", case.tolerance))
     if not names:
         return None
-    found = LocalGradients(case, names)
+    gradients = LocalGradients(case, names)
     for rule in LOCAL_GRADIENT_RULES:
-        cause = rule(found)
+        cause = rule(gradients)
         if cause is not None:
             return replace(cause, names=names)
     return None
 
 
-def parameters_unknown_to_ddp(found: LocalGradients) -> Cause | None:
+def parameters_unknown_to_ddp(gradients: LocalGradients) -> Cause | None:
     """LS303: the parameters were made trainable after DDP had been built.
 
     Needs: `unknown_to_ddp`.
@@ -141,14 +141,15 @@ def parameters_unknown_to_ddp(found: LocalGradients) -> Cause | None:
     Says: that DDP was built too early.
     """
     unknown: set[str] = set()
-    for rank in found.case.actual:
+    for rank in gradients.case.actual:
         unknown |= set(rank.unknown_to_ddp)
-    if not unknown or not set(found.names) <= unknown:
+    if not unknown or not set(gradients.names) <= unknown:
         return None
-    return Cause("LS303", (found.sentence, "DDP was built before they were to be trained"))
+    text = "DDP was built before they were to be trained"
+    return Cause("LS303", (gradients.difference_text, text))
 
 
-def communication_hook(found: LocalGradients) -> Cause | None:
+def communication_hook(gradients: LocalGradients) -> Cause | None:
     """LS213: the script gave DDP a communication hook, which decides how gradients are averaged.
 
     Needs: `comm_hook_line`.
@@ -156,13 +157,15 @@ def communication_hook(found: LocalGradients) -> Cause | None:
     Looks the same: something else may be wrong as well.
     Says: the line that registered the hook.
     """
-    line = found.case.actual.first("comm_hook_line")
+    line = gradients.case.actual.first("comm_hook_line")
     if not line:
         return None
-    return Cause("LS213", (found.sentence, f"DDP was given a communication hook: {line}"))
+    return Cause(
+        "LS213", (gradients.difference_text, f"DDP was given a communication hook: {line}")
+    )
 
 
-def averages_within_groups(found: LocalGradients) -> Cause | None:
+def averages_within_groups(gradients: LocalGradients) -> Cause | None:
     """LS315: DDP averages gradients over groups of ranks instead of over all ranks.
 
     Needs: `ddp_ranks`.
@@ -170,21 +173,21 @@ def averages_within_groups(found: LocalGradients) -> Cause | None:
     Looks the same: nothing known.
     Says: the ranks of each group.
     """
-    ranks = found.case.actual
+    ranks = gradients.case.actual
     groups = list(dict.fromkeys(tuple(rank.ddp_ranks) for rank in ranks))
     some_use_all_ranks = not all(groups)  # their group is recorded as ()
     if len(groups) < 2 or some_use_all_ranks:
         return None
     for group in groups:
         group_update = Update(ranks[number] for number in group)
-        if group_update.ranks_that_differ("gradients", found.case.tolerance):
+        if group_update.ranks_that_differ("gradients", gradients.case.tolerance):
             return None
     names = "; ".join(format_ranks(group) for group in groups)
     text = f"DDP averages them over a part of the ranks, and they agree within each: {names}"
-    return Cause("LS315", (found.sentence, text))
+    return Cause("LS315", (gradients.difference_text, text))
 
 
-def clipping_on_some_ranks(found: LocalGradients) -> Cause | None:
+def clipping_on_some_ranks(gradients: LocalGradients) -> Cause | None:
     """LS304: gradients were the same on all ranks until some ranks clipped them.
 
     Needs: `unclipped`, and `calls` that clip.
@@ -192,15 +195,15 @@ def clipping_on_some_ranks(found: LocalGradients) -> Cause | None:
     Looks the same: clipping by different norms on different ranks.
     Says: which ranks clip, and the line.
     """
-    case = found.case
+    case = gradients.case
     clipping_ranks = [number for number, rank in enumerate(case.actual) if Update([rank]).clips]
     if not clipping_ranks or case.actual.ranks_that_differ("unclipped", case.tolerance):
         return None
     text = f"they were the same until {format_ranks(clipping_ranks)} clipped them"
-    return Cause("LS304", (found.sentence, text, case.actual.clips[0].line))
+    return Cause("LS304", (gradients.difference_text, text, case.actual.clips[0].line))
 
 
-def exchanged_inside_step(found: LocalGradients) -> Cause | None:
+def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
     """The optimizer exchanges gradients itself. LS201: it adds them up instead of averaging.
 
     LS209: it multiplies them by another number. LS210: what it used is not known.
@@ -211,7 +214,7 @@ def exchanged_inside_step(found: LocalGradients) -> Cause | None:
     Looks the same: gradients that the optimizer divides after the collective; their state is right.
     Says: the line of the collective, and how many times too large they are.
     """
-    case = found.case
+    case = gradients.case
     if not case.actual.in_step:
         return None
     line = case.actual.in_step[0].line
@@ -220,12 +223,12 @@ def exchanged_inside_step(found: LocalGradients) -> Cause | None:
     if ratio is not None and not near(ratio, 1):
         code = "LS201" if near(ratio, case.num_ranks) else "LS209"
         text = f"after that they are {ratio:.6g} times those of one process"
-        return Cause(code, (found.sentence, exchange, text), ratio=ratio)
+        return Cause(code, (gradients.difference_text, exchange, text), ratio=ratio)
     large_state = _optimizer_state_too_large(case)
     if large_state:
-        return Cause("LS201", (found.sentence, exchange, *large_state))
+        return Cause("LS201", (gradients.difference_text, exchange, *large_state))
     text = "what it makes of them is not seen; parameters before the next step are other ones"
-    return Cause("LS210", (found.sentence, exchange, text))
+    return Cause("LS210", (gradients.difference_text, exchange, text))
 
 
 def _ratio_after_exchange(case: Divergence) -> float | None:
@@ -276,7 +279,7 @@ def _ratios_of_state(expected: RankUpdate, actual: Update) -> dict[str, set[floa
     return ratios_by_key
 
 
-def gradients_that_are_not_local(found: LocalGradients) -> Cause | None:
+def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
     """LS308: the gradients were computed from random numbers. LS304, LS210: something else.
 
     Needs: `local_gradients`; `gradient_draw_line`.
@@ -285,13 +288,13 @@ def gradients_that_are_not_local(found: LocalGradients) -> Cause | None:
     Looks the same: noise, or weights of the ranks after the average, which have no code.
     Says: what is known of them.
     """
-    if found.num_local_passes:
+    if gradients.num_local_passes:
         return None
-    case = found.case
+    case = gradients.case
     line = case.actual.first("gradient_draw_line")
     if line:
         text = f"they are made of random numbers that each rank drew: {line}"
-        return Cause("LS308", (found.sentence, *found.past_wrapper, text))
+        return Cause("LS308", (gradients.difference_text, *gradients.past_wrapper_texts, text))
     evidence = ["they are not what each rank's own backward passes left"]
     gradients_of_first = case.actual[0].gradients
     ratios = []
@@ -305,10 +308,13 @@ def gradients_that_are_not_local(found: LocalGradients) -> Cause | None:
     for call in reducing_calls[:1]:
         evidence.append(f"gradients were reduced: {call.line}")
     code = "LS304" if are_multiples else "LS210"
-    return Cause(code, (found.sentence, *found.past_wrapper, *evidence, *other_draws(case)))
+    return Cause(
+        code,
+        (gradients.difference_text, *gradients.past_wrapper_texts, *evidence, *other_draws(case)),
+    )
 
 
-def parameters_averaged_later(found: LocalGradients) -> Cause | None:
+def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
     """LS313: the script averages parameters over the ranks instead of gradients.
 
     Needs: `rewritten_parameters` before a later step, and `parameters` after the step before it.
@@ -316,16 +322,16 @@ def parameters_averaged_later(found: LocalGradients) -> Cause | None:
     Looks the same: nothing known.
     Says: before which step.
     """
-    case = found.case
+    case = gradients.case
     for before, after in pairwise(case.parallel_run[case.update_index :]):
         if not before.ranks_that_differ("parameters", case.tolerance):
             continue
-        mean = mean_of([_arrays(rank.parameters, found.names) for rank in before])
-        rewritten = [_arrays(rank.rewritten_parameters, found.names) for rank in after]
+        mean = mean_of([_arrays(rank.parameters, gradients.names) for rank in before])
+        rewritten = [_arrays(rank.rewritten_parameters, gradients.names) for rank in after]
         if all(_is_equal(arrays, mean, case.max_error) for arrays in rewritten):
             step = after[0].step + 1
             text = f"before step {step} parameters, not gradients, are averaged over the ranks"
-            return Cause("LS313", (found.sentence, found.are_local, text))
+            return Cause("LS313", (gradients.difference_text, gradients.local_text, text))
     return None
 
 
@@ -340,7 +346,7 @@ def _is_equal(actual: Mapping[str, Array], expected: Mapping[str, Array], max_er
     return ratio is not None and near(ratio, 1)
 
 
-def forward_past_wrapper(found: LocalGradients) -> Cause | None:
+def forward_past_wrapper(gradients: LocalGradients) -> Cause | None:
     """LS302: forward passes went past the DDP wrapper, which then averages nothing.
 
     Needs: `past_wrapper_line` and `wrapped_passes`.
@@ -348,14 +354,14 @@ def forward_past_wrapper(found: LocalGradients) -> Cause | None:
     Looks the same: nothing known.
     Says: the line of a forward pass.
     """
-    if not found.past_wrapper or found.are_unwrapped:
+    if not gradients.past_wrapper_texts or gradients.are_unwrapped:
         return None
-    if any(rank.wrapped_passes for rank in found.case.actual):
+    if any(rank.wrapped_passes for rank in gradients.case.actual):
         return None
-    return Cause("LS302", (found.sentence, *found.past_wrapper))
+    return Cause("LS302", (gradients.difference_text, *gradients.past_wrapper_texts))
 
 
-def averaged_too_late(found: LocalGradients) -> Cause | None:
+def averaged_too_late(gradients: LocalGradients) -> Cause | None:
     """LS406: the script averages these gradients, but after the optimizer has used them.
 
     Needs: `calls` on gradients, in this update and the next one.
@@ -363,14 +369,14 @@ def averaged_too_late(found: LocalGradients) -> Cause | None:
     Looks the same: a collective whose result is not written back.
     Says: the line of the first collective.
     """
-    calls = found.reducing_calls
-    if not any(call.gradient_of in found.names for call in calls):
+    calls = gradients.reducing_calls
+    if not any(call.gradient_of in gradients.names for call in calls):
         return None
     text = f"gradients were averaged too late, or others than these: {calls[0].line}"
-    return Cause("LS406", (found.sentence, found.are_local, text))
+    return Cause("LS406", (gradients.difference_text, gradients.local_text, text))
 
 
-def other_gradients_are_averaged(found: LocalGradients) -> Cause | None:
+def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
     """LS301: the script averages other gradients, but not these.
 
     Needs: `calls` on gradients, or `local_gradients` of models that are not wrapped.
@@ -379,24 +385,24 @@ def other_gradients_are_averaged(found: LocalGradients) -> Cause | None:
     Looks the same: nothing known.
     Says: the line of the collective, or the gradients that are averaged.
     """
-    calls = found.reducing_calls
+    calls = gradients.reducing_calls
     if calls:
         text = f"the script reduces others: {calls[0].line}"
-        return Cause("LS301", (found.sentence, found.are_local, text))
-    names = _averaged_names(found)
+        return Cause("LS301", (gradients.difference_text, gradients.local_text, text))
+    names = _averaged_names(gradients)
     if not names:
         return None
     text = f"those of others are averaged: {format_items(script_names(names))}"
-    return Cause("LS301", (found.sentence, found.are_local, text))
+    return Cause("LS301", (gradients.difference_text, gradients.local_text, text))
 
 
-def _averaged_names(found: LocalGradients) -> list[str]:
+def _averaged_names(gradients: LocalGradients) -> list[str]:
     """Returns gradients of unwrapped models that rank 0 did not use as its passes left them."""
-    case = found.case
-    if not set(found.names) <= set(case.actual[0].unwrapped):
+    case = gradients.case
+    if not set(gradients.names) <= set(case.actual[0].unwrapped):
         return []
     optimizer = case.actual[0].optimizer
-    models = {_model_of(name) for name in found.names}
+    models = {_model_of(name) for name in gradients.names}
     # Other optimizers of the same models step shortly before this one or after it.
     num_optimizers = len({update[0].optimizer for update in case.parallel_run})
     first = max(0, case.update_index - num_optimizers + 1)
@@ -407,7 +413,7 @@ def _averaged_names(found: LocalGradients) -> list[str]:
         local = sum_of_passes(rank.local_gradients, rank.unwrapped)
         for name, local_gradient in local.items():
             is_of_same_models = rank.optimizer == optimizer or _model_of(name) in models
-            if not is_of_same_models or name in found.names or name not in rank.unclipped:
+            if not is_of_same_models or name in gradients.names or name not in rank.unclipped:
                 continue
             used = rank.unclipped[name]
             difference = norm(flat({name: used - local_gradient}))
@@ -421,7 +427,7 @@ def _model_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def model_that_nothing_wraps(found: LocalGradients) -> Cause | None:
+def model_that_nothing_wraps(gradients: LocalGradients) -> Cause | None:
     """LS311: the model is neither wrapped by DDP nor prepared by Lockstep.
 
     Needs: `unwrapped` and `unwrapped_line`.
@@ -429,9 +435,9 @@ def model_that_nothing_wraps(found: LocalGradients) -> Cause | None:
     Looks the same: nothing known.
     Says: the line of a forward pass of the model.
     """
-    if not found.are_unwrapped:
+    if not gradients.are_unwrapped:
         return None
-    case = found.case
+    case = gradients.case
     text = "neither DDP nor Lockstep holds the model"
     # A model may have been called before another one's step, so earlier updates count too.
     for update in reversed(case.parallel_run[: case.update_index + 1]):
@@ -439,10 +445,10 @@ def model_that_nothing_wraps(found: LocalGradients) -> Cause | None:
         if line:
             text += f": {line}"
             break
-    return Cause("LS311", (found.sentence, found.are_local, text))
+    return Cause("LS311", (gradients.difference_text, gradients.local_text, text))
 
 
-def ddp_did_not_average(found: LocalGradients) -> Cause:
+def ddp_did_not_average(gradients: LocalGradients) -> Cause:
     """LS301: DDP knows these parameters, and did not average their gradients.
 
     Needs: `local_gradients`.
@@ -451,11 +457,15 @@ def ddp_did_not_average(found: LocalGradients) -> Cause:
         pass.
     Says: whether no gradient at all was averaged.
     """
-    total = len(found.case.actual.merged("gradients"))
+    total = len(gradients.case.actual.merged("gradients"))
     nothing = []
-    if len(found.names) == total and total > 1:
+    all_differ = len(gradients.names) == total and total > 1
+    if all_differ:
         nothing.append("none of all was averaged, as under no_sync")
-    return Cause("LS301", (found.sentence, found.are_local, *found.past_wrapper, *nothing))
+    return Cause(
+        "LS301",
+        (gradients.difference_text, gradients.local_text, *gradients.past_wrapper_texts, *nothing),
+    )
 
 
 # In the order in which they are tried. From `parameters_averaged_later` on, each rank used its

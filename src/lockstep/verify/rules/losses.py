@@ -211,10 +211,14 @@ def local_statistic_in_loss(case: Divergence) -> Cause | None:
     forwards = _forwards_with_equal_outputs(case)
     if not forwards or any(forward.matched_rows("outputs") is None for forward in forwards):
         return None
-    statistics = local_statistics(case) or local_scalars(case)
+    statistics = local_statistics(case)
+    if not statistics:
+        statistics = local_scalars(case)
     if not statistics or draws_that_may_differ(case):
         return None
-    same = _sample_weights(case, forwards) or ("for each sample the models returned the same",)
+    same = _sample_weights(case, forwards)
+    if not same:
+        same = ("for each sample the models returned the same",)
     return Cause("LS208", (*statistics, *same, *loss_line(case)))
 
 

@@ -275,6 +275,7 @@ def _is_shifted_and_scaled(expected: Array, actual: Array) -> bool:
     """
     if expected.shape != actual.shape:
         return False
+    # For each column, the factor that brings the expected values nearest to the actual ones.
     centered_expected = expected - expected.mean(axis=0)
     centered_actual = actual - actual.mean(axis=0)
     squares = (centered_expected * centered_expected).sum(axis=0)
@@ -304,6 +305,7 @@ def other_padding(case: Divergence) -> Cause | None:
     if len(widths) < 2:
         return None
     width = max(widths)
+    # The padding stands at the end of rows of full width; which value it is is not known.
     possible_paddings = set()
     for table in tables:
         if table.shape[1] == width:

@@ -55,7 +55,7 @@ def other_learning_rates(case: Divergence) -> Cause:
     if ranks_differ:
         places += [f"rank {rank}" for rank in range(case.num_ranks)]
     else:
-        places.append(str(case.num_ranks))
+        places.append(str(case.num_ranks))  # "0.1 on one process, 0.2 on 4"
 
     ratio = _ratio_of_first_rates(case)
     if any(num_schedules):
@@ -144,7 +144,9 @@ def _metrics_of_schedulers(case: Divergence) -> list[str]:
     """Says that ReduceLROnPlateau was given different metrics on different processes."""
     last_calls: list[ScriptCall] = []
     for updates in _updates_of_processes(case):
-        calls = [call for update in updates for call in update.calls if call.value is not None]
+        calls: list[ScriptCall] = []
+        for update in updates:
+            calls += [call for call in update.calls if call.value is not None]
         if not calls:
             return []
         last_calls.append(calls[-1])
@@ -274,8 +276,9 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
         update_before = case.parallel_run[case.update_index - 1]
     if not update_before.merged("parameters"):  # nothing is known of them after the step before
         return Cause("LS210", (text, *writes))
-    unknown = ["something changes them between the steps, or in a forward pass"]
-    return Cause("LS210", (f"{text}; the last step left the same", *(writes or unknown)))
+    if not writes:
+        writes = ["something changes them between the steps, or in a forward pass"]
+    return Cause("LS210", (f"{text}; the last step left the same", *writes))
 
 
 def other_number_of_steps(case: Divergence) -> Cause:
