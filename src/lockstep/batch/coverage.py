@@ -176,7 +176,9 @@ class Coverage:
             global_batch: the indices of all samples of its global batch; None for a stream.
         """
         open_pass = self._open_pass
-        if open_pass is None or global_batch is None or open_pass.epoch != epoch:
+        if global_batch is None or open_pass is None:
+            return
+        if open_pass.epoch != epoch:  # another pass began inside this one, and only that is counted
             return
         open_pass.add(position, samples, micro_batch, global_batch)
         if micro_batch.last and position == len(open_pass.plan) - 1:
@@ -186,7 +188,7 @@ class Coverage:
         """Adds a pass that has come to its end to what will be compared."""
         self._open_pass = None
         ended_pass.tally_samples()
-        # What the plan has counts, whatever was handed out.
+        # The plan says how many samples there should be, so a global batch that was left out shows.
         ended_pass.planned.count = ended_pass.plan.num_samples_from(ended_pass.start)
         self._planned.add(ended_pass.planned)
         self._delivered.add(ended_pass.delivered)

@@ -295,7 +295,7 @@ class MicroBatchPlan:
             count: samples of the whole global batch.
             split: begin and end of each part, shape `(micro-batches, ranks, 2)`. It may be empty.
         """
-        if not len(split):
+        if len(split) == 0:
             return []
         rank = self.data_parallel.rank
         sizes = split_sizes(split)

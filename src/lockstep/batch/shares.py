@@ -249,6 +249,7 @@ def choose_shares(
     Raises:
         SettingError: the limits are too low for the batch.
     """
+    # The most samples that each rank can take.
     room = [batch_size if limit is None else limit for limit in limits]
     if sum(room) < batch_size:
         fitting = [f"{samples} on rank {rank}" for rank, samples in enumerate(room)]
@@ -263,7 +264,9 @@ def choose_shares(
         sizes = part_sizes(batch_size, shares)
         fits = all(size <= most for size, most in zip(sizes, room, strict=True))
         if fits:
-            step_seconds_by_shares[shares] = _slowest(shares, seconds) / sum(shares) * batch_size
+            # What a global batch of sum(shares) samples would take, scaled to this one.
+            seconds_per_sample = _slowest(shares, seconds) / sum(shares)
+            step_seconds_by_shares[shares] = seconds_per_sample * batch_size
     ideal_seconds = _slowest(ideal, seconds)
     # The current shares are kept if they are good enough. They are not in the table if they do not
     # fit into memory.

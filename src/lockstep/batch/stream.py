@@ -369,7 +369,7 @@ class IterableLoader(Loader):
         size = self._collectives.topology.size
         count = torch.tensor([int(rank_batch.counts[rank])])
         counts_of_all = torch.empty(size, 1, dtype=count.dtype)
-        # A view of the memory that the counts are gathered into.
+        # A view of the memory that the counts are gathered into, of the ranks that divide the data.
         rank_batch.counts = counts_of_all.view(-1).numpy()[: len(rank_batch.counts)]
         work: dist.Work = dist.all_gather(list(counts_of_all), count, async_op=True)
         return work

@@ -449,7 +449,8 @@ class Step:
         else:
             untrained = training_pass.untrained
             self._trainable_after_end = [d for d in referenced if d in untrained]
-        if not all(delivery.micro_batch.plain for delivery in self._trainable_after_end):
+        all_are_plain = all(delivery.micro_batch.plain for delivery in self._trainable_after_end)
+        if not all_are_plain:  # a later loss of one of them has to be recognised, to be weighted
             self._watch_forward_passes()
 
     def weigh_loss(self, loss: Tensor) -> Tensor:

@@ -335,6 +335,11 @@ class Preparer:
     # Modules
 
     def _prepare_module(self, module: nn.Module) -> nn.Module:
+        """Wraps a module as the strategy needs it, and returns what the user is to call.
+
+        Raises:
+            UsageError: another prepared module has some of its parameters too.
+        """
         has_batchnorm = any(isinstance(part, BatchNorm) for part in module.modules())
         if has_batchnorm:
             self._batchnorm_notes.module_has_batchnorm()
@@ -422,7 +427,7 @@ class Preparer:
         """Returns True if global batches may be computed in several micro-batches."""
         settings = self.run.settings
         loaders = [*self.loaders, *self._loaders_of_this_call]
-        if not loaders:
+        if not loaders:  # the user may prepare some later
             return settings.micro_batch_size is not None or self._plan.num_micro_batches > 1
         if any(loader.micro_batches > 1 for loader in loaders):
             return True
@@ -431,6 +436,11 @@ class Preparer:
     # Optimizers and schedulers
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        """Returns an optimizer that steps once per global batch, on the prepared parameters.
+
+        Raises:
+            UsageError: it has parameters of no prepared module, or has stepped already.
+        """
         modules = self._modules_of(optimizer)
         num_parameters_of_groups = [len(group["params"]) for group in optimizer.param_groups]
         places = self._replace_parameters(optimizer)
@@ -518,6 +528,11 @@ class Preparer:
             optimizer.state[new] = map_leaves(partial(reshard, like=new), state)
 
     def _prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
+        """Returns a scheduler that steps when its prepared optimizer does.
+
+        Raises:
+            UsageError: its optimizer is not prepared.
+        """
         for optimizer in self.optimizers:
             if scheduler.optimizer in (optimizer, optimizer.inner):
                 prepared = PreparedScheduler(
