@@ -44,8 +44,8 @@ def encode(values: Tensor, method: Method, lost: Tensor | None = None) -> Tensor
     if method == "bf16":
         return values.to(torch.bfloat16).view(torch.uint8)
     num_rows, length = values.shape
-    # These tensors have one row for each row of values; the views of them below have one row for
-    # each block.
+    # The result has these two parts. What is computed goes into views of them in which each block
+    # of values is a row.
     codes = values.new_empty(num_rows, length, dtype=torch.int8)
     scales = values.new_empty(num_rows, length // BLOCK, dtype=torch.float32)
     blocks = values.view(-1, BLOCK)
@@ -54,19 +54,23 @@ def encode(values: Tensor, method: Method, lost: Tensor | None = None) -> Tensor
     lost_blocks = None if lost is None else lost.view(-1, BLOCK)
     num_blocks = len(blocks)
     blocks_at_once = num_blocks if values.is_cuda else VALUES_IN_CACHE // BLOCK
-    work = torch.empty_like(blocks[:blocks_at_once], dtype=wide_dtype(values.dtype))
+    buffer = torch.empty_like(blocks[:blocks_at_once], dtype=wide_dtype(values.dtype))
     for begin in range(0, num_blocks, blocks_at_once):
-        some_blocks = slice(begin, begin + blocks_at_once)
-        wide = blocks[some_blocks].to(work.dtype)
-        rounded = torch.abs(wide, out=work[: len(wide)])
-        scale = scale_of_block[some_blocks]
+        chosen_blocks = slice(begin, begin + blocks_at_once)
+        wide = blocks[chosen_blocks].to(buffer.dtype)
+        result = buffer[: len(wide)]  # of each operation below, one after the other
+        scale = scale_of_block[chosen_blocks]
         # `aminmax` over a short axis takes twenty times as long as `amax` of the absolute values.
-        scale.copy_(rounded.amax(dim=1, keepdim=True)).div_(LARGEST_CODE[method])
-        scale.clamp_(min=torch.finfo(torch.float32).tiny)
-        code_blocks[some_blocks].copy_(torch.div(wide, scale, out=rounded).round_())
+        torch.abs(wide, out=result)
+        scale.copy_(result.amax(dim=1, keepdim=True)).div_(LARGEST_CODE[method])
+        scale.clamp_(min=torch.finfo(torch.float32).tiny)  # above 0, because it divides
+        torch.div(wide, scale, out=result)
+        result.round_()
+        code_blocks[chosen_blocks].copy_(result)
         if lost_blocks is not None:
-            errors = lost_blocks[some_blocks]
-            torch.sub(wide, rounded.mul_(scale), out=errors)
+            errors = lost_blocks[chosen_blocks]
+            result.mul_(scale)  # the values that `decode` will return
+            torch.sub(wide, result, out=errors)
             # A value that is not finite shows in the sum, and must not come back in every step.
             errors.nan_to_num_(0.0, 0.0, 0.0)
     if method == "int4":

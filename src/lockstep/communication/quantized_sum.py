@@ -46,7 +46,7 @@ class Peers(NamedTuple):
 def find_peers(device: torch.device) -> Peers:
     """Returns who sends tensors of a device to whom."""
     shared = routing.shared_memory() if device.type == "cpu" else None
-    if shared is None or shared.across is None:
+    if shared is None or shared.across is None:  # no shared memory, or all ranks on one machine
         return Peers(dist.get_world_size(), dist.get_rank())
     num_machines = dist.get_world_size(shared.across)
     machine = dist.get_rank(shared.across)

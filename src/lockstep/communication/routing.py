@@ -124,6 +124,7 @@ def all_gather(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = N
         and shared.takes(rows)
     ):
         shared.all_gather(rows, tensor)
+    # Not in a ring, in which each rank waits for the one before.
     elif len(rows) > MAX_RING_RANKS and _is_small(tensor):
         traffic.block(partial(_all_gather_by_first_rank, rows, tensor, group))
     else:
@@ -155,7 +156,10 @@ def broadcast(tensor: Tensor, source: int = 0, group: dist.ProcessGroup | None =
 
 
 def _is_group_of_machine(group: dist.ProcessGroup | None, shared: SharedMemory) -> bool:
-    """Returns True if a group consists of all ranks that share the memory."""
+    """Returns True if a group consists of all ranks that share the memory.
+
+    `group=None` does if there is one machine: then no group across machines exists.
+    """
     if group is None:
         return shared.across is None
     return dist.get_process_group_ranks(group) == shared.ranks

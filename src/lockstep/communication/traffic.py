@@ -32,7 +32,10 @@ class Traffic:
         self.blocked_s += seconds
 
     def block(self, work: Callable[[], object]) -> None:
-        """Calls `work`, a collective of the backend that returns when other ranks have come."""
+        """Calls `work`, a collective of the backend that returns when other ranks have come.
+
+        Its time is counted in `blocked_s` alone.
+        """
         begin_s = time.perf_counter()
         work()
         self.blocked_s += time.perf_counter() - begin_s

@@ -438,21 +438,23 @@ class BatchNormNames(NamedTuple):
     left_alone: list[str]
     """Layers that were not converted because they have a forward of their own."""
 
-    def choices(self, *, each: str, of: str) -> list[Choice]:
+    def choices(self, *, computed_by: str, samples: str) -> list[Choice]:
         """Describes both kinds for the block of choices.
 
         Args:
-            each: what computes a part of the samples: "rank" or "device".
-            of: describes all samples, after "statistics of".
+            computed_by: what computes a part of the samples: "rank" or "device".
+            samples: describes all samples, after "statistics of".
         """
         choices: list[Choice] = []
         if self.converted:
             number = len(self.converted)
-            choices.append(Choice("batchnorm", f"{number} synchronised", f"statistics of {of}"))
+            choices.append(
+                Choice("batchnorm", f"{number} synchronised", f"statistics of {samples}")
+            )
         if self.left_alone:
             number = len(self.left_alone)
             reason = "they have a forward of their own"
-            choices.append(Choice("batchnorm", f"{number} per {each}", reason))
+            choices.append(Choice("batchnorm", f"{number} per {computed_by}", reason))
         return choices
 
 

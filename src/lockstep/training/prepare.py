@@ -421,7 +421,7 @@ class Preparer:
             statistics_of = "each micro-batch over all ranks, not of the global batch"
         else:
             statistics_of = "the global batch, as on one device"
-        self.choices += converted.choices(each="rank", of=statistics_of)
+        self.choices += converted.choices(computed_by="rank", samples=statistics_of)
 
     def _may_use_micro_batches(self) -> bool:
         """Returns True if global batches may be computed in several micro-batches."""

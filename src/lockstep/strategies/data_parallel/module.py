@@ -170,7 +170,9 @@ class DataParallel(nn.DataParallel[nn.Module]):
     def only_on(self, device: int) -> Iterator[None]:
         """Inside this context one replica, given by its number, computes all of each batch."""
         shares_before = self.shares
-        self.shares = tuple(int(number == device) for number in range(self.num_replicas))
+        shares = [0] * self.num_replicas
+        shares[device] = 1
+        self.shares = tuple(shares)
         try:
             yield
         finally:
@@ -223,6 +225,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         numbers_of_copies = [number for number in numbers if number != 0]
         devices_of_copies = [devices[number] for number in numbers_of_copies]
         copies = replicate(self.module, state, home, devices_of_copies)
+        # The module that runs as the replica of each number.
         module_by_number = dict(zip(numbers_of_copies, copies, strict=True))
         module_by_number[0] = self.module
 

@@ -86,11 +86,12 @@ class ReplicaBarrier:
         """Returns as soon as this replica may run."""
         if self._turns and position > 0:
             self._turns[position].acquire()
-            if self._barrier.broken:
+            if self._barrier.broken:  # another replica has failed, and released all turns
                 raise threading.BrokenBarrierError
 
     def fail(self, error: BaseException) -> None:
         """Notes that a replica has failed, and cancels the others when they wait next."""
+        # A broken barrier is what the other replicas raise when one has failed.
         if self.error is None and not isinstance(error, threading.BrokenBarrierError):
             self.error = error
         self._barrier.abort()
@@ -98,6 +99,7 @@ class ReplicaBarrier:
             turn.release()
 
     def _wait_for_all(self, position: int, arrival: Arrival) -> None:
+        """Lets the next replica run, and waits until all replicas have called this."""
         self._arrivals[position] = arrival
         try:
             next_position = position + 1

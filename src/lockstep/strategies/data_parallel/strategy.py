@@ -138,7 +138,7 @@ class DP(Strategy):
             reason = "sync_batchnorm=False; the first device's statistics stay"
             choices.append(Choice("batchnorm", "per device", reason))
         choices += data_parallel.batchnorms.choices(
-            each="device", of="the samples of all devices, as on one"
+            computed_by="device", samples="the samples of all devices, as on one"
         )
         return choices
 
@@ -159,7 +159,7 @@ class WeightedMeanWarning(Extension):
         self._samples_have_weights = batch.loader.weight is not None
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Warns if the model's last forward pass returned such a mean."""
+        """Warns once if the model's last forward pass returned a mean, and samples have weights."""
         if self._has_warned or not self._samples_have_weights or not self._module.returned_mean:
             return
         self._has_warned = True

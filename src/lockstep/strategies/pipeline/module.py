@@ -111,7 +111,7 @@ class PipelinedModule(ModuleWrapper):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # during the construction
+            if name == "module":  # not set yet, so `self.module` below would call this again
                 raise
             value = getattr(self.module, name)
         if not (callable(value) or isinstance(value, Tensor)):

@@ -207,7 +207,7 @@ class StageRun:
         self.is_inside = True
         tensors: list[Tensor] = []
         for tensor in self.received or ():
-            if tensor.requires_grad:
+            if tensor.requires_grad:  # a leaf, which torch does not let the model write to
                 tensor = _ReceivedTensor.apply(tensor)  # type: ignore[no-untyped-call]
             tensors.append(tensor)
         leaves = pytree.tree_leaves(arguments)
@@ -286,7 +286,7 @@ class _PieceForward:
             The arguments for the piece.
         """
         stage_run = self.model.stage_run
-        if stage_run is None:
+        if stage_run is None:  # a checkpointed piece that runs again in the backward pass
             return args, kwargs
         is_of_this_stage = self.stage == stage_run.stage
         if is_of_this_stage:

@@ -51,7 +51,7 @@ class TensorSpec(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """The size of the tensor's data."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
+        dtype: torch.dtype = getattr(torch, self.dtype)  # such as `torch.float32`
         return torch.Size(self.shape).numel() * dtype.itemsize
 
     def __str__(self) -> str:
@@ -128,13 +128,13 @@ class Wire:
         specs = [TensorSpec.of(tensor) for tensor in tensors]
         known_specs = self._specs_of_kind.get(kind)
         expected = None if known_specs is None else _with_flag(known_specs, kind)
-        has_flag = expected is not None and expected != known_specs
-        # The receiver has posted receives for a message like the one before. If this one is of
-        # another kind, zeros complete them.
+        # The receiver may have posted receives for a message like the one before. If this one is
+        # different, zeros complete them.
         if self._posted_by_receiver is not None and self._posted_by_receiver != expected:
             self._send_zeros(self._posted_by_receiver, to)
 
-        if known_specs is None:
+        has_flag = _has_flag(kind)
+        if known_specs is None:  # the first message of this kind
             self._send_specs(specs, to, kind)
         elif known_specs == specs:
             if has_flag:  # 1: the tensors that follow have the known specs
@@ -190,8 +190,7 @@ class Wire:
                 self.take(posted)  # zeros, as above
                 posted = self.post_receives(source, expected)
             tensors = self.take(posted)
-            has_flag = expected != known_specs
-            if has_flag:
+            if _has_flag(kind):
                 has_known_specs = bool(tensors.pop(0))
                 if not has_known_specs:  # these tensors are zeros, and the real ones follow
                     specs = self._receive_specs(source, kind)
@@ -285,9 +284,14 @@ class Wire:
             self._sends.append((work, data))
 
 
+def _has_flag(kind: InputKind | None) -> bool:
+    """Returns True if a flag goes ahead of each message of a kind, once its specs are known."""
+    return kind is not None and kind.depends_on_values
+
+
 def _with_flag(specs: Sequence[TensorSpec], kind: InputKind | None) -> list[TensorSpec]:
     """Returns the specs of a whole message of a known kind: with the flag, if it has one."""
-    if kind is not None and kind.depends_on_values:
+    if _has_flag(kind):
         return [FLAG_SPEC, *specs]
     return list(specs)
 
