@@ -286,7 +286,7 @@ class _PieceForward:
             The arguments for the piece.
         """
         stage_run = self.model.stage_run
-        if stage_run is None:  # a checkpointed piece that runs again in the backward pass
+        if stage_run is None:  # no stage runs, as when a checkpointed piece is computed again
             return args, kwargs
         is_of_this_stage = self.stage == stage_run.stage
         if is_of_this_stage:
