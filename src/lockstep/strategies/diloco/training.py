@@ -276,6 +276,7 @@ class DiLoCoTraining(Extension):
         self._global_batch_is_unfinished = False
         for fragment in self._outer_optimizer.due_fragments(self._step.number):
             self._apply(fragment)
+        # Steps since the virtual ranks have ended training one model; nothing is sent before.
         steps_apart = self._step.number - self._options.start
         if steps_apart > 0:
             for fragment in self._fragments_to_send(steps_apart):
