@@ -142,6 +142,7 @@ def _with_next_parameters(update: Update, next_update: Update | None = None) -> 
             rewritten = next_update[number].rewritten_parameters
             for name, array in rank.parameters.items():
                 parameters[name] = rewritten.get(name, array)
+        # Between two steps without a forward pass, the parameters do not count.
         parameter_sums = rank.parameter_sums if rank.began_with_forward else {}
         ranks.append(
             replace(

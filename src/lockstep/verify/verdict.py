@@ -346,7 +346,7 @@ def _add_new_findings(
         case = finding.case
         if case is not None:
             is_known_difference = (case.kind, case.update_index) in places
-            is_perhaps_rounding = not cases  # the ranks differ, and not from one process
+            is_perhaps_rounding = not cases  # no rank differs from one process
             if is_known_difference or is_perhaps_rounding:
                 continue
         findings.append(finding)

@@ -100,9 +100,11 @@ class ForeignStepRecorder:
         count = state.notes.batches_at_last_backward
         batches = update.batches[:count]
         later_batches = update.batches[count:]
+        if not batches:  # no loader was used: the inputs of models are all that is known
+            batches = update.model_inputs
         complete = replace(
             update,
-            batches=batches or update.model_inputs,
+            batches=batches,
             stepped=False,
             step=state.foreign_steps,
             dtype=str(state.mode.lowest_dtype),
@@ -128,6 +130,7 @@ class ForeignStepRecorder:
                 step=state.steps_of[optimizer],
                 stepped=False,
                 dtype=str(state.mode.lowest_dtype),
+                # Those of its last step, so that no other ones are found here.
                 learning_rates=state.last_update.learning_rates,
                 group_options=state.last_update.group_options,
                 contributes=False,

@@ -66,7 +66,8 @@ class GradientRecorder:
         passes = self.state.notes.gradients_of_passes
         if gradient is None:
             return
-        # There is no pass if the script calls `torch.autograd.grad` before any backward pass.
+        # There is no pass if the script calls `torch.autograd.grad` before any backward pass. Of an
+        # update with too many passes, no local gradients are recorded.
         if not passes or len(passes) > MAX_BACKWARD_PASSES:
             return
         gradients = passes[-1]

@@ -49,6 +49,7 @@ def summarize_rows(values: Sequence[Tensor], count: int) -> Array:
     if not flat_tensors or not count:
         return np.zeros((0, 2))
     rows = torch.cat(flat_tensors, dim=1)
+    # As in `summarize`; two sums with different weights are hardly ever both the same by chance.
     positions = torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype)
     first_weights = positions.cos()
     second_weights = (1.7 * positions + 1).cos()
