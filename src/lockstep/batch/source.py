@@ -224,6 +224,7 @@ def _find_generators(*samplers: object) -> list[_Generator]:
             if isinstance(value, _Generator):
                 generators.append(value)
             elif isinstance(value, torch_data.Sampler) or name in ("sampler", "batch_sampler"):
+                # A sampler need not inherit from torch's class, so the attribute's name counts too.
                 to_search.append(value)
     return generators
 

@@ -149,7 +149,7 @@ class Step:
         return phase_before
 
     def hand_out(self, delivery: Delivery) -> None:
-        """A pass hands out a micro-batch to train on.
+        """Notes that a pass hands out a micro-batch to train on.
 
         Training on it begins, unless one before it was not trained yet and weighs differently:
         then a forward pass has to show which of them is trained first.
@@ -181,7 +181,7 @@ class Step:
     def module_called(
         self, storages: Iterable[StorageReference], *, has_gradient: bool = False
     ) -> None:
-        """A prepared module is called with gradients enabled, perhaps with tensors of deliveries.
+        """Notes that a prepared module is called with gradients enabled.
 
         Training on a delivery begins when a module is first called with its tensors.
 
@@ -347,14 +347,14 @@ class Step:
             self.extensions.batches_fetched_ahead()
 
     def _begin_delivery(self, delivery: Delivery) -> None:
-        """Training on a delivery begins."""
+        """Notes that training on a delivery begins."""
         delivery.training_pass.active = delivery
         micro_batch = self.begin(delivery.training_pass, delivery.micro_batch)
         if delivery.on_begin is not None:
             delivery.on_begin(micro_batch)
 
     def begin(self, training_pass: TrainingPass, micro_batch: MicroBatch) -> MicroBatch:
-        """Training on a micro-batch of a pass begins.
+        """Notes that training on a micro-batch of a pass begins.
 
         Returns:
             The micro-batch as it is trained: while all virtual ranks train one model, without one.
@@ -402,7 +402,7 @@ class Step:
                 self._watch_forward_passes()
 
     def end_pass(self, training_pass: TrainingPass, *, exhausted: bool = False) -> None:
-        """A pass is over. If it was left in the middle of a global batch, gradients are cleared.
+        """Notes that a pass is over. If it ended within a global batch, gradients are cleared.
 
         Args:
             training_pass: the pass.
@@ -479,7 +479,7 @@ class Step:
         return weighted
 
     def mark_stepped(self) -> None:
-        """A prepared optimizer has stepped.
+        """Notes that a prepared optimizer has stepped.
 
         If several optimizers step for one global batch, the first one counts. Outside of a loader
         every step counts.

@@ -131,6 +131,7 @@ class Preparer:
         self._loaders_of_this_call = loaders
         self.run.examples[:] = [loader.example for loader in loaders]
         check_equal_on_ranks("world.prepare", list(prepared.values()), self.run)
+        # Modules come before the optimizers of their parameters, and these before their schedulers.
         for thing in objects:
             if isinstance(thing, nn.Module) and thing is prepared[id(thing)]:
                 prepared[id(thing)] = self._prepare_module(thing)

@@ -259,7 +259,7 @@ def _report_other_data(
         True if something differs.
     """
     if first.get("data") is None or description.get("data") is None:
-        return False
+        return False  # a stream has none, nor has a ledger of an older version
     fingerprint_before = Fingerprint.from_text(first["data"])
     fingerprint_now = Fingerprint.from_text(description["data"])
     difference = compare(fingerprint_before, fingerprint_now)

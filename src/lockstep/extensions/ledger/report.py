@@ -115,11 +115,12 @@ class LedgerReport:
 
 
 def _describe_attempt(number: int, attempt: dict[str, Any]) -> str:
+    """Returns a line of text about an attempt, which users know as a start of the run."""
     started = datetime.fromtimestamp(attempt["started_ns"] / 1e9)
     text = (
         f"  start {number}, {started:%Y-%m-%d %H:%M:%S}: {count_noun(attempt['ranks'], 'rank')}, "
     )
-    if attempt["last"] is None:
+    if attempt["last"] is None:  # it ended before its first step
         text += "no step"
     else:
         text += f"steps {attempt['first']} to {attempt['last']}"
@@ -129,8 +130,9 @@ def _describe_attempt(number: int, attempt: dict[str, Any]) -> str:
 
 
 def _describe_epoch(epoch: dict[str, Any]) -> str:
+    """Returns a line of text about an epoch of a loader."""
     batches = f"{epoch['batches']}"
-    if epoch["steps"] is not None:
+    if epoch["steps"] is not None:  # None: a stream that does not say its length
         batches += f" of {epoch['steps']}"
     return (
         f"  loader {epoch['loader']} ({epoch['dataset']}), epoch {epoch['epoch']}: "
