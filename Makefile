@@ -17,7 +17,7 @@ test: lint types
 	$(BIN)/python -m pytest -m "not thorough" -n 4 --dist loadfile --no-loadscope-reorder  # most wait for processes, not for a core
 
 check: lint types
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m unit
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "unit and not (ranks or launcher or netns)"
 
 thorough: $(VENV)/.installed
 	$(BIN)/python -m pytest -m thorough -n 4

@@ -1,6 +1,6 @@
 """Every test is checked for what it leaves behind: processes, threads, shared memory, variables.
 
-Every test also gets the marker of what it needs, by what its file imports: see `_marker`.
+Every file says in `pytestmark` what its tests need. Only `unit` starts no process (checked here).
 """
 
 from __future__ import annotations
@@ -67,31 +67,34 @@ def _temporary_files() -> set[str]:
     return {p.name for p in Path(_FOLDER).iterdir() if not p.name.startswith(ours)}
 
 
-_MARKERS = ("launcher", "netns", "ranks", "gpu", "real", "clusters", "unit")
-"""In the order in which they run: the files that take longest must not be the last ones."""
+FILE_MARKERS = ("launcher", "netns", "ranks", "gpu", "real", "clusters", "unit")
+"""What the tests of a file need: each file says it in `pytestmark`. In the order in which they run:
+the files that take longest must not be the last ones."""
 
 
-def _marker(path: Path) -> str:
-    """What the tests of a file need. Only `unit` starts no process, which `_watch_forks` checks."""
-    if path.parent.name in ("real", "clusters"):
-        return path.parent.name
-    text = path.read_text(encoding="utf-8")
-    if re.search(r"^from namespaces import", text, re.MULTILINE):
-        return "netns"
-    starts_commands = r"^import subprocess|^from (warm|launched|lockstep.run.(start|machines))"
-    if re.search(starts_commands, text, re.MULTILINE):
-        return "launcher"
-    if re.search(r"^from (ranks|on_devices|hanging_ranks) import", text, re.MULTILINE):
-        return "ranks"
-    return "unit"
+def _starts_processes(item: pytest.Item) -> bool:
+    """Returns True if a test may start processes; its own marker comes before that of its file."""
+    for mark in item.iter_markers():
+        if mark.name in FILE_MARKERS:
+            return mark.name != "unit"
+    return True
+
+
+def _file_marker(item: pytest.Item) -> str:
+    """Returns the marker that the file of a test has."""
+    module = item.getparent(pytest.Module)
+    assert module is not None
+    for mark in module.own_markers:
+        if mark.name in FILE_MARKERS:
+            return mark.name
+    raise pytest.UsageError(
+        f"{item.path} has no marker: write `pytestmark = pytest.mark.` and one of "
+        f"{', '.join(FILE_MARKERS)} below its imports"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    markers = {path: _marker(path) for path in {item.path for item in items}}
-    for item in items:
-        if not {*_MARKERS} & {mark.name for mark in item.iter_markers()}:
-            item.add_marker(markers[item.path])
-    items.sort(key=lambda item: _MARKERS.index(markers[item.path]))
+    items.sort(key=lambda item: FILE_MARKERS.index(_file_marker(item)))
 
 
 _started: list[str] = []
@@ -113,7 +116,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     variables = dict(os.environ)
     memory, files, processes = _shared_memory(), _temporary_files(), _processes()
     yield
-    if request.node.get_closest_marker("unit"):
+    if not _starts_processes(request.node):
         assert not _started, "a unit test starts no process: import ranks, or subprocess"
     assert not dist.is_initialized(), "the process group was left open"
     left = {pid: text for pid, text in _processes().items() if pid not in processes}

@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import house
 import private_torch_names
 
+pytestmark = pytest.mark.launcher
+
 MODULES = house.read_house()
 
 ORDER = (

@@ -13,6 +13,8 @@ from lockstep.cli.run import command
 from lockstep.errors import SettingError
 from lockstep.settings import DECLARATIONS, Settings, resolve_settings, settings_of_ranks
 
+pytestmark = pytest.mark.unit
+
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
 GIVEN_BY_LAUNCHERS = {"rank", "world_size"}
 

@@ -19,6 +19,8 @@ from lockstep.distributed.network import (
     serve_store,
 )
 
+pytestmark = pytest.mark.unit
+
 
 def test_this_machine_has_loopback() -> None:
     assert any("127.0.0.1" in own for own in local_addresses().values())

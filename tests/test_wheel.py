@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from ranks import HANG_S
 
+pytestmark = pytest.mark.launcher
+
 ROOT = Path(__file__).parent.parent
 SCRIPT = """
 import lockstep

@@ -13,6 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from ranks import HANG_S, run_ranks
@@ -26,6 +27,8 @@ from lockstep.distributed import process_group
 from lockstep.session.extension import Extension, Place
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies import DP, HSDP, Pipeline
+
+pytestmark = pytest.mark.ranks
 
 BATCH, SAMPLES, STEPS_A_PIECE = 12, 40, 2
 STEPS_AN_EPOCH = 4

@@ -25,6 +25,8 @@ from lockstep.checkpoint.host_copies import HostCopies
 from lockstep.checkpoint.schedule import Policy
 from lockstep.errors import CheckpointError, RanksDifferError, SettingError, UsageError
 
+pytestmark = pytest.mark.launcher
+
 LATER = Policy()
 
 

@@ -20,6 +20,8 @@ from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.formats.safetensors import write_tensors
 from lockstep.errors import CheckpointError
 
+pytestmark = pytest.mark.unit
+
 
 def write(folder: Path, step: int, value: float, keep: int = 2, **more: Any) -> Path:
     files = {

@@ -19,6 +19,8 @@ from lockstep.checkpoint.comparison import (
 from lockstep.checkpoint.contents import open_contents
 from lockstep.checkpoint.lazy_tensor import TensorInMemory
 
+pytestmark = pytest.mark.unit
+
 NAN, INF = math.nan, math.inf
 
 

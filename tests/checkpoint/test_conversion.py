@@ -17,6 +17,8 @@ from lockstep.checkpoint.conversion import convert
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import CheckpointError, SettingError
 
+pytestmark = pytest.mark.unit
+
 
 class Tied(nn.Module):
     def __init__(self, tie: bool = True) -> None:

@@ -25,6 +25,8 @@ from lockstep.checkpoint.weights import load_weights
 from lockstep.cli.checkpoint import command
 from lockstep.errors import CheckpointError
 
+pytestmark = pytest.mark.ranks
+
 
 def model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)

@@ -19,6 +19,8 @@ from torch.optim import lr_scheduler
 from lockstep.checkpoint.encoding import STORABLE_DTYPES, decode, encode
 from lockstep.errors import CheckpointError
 
+pytestmark = pytest.mark.unit
+
 
 def through(state: Any) -> Any:
     """Encodes, through the very bytes that would be on disk, and decodes."""

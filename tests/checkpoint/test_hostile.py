@@ -32,6 +32,8 @@ from lockstep.checkpoint.weights import load_weights
 from lockstep.cli.checkpoint import command
 from lockstep.errors import CheckpointError, LockstepError
 
+pytestmark = pytest.mark.ranks
+
 MARKER = "somebody-was-here"
 HUGE = 2**40
 

@@ -23,6 +23,8 @@ from lockstep.checkpoint.health import examine
 from lockstep.checkpoint.schedule import Policy
 from lockstep.checkpoint.weights import save_weights
 
+pytestmark = pytest.mark.launcher
+
 
 def only_the_first_is_there(folder: Path) -> None:
     """The checkpoint of step 1 is whole, and there is nothing else."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from ranks import in_clean_process
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ import lockstep
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.health import examine
 from lockstep.checkpoint.session import Checkpoint
+
+pytestmark = pytest.mark.ranks
 
 KILLS = int(os.environ.get("LOCKSTEP_KILLS", "30"))
 STEPS = 40

@@ -23,6 +23,8 @@ from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.strategies import HSDP, Pipeline
 
+pytestmark = pytest.mark.ranks
+
 FORMS = ("w.safetensors", "w.pt", "old.pt", "dcp")
 STRATEGIES: dict[str, Any] = {
     "ddp": "ddp",

@@ -25,6 +25,8 @@ from lockstep.checkpoint.lock import Lock, find_other_writer
 from lockstep.checkpoint.schedule import Policy
 from lockstep.errors import CheckpointError
 
+pytestmark = pytest.mark.launcher
+
 
 def hold(folder: str, pipe: Any) -> None:
     """Another run: holds the folder until it is told to go on, or killed."""

@@ -18,6 +18,8 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.strategies import DiLoCo
 
+pytestmark = pytest.mark.ranks
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

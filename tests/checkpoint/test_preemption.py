@@ -12,6 +12,8 @@ from namespaces import until
 
 from lockstep.checkpoint import layout
 
+pytestmark = pytest.mark.netns
+
 # Trains for ever, in steps of a few milliseconds, and says how far it is. The workers of the loader
 # must outlive a SIGTERM, or there is nothing to make the next step with.
 SCRIPT = """

@@ -19,6 +19,8 @@ from lockstep.checkpoint.repair import MIN_AGE_S, Repair, carry_out, plan_repair
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import CheckpointError
 
+pytestmark = pytest.mark.unit
+
 
 def save(folder: Path, step: int) -> Path:
     return checkpoint(folder, step, model=nn.Linear(3, 2), training={"step": torch.tensor(step)})

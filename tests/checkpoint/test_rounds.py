@@ -25,6 +25,8 @@ from lockstep.distributed.topology import Topology
 from lockstep.run.start.round_memory import RoundMemory
 from lockstep.strategies import DiLoCo
 
+pytestmark = pytest.mark.launcher
+
 BATCH, STEPS, LOST_AT = 16, 10, 6
 OPTIONS = DiLoCo(replicas=4, every=4)
 Memory = Sequence[dict[str, str]]

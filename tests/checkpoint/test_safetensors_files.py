@@ -16,6 +16,8 @@ from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.errors import CheckpointError, SettingError
 
+pytestmark = pytest.mark.unit
+
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 2))

@@ -19,6 +19,8 @@ from lockstep.checkpoint.formats.safetensors import read_header
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import CheckpointError
 
+pytestmark = pytest.mark.unit
+
 W = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
 

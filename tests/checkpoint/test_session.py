@@ -27,6 +27,8 @@ from lockstep.errors import CheckpointError, SettingError, UsageError
 from lockstep.session.step import Step
 from lockstep.settings import Settings
 
+pytestmark = pytest.mark.ranks
+
 CPU = torch.device("cpu")
 
 

@@ -25,6 +25,8 @@ from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.errors import CheckpointError
 from lockstep.strategies import HSDP, Pipeline
 
+pytestmark = pytest.mark.ranks
+
 
 class Net(nn.Module):
     """With a tied weight, a buffer, and a parameter of which only rank 0 has a row."""

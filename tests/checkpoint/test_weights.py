@@ -30,6 +30,8 @@ from lockstep.checkpoint.name_matching import match_names
 from lockstep.checkpoint.weights import load_weights, save_weights
 from lockstep.errors import CheckpointError
 
+pytestmark = pytest.mark.ranks
+
 
 class Net(nn.Module):
     def __init__(self) -> None:

@@ -19,6 +19,8 @@ from lockstep.checkpoint.checksums import seal_manifest
 from lockstep.checkpoint.weights import save_weights
 from lockstep.cli.main import main
 
+pytestmark = pytest.mark.launcher
+
 
 def lockstep(*words: object) -> Result:
     return CliRunner().invoke(main, ["checkpoint", *map(str, words)])

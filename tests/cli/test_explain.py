@@ -10,6 +10,8 @@ from ranks import HANG_S
 from lockstep.cli.main import main
 from lockstep.verify.catalogue import ENTRIES
 
+pytestmark = pytest.mark.launcher
+
 
 def explain(*arguments: str, columns: int = 90) -> str:
     result = CliRunner().invoke(main, ["explain", *arguments], env={"COLUMNS": str(columns)})

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from click.testing import CliRunner
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.cli.main import main
+
+pytestmark = pytest.mark.unit
 
 
 def test_a_run_and_its_ledger(tmp_path: Path) -> None:

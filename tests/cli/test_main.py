@@ -12,6 +12,8 @@ from lockstep.cli import explain
 from lockstep.cli.main import main
 from lockstep.errors import UsageError
 
+pytestmark = pytest.mark.launcher
+
 
 @pytest.mark.parametrize(
     ("arguments", "advice"),

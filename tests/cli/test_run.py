@@ -17,6 +17,8 @@ from lockstep.run.start.plan import LaunchSpec
 from lockstep.run.start.worker import Script
 from lockstep.strategies.find import find_strategy
 
+pytestmark = pytest.mark.launcher
+
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["run", *arguments])

@@ -23,6 +23,8 @@ from lockstep.verify.reference_check import check_reference
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.run_record import RunRecord
 
+pytestmark = pytest.mark.launcher
+
 TRAINS = """
 import argparse
 import torch

@@ -14,6 +14,8 @@ import pytest
 from clusters.machines import Cluster, cluster
 from clusters.test_faults import TOLD_WITHIN_S, an_hour_ahead, dropping, one_way_firewall
 
+pytestmark = pytest.mark.clusters
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:

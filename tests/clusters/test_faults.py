@@ -17,6 +17,8 @@ import lockstep
 from clusters.machines import Cluster, Command, cluster, firewall
 from clusters.test_hosts import LINGERS, LOOP, TRAINS
 
+pytestmark = pytest.mark.clusters
+
 TOLD_WITHIN_S = 30.0
 """What is promised. Machines that are namespaces share the cores of one, and still keep it."""
 Plant = Callable[[Cluster, Path], AbstractContextManager[None]]

@@ -14,6 +14,8 @@ import pytest
 
 from clusters.machines import Cluster, cluster
 
+pytestmark = pytest.mark.clusters
+
 GUIDE = Path(__file__).parents[2] / "docs" / "several_machines.md"
 WORD = "a password of the guide"
 _ASK = """#!/bin/sh

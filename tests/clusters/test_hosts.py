@@ -15,6 +15,8 @@ from namespaces import until
 import lockstep
 from clusters.machines import Cluster, Command, cluster
 
+pytestmark = pytest.mark.clusters
+
 TRAINS = """
 import json, os, sys
 import torch, lockstep

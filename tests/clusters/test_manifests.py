@@ -10,6 +10,8 @@ import pytest
 
 from clusters.machines import Cluster, cluster
 
+pytestmark = pytest.mark.clusters
+
 yaml = pytest.importorskip("yaml", reason="make clusters installs PyYAML and the schemas")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 trainer = pytest.importorskip("kubeflow_trainer_api.models")

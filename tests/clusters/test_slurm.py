@@ -13,6 +13,8 @@ from namespaces import until
 from clusters.machines import cluster
 from clusters.scheduler import Slurm, slurm
 
+pytestmark = pytest.mark.clusters
+
 TRAINS = """
 import os, sys, time
 import torch, lockstep

@@ -21,6 +21,8 @@ from lockstep.communication.traffic import traffic
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies import DDP
 
+pytestmark = pytest.mark.ranks
+
 METHODS = "bf16", "int8", "int4"
 LENGTH, ROUNDS = 3_000, 4
 SIZES = (1, 1), (2,), (3,), (2, 2)

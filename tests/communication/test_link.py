@@ -24,6 +24,8 @@ from lockstep.extensions.report.network_forecast import (
     step_seconds,
 )
 
+pytestmark = pytest.mark.ranks
+
 GIGABIT = Link(0.0001, 125e6)
 COMPRESSIONS = {"bf16": CompressionCost(0.5), "int8": CompressionCost(0.258)}
 

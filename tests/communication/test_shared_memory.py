@@ -29,6 +29,8 @@ from lockstep.communication import routing, shared_memory
 from lockstep.communication.shared_memory import SharedMemory, open_shared_memory
 from lockstep.errors import RanksDifferError
 
+pytestmark = pytest.mark.netns
+
 FLOATS = torch.float32, torch.float64, torch.bfloat16, torch.float16
 OPS = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 

@@ -15,6 +15,8 @@ from lockstep.batch.plan import (
 from lockstep.batch.shuffling import shuffled_indices
 from lockstep.errors import DataError, SettingError
 
+pytestmark = pytest.mark.unit
+
 lengths = st.integers(0, 500)
 batch_sizes = st.integers(1, 80)
 shares = st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(any).map(tuple)

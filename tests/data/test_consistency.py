@@ -12,6 +12,8 @@ import torch
 from lockstep.batch.digest import digest
 from lockstep.batch.digest_matching import Match, digests_match, match_samples
 
+pytestmark = pytest.mark.unit
+
 IMAGE = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 

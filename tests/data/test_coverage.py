@@ -15,6 +15,8 @@ from lockstep.batch.plan import EpochPlan, plan_epoch, split_batch
 from lockstep.errors import DataError, LockstepError, RanksDifferError
 from lockstep.session.micro_batch import MicroBatch
 
+pytestmark = pytest.mark.unit
+
 WHOLE = MicroBatch()
 
 

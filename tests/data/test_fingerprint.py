@@ -26,6 +26,8 @@ from lockstep.batch.loader import Loader
 from lockstep.batch.source import make_source
 from lockstep.errors import CheckpointError, LockstepWarning
 
+pytestmark = pytest.mark.ranks
+
 SIZE = 40
 IMAGES = torch.randn(2 * SIZE, 5, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(2 * SIZE) % 3

@@ -38,6 +38,8 @@ from lockstep.errors import (
 )
 from lockstep.session.step import Step
 
+pytestmark = pytest.mark.ranks
+
 LENGTH, BATCH = 23, 6
 FORKED = {"multiprocessing_context": "fork"}
 """For loader workers: another way of starting them leaves a process of its own behind."""

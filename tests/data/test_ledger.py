@@ -19,6 +19,8 @@ import lockstep
 from lockstep.errors import SettingError
 from lockstep.extensions.ledger.judge import judge
 
+pytestmark = pytest.mark.ranks
+
 SAMPLES, BATCH, EPOCHS = 23, 4, 3
 
 

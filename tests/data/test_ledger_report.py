@@ -24,6 +24,8 @@ from lockstep.extensions.ledger.file_format import (
 from lockstep.extensions.ledger.judge import judge, repeats_and_gaps
 from lockstep.extensions.ledger.report import LedgerReport
 
+pytestmark = pytest.mark.unit
+
 LENGTH, BATCH, STEPS = 10, 4, 3
 LOADER = {
     "loader": 0, "dataset": "Digits", "stream": None, "length": LENGTH, "steps": STEPS,

@@ -33,6 +33,8 @@ from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
 
+pytestmark = pytest.mark.unit
+
 
 class Numbers(Dataset[int]):
     def __init__(self, length: int) -> None:

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from lockstep.batch.plan import plan_epoch
 from lockstep.batch.shuffling import is_permuted, permuted_indices, shuffled_indices
 
+pytestmark = pytest.mark.unit
+
 MASK = 2**64 - 1
 
 

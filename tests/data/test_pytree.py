@@ -17,6 +17,8 @@ from lockstep.batch.device_copy import to_device
 from lockstep.batch.pytree import all_dense, cut_to_rows, map_tensors, move, pin
 from lockstep.errors import DataError
 
+pytestmark = pytest.mark.unit
+
 META = torch.device("meta")
 Pair = namedtuple("Pair", ["x", "text"])
 

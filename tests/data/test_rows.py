@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 import lockstep
 from lockstep.batch.rows import RowCounter
 
+pytestmark = pytest.mark.ranks
+
 UNREADABLE = {1, 2, 9, 12, 13}
 
 

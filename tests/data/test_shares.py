@@ -21,6 +21,8 @@ from lockstep.batch.shares import (
 )
 from lockstep.errors import SettingError
 
+pytestmark = pytest.mark.unit
+
 FREE = [None, None]
 
 

@@ -24,6 +24,8 @@ from torch.utils.data import (
 from lockstep.batch.source import Source, make_source
 from lockstep.errors import DataError
 
+pytestmark = pytest.mark.unit
+
 SIZE = 24
 DATA = tensors(SIZE)
 

@@ -13,6 +13,8 @@ from torch.nn.functional import cross_entropy
 
 import lockstep
 
+pytestmark = pytest.mark.ranks
+
 LEAVE_AT = 2
 
 

@@ -19,6 +19,8 @@ from lockstep.distributed.tensor_bytes import from_bytes, to_bytes
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.errors import RanksDifferError, UsageError
 
+pytestmark = pytest.mark.ranks
+
 ALONE = Collectives(Topology(), torch.device("cpu"))
 Pair = namedtuple("Pair", "a b")
 EIGHT_BITS = [

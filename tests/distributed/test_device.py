@@ -14,6 +14,8 @@ from lockstep.distributed.process_group import _exchange_on_this_machine
 from lockstep.distributed.topology import Topology
 from lockstep.errors import SettingError
 
+pytestmark = pytest.mark.ranks
+
 
 def choose(
     monkeypatch: pytest.MonkeyPatch,

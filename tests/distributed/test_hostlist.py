@@ -5,6 +5,8 @@ import pytest
 from lockstep.distributed.topology import expand_tasks, first_host
 from lockstep.errors import SettingError
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.parametrize(
     ("text", "host"),

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from lockstep.distributed.interface import choose_interface, nccl_matches, use_gloo_interface
 from lockstep.errors import SettingError
 
+pytestmark = pytest.mark.unit
+
 LAN = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.5"], "docker0": ["172.17.0.1"]}
 ONE = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"]}
 

@@ -24,6 +24,8 @@ from lockstep.errors import (
     WorldSizeError,
 )
 
+pytestmark = pytest.mark.unit
+
 Decision = Sequence[str] | LockstepError
 
 

@@ -8,6 +8,8 @@ import torch
 from lockstep.distributed.manifest import collect, mismatches, shared_arguments
 from lockstep.wording import format_ranks
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.parametrize(
     ("ranks", "words"),

@@ -8,6 +8,8 @@ import pytest
 from lockstep.distributed import interface, network
 from lockstep.errors import MasterUnreachableError, SettingError
 
+pytestmark = pytest.mark.unit
+
 ONE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.1.0.5", "fd00::5"]}
 TWO = {**ONE, "ib0": ["10.2.0.5"]}
 NAMES = {

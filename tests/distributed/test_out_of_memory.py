@@ -14,6 +14,8 @@ import lockstep
 from lockstep.distributed.device import add_memory_advice, is_out_of_memory
 from lockstep.errors import UsageError
 
+pytestmark = pytest.mark.launcher
+
 NOTE = "lockstep: out of memory with"
 
 

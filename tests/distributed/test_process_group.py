@@ -23,6 +23,8 @@ from lockstep.distributed.process_group import store_at_end
 from lockstep.distributed.topology import Topology
 from lockstep.errors import SettingError
 
+pytestmark = pytest.mark.launcher
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 

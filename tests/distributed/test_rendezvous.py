@@ -34,6 +34,8 @@ from lockstep.errors import (
     WorldSizeError,
 )
 
+pytestmark = pytest.mark.ranks
+
 Outcome = tuple[str, str]
 
 

@@ -7,6 +7,8 @@ import pytest
 from lockstep.distributed.topology import Topology, detect, port_of
 from lockstep.errors import SettingError
 
+pytestmark = pytest.mark.unit
+
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}
 TORCHRUN = {
     **MASTER,

@@ -39,6 +39,8 @@ from lockstep.batch.pytree import map_tensors
 from lockstep.distributed import torch_compat
 from lockstep.errors import SettingError
 
+pytestmark = pytest.mark.unit
+
 
 def test_ddp_says_which_module_runs():
     assert torch_compat.enclosing_ddp() is None

@@ -21,6 +21,8 @@ from lockstep.cli.main import main
 from lockstep.cli.run import command as run_command
 from lockstep.settings import resolve_settings
 
+pytestmark = pytest.mark.unit
+
 README = pages.ROOT / "README.md"
 GUIDE = pages.ROOT / "docs" / "from_one_device_to_many.md"
 REFERENCE = pages.ROOT / "docs" / "reference.md"

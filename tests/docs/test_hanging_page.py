@@ -8,7 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pages
+import pytest
 from launched import launch
+
+pytestmark = pytest.mark.launcher
 
 PAGE = pages.ROOT / "docs" / "troubleshooting.md"
 WATCHDOG = pages.ROOT / "src" / "lockstep" / "run" / "watch"

@@ -15,6 +15,8 @@ from ranks import HANG_S
 
 from lockstep.cli.main import main
 
+pytestmark = pytest.mark.launcher
+
 CHECKPOINTS = pages.ROOT / "docs" / "checkpoints.md"
 MAY_NOT_RUN = {"running_it.md": 1, "streaming_libraries.md": 4}
 """Blocks that need several machines, or libraries which only `make real` installs, by page."""

@@ -17,6 +17,8 @@ from lockstep.batch.loader import Loader
 from lockstep.checkpoint.session import Checkpoint
 from lockstep.cli.main import COMMANDS
 
+pytestmark = pytest.mark.unit
+
 PAGE = (pages.ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 OF_THE_RUN = {"rank", "size", "local_rank", "local_size", "node_rank", "device", "is_main"}
 CHECKPOINT = {"last_resume_note"}

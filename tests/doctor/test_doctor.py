@@ -24,6 +24,8 @@ from lockstep.cli.main import main
 from lockstep.doctor import disk, gpus, leftovers, memory, token
 from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING
 
+pytestmark = pytest.mark.launcher
+
 GPU = {"name": "H100", "error": None, "difference": 1e-6, "total": 80, "free": 80,
        "processes": [], "ecc": 0, "throttled": 0}  # fmt: skip
 SOUND: dict[str, dict[str, Any]] = {

@@ -26,6 +26,8 @@ from lockstep.doctor.comparison import judge
 from lockstep.run.machines.hosts import Host
 from lockstep.run.machines.ssh_errors import Problem
 
+pytestmark = pytest.mark.launcher
+
 SOFTWARE = {"python": "3.12.1", "torch": "2.13.0", "cuda": None, "nccl": None, "lockstep": "0.1.0",
             "packages": {"numpy": "2.1", "rich": "15.0"}}  # fmt: skip
 DATA = {"files": 2, "bytes": 30, "sizes": {"a.bin": 10, "b.bin": 20}, "names": "n",

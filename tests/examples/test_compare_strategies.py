@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from ranks import HANG_S
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.launcher, pytest.mark.thorough]
 
 FOLDER = Path(__file__).parents[2] / "examples" / "compare_strategies"
 TINY = ["--batch-size", "8", "--length", "32", "--words", "2000", "--width", "64", "--blocks", "6"]

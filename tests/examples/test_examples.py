@@ -16,6 +16,8 @@ from launched import launch
 from ranks import HANG_S
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.launcher
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS = EXAMPLES / "digits"
 FASHION = EXAMPLES / "fashion_mnist"

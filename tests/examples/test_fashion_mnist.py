@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+pytestmark = pytest.mark.unit
+
 FOLDER = Path(__file__).parents[2] / "examples" / "fashion_mnist"
 
 

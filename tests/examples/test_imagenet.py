@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from test_examples import EXAMPLES, accuracies, load_weights, lockstep_run, run, statements
 
+pytestmark = pytest.mark.unit
+
 FOLDER = EXAMPLES / "imagenet"
 SHORT = ["--batch-size", "8", "--epochs", "2", "--warmup-epochs", "1", "--lr", "2.5"]
 SHORT += ["--size", "32", "--workers", "0"]

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from ranks import HANG_S, run_ranks
 
+pytestmark = pytest.mark.ranks
+
 FOLDER = Path(__file__).parents[2] / "examples" / "language"
 OPTIONS = {"epochs": 2, "batch_size": 12, "width": 32, "blocks": 2, "lr": 3e-3, "limit": 40}
 

@@ -16,6 +16,8 @@ from problems import difference
 
 from lockstep.extensions.ledger.judge import judge
 
+pytestmark = pytest.mark.netns
+
 TRAINS = """
 import sys, time
 from pathlib import Path

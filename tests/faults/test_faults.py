@@ -18,6 +18,8 @@ from launched import Launched, in_control_group, with_shared_memory
 from memory_group import memory_group
 from ranks import HANG_S, LEAVE_S
 
+pytestmark = pytest.mark.launcher
+
 RARE = {
     "a debugger stops a rank in a call of C",
     "poll in C that holds the GIL, in a thread",

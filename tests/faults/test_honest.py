@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from launched import launch
 
+pytestmark = pytest.mark.launcher
+
 PROGRAMS = sorted(Path(__file__).with_name("honest").glob("*.py"))
 
 

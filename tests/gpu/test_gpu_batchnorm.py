@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
+pytestmark = pytest.mark.ranks
+
 CHANNELS, STEPS = 5, 2
 SHARES = [(5, 2), (0, 4), (6, 1)]
 INNER: list[tuple[int, ...]] = [(), (7,), (3, 4), (2, 3, 2)]

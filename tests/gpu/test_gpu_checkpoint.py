@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import lockstep
 
+pytestmark = pytest.mark.ranks
+
 DROP = 0.4
 
 

@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 
 import lockstep
 
+pytestmark = pytest.mark.ranks
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
           torch.int16, torch.uint8, torch.complex64]  # fmt: skip
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from lockstep.strategies.data_parallel.module import DataParallel
 
+pytestmark = pytest.mark.ranks
+
 
 class DoublesAndCounts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

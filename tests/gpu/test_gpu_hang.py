@@ -11,6 +11,8 @@ import pytest
 from faults import Fault
 from test_faults import check
 
+pytestmark = pytest.mark.unit
+
 TRAIN = """
 import os, signal, sys, time
 import torch

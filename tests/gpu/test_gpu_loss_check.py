@@ -10,6 +10,8 @@ from problems import mean_loss, mlp, tensors
 import lockstep
 from lockstep.errors import UsageError
 
+pytestmark = pytest.mark.ranks
+
 BATCH, IS_NAN = 8, 3
 
 

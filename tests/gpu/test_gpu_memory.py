@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.ranks, pytest.mark.gpu]
 
 BATCH, LEAST, MOST = 2048, 64, 4096
 FRACTION, SAMPLES = 1 / 4, 64

@@ -44,6 +44,8 @@ from lockstep.strategies import DDP, FSDP, sync_batchnorm
 from lockstep.strategies.base import PreparedModule, Strategy
 from lockstep.strategies.ddp import ExactDDP
 
+pytestmark = pytest.mark.ranks
+
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
     *(torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32),

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import lockstep
 from lockstep.strategies import DP, FSDP, HSDP, Pipeline
 
+pytestmark = pytest.mark.ranks
+
 BATCH, PIECES = 16, 2
 SHARDED = {"blocks": nn.Linear}
 STRATEGIES: dict[str, tuple[int, Any, str | None]] = {

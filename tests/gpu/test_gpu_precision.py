@@ -12,6 +12,8 @@ from torch import Tensor
 
 import lockstep
 
+pytestmark = pytest.mark.ranks
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BATCH, EPOCHS, SAMPLES = 16, 12, 64
 OVERFLOWS_AT = 2

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.batch.device_copy import to_device
 
+pytestmark = pytest.mark.ranks
+
 BATCHES, SIZE = 6, 2**22
 
 

@@ -14,6 +14,8 @@ from benchmarks.gpu import results, table
 from benchmarks.gpu.results import read_lines, write_line
 from benchmarks.gpu.stages import STAGES, TOTAL_SECONDS, UnknownStage, choose
 
+pytestmark = pytest.mark.launcher
+
 HIDDEN_CHILD = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 """Of the child that the stage that hangs leaves behind."""
 

@@ -18,6 +18,8 @@ from lockstep.run.start.process import Attempt, Process
 from lockstep.run.start.rank_environment import rank_environment
 from lockstep.run.start.zygote import Event
 
+pytestmark = pytest.mark.launcher
+
 
 def test_the_agent_defines_the_methods_that_torch_leaves_abstract() -> None:
     abstract = {"_start_workers", "_stop_workers", "_monitor_workers", "_shutdown"}

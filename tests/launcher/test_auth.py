@@ -19,6 +19,8 @@ from lockstep.run.machines.network_thread import NetworkThread
 from lockstep.run.machines.nodes import LEFT, LOST, Node, Peers
 from lockstep.run.machines.run_token import Token, find_token
 
+pytestmark = pytest.mark.netns
+
 TOKEN = find_token({"LOCKSTEP_TOKEN": "a token of the tests"})
 OTHER = find_token({"LOCKSTEP_TOKEN": "another token of them"})
 MAGIC = b"lockstep auth 1\n"

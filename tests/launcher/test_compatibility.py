@@ -17,6 +17,8 @@ import pytest
 from launched import Launched, launch
 from ranks import HANG_S
 
+pytestmark = pytest.mark.launcher
+
 LOCKSTEP = [sys.executable, "-m", "lockstep.cli.main", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WARM = ["--warm", "--no-warm"]

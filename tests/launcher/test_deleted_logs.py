@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from launched import launch
 
+pytestmark = pytest.mark.launcher
+
 DELETE = """
 import os, shutil
 from pathlib import Path

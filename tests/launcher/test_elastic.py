@@ -14,6 +14,8 @@ from problems import difference
 
 from lockstep.extensions.ledger.judge import judge
 
+pytestmark = pytest.mark.netns
+
 TRAINS = """
 import os, signal, sys
 import torch, torch.nn.functional as F, lockstep

@@ -13,6 +13,8 @@ from launched import launch
 
 from lockstep.run.start.exec_hook import EXECUTED, with_hook
 
+pytestmark = pytest.mark.launcher
+
 AGAIN = """
 import os, sys
 if "AGAIN" not in os.environ:

@@ -25,6 +25,8 @@ from lockstep.run.start.process_memory import (
 from lockstep.run.watch.failure_report import render_failure
 from lockstep.run.watch.first_failure import first_failure
 
+pytestmark = pytest.mark.launcher
+
 NOTHING = OomCounts(0, 0)
 
 

@@ -15,6 +15,8 @@ from lockstep.run.start.torchrun_flags import (
     rendezvous_parameters,
 )
 
+pytestmark = pytest.mark.launcher
+
 # What `lockstep run` makes of each; a flag that torchrun gets one day must be looked at first.
 HONOURED_BY = {
     "nnodes": "torchrun's own rendezvous",

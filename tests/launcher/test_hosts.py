@@ -27,6 +27,8 @@ from lockstep.run.machines.ssh_connection import Remote
 from lockstep.run.machines.ssh_errors import Problem, ssh_failure
 from lockstep.run.start.torchrun_flags import check_flags_elsewhere, shutdown_timeout
 
+pytestmark = pytest.mark.launcher
+
 PYTHON = sys.executable
 UNKNOWN = (
     "kex_exchange_identification: Connection closed by remote host\n"

@@ -27,6 +27,8 @@ from lockstep.run.start.job_control import (
     take_keyboard,
 )
 
+pytestmark = pytest.mark.launcher
+
 COMMAND = shlex.join([sys.executable, "-m", "lockstep.cli.main", "run"])
 CTRL_C, CTRL_Z = "\x03", "\x1a"
 

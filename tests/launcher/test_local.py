@@ -17,6 +17,8 @@ import pytest
 from launched import Launched, ignoring, launch, with_files
 from ranks import LEAVE_S
 
+pytestmark = pytest.mark.launcher
+
 # Knows nothing of Lockstep.
 PLAIN = """
 import json, os, sys

@@ -8,6 +8,8 @@ import pytest
 
 from lockstep.run.start.machine import cores_allowed, cpu_quota, loopback_name
 
+pytestmark = pytest.mark.launcher
+
 
 def files(root: Path, contents: dict[str, str]) -> Path:
     for name, text in contents.items():

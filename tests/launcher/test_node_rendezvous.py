@@ -27,6 +27,8 @@ from lockstep.run.machines.rendezvous import Rendezvous
 from lockstep.run.machines.static_rendezvous import StaticRendezvous
 from lockstep.run.machines.torch_rendezvous import TorchRendezvous
 
+pytestmark = pytest.mark.netns
+
 TOKEN = {"LOCKSTEP_TOKEN": "a token of the tests"}
 
 

@@ -17,6 +17,8 @@ from lockstep.run.machines.nodes import (
 )
 from lockstep.run.machines.wait_announcer import WaitAnnouncer
 
+pytestmark = pytest.mark.launcher
+
 
 def node(rank: int | None, number: int = 0, **fields: object) -> Node:
     values = {"host": f"host{number}", "pid": 100 + number, "run_id": "r", "nodes": "2:2"}

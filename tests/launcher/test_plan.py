@@ -14,6 +14,8 @@ from lockstep.run.start.plan import (
 )
 from lockstep.run.start.worker import Script
 
+pytestmark = pytest.mark.launcher
+
 MACHINE = Machine(cores=8, gpus=0, loopback="lo")
 SCRIPT = Script(path="t.py")
 

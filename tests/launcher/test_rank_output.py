@@ -31,6 +31,8 @@ from lockstep.run.start.sink import FlushDeadline, open_sinks
 from lockstep.run.start.terminal_lines import last_state, read_last_lines
 from lockstep.wording import format_ranks
 
+pytestmark = pytest.mark.launcher
+
 # --- what a terminal then shows ---------------------------------------------------------------
 
 

@@ -10,6 +10,8 @@ import pytest
 from lockstep.errors import SettingError
 from lockstep.run.start.run_folder import make_folder
 
+pytestmark = pytest.mark.launcher
+
 
 def test_a_full_disk_is_noticed_when_the_folder_is_made(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -9,6 +9,8 @@ import pytest
 from lockstep.errors import SettingError
 from lockstep.run.machines.run_token import find_token, token_file
 
+pytestmark = pytest.mark.launcher
+
 
 def test_the_environment_comes_first(tmp_path: Path) -> None:
     environ = {"HOME": str(tmp_path), "LOCKSTEP_TOKEN": "0123456789abcdef"}

@@ -20,6 +20,8 @@ from lockstep.run.machines.slurm import (
 from lockstep.run.machines.slurm_batch import JobRequest, job_script, sbatch_options, submit
 from lockstep.run.start.torchrun_flags import has_node_flags
 
+pytestmark = pytest.mark.launcher
+
 BATCH = {
     "SLURM_JOB_ID": "7",
     "SLURM_PROCID": "0",

@@ -16,6 +16,8 @@ from lockstep.run.start.source_hints import (
 )
 from lockstep.run.start.worker import Script
 
+pytestmark = pytest.mark.launcher
+
 
 @pytest.mark.parametrize(
     ("source", "expected"),

@@ -30,6 +30,8 @@ from lockstep.errors import RankFailedError, SettingError, UsageError
 from lockstep.run.start import spawn
 from lockstep.run.start.spawn import launch
 
+pytestmark = pytest.mark.launcher
+
 
 def folders() -> set[str]:
     """Those of runs, in the system's temporary folder."""

@@ -13,6 +13,8 @@ import pytest
 import torch
 from launched import launch
 
+pytestmark = pytest.mark.launcher
+
 TRAINING = """
 import psutil, socket, torch, torch.distributed as dist
 

@@ -28,6 +28,8 @@ from lockstep.run.machines.hosts import Host
 from lockstep.run.machines.ssh_connection import Remote
 from lockstep.run.machines.ssh_errors import ConnectionDropped, Problem
 
+pytestmark = pytest.mark.netns
+
 HOST = "203.0.113.7"
 DROPS = "kex_exchange_identification: Connection closed by remote host"
 EXECUTES = '#!/bin/sh\nfor last; do :; done\n{first}\nexec sh -c "$last"\n'

@@ -16,6 +16,8 @@ from launched import Launched
 from namespaces import THIS_MACHINE, Machine, enter, listening_in, two_machines, until
 from ranks import LEAVE_S
 
+pytestmark = pytest.mark.netns
+
 PORT = 29888  # the namespaces have all ports to themselves
 Make = Callable[..., Launched]
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from namespaces import Launcher, Machine, Refusal, launchers, two_machines
 
+pytestmark = pytest.mark.netns
+
 TOKEN = {"LOCKSTEP_TOKEN": "a token of the tests"}
 OTHER = {"LOCKSTEP_TOKEN": "another token of them"}
 PORT = 29777  # the namespaces have all ports to themselves

@@ -17,6 +17,8 @@ from lockstep.errors import SettingError
 from lockstep.run.start.rank_imports import without_garbage_collection
 from lockstep.run.start.worker import Command, Script, fresh_interpreter
 
+pytestmark = pytest.mark.launcher
+
 FACTS = '''
 """The module's docstring."""
 import atexit, json, multiprocessing, os, sys, threading

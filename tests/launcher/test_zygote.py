@@ -16,6 +16,8 @@ import pytest
 
 from lockstep.run.start.zygote import FreshZygote, Zygote
 
+pytestmark = pytest.mark.launcher
+
 
 def work() -> NoReturn:
     """Does what the variable says."""

@@ -16,6 +16,8 @@ from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
 from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
 
+pytestmark = pytest.mark.unit
+
 CPU = torch.device("cpu")
 
 

@@ -27,6 +27,8 @@ from lockstep.optim.activation_checkpointing import checkpoint_activations
 from lockstep.optim.saved_activations import Activations, measure
 from lockstep.units import parse_bytes
 
+pytestmark = pytest.mark.ranks
+
 
 class Block(nn.Module):
     def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> None:

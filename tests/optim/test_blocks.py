@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from lockstep.optim.module_filter import repeated_blocks
 
+pytestmark = pytest.mark.unit
+
 
 class Residual(nn.Module):
     def __init__(self, size: int = 4) -> None:

@@ -20,6 +20,8 @@ from torch.utils.data import Dataset
 import lockstep
 from lockstep.batch.plan import plan_epoch
 
+pytestmark = pytest.mark.ranks
+
 DECAY = 0.2
 SHARES = {1: "1", 2: "1:2", 3: "3:1:1"}
 STEPS = 8

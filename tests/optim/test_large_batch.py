@@ -25,6 +25,8 @@ import lockstep
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim import LAMB, LARS
 
+pytestmark = pytest.mark.ranks
+
 Array = np.ndarray
 SHAPES = [(4, 3), (2, 3, 2, 2), (5,), ()]
 STEPS = 6

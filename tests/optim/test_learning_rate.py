@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.learning_rate import scale_learning_rate, warmup
 
+pytestmark = pytest.mark.unit
+
 
 def two_groups() -> Optimizer:
     groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.1, 0.02)]

@@ -10,6 +10,8 @@ from lockstep.errors import UsageError
 from lockstep.extensions.checks.loss import LossCheck
 from lockstep.optim.precision import Precision
 
+pytestmark = pytest.mark.unit
+
 
 class Copied:
     """Stands in for a CUDA event."""

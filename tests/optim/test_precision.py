@@ -16,6 +16,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from lockstep.errors import SettingError
 from lockstep.optim.precision import Precision
 
+pytestmark = pytest.mark.unit
+
 CPU = torch.device("cpu")
 
 

@@ -21,6 +21,8 @@ import lockstep
 from lockstep.distributed.topology import detect, first_host
 from lockstep.errors import LockstepError, LockstepWarning, SettingError, UsageError
 
+pytestmark = pytest.mark.ranks
+
 Found = dict[str, Tensor]
 UNUSED = lockstep.strategies.DDP(find_unused_parameters=True)
 

@@ -25,6 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.strategies import DP, HSDP, Pipeline
 
+pytestmark = pytest.mark.ranks
+
 BATCH, STEPS, RATE, WORDS, LENGTH, WIDTH = 18, 5, 0.1, 11, 4, 8
 LAYERS = 12
 """More than either model has one after the other."""

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 import lockstep
 from lockstep.batch.plan import plan_epoch
 
+pytestmark = pytest.mark.ranks
+
 BATCH = 16
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"samples": 48},

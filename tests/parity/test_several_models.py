@@ -10,6 +10,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 
+pytestmark = pytest.mark.ranks
+
 
 def network(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)).double()

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from installed import PROGRAMS, lines, run, told, torchrun, verify
 
+pytestmark = pytest.mark.real
+
 SCRIPTS = "accelerate.test_utils.scripts"
 ACCELERATED = str(PROGRAMS / "accelerated.py")
 

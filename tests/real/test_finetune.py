@@ -25,6 +25,8 @@ import lockstep
 from lockstep.errors import UsageError
 from lockstep.strategies import DP, Pipeline
 
+pytestmark = pytest.mark.real
+
 FOLDER = Path(__file__).parents[2] / "examples" / "finetune"
 SIZES = {"width": 32, "layers": 3, "vocabulary": 300, "steps": 1}
 OPTIONS = {"epochs": 2, "batch_size": 7, "lr": 3e-3, "limit": 30}

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from installed import PROGRAMS, lines, run, told, torchrun, verify
 
+pytestmark = pytest.mark.real
+
 LIGHTNING, FABRIC = str(PROGRAMS / "lit.py"), str(PROGRAMS / "fabric.py")
 
 

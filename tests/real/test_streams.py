@@ -11,6 +11,8 @@ import pytest
 from installed import PROGRAMS, Ended, lines, run
 from ranks import HANG_S
 
+pytestmark = pytest.mark.real
+
 TRAIN = str(PROGRAMS / "streams" / "train.py")
 LIBRARIES = ("webdataset", "litdata", "mosaic")
 SAMPLES = [*range(26)]

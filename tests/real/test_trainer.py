@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from installed import PROGRAMS, Ended, lines, run, told, torchrun, verify
 
+pytestmark = pytest.mark.real
+
 TRAINER = str(PROGRAMS / "trainer.py")
 
 

@@ -6,6 +6,8 @@ from lockstep.communication.traffic import Traffic
 from lockstep.extensions.report.closing import print_closing
 from lockstep.session.step import Step
 
+pytestmark = pytest.mark.unit
+
 
 def test_the_last_lines_of_a_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

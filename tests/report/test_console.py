@@ -9,6 +9,8 @@ from pseudo_terminal import stdout_is_a_terminal
 
 from lockstep.extensions.report.console import Choice, choice_rows, print_choices, print_line
 
+pytestmark = pytest.mark.launcher
+
 TITLE = "lockstep 0.1.0 · 2 processes on 1 host"
 CHOICES = [
     Choice("strategy", "ddp", "2 processes"),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from launched import launch
 
 from lockstep.extensions.report.analysis import find
 from lockstep.extensions.report.reading import Record
+
+pytestmark = pytest.mark.launcher
 
 SCRIPT = """
 import os, signal

@@ -12,6 +12,8 @@ from lockstep.distributed.topology import Topology
 from lockstep.errors import UsageError
 from lockstep.extensions.report.metrics import RunningMeans
 
+pytestmark = pytest.mark.ranks
+
 CPU = torch.device("cpu")
 
 

@@ -35,6 +35,8 @@ from lockstep.extensions.report.reading import Record
 from lockstep.extensions.report.record_format import COLUMNS
 from lockstep.extensions.report.trackers import scalars
 
+pytestmark = pytest.mark.unit
+
 BAD = "<script>alert(1)</script>"
 
 

@@ -26,6 +26,8 @@ from lockstep.extensions.report.metrics import RunningMeans
 from lockstep.extensions.report.progress import progress, reduce_every
 from lockstep.session.micro_batch import MicroBatch
 
+pytestmark = pytest.mark.launcher
+
 
 class PlainLoader:
     """`steps` global batches of `count` samples, of which `local` are this rank's."""

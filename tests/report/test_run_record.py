@@ -24,6 +24,8 @@ from lockstep.extensions.report import record as writing
 from lockstep.extensions.report.reading import Record
 from lockstep.session.extension import PHASES
 
+pytestmark = pytest.mark.ranks
+
 SAMPLES, BATCH = 20, 4
 
 

@@ -13,6 +13,8 @@ from lockstep.extensions.report.pass_text import (
     summary_line,
 )
 
+pytestmark = pytest.mark.unit
+
 HALF = PassState(
     description="epoch 3",
     done=50,

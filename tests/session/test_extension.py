@@ -19,6 +19,8 @@ from lockstep.session.micro_batch import MicroBatch, VirtualRank
 from lockstep.session.step import Step
 from lockstep.training.optimizer import PreparedOptimizer
 
+pytestmark = pytest.mark.unit
+
 
 class Notes(Extension):
     """Writes down what it is told, under a name."""

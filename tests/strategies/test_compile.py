@@ -28,6 +28,8 @@ from benchmarks.bench_compile import TOLERANCE, WAYS, Counts, compiled_after, co
 from lockstep.errors import UsageError
 from lockstep.strategies import DP, HSDP
 
+pytestmark = pytest.mark.ranks
+
 
 def breaks_of_plain_torch() -> dict[tuple[str, str], int]:
     """The graph breaks that the benchmark has counted with plain torch, by strategy and way."""

@@ -19,6 +19,8 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.strategies import DP
 from lockstep.strategies.data_parallel.module import DataParallel
 
+pytestmark = pytest.mark.ranks
+
 BATCH = 16
 CASES: dict[str, dict[str, Any]] = {
     "even": {"samples": 48},

@@ -15,6 +15,8 @@ from lockstep.errors import UsageError
 from lockstep.strategies import DDP
 from lockstep.strategies.base import move_to_device
 
+pytestmark = pytest.mark.ranks
+
 
 def ready(world: lockstep.World, model: nn.Module | None = None) -> Any:
     model = mlp() if model is None else model

@@ -34,9 +34,11 @@ from lockstep.errors import (
 from lockstep.strategies import DiLoCo
 from lockstep.testing import assert_same
 
+IGNORED_WARNING = r"ignore:DiLoCo\({option}=:lockstep.errors.LockstepWarning"
 pytestmark = [
-    pytest.mark.filterwarnings(rf"ignore:DiLoCo\({option}=:lockstep.errors.LockstepWarning")
-    for option in ("every", "outer_lr")
+    pytest.mark.ranks,
+    pytest.mark.filterwarnings(IGNORED_WARNING.format(option="every")),
+    pytest.mark.filterwarnings(IGNORED_WARNING.format(option="outer_lr")),
 ]
 
 BATCH, STEPS = 13, 10

@@ -30,6 +30,8 @@ from lockstep.strategies import DP
 from lockstep.strategies.data_parallel import replicate
 from lockstep.strategies.data_parallel.module import DataParallel
 
+pytestmark = pytest.mark.unit
+
 FEATURES = 6
 
 

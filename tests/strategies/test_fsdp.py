@@ -22,6 +22,8 @@ import lockstep
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies import DDP, FSDP, HSDP
 
+pytestmark = pytest.mark.ranks
+
 BATCH, STEPS = 16, 4
 TOKENS, WIDTH, LENGTH, PAD = 11, 8, 5, -100
 SHARES = {1: "1", 2: "1:2", 3: "1:2:1"}

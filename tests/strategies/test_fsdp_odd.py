@@ -31,6 +31,8 @@ import lockstep
 from lockstep.errors import LockstepError, LockstepWarning
 from lockstep.strategies import FSDP
 
+pytestmark = pytest.mark.ranks
+
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
 

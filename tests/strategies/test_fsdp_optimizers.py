@@ -17,6 +17,8 @@ import lockstep
 from lockstep.errors import UsageError
 from lockstep.strategies import HSDP
 
+pytestmark = pytest.mark.ranks
+
 
 def whole(module: torch.nn.Module) -> dict[str, Tensor]:
     state = module.state_dict().items()

@@ -16,10 +16,13 @@ from torch.distributed.tensor import DTensor
 import lockstep
 from lockstep.strategies import DDP, FSDP, HSDP
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
-    reason="find_unused_parameters under fsdp needs a newer torch",
-)
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(
+        not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+        reason="find_unused_parameters under fsdp needs a newer torch",
+    ),
+]
 BATCH, STEPS = 12, 6
 
 

@@ -15,6 +15,8 @@ import lockstep
 from lockstep.errors import LockstepWarning
 from lockstep.strategies import DDP, FSDP, HSDP, Pipeline
 
+pytestmark = pytest.mark.ranks
+
 
 class Statistics(nn.Module):
     """Keeps a running mean of its samples, counts its passes, and has a table that stays."""

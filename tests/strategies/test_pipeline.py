@@ -16,6 +16,8 @@ import lockstep
 from lockstep.errors import LockstepError, SettingError
 from lockstep.strategies import Pipeline
 
+pytestmark = pytest.mark.ranks
+
 WORDS, WIDTH, LENGTH = 17, 8, 5
 
 

@@ -20,6 +20,8 @@ from lockstep.errors import LockstepError
 from lockstep.strategies import Pipeline
 from lockstep.strategies.replication import average_gradients
 
+pytestmark = pytest.mark.ranks
+
 WIDTH, LENGTH = 4, 3
 
 

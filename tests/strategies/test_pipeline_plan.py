@@ -20,6 +20,8 @@ from lockstep.strategies.pipeline.stage import StagedModel
 from lockstep.strategies.pipeline.strategy import check_compiled_parts
 from lockstep.strategies.pipeline.unit_costs import measure
 
+pytestmark = pytest.mark.unit
+
 SIZES = [
     (schedule, positions, per_rank, micro_batches)
     for schedule, positions, per_rank, micro_batches in product(

@@ -17,6 +17,8 @@ import lockstep
 from lockstep.batch.no_rows import NoRows, mark_no_rows, placeholder_of
 from lockstep.errors import DataError
 
+pytestmark = pytest.mark.ranks
+
 SAMPLES, BATCH, LENGTH = 9, 4, 5  # the last batch has one sample: all ranks but one have none
 
 

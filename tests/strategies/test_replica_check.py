@@ -5,6 +5,8 @@ import torch
 
 from lockstep.strategies.bit_sums import CHUNK_SIZE, bit_sums
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.parametrize("size", [1, CHUNK_SIZE, CHUNK_SIZE + 1, 3 * CHUNK_SIZE + 5])
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from lockstep.errors import DataError, SettingError, UsageError
 from lockstep.strategies.data_parallel import parallel_apply, replicate
 from lockstep.strategies.data_parallel.module import DataParallel
 
+pytestmark = pytest.mark.unit
+
 FEATURES = 5
 Pair = namedtuple("Pair", ["one", "other"])
 

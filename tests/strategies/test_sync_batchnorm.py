@@ -20,6 +20,8 @@ from lockstep.errors import DataError, UsageError
 from lockstep.strategies import sync_batchnorm
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 
+pytestmark = pytest.mark.ranks
+
 CHANNELS = 3
 INNER = [(), (4,), (3, 5), (2, 3, 2)]
 TORCH = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}

@@ -12,6 +12,8 @@ from torch import nn
 import lockstep
 from lockstep.errors import SettingError
 
+pytestmark = pytest.mark.ranks
+
 if TYPE_CHECKING:
     from lockstep.strategies.fsdp_blocks import Blocks
 

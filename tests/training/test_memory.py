@@ -17,6 +17,8 @@ from lockstep.extensions.memory_table import DeviceMemory, Memory
 from lockstep.extensions.memory_tensors import LiveTensors, SavedTensors, state_bytes
 from lockstep.strategies import DP, Pipeline
 
+pytestmark = pytest.mark.ranks
+
 CPU = torch.device("cpu")
 DOUBLE, BATCH, HIDDEN = 8, 16, 16
 WEIGHTS = FEATURES * HIDDEN + HIDDEN + HIDDEN * CLASSES + CLASSES

@@ -17,6 +17,8 @@ from lockstep.errors import UsageError
 from lockstep.extensions.profiling import ForwardCall, ProfilingRun, record_calls
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
+pytestmark = pytest.mark.unit
+
 
 @dataclass
 class Output:

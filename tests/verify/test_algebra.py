@@ -5,6 +5,8 @@ from hypothesis import strategies as st
 
 from lockstep.verify import algebra
 
+pytestmark = pytest.mark.unit
+
 RANDOM = np.random.default_rng(0)
 
 

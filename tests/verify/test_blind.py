@@ -19,7 +19,7 @@ import warm
 
 from lockstep.verify.verdict import Verdict
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.unit, pytest.mark.thorough]
 BLIND = Path(__file__).parent / "blind"
 CODES = {
     "01_digits_mlp": "LS101",

@@ -18,6 +18,8 @@ from lockstep.verify.recording.branches import NOTE_OUTCOME, Branches, add_notes
 from lockstep.verify.tolerance import FLOAT64
 from lockstep.verify.training_record import RankUpdate, Update
 
+pytestmark = pytest.mark.unit
+
 MODULE = """
 def sign(n):
     if n > 0:

@@ -11,6 +11,8 @@ import pytest
 from lockstep.verify import catalogue
 from lockstep.verify.catalogue import ENTRIES, GROUPS
 
+pytestmark = pytest.mark.unit
+
 ROOT = Path(__file__).parent.parent.parent
 CODES = [
     *(f"LS1{n:02}" for n in range(1, 13)),

@@ -19,6 +19,8 @@ from lockstep.verify.tolerance import FLOAT32, FLOAT64
 from lockstep.verify.training_record import Batch, Forward, RankUpdate, ScriptCall, Update
 from lockstep.verify.verdict import Verdict, judge
 
+pytestmark = pytest.mark.launcher
+
 RANDOM = np.random.default_rng(1)
 ONE, OTHER = RANDOM.normal(size=(6, 4)), RANDOM.normal(size=(6, 4))
 """What the backward passes over two halves of a batch leave."""

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 from lockstep.errors import UsageError
 from lockstep.verify.feed import BatchReader, BatchWriter, Fed, join
 
+pytestmark = pytest.mark.unit
+
 
 class Pair(NamedTuple):
     x: torch.Tensor

@@ -14,6 +14,8 @@ import warm
 
 from lockstep.verify.files import FilesBefore, restore
 
+pytestmark = pytest.mark.unit
+
 BEFORE = {
     "log": "1\n",
     "state": "a",

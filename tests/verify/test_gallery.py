@@ -17,6 +17,8 @@ import pytest
 import warm
 from patch import apply_patch
 
+pytestmark = pytest.mark.launcher
+
 GALLERY = Path(__file__).with_name("gallery")
 THOROUGH = pytest.mark.thorough
 

@@ -18,6 +18,8 @@ from lockstep.verify.tolerance import FLOAT64
 from lockstep.verify.training_record import RankUpdate, ScriptCall, Update
 from lockstep.verify.verdict import Verdict, judge
 
+pytestmark = pytest.mark.launcher
+
 RANDOM = np.random.default_rng(2)
 WHOLE = RANDOM.normal(size=(6, 4))
 STEPS = [RANDOM.normal(size=(6, 4)) for _ in range(3)]

@@ -8,6 +8,8 @@ import pytest
 from lockstep.verify.lines_up import line_up, with_idle_ranks
 from lockstep.verify.training_record import RankUpdate, Update
 
+pytestmark = pytest.mark.unit
+
 RANDOM = np.random.default_rng(2)
 MODELS = {"A": "Encoder/weight", "B": "Probe/weight"}
 

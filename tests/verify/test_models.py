@@ -17,6 +17,8 @@ from lockstep.verify.recording.optimizers import ParameterGroup
 from lockstep.verify.recording.sample_coupling import compares_samples
 from lockstep.verify.recording.tensor_values import copy_arrays, digest
 
+pytestmark = pytest.mark.unit
+
 
 def function_mode() -> FunctionMode:
     return FunctionMode(Determinism(double=False))

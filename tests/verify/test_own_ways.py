@@ -12,6 +12,8 @@ import warm
 
 from lockstep.wording import format_ranks
 
+pytestmark = pytest.mark.unit
+
 SCRIPTS = Path(__file__).with_name("own_ways")
 THOROUGH = pytest.mark.thorough
 

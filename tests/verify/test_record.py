@@ -14,6 +14,8 @@ from lockstep.verify.run_config import RunConfig
 from lockstep.verify.run_record import RunRecord, record_run
 from lockstep.verify.training_record import RankUpdate
 
+pytestmark = pytest.mark.launcher
+
 TWO = RunConfig(name="2 processes", nproc=2, script=Script(path="train.py"))
 
 

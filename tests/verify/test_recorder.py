@@ -24,6 +24,8 @@ from lockstep.verify.run_record import record_run
 from lockstep.verify.training_record import Forward
 from lockstep.verify.verdict import Verdict
 
+pytestmark = pytest.mark.launcher
+
 RIGHT = Path(__file__).with_name("gallery") / "right"
 
 REBUILT = """

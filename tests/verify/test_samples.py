@@ -19,6 +19,8 @@ from lockstep.verify.names import align_names
 from lockstep.verify.tolerance import FLOAT64
 from lockstep.verify.training_record import Forward, RankUpdate, ScriptCall, Update
 
+pytestmark = pytest.mark.unit
+
 X, Y = RANDOM.normal(size=(9, 2)), RANDOM.normal(size=(9, 2))
 """Of nine samples what they go in with, and what comes out."""
 WRONG = RANDOM.normal(size=(6, 4))

@@ -25,6 +25,8 @@ from lockstep.run.watch.error_record import (
 )
 from lockstep.run.watch.evidence import Evidence
 
+pytestmark = pytest.mark.launcher
+
 RANK_PROGRAM = """
 import sys
 from pathlib import Path

@@ -20,6 +20,8 @@ from lockstep.run.watch.evidence import (
     write_in_place,
 )
 
+pytestmark = pytest.mark.unit
+
 
 def make_memory(folder: Path) -> EvidenceMemory:
     memory = create_evidence_memory(folder)

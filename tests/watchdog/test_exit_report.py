@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
+
 from lockstep.run.watch.call_table import Mismatch
 from lockstep.run.watch.dataclass_json import from_values
 from lockstep.run.watch.error_record import ErrorRecord
@@ -10,6 +12,8 @@ from lockstep.run.watch.exit_status import ExitReport, ExitStatus, Interruption
 from lockstep.run.watch.snapshot import CollectiveCall
 from lockstep.run.watch.stacks import Frame
 from lockstep.run.watch.verdict import Row, Verdict
+
+pytestmark = pytest.mark.unit
 
 LINE = Frame("train.py", 7, "main")
 CALL = CollectiveCall(

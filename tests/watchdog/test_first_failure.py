@@ -19,6 +19,8 @@ from lockstep.run.watch.printed_error import PrintedError
 from lockstep.run.watch.stacks import Frame
 from lockstep.run.watch.verdict import Row, Verdict
 
+pytestmark = pytest.mark.unit
+
 # As torch 2.13 says it, recorded from runs of two processes.
 CLOSED = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by "

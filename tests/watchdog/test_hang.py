@@ -33,6 +33,8 @@ from lockstep.run.watch.snapshot import CollectiveCall, Group, NewGroup, RankSta
 from lockstep.run.watch.stacks import Frame, Stack
 from lockstep.run.watch.verdict import Verdict
 
+pytestmark = pytest.mark.unit
+
 GROUP_OF_TWO = (Group("0", "default_pg", (0, 1)),)
 GROUP_OF_THREE = (Group("0", "default_pg", (0, 1, 2)),)
 

@@ -26,6 +26,8 @@ from lockstep.run.watch.messages import render
 from lockstep.run.watch.straggler import find_straggler
 from lockstep.run.watch.verdict import Verdict
 
+pytestmark = pytest.mark.ranks
+
 FOREVER = datetime.timedelta(hours=1)
 
 

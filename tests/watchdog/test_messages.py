@@ -10,6 +10,8 @@ from lockstep.run.watch.messages import conjugate, describe, render
 from lockstep.run.watch.verdict import Row, Verdict
 from lockstep.wording import format_ranks
 
+pytestmark = pytest.mark.unit
+
 SOURCE = {20: "    loss.backward()\n", 95: "    evaluate(model, " + "a_long_argument, " * 9 + ")\n"}
 
 

@@ -12,6 +12,8 @@ from lockstep.run.watch.probe_answer import with_answer
 from lockstep.run.watch.snapshot import Group, RankState
 from lockstep.run.watch.stacks import Frame, parse_stack
 
+pytestmark = pytest.mark.unit
+
 ASKED = RankState(rank=0, host="a", pid=1, alive=True, answered=False)
 DUMP = """Stack (most recent call first):
   File "/an/earlier/one.py", line 1 in main

@@ -9,6 +9,8 @@ import pytest
 
 from lockstep.run.watch.printed_error import printed_error
 
+pytestmark = pytest.mark.unit
+
 TRACEBACK = """\
 Traceback (most recent call last):
   File "{script}", line 3, in <module>

@@ -33,6 +33,8 @@ from lockstep.run.watch.probe_answer import with_answer
 from lockstep.run.watch.snapshot import NewGroup, RankState
 from lockstep.run.watch.stacks import parse_stack
 
+pytestmark = pytest.mark.launcher
+
 
 @contextlib.contextmanager
 def installed_probe(folder: Path) -> Iterator[probe.Probe]:

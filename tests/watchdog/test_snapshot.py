@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from fake_snapshots import (
     TIME,
     completed_all_reduces,
@@ -17,6 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.run.watch.snapshot import Group, Snapshot, from_json, merge, shorten, to_json
+
+pytestmark = pytest.mark.unit
 
 
 def full() -> Snapshot:

@@ -14,6 +14,8 @@ from lockstep.run.watch import snapshot_exchange
 from lockstep.run.watch.snapshot import CollectiveCall, RankState, Snapshot
 from lockstep.run.watch.snapshot_exchange import SnapshotExchange
 
+pytestmark = pytest.mark.netns
+
 
 class FakeNetwork:
     """What all launchers have published, as real rendezvous would carry it."""

@@ -36,6 +36,8 @@ from lockstep.run.watch.stacks import (
 )
 from lockstep.strategies.pipeline.wire import Wire
 
+pytestmark = pytest.mark.launcher
+
 LOGGER = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
 SHARED_MEMORY = shared_memory.__file__
 SITE = "/opt/venv/lib/python3.12/site-packages"

@@ -10,6 +10,8 @@ from lockstep.run.watch.snapshot import CollectiveCall, Group, Snapshot
 from lockstep.run.watch.straggler import find_straggler
 from lockstep.run.watch.verdict import Verdict
 
+pytestmark = pytest.mark.unit
+
 STEP_S = 0.1
 
 

@@ -18,6 +18,8 @@ from lockstep.run.watch.snapshot import Snapshot
 from lockstep.run.watch.supervisor import Supervisor
 from lockstep.run.watch.verdict import Verdict
 
+pytestmark = pytest.mark.launcher
+
 DEADLOCK = Verdict("deadlock", True, (0, 1), "deadlock: nothing moves", waited_s=5.0)
 
 

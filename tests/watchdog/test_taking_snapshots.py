@@ -37,6 +37,8 @@ from lockstep.run.watch.supervisor import write_report
 from lockstep.run.watch.take_snapshot import take_snapshot
 from lockstep.run.watch.verdict import Verdict
 
+pytestmark = pytest.mark.launcher
+
 
 @contextlib.contextmanager
 def running_rank(fn: Callable[[], None], folder: Path) -> Iterator[Any]:

@@ -28,6 +28,8 @@ import lockstep
 from lockstep.errors import LockstepError, LockstepWarning
 from lockstep.strategies import DDP, HSDP
 
+pytestmark = pytest.mark.ranks
+
 Use = Callable[[lockstep.World], Any]
 
 

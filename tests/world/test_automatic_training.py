@@ -24,6 +24,8 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.extensions.profiling import ProfilingRun
 from lockstep.strategies import DP
 
+pytestmark = pytest.mark.ranks
+
 BATCH = 24
 SLOW, FITS = 1, 5
 

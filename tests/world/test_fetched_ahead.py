@@ -19,6 +19,8 @@ from ranks import RankFailed, run_ranks
 import lockstep
 from lockstep.errors import LockstepWarning, UsageError
 
+pytestmark = pytest.mark.ranks
+
 SAMPLES, BATCH = 26, 8  # on 3 ranks all parts are uneven, and the last batch is short
 
 Order = Callable[[Iterable[Any]], Iterable[Any]]

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 import lockstep
 from lockstep.errors import UsageError
 
+pytestmark = pytest.mark.ranks
+
 BATCH = 11
 
 

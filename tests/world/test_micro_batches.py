@@ -16,6 +16,8 @@ import lockstep
 from lockstep.errors import UsageError
 from lockstep.strategies import Pipeline
 
+pytestmark = pytest.mark.ranks
+
 STEPS = 12
 RATES = [0.5 / (1 + step) for step in range(STEPS)]
 

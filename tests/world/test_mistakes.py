@@ -22,6 +22,8 @@ import lockstep
 from lockstep.errors import LockstepWarning
 from lockstep.extensions.checks.mean_of_batches import divides_sum_by_length
 
+pytestmark = pytest.mark.ranks
+
 Use = Callable[[lockstep.World], Any]
 
 

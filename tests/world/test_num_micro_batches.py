@@ -14,6 +14,8 @@ import lockstep
 from lockstep.errors import LockstepWarning, SettingError
 from lockstep.settings import resolve_settings
 
+pytestmark = pytest.mark.ranks
+
 
 def train(world: lockstep.World, **options: Any) -> tuple[Any, list[float]]:
     """Two epochs of 26 samples in batches of 8, with BatchNorm."""

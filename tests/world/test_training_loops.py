@@ -22,6 +22,8 @@ import lockstep
 from lockstep.distributed.join import Join
 from lockstep.errors import LockstepWarning, RanksDifferError, SettingError, UsageError
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture
 def world() -> Iterator[lockstep.World]:

@@ -25,6 +25,8 @@ from torch.utils.data import (
 import lockstep
 from lockstep.errors import LockstepError
 
+pytestmark = pytest.mark.ranks
+
 Case = Callable[[], Any]
 
 
