@@ -42,7 +42,8 @@ from lockstep.session.step import Step
 from lockstep.settings import Choice, Settings
 from lockstep.strategies import DDP, FSDP, sync_batchnorm
 from lockstep.strategies.base import PreparedModule, Strategy
-from lockstep.strategies.ddp import ExactDDP
+from lockstep.strategies.ddp import ExactDDP, _StepsUnderDDP
+from lockstep.strategies.moving_buffers import MovingBuffers
 
 pytestmark = pytest.mark.ranks
 
@@ -255,24 +256,20 @@ def train(device: torch.device, kind: str) -> tuple[dict[str, Tensor], float]:
     )  # fmt: skip
     run = run_of(device, 1 if kind in ("plain", "ddp") else 2)
     wrapped = options.wrap(model, run)
-    for extension in wrapped.extensions:
-        run.extensions.add(extension, Place.STRATEGY)
     if kind == "ddp":  # which leaves a module alone where there is one rank
         ids = [device.index] if device.type == "cuda" else None
         made = ExactDDP(
             wrapped.module, run, DDP(), None, device_ids=ids, gradient_as_bucket_view=True
         )
-        wrapped = PreparedModule(
-            module=made,
-            before_backward=made.expect_backward,
-            before_step=made.check_gradients,
-            release=made.release,
-        )
+        buffers = MovingBuffers(wrapped.module, run.step)
+        wrapped = PreparedModule(module=made, extensions=[_StepsUnderDDP(made, buffers)])
+    for extension in wrapped.extensions:
+        run.extensions.add(extension, Place.STRATEGY)
     norm = steps(wrapped, device, options, run)
     home = {p.device.type for p in wrapped.module.parameters()}
     assert home == {"cpu" if kind == "offloaded" else device.type}
     found = whole(wrapped.module)
-    wrapped.release()
+    run.extensions.release()
     return found, norm
 
 

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.checkpoint.optimizer_state import load_saved_state
 from lockstep.distributed.collectives import Collectives, check_same_metric
-from lockstep.distributed.torch_compat import is_sharded, unscales_gradients
+from lockstep.distributed.torch_compat import answer_grad_scaler, is_sharded, unscales_gradients
 from lockstep.errors import UsageError, warn
 from lockstep.optim.precision import Precision
 from lockstep.session.extension import Extension
@@ -464,6 +464,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
                 "give it to world.prepare too: it then steps once per global batch",
                 code="LS401",
             )
+
+
+answer_grad_scaler(PreparedOptimizer, PreparedOptimizer._answer_grad_scaler)
 
 
 class _OptimizerEvents(Extension):

@@ -151,7 +151,7 @@ _C10D_LOGGER = "torch/distributed/c10d_logger.py"
 _DDP = "torch/nn/parallel/distributed.py"
 _SHARED_MEMORY = "lockstep/communication/shared_memory.py"
 _ROUTING = "lockstep/communication/routing.py"
-_LINK = "lockstep/communication/link.py"
+_TRAFFIC = "lockstep/communication/traffic.py"
 _PIPELINE_WIRE = "lockstep/strategies/pipeline/wire.py"
 
 # The functions in which a stage of a pipeline waits for another stage, and what they wait for.
@@ -175,7 +175,7 @@ _INNER_WAITING_FUNCTION = re.compile(
 _WAITING_FUNCTIONS = {
     _PIPELINE_WIRE: set(_OP_OF_WIRE_FUNCTION),
     _ROUTING: {"exchange"},
-    _LINK: {"wait"},
+    _TRAFFIC: {"wait"},
     "torch/distributed/utils.py": {
         "_verify_param_shape_across_processes",
         "_sync_params_and_buffers",
@@ -244,7 +244,7 @@ def _called_op(stack: Stack) -> str:
     if _is_in(innermost, _PIPELINE_WIRE):
         return _OP_OF_WIRE_FUNCTION[innermost.function]
     # The function of a link between two ranks is part of every collective, and names none.
-    op = "" if _is_in(innermost, _LINK) else innermost.function
+    op = "" if _is_in(innermost, _TRAFFIC) else innermost.function
     for frame in stack[1:]:
         is_waiting = _is_waiting(frame)
         is_wrapper = _is_in(frame, _C10D_LOGGER) or frame.file.startswith(LOCKSTEP_FOLDER)
