@@ -39,7 +39,7 @@ from lockstep.session.delivery import TrainingPass
 from lockstep.session.extension import Place
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
-from lockstep.settings import Choice, Settings
+from lockstep.settings import Settings
 from lockstep.strategies import DDP, FSDP, sync_batchnorm
 from lockstep.strategies.base import PreparedModule, Strategy
 from lockstep.strategies.ddp import ExactDDP, _StepsUnderDDP
@@ -191,8 +191,8 @@ def test_the_recorder_says_what_is_not_completed(device: str) -> None:
 class OneShard(FSDP):
     """FSDP over a mesh of one rank, which in a run of one it leaves out."""
 
-    def _shards(self, run: Run) -> tuple[Choice, tuple[int, ...]]:
-        return Choice("shards", "1 rank", "a test"), (1,)
+    def _mesh_shape(self, run: Run) -> tuple[int, ...]:
+        return (1,)
 
 
 def run_of(device: torch.device, size: int) -> Run:
