@@ -7,12 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from benchmarks.gpu import results, table
+from benchmarks.gpu.one_gpu import SEPARATE_HOSTS, init_options
 from benchmarks.gpu.results import read_lines, write_line
 from benchmarks.gpu.stages import STAGES, TOTAL_SECONDS, UnknownStage, choose
+from lockstep.distributed.device import choose_device
+from lockstep.distributed.topology import Topology
 
 pytestmark = pytest.mark.launcher
 
@@ -182,3 +187,23 @@ def test_the_readme_and_the_page_say_what_the_results_say() -> None:
     for _, line in table.newest_lines(table.runs_of(lines)):
         if line["check"] != "versions":
             assert table.row(line) in page, json.dumps(line)
+
+
+def test_nccl_is_not_refused_where_ranks_share_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*SEPARATE_HOSTS, "NCCL_HOSTID"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    topology = Topology(rank=1, size=2, local_rank=1, local_size=2)
+
+    def texts_of_machine(text: str) -> list[str]:
+        return ["the same GPU", "the same GPU"]
+
+    try:
+        init_options("cuda", "nccl")
+        device, _ = choose_device(
+            None, topology, {}, may_share=False, on_this_machine=texts_of_machine
+        )
+    finally:
+        mock.patch.stopall()
+    assert device == torch.device("cuda:0")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import inspect
 import subprocess
 from pathlib import Path
@@ -24,6 +25,7 @@ from fake_snapshots import (
 from lockstep import errors
 from lockstep.communication import shared_memory
 from lockstep.run.start import worker
+from lockstep.run.watch import stacks
 from lockstep.run.watch.stacks import (
     DDP_BUFFER_BROADCAST,
     PIPELINE_TRANSFER,
@@ -175,3 +177,18 @@ def test_waits_between_pipeline_stages_are_recognized() -> None:
     }
     assert all(callable(getattr(Wire, name)) for name in named)
     assert Path(inspect.getfile(Wire)).match("lockstep/strategies/pipeline/wire.py")
+
+
+def test_the_files_and_functions_of_ours_that_are_known_as_waiting_are_there() -> None:
+    """A stack names a file and a function: with other names a wait would be taken for work."""
+    package = Path(errors.__file__).parent
+    known = {path: set(functions) for path, functions in stacks._WAITING_FUNCTIONS.items()}
+    known.update({path: set() for path in stacks._WAITING_FILES})
+    own = {path: functions for path, functions in known.items() if path.startswith("lockstep/")}
+    assert len(own) == 4
+    for path, functions in own.items():
+        tree = ast.parse((package.parent / path).read_text())
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert functions <= defined, path
+    for path in stacks._LAUNCHER_FILES:
+        assert Path(path).is_file()

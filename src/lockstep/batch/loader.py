@@ -435,10 +435,7 @@ class Loader:
         """
         if batch is None:  # the collate function left out the whole global batch
             return None
-        self._step.sample_in_place_of_none = batch
-        if not self._step.had_empty_part:
-            self._step.had_empty_part = True
-            self._step.extensions.part_is_empty()
+        self._step.note_empty_part(batch)
         return map_tensors(cut_to_rows(batch, 1, share=True), mark_no_rows)
 
     def _hand_out(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.communication import routing
 from lockstep.communication.quantize import wide_dtype
-from lockstep.communication.quantized_sum import State, have_same_shapes
+from lockstep.communication.quantized_sum import State, do_nothing, have_same_shapes
 
 # Matrices that the narrow ones would not make smaller by this factor are sent as they are.
 MIN_REDUCTION = 2
@@ -76,7 +76,7 @@ class LowRankSum:
         self._lefts: list[Tensor] = []
         """The P of each matrix: this rank's, then orthogonal and the same on all ranks."""
         self._sent: Tensor
-        self._finish: Callable[[], None] = _do_nothing
+        self._finish: Callable[[], None] = do_nothing
 
     @property
     def _sends_whole(self) -> bool:
@@ -105,7 +105,7 @@ class LowRankSum:
         """Waits for the sums of P, orthogonalises them, and sends Q = M^T P."""
         self._finish()
         if self._sends_whole:  # `values` is the sum already
-            self._finish = _do_nothing
+            self._finish = do_nothing
             return
         sizes = [part.numel() for part in (*self._lefts, *self._sent_whole)]
         sums = torch.split(self._sent, sizes)
@@ -136,7 +136,7 @@ class LowRankSum:
                 residual.nan_to_num_(0.0, 0.0, 0.0)
                 matrix.copy_(sum_of_matrix)
             self.state["right"].nan_to_num_(0.0, 0.0, 0.0)
-        self._finish = _do_nothing
+        self._finish = do_nothing
         self.state["times"] += 1
 
     def load(self, own: State, states_of_ranks: Sequence[State]) -> bool:
@@ -177,7 +177,3 @@ class LowRankSum:
         sizes = [matrix.numel() for matrix in self._matrices]
         parts = torch.split(self.state["residual"], sizes)
         return [part.view_as(matrix) for part, matrix in zip(parts, self._matrices, strict=True)]
-
-
-def _do_nothing() -> None:
-    """Stands for waiting where there is nothing to wait for."""

@@ -94,7 +94,7 @@ class QuantizedSum:
             self.state["residual"] = torch.zeros(
                 len(self._padded) // peers.local_size, dtype=dtype, device=like.device
             )
-        self._finish: Callable[[], None] = _do_nothing
+        self._finish: Callable[[], None] = do_nothing
         self._wait_for_exchange: Callable[[], None]
         self._received: Tensor
         """What the peers send, (peers, bytes): first their parts of this peer's chunk, then the sum
@@ -137,7 +137,7 @@ class QuantizedSum:
     def end(self) -> None:
         """Returns when `values` is the sum."""
         self._finish()
-        self._finish = _do_nothing
+        self._finish = do_nothing
 
     def load(self, own: State, states_of_ranks: Sequence[State]) -> bool:
         """Loads what this rank's `state` was in the run that is resumed.
@@ -194,5 +194,5 @@ class QuantizedSum:
         return residual.view(self._peers.size, -1)[chunks]
 
 
-def _do_nothing() -> None:
+def do_nothing() -> None:
     """Stands for waiting where there is nothing to wait for."""

@@ -82,8 +82,6 @@ class Step:
         """The micro-batch that the latest loss given to `World.backward` came from."""
         self.sample_in_place_of_none: Any = None
         """A batch of one sample, like the latest micro-batch that had no samples."""
-        self.had_empty_part = False
-        """True once this rank was handed a micro-batch without samples."""
         self.virtual_rank: VirtualRank | None = None
         """The virtual rank of the current micro-batch, even while all of them train one model."""
         self.num_common_steps = 0
@@ -107,6 +105,8 @@ class Step:
         self._trainable_of_ended_passes: list[Delivery] = []
         """The same, of all passes that ended while another pass went on: a loop over
         `zip(itertools.cycle(one), other)` trains on both."""
+        self._had_empty_part = False
+        """True once this rank was handed a micro-batch without samples."""
         self._was_fetched_ahead = False
         self._called_with_unknown = False
         """True if a module was called, since the last backward pass, with nothing that a loader
@@ -177,6 +177,17 @@ class Step:
             return
         if weigh_the_same([training_pass.active, *training_pass.untrained]):
             self._begin_delivery(delivery)
+
+    def note_empty_part(self, sample: Any) -> None:
+        """This rank is about to get a micro-batch without samples.
+
+        Args:
+            sample: a batch of one sample that is like it.
+        """
+        self.sample_in_place_of_none = sample
+        if not self._had_empty_part:
+            self._had_empty_part = True
+            self.extensions.part_is_empty()
 
     def module_called(
         self, storages: Iterable[StorageReference], *, has_gradient: bool = False
