@@ -65,7 +65,7 @@ class _RankPart(NamedTuple):
 
     micro_batch: MicroBatch
     samples: slice
-    """Where its samples are in the global batch."""
+    """The positions of its samples in the global batch."""
     on_all_ranks: bool
 
 

@@ -92,7 +92,7 @@ class CustomPlan:
     order: Indices
     """The sample indices of the epoch, shape `(samples,)`."""
     bounds: Indices
-    """Where the batches begin and end in `order`, shape `(steps + 1,)`."""
+    """The positions in `order` at which batches begin and end, shape `(steps + 1,)`."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1

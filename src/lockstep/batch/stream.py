@@ -68,7 +68,7 @@ class IterableLoader(Loader):
         self._first_samples: dict[int, list[Any]] = {}
         """Digests of the first samples of the current epoch, by the position of a global batch."""
         self._first_samples_before: list[Any] | None = None
-        """Those of the checkpoint from which this epoch was resumed in its middle."""
+        """The digests in the checkpoint from which this epoch was resumed in its middle."""
         self._check_options()
 
     def _check_options(self) -> None:

@@ -174,7 +174,7 @@ class WorkerComparison:
         self._epoch = epoch
         self._num_workers: int = source.options["num_workers"]
         self._first_reading: dict[int, tuple[int, list[Any]]] = {}
-        """By the position of a global batch: the first worker that read it, and its digests."""
+        """The first worker that read a global batch, and its digests, by the batch's position."""
         self._first_end: tuple[int, int] | None = None
         """The first worker that has come to the end of the stream, and how many samples it gave."""
 

@@ -56,7 +56,7 @@ class GlobalBatchKey(NamedTuple):
     position: int
     shares: tuple[int, ...]
     num_micro_batches: int
-    """Of the global batch; with virtual ranks, of the part of each."""
+    """Micro-batches of the global batch; with virtual ranks, of the part of each."""
     num_virtual_ranks: int | None
     pass_begin: int
     """The position of the first global batch of this pass."""
@@ -105,7 +105,7 @@ class _ReadPart(NamedTuple):
     planned_sizes: Indices
     counts: Indices
     bounds: list[list[int]]
-    """Where this rank's samples of each micro-batch begin and end in `samples`."""
+    """For each micro-batch, the begin and end in `samples` of this rank's samples."""
     ended: bool
 
 

@@ -26,7 +26,7 @@ MAX_TENSORS = 8
 """How many tensors of a batch go into the checksum."""
 CHECKSUM_MASK = 2**62 - 1
 _INTEGER_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""By size in bytes: the dtype as which the bits of a number are added up."""
+"""The dtype as which the bits of a number are added up, by its size in bytes."""
 
 
 class ReadPass(NamedTuple):

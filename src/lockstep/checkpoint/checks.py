@@ -21,7 +21,7 @@ RESERVED_NAMES = frozenset({"training", "manifest", "world", "random", "replicas
 """Names that a checkpoint uses itself."""
 BUILD_AS_SAVED = "build {} as it was in the run that saved it"
 LENGTH_ATTRIBUTES = ("total_steps", "T_max", "total_iters")
-"""Where torch's schedulers keep how many steps they take."""
+"""The attributes in which torch's schedulers keep how many steps they take."""
 
 
 def check_state(state: Mapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ class ChangedLength(NamedTuple):
     """A number of steps of a scheduler that is not what was saved."""
 
     place: str
-    """Where it is in the scheduler's state, such as "total_steps" or "_schedulers.1.T_max"."""
+    """Its place in the scheduler's state, such as "total_steps" or "_schedulers.1.T_max"."""
     saved: int
     built: int
 

@@ -39,7 +39,7 @@ from lockstep.errors import CheckpointError
 Tree = Any
 """What `json` reads and writes: None, bool, int, float, str, lists and dictionaries of these."""
 KeyPath = tuple[object, ...]
-"""Where a value is in the state: the keys and positions that lead to it."""
+"""The place of a value in the state: the keys and positions that lead to it."""
 FindShards = Callable[[str, torch.dtype, Shape], TensorInShards]
 """Returns the tensor that is stored in shards under this name, with this dtype and shape."""
 

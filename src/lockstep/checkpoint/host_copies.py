@@ -28,7 +28,7 @@ class HostCopies:
         """The memory of each copy, by the number of the copy."""
         self._next_number = 0
         self._addresses_in_use: set[int] = set()
-        """Where the storages begin that the training goes on to change."""
+        """The addresses of the storages that the training goes on to change."""
         self._copying_gpus: set[torch.device] = set()
         """The GPUs with copies that may not be complete yet. A model may be on several."""
 

@@ -33,7 +33,7 @@ MAX_UNIT_BYTES = 2**23
 
 
 class _Place(NamedTuple):
-    """Where a gradient stands."""
+    """The place of a gradient among those that are sent."""
 
     unit: int
     values: Tensor

@@ -252,7 +252,7 @@ class SharedMemory:
         self._slot_bytes = layout.slot
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         self.address = everything.data_ptr()
-        """Where the mapping begins in this process; its tensors share one storage."""
+        """The address of the mapping in this process; its tensors share one storage."""
         local_ranks = range(self._local_size)
         self._barrier_of_parity = []
         self._calls_at = []

@@ -78,11 +78,11 @@ class Join:
     """One rank's side of the join protocol, from its request to the decision."""
 
     store: Store
-    """Where the ranks of this run, and of no other, meet."""
+    """The store in which the ranks of this run, and of no other, meet."""
     topology: Topology
     manifest: Mapping[str, str]
     store_location: str
-    """Where the store is, for messages."""
+    """The place of the store, for messages."""
     timeout_s: float
     """How long ranks wait for each other."""
     file: Path | None = None

@@ -43,7 +43,7 @@ class _RecordedMicroBatch(NamedTuple):
     division: MicroBatchPlan
     """How its loader divides global batches."""
     num_samples: int
-    """Of this rank."""
+    """Samples of this rank."""
     calls: list[ForwardCall]
     """Grows while the micro-batch is computed."""
 

@@ -95,7 +95,7 @@ def measure(
     in_memory_anyway: StorageBytes = {}
     activations = Activations()
     current = activations.outside
-    """Where tensors are counted that are saved now."""
+    """The counter of the tensors that are saved now."""
 
     def count(tensor: Tensor, counted: StorageBytes) -> None:
         if tensor.layout is not torch.strided:  # others have no storage of their own

@@ -45,7 +45,7 @@ follows that step, up to the next batch."""
 
 
 class Place(IntEnum):
-    """Where an extension stands in the order in which they are notified of events."""
+    """The place of an extension in the order in which all are notified of events."""
 
     PREPARED_OBJECT = 0
     STRATEGY = 1
@@ -181,7 +181,7 @@ class Extensions(Extension):
     def __init__(self) -> None:
         self._extensions: list[tuple[Place, Extension]] = []
         self.listeners: dict[str, list[Callable[..., None]]] = {}
-        """By the name of an event, the methods to be called."""
+        """The methods to be called, by the name of the event."""
         self._observers_are_notified = True
         for extension in _extensions_of_every_run:
             self.add(extension, Place.OBSERVER)

@@ -345,7 +345,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             if parameter.requires_grad:
                 self._trained.append((name, parameter))
         self._trained_by_optimizer: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        """Those of `_trained` that an optimizer has, by the optimizer's id."""
+        """The parameters of `_trained` that an optimizer has, by the optimizer's id."""
         self.by_choice = ""
         """An option that changes results and that `verify` therefore switches off, in words."""
         if options.compress is not None and run.settings.uncompressed:

@@ -80,7 +80,7 @@ class Preparer:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.wrapped: dict[nn.Module, PreparedModule] = {}
-        """By the modules that `prepare` returned."""
+        """What the strategy returned for each module, by the module that `prepare` returned."""
         self.precision = Precision(run.settings.precision, run.device)
         self.sizes: FindsSizes
         """Set by `World` before anything is prepared."""

@@ -50,7 +50,7 @@ class TensorInFile(LazyTensor):
     dtype: torch.dtype
     shape: Shape
     offset: int
-    """Where its values begin, in bytes from the beginning of the file."""
+    """The offset of its values, in bytes from the beginning of the file."""
 
     def read_range(self, begin: int, end: int) -> Tensor:
         """Reads the elements from `begin` to before `end`, flattened, into new memory."""

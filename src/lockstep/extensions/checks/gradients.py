@@ -25,7 +25,7 @@ class GradientVersionCheck(Check):
     _num_backwards = 0
     """Backward passes of the present micro-batch."""
     _marks: Sequence[tuple[nn.Parameter, int, int]] = ()
-    """Of each gradient: its parameter, its id, and how often it was written to."""
+    """For each gradient its parameter, its id, and how often it was written to."""
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """No backward pass has followed yet."""

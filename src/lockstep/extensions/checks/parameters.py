@@ -33,7 +33,7 @@ class ParameterCheck(Check):
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
         self._before: dict[int, tuple[set[str], MutableMapping[Tensor, _Before]]] = {}
-        """Of each module, by its id: the names of its parameters, and what these were."""
+        """For each module, by its id, the names of its parameters and what they were."""
         self._warned = False
 
     def module_prepared(self, wrapped: PreparedModule) -> None:

@@ -58,7 +58,7 @@ class PreparationCheck(Check):
         self._right_losses: dict[Location, int] = {}
         """How many losses of each line of the script were right."""
         self._unprepared_models: dict[Location, UnpreparedModel] = {}
-        """By the line of the script that trains them."""
+        """The unprepared models, by the line of the script that trains them."""
         self._prepared_optimizers: list[Any] = []
         self._is_active = run.joined is not None and run.collectives.data_parallel.size > 1
         if self._is_active:

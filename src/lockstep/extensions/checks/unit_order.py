@@ -40,7 +40,7 @@ class UnitOrderCheck(Check):
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
         self._usage_by_module: dict[int, _ModuleUsage] = {}
-        """By the id of the module."""
+        """The use of each module, by the id of the module."""
 
     def module_prepared(self, wrapped: PreparedModule) -> None:
         """Begins to count what is used of the module, if it has units."""

@@ -38,7 +38,7 @@ class Token:
     key: bytes = field(repr=False)
     """The key with which launchers sign (HMAC)."""
     source: str
-    """Where it was found, for messages: a variable or a file."""
+    """The source of the token, for messages: a variable or a file."""
     open_to_all: bool = False
     """The user has asked to let everybody join."""
 

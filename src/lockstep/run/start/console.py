@@ -473,7 +473,7 @@ class _Stream:
     descriptor: int
     """The end of the pipe from which it is read."""
     sink: Sink | None
-    """Where it is shown; None: nowhere."""
+    """The stream on which it is shown; None: it is not shown."""
     log: Path
     """The file that gets all of it."""
     filters: list[bytes]

@@ -58,7 +58,7 @@ class Script:
 
     @property
     def folder(self) -> str:
-        """Where Python looks first for what the program imports: its `sys.path[0]`."""
+        """The folder in which Python looks first for what the program imports: `sys.path[0]`."""
         if self.module:
             return os.getcwd()
         if os.path.isdir(self.path) or zipfile.is_zipfile(self.path):

@@ -61,11 +61,11 @@ class CallTable:
         self.calls: dict[str, dict[int, dict[int, CollectiveCall]]] = {}
         """`calls[key][seq][rank]` is a rank's call."""
         self._numbers: dict[tuple[str, int], list[int]] = {}
-        """By key and rank, the numbers of the rank's recorded calls, the oldest first."""
+        """The numbers of a rank's recorded calls, the oldest first, by key and rank."""
         self._groups: dict[str, Group] = {}
-        """By name, what is known of a group."""
+        """What is known of a group, by its name."""
         self._longest_timeout_s: dict[str, float] = {}
-        """By backend, the longest timeout of any group."""
+        """The longest timeout of any group, by backend."""
         self._ranks_without_record: set[int] = set()
         self._missing_ranks: dict[tuple[str, int], set[int]] = {}
         """What `missing_ranks` has already computed, by key and number."""

@@ -59,7 +59,7 @@ class SnapshotExchange:
         self._take = take
         self._last_question = 0
         self._answered_questions: dict[int, int] = {}
-        """By machine, the number of its last question that this launcher has answered."""
+        """The number of the last question that this launcher has answered, by machine."""
         self._led_until = 0.0
         self.delay_s = 0.0 if node == 0 else _HEAD_START_S
         """How much later than the first launcher this one is to ask."""

@@ -32,7 +32,7 @@ class Arrival(NamedTuple):
     """A replica that waits at a meeting."""
 
     place: str
-    """Where it is in the model."""
+    """Its place in the model."""
     value: Any
     combine: Combine | None
     """None: the meeting has no result."""

@@ -32,7 +32,7 @@ class BoundaryTensors(NamedTuple):
 
     received: list[Tensor]
     sent: list[Tensor]
-    """Those that get a gradient."""
+    """The tensors that get a gradient."""
 
 
 @dataclass

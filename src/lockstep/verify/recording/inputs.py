@@ -31,7 +31,7 @@ class InputRecorder:
         """By loader, in the order of their first use, how often it was iterated to train. Only
         passes over loaders of torch's are counted."""
         self._batches_in_epoch: Counter[tuple[Any, int]] = Counter()
-        """By loader of torch's and epoch, the batches handed out."""
+        """The batches handed out, by loader of torch's and epoch."""
 
     @property
     def number_of_torch_loaders(self) -> int:

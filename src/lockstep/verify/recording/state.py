@@ -179,9 +179,9 @@ class RecorderState:
         self.micro_batch = MicroBatch()
         """The last one that a loader of Lockstep's has handed out."""
         self.last_batch_text = ""
-        """Where the last batch stands, as `, batch 3 of 4 of epoch 1`."""
+        """The position of the last batch, such as `, batch 3 of 4 of epoch 1`."""
         self.stopped_at = ""
-        """Where the script was stopped; empty if it came to its end."""
+        """The place at which the script was stopped; empty if it came to its end."""
         self._first_step_time = math.inf
 
     @property

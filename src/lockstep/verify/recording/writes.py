@@ -33,7 +33,7 @@ class WriteLog:
         self.watched: frozenset[int] = frozenset()
         """Storages of the tensors that are watched."""
         self.stacks: dict[int, Stack] = {}
-        """By storage, where it was last written to."""
+        """The place at which each storage was last written to."""
         self.on_write_by_hand: Callable[[int], object] = lambda storage: None
         """Called with a storage that the script, not a collective, has written to."""
 
