@@ -69,14 +69,19 @@ class Activity:
         stack = self.state.stack
         other_threads = self.state.threads
         if stacks.is_at_exit(stack) and other_threads:
-            stack = other_threads[0]  # the interpreter waits for this thread
+            # The program is at its end, and Python joins the threads that still run. So the line
+            # of interest is the one that such a thread is at; there is seldom more than one.
+            stack = other_threads[0]
         return stacks.user_frame(stack)
 
     @property
     def op(self) -> str:
-        """The function of torch.distributed that it waits in, by the name the user knows."""
-        if self.wait.op:
+        """The function of torch.distributed that it waits in, by the name the user knows; empty if
+        it waits in none, or if that is not known.
+        """
+        if self.wait.op:  # the stack names the function that the user has called
             return self.wait.op
+        # The record names what was called inside of it: `broadcast` for `broadcast_object_list`.
         return "" if self.call is None else self.call.op
 
     @property
@@ -101,7 +106,7 @@ class Activity:
 
 
 def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
-    """Judges what a rank does.
+    """Judges what a rank does: its `Kind` and, if it waits, the call it waits in.
 
     Args:
         earlier: its state in the first snapshot.
@@ -110,10 +115,12 @@ def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
     """
     if not later.alive:
         # A rank that has just ended counts as moving, as others may be about to notice its end.
+        # It has no exit code before the launcher has noticed its end.
         had_ended_before = later.code is not None and not earlier.alive
         return Activity(later, Kind.EXITED if had_ended_before else Kind.MOVING)
     if later.stopped and earlier.stopped:
         return Activity(later, Kind.STOPPED)
+    # Between the snapshots it was stopped, or continued: that is a change, too.
     was_stopped_or_continued = bool(later.stopped or earlier.stopped)
     if was_stopped_or_continued or has_moved(earlier, later):
         return Activity(later, Kind.MOVING)
@@ -121,15 +128,19 @@ def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
         return Activity(later, Kind.UNKNOWN)
     kind = _kind_by_stack(earlier, later, seconds)
     if kind is Kind.WAITING:
+        # The stack may show no wait: that the rank waits is then known by its recorded call alone.
         wait = stacks.find_wait(later.stack) or stacks.Wait()
         return Activity(later, kind, wait, _current_call(later, wait))
     if kind is Kind.PERHAPS_WAITING:
-        return Activity(later, kind, call=_current_call(later, stacks.Wait()))
+        wait = stacks.Wait()  # an empty one, as its stack is in none of the known waits
+        return Activity(later, kind, wait, _current_call(later, wait))
     return Activity(later, kind)
 
 
 def has_moved(earlier: RankState, later: RankState) -> bool:
-    """True if a rank made an optimizer step or a call, or a call's state has changed."""
+    """True if a rank is known to have made an optimizer step or a call between two snapshots, or
+    if the state of its latest call has changed.
+    """
     steps_are_known = earlier.steps is not None and later.steps is not None
     if steps_are_known and earlier.steps != later.steps:
         return True
@@ -139,9 +150,15 @@ def has_moved(earlier: RankState, later: RankState) -> bool:
 
 
 def _latest_calls(calls: Sequence[CollectiveCall]) -> dict[tuple[str, bool], tuple[int, str]]:
-    """Returns `seq` and state of the latest call by the call's key and whether it is p2p."""
+    """Returns number and state of the latest call, by its key and whether it is a send or receive.
+
+    Collectives and sends of one process group have the same key, but are numbered separately.
+
+    Args:
+        calls: a rank's calls, the oldest first.
+    """
     latest = {}
-    for call in calls:
+    for call in calls:  # a later call takes the place of an earlier one
         latest[call.key, call.p2p] = (call.seq, call.state)
     return latest
 
@@ -152,6 +169,7 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
     is_idle = is_main_thread_idle(earlier, later, seconds)
     at_same_place = place(earlier) == place(later)
     if at_same_place:
+        # NCCL calls are "started" when the GPU executes them: it waits there for the other ranks.
         if any(call.state == "started" for call in pending):
             return Kind.WAITING
         wait = stacks.find_wait(later.stack)
@@ -162,7 +180,8 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
         may_have_pending_call = bool(pending) or later.calls is None
         if wait is not None and is_idle and may_have_pending_call:
             return Kind.WAITING
-    # `answered` is False for a rank that was asked and whose Python thread did not get to run.
+    # `answered` is False for a rank that was asked, and whose answering thread did not get to run:
+    # code in C holds Python's lock. (None: it could not be asked.)
     if earlier.answered is False and later.answered is False:
         return Kind.SILENT
     # A kernel queued before a pending NCCL call may keep the GPU busy while the CPU is idle.
@@ -180,7 +199,10 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
 
 
 def place(state: RankState) -> tuple[stacks.Frame, ...]:
-    """Returns a rank's stack from its innermost frame to the user's own line."""
+    """Returns a rank's stack from its innermost frame to the user's own line.
+
+    It is the whole stack if none of its lines is the user's, and empty if the stack is not known.
+    """
     stack = state.stack or ()
     line = stacks.user_frame(stack)
     if line is None:
@@ -189,7 +211,12 @@ def place(state: RankState) -> tuple[stacks.Frame, ...]:
 
 
 def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
-    """Returns the call that a waiting rank waits in; None if it is not recorded."""
+    """Returns the call that a waiting rank waits in; None if it is not recorded.
+
+    Args:
+        state: the state of the rank.
+        wait: what its stack says about its wait.
+    """
     in_unrecorded_function = wait.op in _UNRECORDED_FUNCTIONS
     candidates: Sequence[CollectiveCall] = state.pending_calls()
     if wait.certain and wait.op and not in_unrecorded_function:
@@ -198,21 +225,28 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
         calls_of_main_thread = [call for call in all_calls if call.thread == state.main_thread]
         # A record may lack the threads of its calls.
         candidates = calls_of_main_thread or all_calls
+    # NCCL's record says which call a GPU has started, and is in now. Gloo's never says so.
     for call in candidates:
         if call.state == "started":
             return call
     if in_unrecorded_function:
         # A pending collective does not explain this wait; it may belong to another thread.
         candidates = [call for call in candidates if call.p2p]
-    return candidates[-1] if candidates else None
+    return candidates[-1] if candidates else None  # the latest, as they are in order of time
 
 
 # --- Processor time
 
 
 def is_main_thread_idle(earlier: RankState, later: RankState, seconds: float) -> bool:
-    """True if a rank's main thread has not computed; False if that is not known."""
-    # On a busy machine a thread that is able to run may get little processor time.
+    """True if a rank's main thread has not computed; False if that is not known.
+
+    Args:
+        earlier: the rank's state in the first snapshot.
+        later: its state in the second.
+        seconds: the time between the snapshots.
+    """
+    # State R: it runs, or could run. On a busy machine such a thread may get little processor time.
     if earlier.state == "R" or later.state == "R":
         return False
     if earlier.main_cpu_s is None or later.main_cpu_s is None:
@@ -230,7 +264,11 @@ def is_still(earlier: RankState, later: RankState, seconds: float) -> bool:
 
 
 def _others_compute_for_it(earlier: RankState, later: RankState, seconds: float) -> bool:
-    """True if a rank's other threads, or processes that it has started, are known to compute."""
+    """True if a rank's other threads, or processes that it has started, are known to compute.
+
+    It is asked only for a rank whose main thread is idle.
+    """
+    # `cpu_s` is the time of all threads of the process. The main thread used almost none.
     threads_are_known = earlier.cpu_s is not None and later.cpu_s is not None
     if threads_are_known and not _is_idle(earlier.cpu_s, later.cpu_s, seconds):
         return True

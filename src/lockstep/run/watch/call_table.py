@@ -78,10 +78,12 @@ class CallTable:
                 self._add(state.rank, call)
 
     def _add(self, rank: int, call: CollectiveCall) -> None:
-        """Adds one call of a rank."""
+        """Adds one call of a rank to `calls` and `_numbers`, and its timeout to those of its
+        backend.
+        """
         longest_s = self._longest_timeout_s.get(call.backend, 0.0)
         self._longest_timeout_s[call.backend] = max(longest_s, call.timeout_s or 0.0)
-        if call.p2p:
+        if call.p2p:  # numbered by pair of ranks, not by group, so it has no place in the table
             return
         calls_by_number = self.calls.setdefault(call.key, {})
         calls_by_rank = calls_by_number.setdefault(call.seq, {})
@@ -90,20 +92,20 @@ class CallTable:
 
     def members(self, key: str) -> set[int]:
         """Returns the ranks of a group; if torch did not say, the ranks that have used it."""
-        _, _, name = key.partition(":")
+        _, _, name = key.partition(":")  # the key is `backend:name`
         group = self._groups.get(name)
         if group is not None and group.ranks:
             return set(group.ranks)
         return {rank for used_key, rank in self._numbers if used_key == key}
 
     def name(self, key: str) -> str:
-        """Returns a group's name as it is shown to people."""
-        _, _, name = key.partition(":")
+        """Returns a group's name as it is shown to people: `the default group`, `group 'tp'`."""
+        _, _, name = key.partition(":")  # the key is `backend:name`
         group = self._groups.get(name)
         # torch describes a group as "undefined" if the program gave it no description.
         if group is not None and group.description not in ("", "undefined"):
             name = group.description
-        if name in ("default_pg", "0"):
+        if name in ("default_pg", "0"):  # torch's description and name of the default group
             return "the default group"
         return f"group {name!r}"
 
@@ -114,6 +116,8 @@ class CallTable:
             missing = set()
             for rank in self.members(call.key):
                 numbers = self._numbers.get((call.key, rank))
+                # A rank makes the calls of a group in the order of their numbers, so its latest one
+                # says whether it has come to this one.
                 if numbers is None or numbers[-1] < call.seq:
                     missing.add(rank)
             # It is remembered, as it is asked for once for every rank.
@@ -140,9 +144,10 @@ class CallTable:
         return (call.key, call.seq) in self.mismatched_calls
 
     def has_short_timeout(self, call: CollectiveCall) -> bool:
-        """True if the call's group has a shorter timeout than others, and than torch's default.
+        """True if a call's group has a timeout that the program has chosen to be short.
 
-        The program has then chosen it, and may expect that the call fails.
+        That is one below torch's default, and below the longest that a group of this backend has.
+        The program may then expect that the call fails.
         """
         if call.timeout_s is None:
             return False
@@ -160,7 +165,8 @@ class CallTable:
         numbers = self._numbers.get((key, rank))
         if numbers is None:  # the rank has made no call of this group, so none has been dropped
             return True
-        return seq >= numbers[0]
+        oldest_kept = numbers[0]
+        return seq >= oldest_kept
 
 
 def find_mismatch(table: CallTable, ranks: set[int]) -> Mismatch | None:
@@ -187,7 +193,9 @@ def _time_of_first_call(mismatch: Mismatch) -> float:
 
 
 def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
-    """Returns a group's first call that differs, or that some ranks have not made."""
+    """Returns a group's first call that differs, or that some ranks have not made; None if there is
+    no such call.
+    """
     members = sorted(table.members(key))
     for seq, calls_by_rank in sorted(table.calls[key].items()):
         any_member_made_it = any(rank in calls_by_rank for rank in members)
@@ -205,16 +213,27 @@ def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
 
 
 def _lines_differ_since(table: CallTable, key: str, mismatched_seq: int) -> int | None:
-    """Goes back from a mismatch as long as the ranks made matching calls from different lines.
+    """Returns since which call the ranks have made the calls of a group from different lines.
+
+    They may have parted before the mismatch: calls that match by chance, such as one `all_reduce`
+    in training and another in an evaluation, come from different lines of the program.
+
+    Args:
+        table: all calls.
+        key: the key of the group.
+        mismatched_seq: the number of the mismatched call.
 
     Returns:
-        The number of the earliest such call; None if the call just before came from one line.
+        The number of the first of the calls just before the mismatch that all came from different
+        lines; None if there is no such call.
     """
     earliest = None
     seq = mismatched_seq - 1
     while seq in table.calls[key]:
         lines = {stacks.user_frame(call.frames) for call in table.calls[key][seq].values()}
-        if None in lines or len(lines) == 1:
+        some_line_is_unknown = None in lines
+        ranks_are_at_one_line = len(lines) == 1
+        if some_line_is_unknown or ranks_are_at_one_line:
             break
         earliest = seq
         seq -= 1

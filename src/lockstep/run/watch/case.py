@@ -72,7 +72,10 @@ class Case:
 
     @property
     def roots(self) -> dict[int, Activity]:
-        """The ranks that wait for nobody; if others wait for some of them, only those."""
+        """The ranks that wait for nobody and that others wait for.
+
+        If nobody is known to wait for any of them, these are all ranks that wait for nobody.
+        """
         not_waiting = {}
         awaited = {}
         for rank, activity in self.activities.items():
@@ -80,7 +83,9 @@ class Case:
                 not_waiting[rank] = activity
                 if rank in self.graph.awaited:
                     awaited[rank] = activity
-        return awaited or not_waiting
+        if awaited:
+            return awaited
+        return not_waiting
 
     def waiting_text(self, what: str, ranks: Collection[int]) -> str:
         """Returns a text such as `rank 1 works on; ranks 0, 2 have waited for it for 5 s`.
@@ -90,10 +95,10 @@ class Case:
             ranks: the awaited ranks.
         """
         subject = f"{format_ranks(ranks)} {conjugate(what, len(ranks))}"
-        waiting = self.graph.waits_for
+        waiting = self.graph.waits_for  # its keys are the ranks that wait
         if not waiting:
             return f"{subject}, for {self.waited_s:.0f} s"
-        have = conjugate("has", len(waiting))
+        have = conjugate("has", len(waiting))  # "has" for one rank, "have" for several
         them = "it" if len(ranks) == 1 else "them"
         return (
             f"{subject}; {format_ranks(waiting)} {have} waited for {them} for {self.waited_s:.0f} s"
@@ -137,8 +142,13 @@ class Case:
         )
 
     def _row(self, activity: Activity, mismatched_call: CollectiveCall | None) -> Row:
-        """Returns the row of one rank. Of several calls that it may wait in, the mismatched one is
-        shown.
+        """Returns what the verdict says of one rank.
+
+        Args:
+            activity: what the rank does.
+            mismatched_call: the rank's call at the first mismatch. Of several calls that the rank
+                may wait in, this one is shown. None if there is no mismatch, or if the rank has
+                not come to it.
         """
         state = activity.state
         if state.rank in self.graph.waits_for:
@@ -158,11 +168,11 @@ class Case:
         text = f"waits in {_name_call(call, activity.op)}"
         if call is not None:
             group = self.table.name(call.key)
-            if group.startswith("group"):  # the default group goes without saying
+            if group.startswith("group"):  # "the default group" goes without saying
                 text += f" of {group}"
-        if activity.making is not None:
+        if activity.making is not None:  # it waits in `new_group`
             text += f" for {activity.making.describe()}"
-        if activity.wait.context:
+        if activity.wait.context:  # the part of torch that it waits in, such as "in backward"
             text += f", {activity.wait.context}"
         return text
 
@@ -170,21 +180,24 @@ class Case:
 def may_wait_in(activity: Activity, call: CollectiveCall) -> bool:
     """True if a call is among those that a rank may be waiting in.
 
-    Calls are compared by number, as the same call may have been recorded with other lines.
+    Calls are compared by group and number, as one snapshot may have recorded the lines of a call
+    and another one not.
     """
     candidates = activity.state.pending_calls()
     if activity.call is not None:
         candidates.append(activity.call)
-    return any((candidate.key, candidate.seq) == (call.key, call.seq) for candidate in candidates)
+    keys_and_numbers = {(candidate.key, candidate.seq) for candidate in candidates}
+    return (call.key, call.seq) in keys_and_numbers
 
 
 def _text_without_wait(activity: Activity) -> str:
     """Says what a rank does that does not wait for others, or only for a limited time."""
     state = activity.state
     if activity.kind is Kind.EXITED:
-        if state.code is not None and state.code < 0:
+        if state.code is not None and state.code < 0:  # minus the number of a signal
             return f"was ended by signal {-state.code}"
         return f"has ended with exit code {state.code}"
+    # State D of a process, see proc(5): a sleep that nothing interrupts, usually for a disk.
     if activity.kind is Kind.BLOCKED and state.state == "D":
         return "is blocked in the kernel, on a disk or a network file system"
     if activity.kind is Kind.LIMITED and activity.call is not None:
@@ -192,7 +205,7 @@ def _text_without_wait(activity: Activity) -> str:
         return f"waits in {call}, of a group with a timeout of its own"
     if is_at_exit(state.stack):
         return "has come to its end, and waits for a thread of its own"
-    return str(activity.kind.value)
+    return str(activity.kind.value)  # such as "waits for data"
 
 
 def _name_call(call: CollectiveCall | None, op: str) -> str:
@@ -204,6 +217,6 @@ def _name_call(call: CollectiveCall | None, op: str) -> str:
     """
     if call is None:
         return op or "a collective"
-    if op in ("", call.op):
+    if op in ("", call.op):  # there is no other name
         return describe(call)
     return f"{op} ({describe(call)})"

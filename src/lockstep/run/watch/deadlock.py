@@ -21,7 +21,12 @@ from lockstep.wording import format_ranks
 
 
 def deadlock(case: Case) -> Verdict | None:
-    """Ranks wait for each other, in collectives that can never match."""
+    """Ranks wait for each other, in collectives that can never match.
+
+    Returns:
+        None if no rank is deadlocked, or if the ranks may be in calls that match. The verdict is
+        fatal only if the deadlock is proven and no rank is left that does anything else.
+    """
     waiting = {rank: case.activities[rank] for rank in sorted(case.graph.deadlocked)}
     if not waiting:
         return None
@@ -30,7 +35,8 @@ def deadlock(case: Case) -> Verdict | None:
         mismatch = _with_present_lines(mismatch, waiting)
     has_p2p = any(activity.p2p for activity in waiting.values())
     if has_p2p:
-        # It is not known whom a send or receive waits for, and its data may be under way.
+        # It is not known whom a send or receive waits for, and its data may be under way. So it is
+        # a deadlock only if nothing is under way, or if a rank is in a mismatched collective.
         has_mismatched_rank = bool(case.graph.mismatched & waiting.keys())
         is_deadlock = case.nothing_in_transit or has_mismatched_rank
     else:
@@ -40,7 +46,7 @@ def deadlock(case: Case) -> Verdict | None:
         is_deadlock = calls_differ or _create_different_groups(waiting)
     if not is_deadlock:
         return None
-    # The processor time says nothing about transfers by a GPU.
+    # That nothing is in transit was concluded from idle processors. A GPU transfers without them.
     uses_gpu = any(
         activity.call is not None and activity.call.backend == "nccl"
         for activity in waiting.values()
@@ -63,7 +69,10 @@ def deadlock(case: Case) -> Verdict | None:
 
 
 def _with_present_lines(mismatch: Mismatch, waiting: Mapping[int, Activity]) -> Mismatch:
-    """Gives calls that were recorded without lines the line that their rank waits at now."""
+    """Returns the mismatch with stacks for calls that were recorded without one.
+
+    A rank that still waits in its call is at the line of the call, so it gets the present stack.
+    """
     calls = []
     for rank, call in mismatch.calls:
         if call is not None and call.frames is None and rank in waiting:
@@ -75,14 +84,17 @@ def _with_present_lines(mismatch: Mismatch, waiting: Mapping[int, Activity]) -> 
 
 
 def _calls_made(mismatch: Mismatch | None) -> list[CollectiveCall]:
-    """Returns the calls of a mismatch, without the ranks that have not come to it."""
+    """Returns the calls of those ranks that have come to a mismatch; empty without a mismatch."""
     if mismatch is None:
         return []
     return [call for _, call in mismatch.calls if call is not None]
 
 
 def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> str:
-    """Returns the part of the headline that says what the ranks wait in."""
+    """Returns the part of the headline that says what the ranks wait in.
+
+    It follows `deadlock: ranks 0-1 wait in`, so it is a noun with what is wrong about it.
+    """
     if any(activity.p2p for activity in waiting.values()):
         return f"{name_ops(waiting)}, for each other"
     if _create_different_groups(waiting):
@@ -98,7 +110,7 @@ def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
 
 
 def name_ops(waiting: Mapping[int, Activity]) -> str:
-    """Names the operations that ranks wait in: `all_reduce and barrier`."""
+    """Names the operations that ranks wait in, each once: `all_reduce and barrier`."""
     ops = {activity.op or "a collective" for activity in waiting.values()}
     return " and ".join(sorted(ops))
 
@@ -107,7 +119,7 @@ def _create_different_groups(waiting: Mapping[int, Activity]) -> bool:
     """True if all ranks wait to create a process group, and not all the same one."""
     groups = []
     for activity in waiting.values():
-        if activity.making is None:
+        if activity.making is None:  # it waits in something else, or its group is not known
             return False
         groups.append(activity.making)
     return not all(groups[0].is_same(group) for group in groups)
@@ -124,22 +136,31 @@ def _only_sizes_differ(mismatch: Mismatch | None) -> bool:
 def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> Iterable[int]:
     """Returns the ranks that did not do what most ranks did at the first mismatch.
 
-    If two calls were made by equally many ranks, these are the ranks in DDP's forward pass: they
-    are the ones that run the model alone. If all or none are there, it is all of the ranks.
+    If there is no mismatch, or no call that most ranks made, these are the ranks in DDP's forward
+    pass: they are the ones that run the model alone. If all of the ranks are there, or none, it
+    cannot be said who is at fault, and all of them are returned.
+
+    Args:
+        waiting: what the deadlocked ranks do, by rank.
+        mismatch: the first collective that the ranks did not all call in the same way.
     """
-    calls = () if mismatch is None else mismatch.calls
-    # Ranks that have not come to the call stand under None.
+    # The ranks of each side: they made the same call, or (under None) have not come to it.
     ranks_by_signature: dict[Signature | None, list[int]] = {}
-    for rank, call in calls:
-        signature_or_none = None if call is None else signature(call)
-        ranks_by_signature.setdefault(signature_or_none, []).append(rank)
+    if mismatch is not None:
+        for rank, call in mismatch.calls:
+            signature_or_none = None if call is None else signature(call)
+            ranks_by_signature.setdefault(signature_or_none, []).append(rank)
     sides = sorted(ranks_by_signature.values(), key=len, reverse=True)
-    has_largest_side = len(sides) == 1 or (len(sides) > 1 and len(sides[0]) > len(sides[1]))
-    if has_largest_side:
-        ranks_at_fault: list[int] = []
-        for side in sides[1:]:
-            ranks_at_fault += side
-        return ranks_at_fault
+    if len(sides) == 1:
+        return []  # they differ only from ranks that are no longer in the group
+    if len(sides) > 1:
+        largest_side, second_side, *_ = sides
+        if len(largest_side) > len(second_side):
+            ranks_at_fault: list[int] = []
+            for side in sides[1:]:
+                ranks_at_fault += side
+            return ranks_at_fault
+
     ranks_in_forward = []
     for rank, activity in waiting.items():
         if activity.wait.context == DDP_BUFFER_BROADCAST:
@@ -147,9 +168,9 @@ def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     only_some_in_forward = 0 < len(ranks_in_forward) < len(waiting)
     if only_some_in_forward:
         return ranks_in_forward
-    if not calls:
+    if mismatch is None or not sides:
         return waiting
-    return [rank for rank, _ in calls]
+    return [rank for rank, _ in mismatch.calls]
 
 
 # --- Advice
@@ -194,22 +215,30 @@ def advice_on_p2p(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
 
 
 def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple[str, ...]:
-    """Returns what to do about collectives that do not match, the most likely advice first."""
-    # The part of torch that each rank waits in.
+    """Returns what to do about collectives that do not match, the most likely advice first.
+
+    Args:
+        waiting: what the deadlocked ranks do, by rank.
+        mismatch: the first collective that the ranks did not all call in the same way.
+    """
+    # The part of torch that each rank waits in, such as "in backward"; empty for a call of the
+    # user's own.
     contexts = [activity.wait.context for activity in waiting.values()]
     only_some_in_forward = 0 < contexts.count(DDP_BUFFER_BROADCAST) < len(waiting)
     if only_some_in_forward:
         return _advice_on_ddp_forward(waiting)
     for activity in waiting.values():
+        # `making` is the group that the rank creates. It is not known in the first moments.
         if activity.making is not None or activity.op == "new_group":
             return (_NEW_GROUP,)
     if "while DDP is constructed" in contexts:
         return (_DDP_CONSTRUCTOR,)
     only_some_in_backward = 0 < contexts.count("in backward") < len(waiting)
-    if only_some_in_backward:
+    if only_some_in_backward:  # the others have left the training loop, or skipped a step
         return (_NUMBER_OF_STEPS, _CONDITION)
     if _only_sizes_differ(mismatch):
         return (_SIZES,)
+    # The same calls, but in different process groups (a key is `backend:group`).
     keys = {activity.call.key for activity in waiting.values() if activity.call is not None}
     if len(keys) > 1:
         return (_ORDER_OF_GROUPS,)
@@ -219,28 +248,29 @@ def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple
 def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
     """Returns what to do if only some ranks are in DDP's forward pass.
 
-    From a line that has run the model before, it is a training step that the other ranks do not
-    make. From a new line it is an evaluation on some ranks alone.
+    If they call the model at a line that has called it before, that is a training step which the
+    other ranks do not make. If the line is new, it is an evaluation on some ranks alone.
     """
     in_forward = []
     for activity in waiting.values():
         if activity.wait.context == DDP_BUFFER_BROADCAST:
             in_forward.append(activity)
-    is_from_new_line = _is_from_new_line(in_forward)
-    if is_from_new_line is None:
+    are_at_new_line = _are_at_new_line(in_forward)
+    if are_at_new_line is None:  # not known, so it may be either
         return (_EVALUATION, _NUMBER_OF_STEPS)
-    return (_EVALUATION,) if is_from_new_line else (_NUMBER_OF_STEPS,)
+    return (_EVALUATION,) if are_at_new_line else (_NUMBER_OF_STEPS,)
 
 
-def _is_from_new_line(activities: Sequence[Activity]) -> bool | None:
-    """Returns whether the ranks are at a line from which they have made no collective before.
+def _are_at_new_line(activities: Sequence[Activity]) -> bool | None:
+    """Says whether ranks wait at a line from which they have made no collective before.
 
     Returns:
-        False if one of them has made one from its line; None if the lines of earlier collectives
-        are not known.
+        True if none of the ranks has made one from its line, False if one of them has; None if the
+        lines of earlier collectives are not known.
     """
     for activity in activities:
         pending = activity.state.pending_calls()
+        # The pending calls come from the present line, so only the others say anything.
         earlier_calls = [call for call in activity.state.calls or () if call not in pending]
         if not earlier_calls:
             return None

@@ -39,19 +39,21 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
     Returns:
         None if something moves, or if no rank waits.
     """
-    seconds = later.time - earlier.time
+    seconds = later.time - earlier.time  # between the snapshots
     # Calls are compared by the names of their groups, so a name must not stand for two groups.
     earlier = with_unique_group_names(earlier)
     later = with_unique_group_names(later)
     states_before = {state.rank: state for state in earlier.ranks}
     activities = {}
     for state in later.ranks:
-        if state.rank in states_before:
+        if state.rank in states_before:  # one snapshot alone does not show whether a rank moves
             activity = classify(states_before[state.rank], state, seconds)
             if activity.kind is Kind.MOVING:
                 return None
             activities[state.rank] = activity
     table = CallTable(later)
+    # First guesses are corrected: a rank that seems to work may wait for its GPU, and one that
+    # seems deadlocked may yet be freed, by a timeout or by a thread of its own.
     activities = {
         rank: recognize_gpu_wait(states_before[rank], activity, table)
         for rank, activity in activities.items()
@@ -90,6 +92,7 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
 def _nothing_is_visible(case: Case) -> Verdict | None:
     """All of several ranks have been asked, and none has given an answer or a stack."""
     alive = case.alive
+    # A rank that waits is visible by its stack. One rank alone is not called invisible.
     if case.waiting or len(alive) < 2:
         return None
     for activity in alive.values():
@@ -106,9 +109,13 @@ def _nothing_is_visible(case: Case) -> Verdict | None:
 
 
 def _all_are_blocked(case: Case) -> Verdict | None:
-    """All of several ranks are blocked at once. As long as one of them computes, that is normal."""
+    """None of several ranks computes, and none waits for another.
+
+    As long as one of them computes, it is normal that others are blocked.
+    """
     alive = case.alive
     ended_ranks = case.activities.keys() - alive.keys()
+    # If ranks wait for others, the rules that follow say for whom.
     if case.waiting or len(case.activities) < 2:
         return None
     blocked_kinds = {Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED}
@@ -117,7 +124,7 @@ def _all_are_blocked(case: Case) -> Verdict | None:
         # this thread wants. Such a rank is silent.
         blocked_kinds.add(Kind.SILENT)
     kinds = {activity.kind for activity in alive.values()}
-    all_are_blocked = kinds <= blocked_kinds
+    all_are_blocked = kinds.issubset(blocked_kinds)
     if not all_are_blocked:
         return None
     duration = f"{case.waited_s:.0f} s"
@@ -136,10 +143,13 @@ def _all_are_blocked(case: Case) -> Verdict | None:
 
 
 def _awaited_rank_is_gone(case: Case) -> Verdict | None:
-    """The others wait for a rank that was stopped, has ended or has died."""
+    """The others wait for a rank that was stopped, has ended or has died.
+
+    If there are ranks of both kinds, the verdict is on those that have ended: they never come.
+    """
     stopped: dict[int, RankState] = {}
     ended: dict[int, RankState] = {}
-    for rank, activity in case.roots.items():
+    for rank, activity in case.roots.items():  # the ranks that do not wait themselves
         if rank in case.graph.awaited:
             if activity.kind is Kind.STOPPED:
                 stopped[rank] = activity.state
@@ -161,16 +171,17 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
 def _end_is_fatal(
     case: Case, ended: Mapping[int, RankState], gone: Mapping[int, RankState]
 ) -> bool:
-    """True if ranks wait in vain for ranks that have ended.
+    """True if ranks wait in vain for ranks that have ended, so that the run cannot go on.
 
     Args:
         case: what is known.
         ended: the awaited ranks that have ended.
         gone: the awaited ranks that have ended or are stopped.
     """
-    partners_unknown = case.graph.partners_unknown
+    partners_unknown = case.graph.partners_unknown  # ranks of which it is not known whom they await
     for rank, awaited in case.graph.waits_for.items():
-        if rank not in partners_unknown and not awaited.isdisjoint(ended):
+        waits_for_ended_rank = not awaited.isdisjoint(ended)
+        if waits_for_ended_rank and rank not in partners_unknown:
             return True
     # For all others it is not known whom they wait for: perhaps for a rank that still goes on.
     waiting = case.waiting
@@ -210,7 +221,8 @@ def _awaited_rank_is_busy(case: Case) -> Verdict | None:
         ranks = sorted(rank for rank, activity in roots.items() if activity.kind is kind)
         if not ranks:
             continue
-        # Ranks of these two kinds wait themselves, so no other rank needs to wait for them.
+        # A busy rank is worth a verdict only if another one waits. But ranks of these two kinds do
+        # not count as waiting, and yet they wait: until a timeout or a thread of theirs frees them.
         wait_themselves = kind in (Kind.MAY_COME, Kind.LIMITED)
         if case.waiting or wait_themselves:
             headline = case.waiting_text(kind.value, ranks)
@@ -219,11 +231,14 @@ def _awaited_rank_is_busy(case: Case) -> Verdict | None:
 
 
 def _nothing_is_transported(case: Case) -> Verdict | None:
-    """All ranks wait in calls that match, so what should move the data does not."""
+    """All ranks wait in calls that match, so what should move the data does not.
+
+    This is the last rule: those before it have found no other reason for the waiting.
+    """
     waiting = case.waiting
     if not waiting:
         return None
-    advice = None
+    advice = None  # the usual advice for this kind of verdict
     if any(activity.p2p for activity in waiting.values()):
         match = "for each other"
         advice = advice_on_p2p(waiting)

@@ -52,28 +52,32 @@ class _Collective:
 def find_straggler(snapshot: Snapshot) -> Verdict | None:
     """Finds a rank for which the others wait during a good part of every step.
 
-    It compares the times at which the ranks made the same call. The Flight Recorder must have ten
-    steps or more, and all ranks must be on one host, whose clock they share. With NCCL these are
-    the times of the call, not of its execution: if the CPU runs ahead of its GPU, a slow GPU is not
-    seen.
+    It compares the times at which the ranks made the same call. torch's Flight Recorder must have
+    kept the calls of ten steps or more, and all ranks must be on one host, whose clock they share.
+    With NCCL these are the times of the call, not of its execution: if the CPU runs ahead of its
+    GPU, a slow GPU is not seen.
 
     Returns:
-        None if no rank stands out, or if it cannot be known.
+        The verdict on the straggler; None if no rank stands out, or if it cannot be known.
     """
     if not snapshot.one_host or len(snapshot.ranks) < 2:
         return None
+    # Calls are compared by the names of their groups, so a name must not stand for two groups.
     snapshot = with_unique_group_names(snapshot)
     table = CallTable(snapshot)
-    for key in table.calls:
+    for key in table.calls:  # one key for each process group
         collectives = _collectives_of_all_members(table, key)
         if not collectives:
             continue
         end_s = collectives[-1].begin_s
         recorded_s = end_s - collectives[0].begin_s
-        # The later half is looked at as well: a stall before it must not hide what came after.
+        # First the whole window is looked at, up to its greatest length, and then its later half
+        # alone: a stall in the earlier half must not hide a straggler that came after it.
         later_half_s = min(WINDOW_MAX_S, recorded_s) / 2
         for window_s in (WINDOW_MAX_S, later_half_s):
-            window = [c for c in collectives if end_s - c.begin_s <= window_s]
+            window = [
+                collective for collective in collectives if end_s - collective.begin_s <= window_s
+            ]
             verdict = _judge_window(window, snapshot)
             if verdict is not None:
                 return verdict
@@ -81,20 +85,26 @@ def find_straggler(snapshot: Snapshot) -> Verdict | None:
 
 
 def _collectives_of_all_members(table: CallTable, key: str) -> list[_Collective]:
-    """Returns the collectives of a group that all members have called, the oldest first."""
+    """Returns the collectives of a group that all members have called, the oldest first.
+
+    Args:
+        table: all calls.
+        key: the key of the group.
+    """
     members = table.members(key)
     if len(members) < 2:
         return []
     collectives = []
-    all_arrived_s = 0.0
-    for _, calls in sorted(table.calls[key].items()):
-        if set(calls) != members:
+    all_arrived_s = 0.0  # when the last rank arrived at any of the collectives so far
+    for _, calls in sorted(table.calls[key].items()):  # each number, and the call of each rank
+        if set(calls) != members:  # some member has not called it yet, or its record is lost
             continue
         times = sorted(call.time_s for call in calls.values())
         last_arrival_s = times[-1]
         last_rank = max(calls, key=lambda rank: calls[rank].time_s)
-        # Several asynchronous collectives may be under way at once. Only the wait since the last
-        # arrival at an earlier one is counted, as the time before it has been counted already.
+        # All others wait from the second last arrival (times[-2]) to the last. But several
+        # asynchronous collectives may be under way at once: the time until the last arrival at an
+        # earlier one has been counted there already.
         wait_begin_s = max(times[-2], all_arrived_s)
         wait_s = max(0.0, last_arrival_s - wait_begin_s)
         collectives.append(_Collective(last_rank, wait_s, times[0], calls))
@@ -103,7 +113,12 @@ def _collectives_of_all_members(table: CallTable, key: str) -> list[_Collective]
 
 
 def _judge_window(window: Sequence[_Collective], snapshot: Snapshot) -> Verdict | None:
-    """Returns the verdict on the straggler among these collectives; None if there is none."""
+    """Returns the verdict on the straggler among these collectives; None if there is none.
+
+    Args:
+        window: collectives of one process group, the oldest first.
+        snapshot: the ranks, for the verdict.
+    """
     if not window:
         return None
     window_s = window[-1].begin_s - window[0].begin_s
@@ -122,15 +137,21 @@ def _judge_window(window: Sequence[_Collective], snapshot: Snapshot) -> Verdict 
 
 
 def _rank_that_stands_out(window: Sequence[_Collective]) -> int | None:
-    """Returns the rank that causes most of the waiting, if it does so often and almost alone."""
+    """Returns the rank that causes most of the waiting, if it does so often and almost alone.
+
+    Returns:
+        None if no rank does.
+    """
     waits_by_rank: dict[int, list[float]] = {}
     for collective in window:
         waits_by_rank.setdefault(collective.last_rank, []).append(collective.wait_s)
+    # From the rank that was waited for least to the one that was waited for most.
     ranks = sorted(waits_by_rank, key=lambda rank: sum(waits_by_rank[rank]))
     slowest = ranks[-1]
-    waits = sorted(waits_by_rank[slowest], reverse=True)
+    waits = sorted(waits_by_rank[slowest], reverse=True)  # the longest first
     if len(waits) < STRAGGLER_MIN_LATE_ARRIVALS:
         return None
+    # Ten waits of about the same length: ten slow steps, and not two or three long stalls.
     third_wait = waits[2]
     tenth_wait = waits[STRAGGLER_MIN_LATE_ARRIVALS - 1]
     if tenth_wait <= MIN_RATIO_OF_TENTH_TO_THIRD_WAIT * third_wait:
@@ -143,7 +164,13 @@ def _rank_that_stands_out(window: Sequence[_Collective]) -> int | None:
 
 
 def _wait_by_part(window: Sequence[_Collective], rank: int, window_s: float) -> list[float]:
-    """Returns the seconds that the others waited for a rank in each part of the window."""
+    """Returns the seconds that the others waited for a rank, for each of the window's equal parts.
+
+    Args:
+        window: collectives of one process group, the oldest first.
+        rank: the rank that was waited for.
+        window_s: the time from the first of these collectives to the last.
+    """
     wait_s_by_part = [0.0] * NUM_WINDOW_PARTS
     window_begin_s = window[0].begin_s
     for collective in window[1:]:  # the wait in the first one belongs to the time before it
@@ -157,7 +184,15 @@ def _wait_by_part(window: Sequence[_Collective], rank: int, window_s: float) -> 
 def _straggler_verdict(
     rank: int, share_of_time: float, window: Sequence[_Collective], snapshot: Snapshot
 ) -> Verdict:
-    """Writes the verdict, with the collective in which the others waited longest for the rank."""
+    """Writes the verdict on a straggler. As an example, its rows show the collective in which the
+    others waited longest for it.
+
+    Args:
+        rank: the straggler.
+        share_of_time: the part of the window during which the others waited for it.
+        window: collectives of one process group.
+        snapshot: the ranks.
+    """
     other_ranks = [state.rank for state in snapshot.ranks if state.rank != rank]
     headline = (
         f"rank {rank} is slower than the others, step after step: {format_ranks(other_ranks)} "

@@ -67,9 +67,12 @@ class WaitGraph:
     def _add_ranks(
         self, activities: Mapping[int, Activity], table: CallTable, excluded: Collection[int]
     ) -> None:
-        """Adds the waiting ranks to `waits_for`, `mismatched` and `partners_unknown`."""
-        # Of thousands of ranks most wait for the same. To compute one set for all of them, and to
-        # keep equal sets once, makes this fast enough.
+        """Adds the waiting ranks to `waits_for`, `mismatched` and `partners_unknown`.
+
+        The arguments are those of the class.
+        """
+        # Of thousands of ranks most wait for the same: in the same call, for the same ranks. To
+        # compute one set for all of them, and to keep equal sets once, makes this fast enough.
         awaited_by_wait: dict[object, frozenset[int]] = {}
         unique_sets: dict[frozenset[int], frozenset[int]] = {}
         for rank, activity in activities.items():
@@ -92,9 +95,12 @@ class WaitGraph:
                 self.waits_for[rank] = awaited
 
     def _free_ranks(self, remaining: set[int]) -> set[int]:
-        """Returns those of the remaining ranks that wait for no other remaining rank."""
+        """Returns those of the remaining ranks that wait for no other remaining rank.
+
+        A rank in a mismatched call is never among them.
+        """
         remaining_awaited = {}
-        for awaited in set(self.waits_for.values()):
+        for awaited in set(self.waits_for.values()):  # many ranks share one set
             remaining_awaited[awaited] = awaited & remaining
         free_ranks = set()
         for rank in remaining - self.mismatched:
@@ -107,8 +113,9 @@ class WaitGraph:
 def build_wait_graph(activities: Mapping[int, Activity], table: CallTable) -> WaitGraph:
     """Builds the graph of a run's waiting ranks.
 
-    A rank that is blocked in a line of its own after it called a collective may wait for that
-    collective, or do anything else. It is not called deadlocked unless its call is mismatched.
+    A rank that is blocked in a line of its own after it called a collective (`PERHAPS_WAITING`) may
+    wait for that collective, or do anything else. It is not called deadlocked unless its call is
+    mismatched: the graph is then built again without it.
     """
     graph = WaitGraph(activities, table)
     doubtful_ranks = set()
@@ -121,11 +128,15 @@ def build_wait_graph(activities: Mapping[int, Activity], table: CallTable) -> Wa
 
 
 def _calls_waited_in(activity: Activity) -> list[CollectiveCall]:
-    """Returns the pending collectives of a rank, if it waits in one of them; else no call."""
+    """Returns the pending collectives of a rank, if it waits in one of them.
+
+    It may have started several, and each of them may be the one that does not end. The list is
+    empty if the call it waits in is not known, or is a send or receive.
+    """
     if activity.call is None or activity.p2p:
         return []
     calls = [call for call in activity.state.pending_calls() if not call.p2p]
-    if activity.call not in calls:
+    if activity.call not in calls:  # its stack shows that it waits, though the call has completed
         calls.append(activity.call)
     return calls
 
@@ -135,21 +146,27 @@ def _identify_wait(activity: Activity, calls: Sequence[CollectiveCall]) -> objec
 
     Args:
         activity: what a waiting rank does.
-        calls: the calls that it waits in, if they are known.
+        calls: the calls that it waits in; empty if they are not known.
     """
-    if calls:
+    if calls:  # a call is known by its group's key and its number in the group
         return tuple((call.key, call.seq) for call in calls)
     if activity.p2p:
         return _SEND_OR_RECEIVE
-    if activity.making is not None:
+    if activity.making is not None:  # it waits to create this process group
         return activity.making
-    return activity.op
+    return activity.op  # the name of the function that it waits in
 
 
 def _awaited_ranks(
     activity: Activity, activities: Mapping[int, Activity], table: CallTable
 ) -> set[int]:
-    """Returns the ranks that a waiting rank waits for; if unknown, all that do something else."""
+    """Returns the ranks that a waiting rank waits for; if unknown, all that do something else.
+
+    Args:
+        activity: what the waiting rank does.
+        activities: what each rank does, this one included.
+        table: all calls.
+    """
     calls = _calls_waited_in(activity)
     if calls:
         awaited = set()
@@ -162,6 +179,7 @@ def _awaited_ranks(
         rank for rank, other in activities.items() if not _wait_for_the_same(activity, other)
     }
     new_group = activity.making
+    # By default all ranks of the run wait for each other while a group is created.
     if new_group is not None and new_group.members_only:
         awaited &= set(new_group.ranks)
     return awaited
@@ -199,7 +217,7 @@ def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable)
     """
     if activity.kind is not Kind.WORKING:
         return activity
-    if place(earlier) != place(activity.state):
+    if place(earlier) != place(activity.state):  # its Python code has gone on meanwhile
         return activity
     oldest_before = _oldest_nccl_calls(earlier)
     for key, call in _oldest_nccl_calls(activity.state).items():
@@ -223,10 +241,10 @@ def recognize_possible_progress(
 ) -> dict[int, Activity]:
     """Returns the activities, with another kind for deadlocked ranks that may yet get on.
 
-    There are two such cases. The wait may end by the timeout of a group to which the program has
-    given a short one. And another thread of the rank, one that uploads or saves or sends, may make
-    the call that others wait for; the rank then counts as what that thread does. No thread can help
-    where ranks have made calls that do not match.
+    There are two such cases. `Kind.LIMITED`: the wait may end by the timeout of a group to which
+    the program has given a short one. `Kind.MAY_COME`: another thread of the rank, one that uploads
+    or saves or sends, may make the call that others wait for; the rank's stack is then taken to be
+    that of this thread. No thread can help where ranks have made calls that do not match.
     """
     graph = WaitGraph(activities, table)
     helpful_ranks = _ranks_whose_call_would_help(activities, graph, table)
@@ -249,7 +267,13 @@ def recognize_possible_progress(
 def _ranks_whose_call_would_help(
     activities: Mapping[int, Activity], graph: WaitGraph, table: CallTable
 ) -> set[int]:
-    """Returns the ranks that could free a deadlocked rank by making a call that it waits for."""
+    """Returns the ranks that could free a deadlocked rank by making a call that it waits for.
+
+    Args:
+        activities: what each rank does.
+        graph: which rank waits for which.
+        table: all calls.
+    """
     helpful_ranks: set[int] = set()
     # Ranks that wait in a known call: whoever has not made that call may help.
     completable_calls: dict[tuple[str, int], CollectiveCall] = {}
@@ -274,15 +298,16 @@ def _ranks_whose_call_would_help(
 def _completable_calls(activity: Activity, table: CallTable) -> list[CollectiveCall]:
     """Returns the calls a rank waits in that can still complete.
 
-    After a mismatch in a group, none of the group's later calls can.
+    A mismatched call cannot, and after it none of its group's later calls can.
     """
     calls = _calls_waited_in(activity)
-    first_mismatch: dict[str, int] = {}
+    first_mismatched_seq: dict[str, int] = {}  # by the key of the group
     for call in calls:
-        if table.is_mismatched(call):
-            first_mismatch.setdefault(call.key, call.seq)
+        if call.key not in first_mismatched_seq and table.is_mismatched(call):
+            first_mismatched_seq[call.key] = call.seq
     completable = []
     for call in calls:
-        if call.key not in first_mismatch or call.seq < first_mismatch[call.key]:
+        group_has_mismatch = call.key in first_mismatched_seq
+        if not group_has_mismatch or call.seq < first_mismatched_seq[call.key]:
             completable.append(call)
     return completable
