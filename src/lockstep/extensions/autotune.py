@@ -86,8 +86,10 @@ class Autotune(Extension):
         Raises:
             SettingError: the strategy cannot find it, or has shares for the whole run only.
         """
-        num_local_devices = len(self.plan.local_devices)
-        if shares is not None and not is_auto(shares) and num_local_devices > 1:
+        loader_has_numbers = shares is not None and not is_auto(shares)
+        # With several devices in a process, the model divides a batch over them, not the loader.
+        model_divides_batches = len(self.plan.local_devices) > 1
+        if loader_has_numbers and model_divides_batches:
             raise SettingError(
                 f"world.loader(shares={shares!r})",
                 f"strategy {self.strategy.name!r} divides a batch over the devices of this "
@@ -107,6 +109,7 @@ class Autotune(Extension):
             )
         return AutotuneRequest(
             result=self.found,
+            # One device has the whole batch, so there is nothing to find.
             wants_shares=wants_shares and self.plan.num_devices > 1,
             wants_micro_batch_size=wants_size,
             profile=self._record,
@@ -116,6 +119,9 @@ class Autotune(Extension):
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Finds what is wanted, if a micro-batch was recorded. All ranks call it.
 
+        The results are written to `self.found`, where the loaders read them. With several devices
+        in a process, the modules get the shares too. The main rank prints what was found.
+
         Raises:
             UsageError: on all ranks, if one could not repeat its calls.
             SettingError: the memory of all ranks together is too small for the batch.
@@ -123,7 +129,7 @@ class Autotune(Extension):
         if self._recorded is None:
             return
         division, num_samples, calls = self._recorded
-        self._stop_recording()
+        self._stop_recording()  # the search calls the modules too
         search = AutotuneSearch(self.run, self.plan, division, num_samples, calls)
         request = division.request
         shares = division.shares
@@ -145,7 +151,8 @@ class Autotune(Extension):
             largest_part = max(part_sizes(division.batch_size, shares))
             self._print(_describe_micro_batch_size(size, largest_part))
             self.found.micro_batch_size_is_known = True
-        # Last, because the request is no longer open as soon as there is a result.
+        # Not before the search for the size, because `request` reads `self.found`: its shares are
+        # no longer open as soon as they are there.
         if request.shares_are_open:
             self.found.shares = shares
 
@@ -156,6 +163,8 @@ class Autotune(Extension):
     @contextmanager
     def _record(self, division: MicroBatchPlan, num_samples: int) -> Iterator[None]:
         """Records the forward calls of the first micro-batch, which is computed in this context.
+
+        They are kept in `self._recorded` until `after_backward` takes them.
 
         Args:
             division: how its loader divides global batches.
@@ -169,6 +178,7 @@ class Autotune(Extension):
         self._recorded = recorded
         try:
             yield
+            # Calls that are still there were not taken, so `after_backward` was not called.
             if self._recorded is recorded and self.run.step.training_pass.stepped:
                 raise UsageError(
                     "loss.backward() where shares or micro_batch_size are 'auto'",
@@ -205,6 +215,8 @@ def _describe_shares(
 ) -> str:
     """Returns the line about the shares that were found.
 
+    For example "shares auto: 1:1 -> 3:2; a sample took rank 0 1.2 ms, rank 1 1.8 ms".
+
     Args:
         before: the shares until now.
         after: the shares that were found.
@@ -212,16 +224,19 @@ def _describe_shares(
         device_name: what a device is called, "rank" or "device".
     """
     are_same = tuple(before) == tuple(after)
+    change = "stay" if are_same else f"-> {_format_shares(after)}"
     shortest: list[str] = []
     for number, times_of_device in enumerate(times):
         shortest.append(f"{device_name} {number} {_format_seconds(min(times_of_device))}")
-    text = f"a sample took {join_first(shortest)}"
+    reason = ""
     if are_equally_fast(times):
-        text += f": no difference, as the times of one {device_name} differ as much"
+        reason = f": no difference, as the times of one {device_name} differ as much"
     elif are_same:
-        text += "; others do not make a step faster by 8 %"
-    change = "stay" if are_same else f"-> {_format_shares(after)}"
-    return f"shares auto: {_format_shares(before)} {change}; {text}"
+        reason = "; others do not make a step faster by 8 %"  # see MIN_SPEEDUP in batch.shares
+    return (
+        f"shares auto: {_format_shares(before)} {change}; a sample took {join_first(shortest)}"
+        f"{reason}"
+    )
 
 
 def _describe_micro_batch_size(size: int | None, largest_part: int) -> str:

@@ -80,10 +80,16 @@ class AutotuneSearch:
         """The largest number of samples that fits on a device, where more were tried in vain."""
 
     def find_shares(self) -> SharesResult:
-        """Measures the devices and finds shares with which all of them need the same time."""
+        """Measures the devices and finds shares with which all of them need the same time.
+
+        A device may need another time for a sample when it has more or fewer of them. So the
+        shares that the times lead to are measured again, until they lead to shares that were
+        measured before.
+        """
         batch_size = self._division.batch_size
         before = self._division.shares
-        if len(before) != self._num_devices:  # the loader knows processes only
+        # If a process has several devices, the loader's shares are those of the processes.
+        if len(before) != self._num_devices:
             before = (1,) * self._num_devices
         # If parts may be computed in micro-batches, memory does not limit the size of a part.
         has_micro_batches = (
@@ -94,10 +100,12 @@ class AutotuneSearch:
         seconds_of_shares: dict[tuple[int, ...], float] = {}
         times_to_show: list[list[float]] = []
         while shares not in seconds_of_shares and len(seconds_of_shares) < MAX_DIVISIONS:
+            # Also with micro-batches, because the times are measured within these limits.
             limits = self._find_everywhere(self._find_limit, self._local_devices, shares)
             if has_micro_batches:
                 limits = [None] * self._num_devices
             times = self._measure_times(shares)
+            # The first times explain the result, unless devices turn out to be equally fast.
             if not times_to_show or are_equally_fast(times):
                 times_to_show = times
             seconds_of_shares[shares] = step_seconds(times, shares, batch_size, limits)
@@ -108,6 +116,8 @@ class AutotuneSearch:
     def find_micro_batch_size(self, shares: tuple[int, ...]) -> int | None:
         """Returns how many samples every process can compute at a time, None for its whole part.
 
+        It is the same number on all processes, so the smallest of what fits on each.
+
         Args:
             shares: of the processes.
         """
@@ -116,6 +126,7 @@ class AutotuneSearch:
         devices: Sequence[int | None] = (None,)
         if len(self._local_devices) == 1:
             devices = self._local_devices
+        # Of each process; None: its whole part fits.
         limits = self._find_everywhere(self._find_limit, devices, shares)
         limits_below_part: list[int] = []
         for limit, size in zip(limits, sizes, strict=True):
@@ -124,7 +135,11 @@ class AutotuneSearch:
         return min(limits_below_part, default=None)
 
     def _measure_times(self, shares: tuple[int, ...]) -> list[list[float]]:
-        """Returns the seconds of a sample on each device, measured until they are sufficient."""
+        """Measures the seconds of a sample on each device until shares can be chosen by them.
+
+        Returns:
+            For each device of the run, the times that were measured one after the other.
+        """
         times_of_device: list[list[float]] = [[] for _ in range(self._num_devices)]
         while True:
             latest = self._find_everywhere(self._measure_seconds, self._local_devices, shares)
@@ -134,7 +149,12 @@ class AutotuneSearch:
                 return times_of_device
 
     def _size_of_part(self, device: int | None, shares: tuple[int, ...]) -> int:
-        """Returns how many samples a device, or this process, would compute at a time."""
+        """Returns how many samples a device would compute at a time with these shares.
+
+        Args:
+            device: its number in the run. None for all devices of this process together.
+            shares: of the devices; if `device` is None, of the processes.
+        """
         sizes = part_sizes(self._division.batch_size, shares)
         index = self._run.collectives.data_parallel.rank if device is None else device
         size = sizes[index]
@@ -143,25 +163,38 @@ class AutotuneSearch:
         return size
 
     def _find_limit(self, device: int | None, shares: tuple[int, ...]) -> int | None:
-        """Returns how many samples fit on a device, None if its whole part does."""
+        """Returns how many samples fit on a device, None if its whole part does.
+
+        What was found is remembered in `_fitting` and `_limits`, for the next shares.
+        """
+        if device in self._limits:  # with earlier shares, more did not fit
+            return self._limits[device]
+        if self._num_samples == 0:  # this rank has recorded nothing that it could repeat
+            return None
         size = self._size_of_part(device, shares)
+        # The recorded micro-batch has fitted, or more in an earlier call.
         fitting = self._fitting.get(device, self._num_samples)
-        if self._num_samples and device not in self._limits and size > fitting:
-            index = self._index_in_process(device)
-            fitting = largest_that_fits(
-                lambda samples: self._profiling.fits(samples, index), fitting, size
-            )
-            self._fitting[device] = fitting
-            if fitting < size:
-                self._limits[device] = fitting
-        return self._limits.get(device)
+        if size <= fitting:
+            return None
+        index = self._index_in_process(device)
+        fitting = largest_that_fits(
+            lambda samples: self._profiling.fits(samples, index), fitting, size
+        )
+        self._fitting[device] = fitting
+        if fitting == size:
+            return None
+        self._limits[device] = fitting
+        return fitting
 
     def _measure_seconds(self, device: int | None, shares: tuple[int, ...]) -> float:
-        """Returns the time of a sample on a device, if it computes as many as it would have to."""
+        """Returns the seconds of a sample on a device when it computes its part with these shares.
+
+        If its part does not fit into memory, it computes as many samples as fit.
+        """
         size = self._size_of_part(device, shares)
         if device in self._limits:
             size = min(size, self._limits[device])
-        size = max(2, size)  # BatchNorm needs two
+        size = max(2, size)  # BatchNorm cannot train on a single sample
         return self._profiling.seconds(size, self._index_in_process(device))
 
     def _index_in_process(self, device: int | None) -> int | None:
@@ -179,11 +212,11 @@ class AutotuneSearch:
         devices: Sequence[int | None],
         shares: tuple[int, ...],
     ) -> list[Any]:
-        """Calls a function on all ranks at the same time.
+        """Calls a function for the devices of all ranks, on all ranks at the same time.
 
         Args:
             find: called with a device and the shares.
-            devices: those of this process.
+            devices: those of this process, or `[None]` for all of them together.
             shares: are passed on.
 
         Returns:
@@ -202,7 +235,7 @@ class AutotuneSearch:
                 return None, [find(device, shares) for device in devices]
             except Exception as error:
                 text = str(error)
-                if isinstance(error, LockstepError):
+                if isinstance(error, LockstepError):  # without its advice: below is one that fits
                     text = f"{error.was_set}: {error.found}"
                 raise UsageError(
                     was_set,
@@ -211,7 +244,7 @@ class AutotuneSearch:
                     "give numbers instead, such as shares='2:3' and micro_batch_size=16",
                 ) from error
 
-        collectives.exchange("begin")
+        collectives.exchange("begin")  # so that all ranks begin at the same time
         _, results_of_ranks = exchange_on_all_ranks(
             collectives, was_set, find_for_local_devices, UsageError
         )

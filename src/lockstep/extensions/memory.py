@@ -8,7 +8,7 @@ rows of the ranks are exchanged once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -56,6 +56,7 @@ def measure(
     from torch.distributed.fsdp import FSDPModule  # slow to import, and rarely needed
 
     run = preparer.run
+    # A unit of FSDP is a module whose parameters are gathered together.
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.reshard()  # an evaluation may have left it gathered
@@ -70,7 +71,7 @@ def measure(
         "buffers": bytes_by_device(storages(model.buffers())),
         "gradients": gradients,
     }
-    # What is the same for all devices of this process.
+    # What is the same for all devices of this process, by the attribute of DeviceMemory.
     common: dict[str, Any] = {"rank": run.topology.rank}
     if loader is not None or loss is not None:
         steps = make_training_steps(preparer, model, optimizer, loader, loss)
@@ -80,29 +81,47 @@ def measure(
     elif optimizer is not None:
         state = state_bytes(optimizer)
         if state is None:
-            common["state"] = None
+            common["state"] = None  # not known
         else:
             sizes_of_attribute["state"] = state
-    other_devices: set[torch.device] = set()
-    for sizes in sizes_of_attribute.values():
-        other_devices.update(sizes)
-    other_devices.discard(run.device)
-    sorted_devices = sorted(other_devices, key=lambda device: (device.type, device.index or 0))
-    rows: list[DeviceMemory] = []
-    for device in [run.device, *sorted_devices]:
-        values = dict(common)
-        for attribute, sizes in sizes_of_attribute.items():
-            if device in sizes:
-                values[attribute] = sizes[device]
-        rows.append(DeviceMemory(device=str(device), **values))
+    rows = _make_rows(run.device, sizes_of_attribute, common)
     if isinstance(model, DataParallel):
         rows = _rows_of_replicas(rows, model, common.get("samples"))
     rows_of_ranks = run.collectives.exchange([asdict(row) for row in rows])
     all_rows: list[DeviceMemory] = []
     for rows_of_rank in rows_of_ranks:
         all_rows += [DeviceMemory(**row) for row in rows_of_rank]
+    # Fewer ranks have data of their own than there are, if several ranks hold stages of one model.
     has_stages = run.collectives.data_parallel.size < run.topology.size
     return Memory(strategy=preparer.strategy.name, devices=tuple(all_rows), stages=has_stages)
+
+
+def _make_rows(
+    device_of_rank: torch.device,
+    sizes_of_attribute: Mapping[str, Mapping[torch.device, int]],
+    common: Mapping[str, Any],
+) -> list[DeviceMemory]:
+    """Returns a row for each device that has anything, the device of this rank first.
+
+    Args:
+        device_of_rank: has a row in any case.
+        sizes_of_attribute: bytes by device, for attributes of `DeviceMemory`.
+        common: values that all rows have, by the attribute.
+    """
+    other_devices: set[torch.device] = set()
+    for sizes in sizes_of_attribute.values():
+        other_devices.update(sizes)
+    other_devices.discard(device_of_rank)
+    # "cuda" without a number is sorted as "cuda:0".
+    sorted_devices = sorted(other_devices, key=lambda device: (device.type, device.index or 0))
+    rows: list[DeviceMemory] = []
+    for device in [device_of_rank, *sorted_devices]:
+        values = dict(common)
+        for attribute, sizes in sizes_of_attribute.items():
+            if device in sizes:
+                values[attribute] = sizes[device]
+        rows.append(DeviceMemory(device=str(device), **values))
+    return rows
 
 
 def _rows_of_replicas(
@@ -122,17 +141,20 @@ def _rows_of_replicas(
     samples_of_replica: list[int | None] = [None] * num_replicas
     if samples is not None:
         samples_of_replica = list(model.sizes(samples))
-    if len(set(model.devices)) == num_replicas:
+    each_has_a_device = len(set(model.devices)) == num_replicas
+    if each_has_a_device:
         samples_of_device: dict[str, int | None] = {}
         for device, replica_samples in zip(model.devices, samples_of_replica, strict=True):
             samples_of_device[str(device)] = replica_samples
         completed: list[DeviceMemory] = []
         for row in rows:
-            row = replace(row, samples=samples_of_device.get(row.device))
             if row.device in samples_of_device:
                 # Each replica has gradients of all parameters until they are added up.
-                row = replace(row, gradients=home.gradients)
-            completed.append(row)
+                completed.append(
+                    replace(row, samples=samples_of_device[row.device], gradients=home.gradients)
+                )
+            else:  # no replica computes on this device
+                completed.append(replace(row, samples=None))
         return completed
     total_samples = sum(replica_samples or 0 for replica_samples in samples_of_replica)
     rows_of_replicas: list[DeviceMemory] = []
@@ -140,7 +162,7 @@ def _rows_of_replicas(
         activations: int | None = None
         if replica_samples is not None:
             # In proportion to the samples, because layers that the replicas compute together, such
-            # as BatchNorm, save tensors for all of them.
+            # as BatchNorm, save tensors for all of them. `home` has the bytes of all replicas.
             activations = (home.activations or 0) * replica_samples // max(1, total_samples)
         row = replace(
             home,
@@ -149,7 +171,8 @@ def _rows_of_replicas(
             activations=activations,
         )
         if number > 0:
-            # Only the first holds the parameters; the others hold copies of them.
+            # The first replica computes with the parameters themselves and has the optimizer's
+            # state, the loss and the measured peak. Another one has a copy of the parameters.
             row = replace(
                 row,
                 parameters=0,
@@ -163,10 +186,12 @@ def _rows_of_replicas(
 
 
 def _gathered_bytes(units: Sequence[nn.Module]) -> int:
-    """Returns what FSDP needs for a moment for the largest of its units.
+    """Returns the bytes that FSDP needs for a moment for the largest of its units.
+
+    These are the gathered parameters, their gradients, and the buffer that gradients are sent in.
 
     Args:
-        units: of a model, the outermost first.
+        units: modules whose parameters FSDP gathers together, the outermost first.
     """
     counted_ids: set[int] = set()
     largest = 0
@@ -177,6 +202,7 @@ def _gathered_bytes(units: Sequence[nn.Module]) -> int:
             if id(parameter) in counted_ids:
                 continue
             counted_ids.add(id(parameter))
+            # `nbytes` of a sharded parameter is the size of the whole one.
             # The parameters of the outermost unit stay gathered and are counted as copies.
             if unit is not units[0]:
                 num_bytes += parameter.nbytes

@@ -57,10 +57,13 @@ def make_training_steps(
             "call world.memory(model, optimizer, loader, loss) with these, or "
             "world.memory(model, optimizer) to count without a step",
         )
-    if loader.steps == 0 or (loader.mid_epoch and loader.start == 0):
+    is_empty = loader.steps == 0
+    # A loader that was resumed from a checkpoint is in the middle of an epoch too, and may begin.
+    loop_is_running = loader.mid_epoch and loader.start == 0
+    if is_empty or loop_is_running:
         raise UsageError(
             "world.memory with a loader that has no batch to give",
-            "it is empty" if loader.steps == 0 else "a loop over it is running",
+            "it is empty" if is_empty else "a loop over it is running",
             "call it before the loop, with data for one global batch at least",
         )
     if preparer.virtual_ranks is not None:
@@ -110,7 +113,8 @@ class TrainingSteps:
     def measure(self) -> dict[str, dict[torch.device, int]]:
         """Takes some steps and undoes them.
 
-        The first step shows what is kept, the second the peak, and the others are timed.
+        The first step shows what is kept, the second the peak, and the others are timed: their
+        median is then in `seconds`.
 
         Returns:
             Bytes by device, for each of these attributes of `DeviceMemory`: `copies`,
@@ -137,12 +141,13 @@ class TrainingSteps:
         *,
         count_saved: bool = False,
     ) -> float:
-        """Takes one training step.
+        """Takes one training step, which may consist of several micro-batches.
 
         Args:
             batches: of the loader.
             context: entered around the computation of each micro-batch.
-            count_saved: count what the first micro-batch keeps for its backward pass.
+            count_saved: count what the first micro-batch keeps for its backward pass (see
+                `_count_saved`), and remember the gradients.
 
         Returns:
             The seconds it took, without those of the loader.
@@ -163,12 +168,15 @@ class TrainingSteps:
                 self._preparer.backward(loss)
                 if count_saved:
                     self._remember_gradients()
+                # As in a user's loop: a prepared optimizer does nothing before the last
+                # micro-batch.
                 self._optimizer.step()
                 self._optimizer.zero_grad()
             seconds += synchronized_time(self._gpus) - begin
         return seconds
 
     def _remember_gradients(self) -> None:
+        """Sets `_gradients` to the storages of the gradients that the parameters have now."""
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         self._gradients = [weakref.ref(storage) for storage in storages(gradients)]
 
@@ -176,7 +184,8 @@ class TrainingSteps:
     def _count_saved(self, samples: int) -> Iterator[None]:
         """Counts what the forward pass and the loss, computed in this context, keep for backward.
 
-        The loss must still be alive when the context is left.
+        The results are put into `samples` and `_sizes` when the context is left. The loss must
+        still be alive then, because it keeps alive what is counted.
 
         Args:
             samples: of this rank in this micro-batch.
@@ -188,6 +197,7 @@ class TrainingSteps:
         used_parameters: set[torch.UntypedStorage] = set()
 
         def watch_call(arguments: Any) -> AbstractContextManager[Any]:
+            """Returns a context for a call of the model, which collects what the call saves."""
             saved = SavedTensors(arguments)
             saved_by_calls.append(saved)
             return saved.watch()
@@ -200,6 +210,8 @@ class TrainingSteps:
             yield
         self.samples = samples
         copies = used_parameters - model_storages
+        # Each storage counts once: `count` leaves out those that are in this set, and adds those
+        # that it counts.
         counted = model_storages | copies
         activations: Counter[torch.device] = Counter()
         for saved in saved_by_calls:
@@ -212,13 +224,18 @@ class TrainingSteps:
 
     @contextmanager
     def _collect_used_parameters(self, used: set[torch.UntypedStorage]) -> Iterator[None]:
-        """Adds the parameters that layers compute with to a set, if they may be copies.
+        """Adds the parameters that layers compute with, in this context, to a set.
 
-        They are copies if the model is sharded, or if it has replicas.
+        They may be copies of the model's parameters if the model is sharded, or if it has replicas.
+        For any other model nothing is added.
+
+        Args:
+            used: the storages of these parameters are added to it.
         """
 
         @outside_compiled_code
         def collect(module: nn.Module, args: Any) -> None:
+            """Is called before the forward pass of each layer."""
             used.update(storages(module.parameters(recurse=False)))
 
         has_replicas = isinstance(self._model, DataParallel)
@@ -238,6 +255,9 @@ class TrainingSteps:
                 torch.cuda.reset_peak_memory_stats(device)
             self._step(batches)
             return {device: torch.cuda.max_memory_allocated(device) for device in devices}
+        # On a CPU, each tensor of the step is counted while it is alive. What is alive before the
+        # step comes first: the model, the optimizer's state, and buckets of gradients (gradients
+        # themselves were cleared).
         live = LiveTensors()
         live.count(storages([*self._model.parameters(), *self._model.buffers()]))
         live.count(storages(state_tensors(self._optimizer.inner)))
@@ -247,6 +267,8 @@ class TrainingSteps:
                 live.count([storage])
         main_thread = threading.get_ident()
 
+        # `live` counts in the threads that have entered it: here the main thread, which takes the
+        # step, and those in which replicas compute.
         def count_in_other_threads(arguments: Any) -> AbstractContextManager[Any]:
             return nullcontext() if threading.get_ident() == main_thread else live
 
@@ -268,7 +290,7 @@ class TrainingSteps:
         for tensor in [*self._model.parameters(), *self._model.buffers()]:
             if not tensor.is_meta:
                 tensors_before.append(tensor)
-        # Dictionaries get their content back, so that new entries go.
+        # Dictionaries get their entries back, so that new entries go. Each is paired with a copy.
         state: dict[Any, Any] = optimizer.state
         contents: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(state, dict(state))]
         for options in [*optimizer.state.values(), *optimizer.param_groups]:
@@ -291,7 +313,10 @@ class TrainingSteps:
 
 
 def _copy_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies the state of a parameter or the options of a group, but no tensors and parameters."""
+    """Copies the state of a parameter, or the options of a parameter group, of an optimizer.
+
+    The copy refers to the same tensors and parameters, whose values are restored in place.
+    """
     copied: dict[str, Any] = {}
     for name, value in options.items():
         is_shared = isinstance(value, Tensor) or name == "params"

@@ -98,22 +98,33 @@ class Memory:
         return "\n".join(lines)
 
     def _block(self, devices: tuple[DeviceMemory, ...], unit_bytes: int) -> list[str]:
-        """Returns the lines for some devices. Rows that are 0 on all devices are left out."""
+        """Returns the lines for some devices: two with their names, then a line for each row.
+
+        Args:
+            devices: the columns of this block.
+            unit_bytes: the bytes of the unit of all figures.
+        """
         lines = [
             _format_line("", [f"rank {device.rank}" for device in devices]),
             _format_line("", [device.device for device in devices]),
         ]
         for label, attribute in ROWS:
             values = [getattr(device, attribute) for device in devices]
+            # A row without a figure in the whole table, not only in this block, is left out. An
+            # unknown state is shown as "?", because it is not nothing.
+            has_figures = any(getattr(device, attribute) for device in self.devices)
             state_is_unknown = attribute == "state" and None in values
-            if state_is_unknown or any(getattr(device, attribute) for device in self.devices):
+            if has_figures or state_is_unknown:
                 cells = [_format_cell(attribute, value, unit_bytes) for value in values]
                 lines.append(_format_line(label, cells))
         return lines
 
 
 def _choose_unit(devices: Iterable[DeviceMemory]) -> tuple[int, str]:
-    """Returns the largest unit of which the largest figure has 10 or more, else KiB."""
+    """Returns the bytes and the name of the unit in which the figures of all devices are shown.
+
+    It is the largest unit of which the largest figure has 10 or more, or else KiB.
+    """
     largest = 0
     for device in devices:
         largest = max(largest, device.counted, device.peak or 0)

@@ -73,11 +73,12 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
         None if the optimizer cannot make such a step. LBFGS, for example, needs data.
     """
     inner = optimizer.inner if isinstance(optimizer, PreparedOptimizer) else optimizer
-    if inner.state:
+    if inner.state:  # it has stepped
         return bytes_by_device(storages(state_tensors(inner)))
     trial = copy(inner)
-    trial.state = type(inner.state)(dict)
+    trial.state = type(inner.state)(dict)  # an empty `defaultdict(dict)`
     trial.param_groups = []
+    # For each parameter on the meta device, the device of the one it stands for.
     device_of_meta: dict[nn.Parameter, torch.device] = {}
     for group in inner.param_groups:
         meta_parameters: list[nn.Parameter] = []
@@ -93,17 +94,17 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
                 trial_group[option] = False
         trial.param_groups.append(trial_group)
     step: Any = type(inner).step
-    # Without the wrappers of torch and others, whose hooks must not be called for this step.
+    # The undecorated method: torch wraps `step` to call hooks, which must not see this step.
     step = getattr(step, "__wrapped__", step)
     try:
         step(trial)
-    except Exception:
+    except Exception:  # whatever the optimizer raises without data
         return None
     sizes: Counter[torch.device] = Counter()
     for meta_parameter, device in device_of_meta.items():
         num_bytes = 0
         for value in trial.state.get(meta_parameter, {}).values():
-            if isinstance(value, Tensor) and value.dim():
+            if isinstance(value, Tensor) and value.dim():  # no step counter, as in state_tensors
                 num_bytes += value.nbytes
         sizes[device] += num_bytes
     return sizes
@@ -148,8 +149,11 @@ class SavedTensors:
             counted: storages that are left out. The ones counted here are added.
         """
         sizes: Counter[torch.device] = Counter()
+        # Of an argument of the forward pass that was saved, only the bytes of the argument count.
+        # The storage may hold the whole batch, of which this replica has a part.
         for storage in self._saved & self._inputs.keys():
             sizes[storage.device] += min(storage.nbytes(), self._inputs[storage])
+        # Of everything else, whole storages count.
         new = self._saved - self._inputs.keys() - counted
         counted |= new
         return sizes + bytes_by_device(new)
@@ -187,7 +191,11 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(storage.nbytes() for storage in self._sizes)
 
     def count(self, alive: Iterable[torch.UntypedStorage]) -> None:
-        """Counts storages that are alive."""
+        """Counts storages that are alive, and raises `peak` if more bytes are alive than before.
+
+        Freed storages leave `_sizes` by themselves. To add up all that are left is slow, so it is
+        only done when the upper bound of their sum exceeds the peak.
+        """
         with self._lock:
             for storage in alive:
                 if storage.device.type != "cpu":
@@ -195,7 +203,9 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if storage.data_ptr() == self._address_of_shared_memory:
                     continue
                 num_bytes = storage.nbytes()
-                self._upper_bound += max(0, num_bytes - self._sizes.get(storage, 0))
+                size_before = self._sizes.get(storage, 0)  # 0: it was not seen before
+                # What a storage has shrunk by stays in the bound, which may be too large.
+                self._upper_bound += max(0, num_bytes - size_before)
                 self._sizes[storage] = num_bytes
             if self._upper_bound > self.peak:
                 self._upper_bound = self.total
@@ -229,6 +239,7 @@ def around_calls(
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         context = make_context((args, kwargs))
         context.__enter__()
+        # In a thread that enters its first context, the attribute does not exist yet.
         entered.contexts = [*getattr(entered, "contexts", ()), context]
 
     @outside_compiled_code

@@ -54,7 +54,10 @@ class ForwardCall(NamedTuple):
 
 @contextmanager
 def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ForwardCall]]:
-    """Records the forward calls with gradients of some modules, while the context is entered."""
+    """Records the forward calls with gradients of some modules, while the context is entered.
+
+    The context gives the list of the calls, which grows with each call.
+    """
     calls: list[ForwardCall] = []
 
     @outside_compiled_code
@@ -109,7 +112,8 @@ class ProfilingRun:
                     raise
             else:
                 return True
-        # Only now is the error gone, which held the frames that had asked for the memory.
+        # Only behind the `except` block is the error gone, whose traceback held the frames that had
+        # asked for the memory, and with them their tensors.
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where CUDA has not been used
         return False
@@ -117,7 +121,8 @@ class ProfilingRun:
     def seconds(self, samples: int, device: int | None = None) -> float:
         """Returns the time of one sample if this many are computed at a time.
 
-        It is the shortest of several runs, because other programs only make a run slower.
+        It is the shortest of several runs, because other programs only make a run slower. The first
+        run of a size fills caches, so it is not timed.
 
         Args:
             samples: to compute.
@@ -142,7 +147,10 @@ class ProfilingRun:
         Args:
             samples: to compute.
             device: as for `fits`.
-            reserved_memory: is not freed before the end.
+            reserved_memory: is not used, only kept from being freed before the end.
+
+        Raises:
+            UsageError: there are no calls, or no output or input has a gradient.
         """
         if not self._calls:
             raise UsageError(
@@ -151,12 +159,14 @@ class ProfilingRun:
                 "call what world.prepare returned",
             )
         outputs: list[Tensor] = []
+        # Arguments and parameters, whose gradients the backward pass computes; by id, because
+        # several calls may share a parameter.
         inputs: dict[int, Tensor] = {}
-        """What the backward pass computes gradients of, by id: arguments and parameters."""
         with ExitStack() as stack:
             for call in self._calls:
                 module = call.module
                 if device is not None and isinstance(module, DataParallel):
+                    # Only the replica of this device computes, until the context is left.
                     stack.enter_context(module.only_on(device))
                 args, kwargs = self._resize(call, samples)
                 for tensor in [*tensors((args, kwargs)), *module.parameters()]:
@@ -170,6 +180,7 @@ class ProfilingRun:
                 "no tensor with a gradient is seen in it",
                 "return tensors, or tuples, dicts or dataclasses of them",
             )
+        # Unlike `backward()`, this adds nothing to the `grad` of the parameters.
         torch.autograd.grad(losses, list(inputs.values()), allow_unused=True)
 
     def _resize(self, call: ForwardCall, samples: int) -> Any:
@@ -189,13 +200,18 @@ class ProfilingRun:
         dim = module.dim if isinstance(module, nn.DataParallel) else 0
 
         def resize(tensor: Tensor) -> Tensor:
+            """Returns a tensor with `samples` samples; one that holds no samples as it is.
+
+            Notes in `any_was_resized` that a tensor held samples.
+            """
             nonlocal any_was_resized
             resized = tensor.detach()
-            has_dim = -tensor.dim() <= dim < tensor.dim()
+            has_dim = -tensor.dim() <= dim < tensor.dim()  # `dim` may be negative
             if has_dim and tensor.shape[dim] == self._num_samples:
                 any_was_resized = True
-                rows = torch.arange(samples, device=tensor.device) % self._num_samples
-                resized = resized.index_select(dim, rows)
+                # For 5 samples of 2: 0, 1, 0, 1, 0.
+                indices = torch.arange(samples, device=tensor.device) % self._num_samples
+                resized = resized.index_select(dim, indices)
             return resized.requires_grad_(tensor.requires_grad)
 
         arguments = map_tensors([call.args, call.kwargs], resize)
@@ -209,10 +225,14 @@ class ProfilingRun:
         return arguments
 
     def _reserve_memory(self) -> Tensor | None:
-        """Allocates what the optimizer's state will need on a GPU, and a margin."""
+        """Allocates as much memory as the optimizer's state will need on a GPU, and a margin.
+
+        Returns:
+            A tensor that holds the memory while it is alive; None on a CPU.
+        """
         if self._run.device.type != "cuda":
             return None
-        trained: dict[int, nn.Parameter] = {}
+        trained: dict[int, nn.Parameter] = {}  # by id: modules may share parameters
         for module in self._modules:
             for parameter in module.parameters():
                 if parameter.requires_grad:
@@ -226,23 +246,26 @@ class ProfilingRun:
 
     @contextmanager
     def _restore_everything(self) -> Iterator[None]:
-        """Restores modules and random streams at the end, and refuses collectives meanwhile.
+        """Restores modules and random streams when the context is left.
 
-        BatchNorm that is synchronised over the ranks computes its own statistics meanwhile.
+        Meanwhile collectives are refused, because each rank computes alone, and BatchNorm that is
+        synchronised over the ranks computes statistics of this rank's samples only.
         """
         collectives = self._run.collectives
         layers: list[nn.Module] = []
         for module in self._modules:
             layers += module.modules()
-        layers = list(dict.fromkeys(layers))
-        buffers: list[Tensor] = []
-        dictionaries: list[dict[str, Any]] = []
+        layers = list(dict.fromkeys(layers))  # modules may share layers
+        buffers: list[Tensor] = []  # their values are restored
+        dictionaries: list[dict[str, Any]] = []  # their entries are restored
         synchronised: list[nn.Module] = []
         for layer in layers:
             buffers += [b for b in members(layer).buffers.values() if b is not None]
-            # Replicas of one process have a forward of their own, which stays.
             is_synchronised = isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
-            if is_synchronised and "forward" not in vars(layer):
+            # A layer with replicas in this process has got a `forward` as an attribute, which joins
+            # the statistics of the replicas. It communicates with no other rank, so it stays.
+            has_own_forward = "forward" in vars(layer)
+            if is_synchronised and not has_own_forward:
                 synchronised.append(layer)
             # Attributes are restored as well: one that is set to activations would keep the memory
             # of the largest size.
@@ -255,6 +278,8 @@ class ProfilingRun:
             try:
                 collectives.blocked = _WHY_NO_COLLECTIVES
                 for layer in synchronised:
+                    # The `forward` of the unsynchronised class, as a method of this layer. It goes
+                    # when the attributes are restored.
                     layer.forward = BatchNorm.forward.__get__(layer)
                 yield
             finally:
@@ -278,7 +303,7 @@ def restored(
     """Restores dictionaries, the values of tensors, and random streams at the end.
 
     Args:
-        dictionaries: each with a copy of it, whose content it gets back.
+        dictionaries: pairs of a dictionary and a copy of it, whose entries it gets back.
         values: tensors. They are written to in place, because other objects refer to them.
         gpus: whose random streams are used.
     """
@@ -297,7 +322,7 @@ def restored(
 
 
 def gpus_of(run: Run, modules: Iterable[nn.Module]) -> list[torch.device]:
-    """Returns all GPUs that some modules compute on."""
+    """Returns all GPUs that some modules compute on: the device of the run, if it is one, first."""
     devices = {run.device: None}  # a dict, because it keeps the order
     for module in modules:
         devices |= dict.fromkeys(parameter.device for parameter in module.parameters())

@@ -160,14 +160,16 @@ def _add_step(file: RankFile, data: bytes | mmap.mmap, begin: int, end: int) -> 
     """Adds an optimizer step to what was read from a file.
 
     Args:
-        file: the step is added to `batches_by_attempt`.
+        file: the step is added to the last list of `batches_by_attempt`, or to a new list.
         data: the bytes of the file.
         begin: the byte at which the fields of the step begin.
         end: the byte behind its last sample.
     """
     step, loader, epoch, position, global_samples = STEP_FIELDS.unpack_from(data, begin)
+    # Behind the fields are the indices of the samples, as little-endian 64-bit integers.
     samples_begin = begin + STEP_FIELDS.size
-    samples = np.frombuffer(data, "<i8", (end - samples_begin) // 8, samples_begin)
+    num_samples = (end - samples_begin) // 8
+    samples = np.frombuffer(data, "<i8", num_samples, samples_begin)
     batch = TrainedBatch(step, loader, epoch, position, global_samples, (samples,))
     latest_attempt = file.batches_by_attempt[-1]
     if latest_attempt and step < latest_attempt[-1].step:  # the run went back to an earlier step
@@ -179,10 +181,13 @@ def _add_step(file: RankFile, data: bytes | mmap.mmap, begin: int, end: int) -> 
 def _find_records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int, int]]:
     """Yields where the content of each complete record begins and ends.
 
-    After a damaged record it goes on with the next complete one. What is wrong with the file is
-    noted in `file`.
+    After a damaged record it goes on with the next complete one.
+
+    Args:
+        data: the bytes of the file.
+        file: what is wrong with the file is noted in its `damaged_at` and `is_cut_off`.
     """
-    place = 0
+    place = 0  # the byte at which a record begins: its frame, then its content
     while place < len(data):
         content_begin = place + FRAME.size
         end = _end_of_record(data, place)
@@ -190,15 +195,16 @@ def _find_records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int
             yield content_begin, end
             place = end
             continue
-        # The record is damaged, or it is the last one and incomplete.
+        # Either the record is damaged, or it is the last one and the process was killed while
+        # writing it. It is damaged if something follows it: a complete record, or, by the length
+        # in its frame, at least some bytes.
         next_place = _next_complete_record(data, content_begin + 1)
         length = 0
         frame_is_complete = content_begin <= len(data)
         if frame_is_complete:
             length, _ = FRAME.unpack(data[place:content_begin])
-        # By its own length. An incomplete record would end behind the end of the file.
-        ends_within_file = length > 0 and content_begin + length < len(data)
-        if next_place is not None or ends_within_file:
+        bytes_follow = length > 0 and content_begin + length < len(data)
+        if next_place is not None or bytes_follow:
             file.damaged_at.append(place)
         if next_place is None:
             file.is_cut_off = True
@@ -207,11 +213,17 @@ def _find_records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int
 
 
 def _next_complete_record(data: bytes | mmap.mmap, first_content: int) -> int | None:
-    """Returns where the next complete record begins; None: there is none.
+    """Searches for the next complete record, after a damaged one.
+
+    The length in a damaged record cannot be trusted, so every place is tried at which a content
+    might begin.
 
     Args:
-        data: the file.
-        first_content: the first byte at which its content may begin.
+        data: the bytes of the file.
+        first_content: the first byte at which the content of the record may begin.
+
+    Returns:
+        The byte at which its frame begins; None: there is none.
     """
     for match in _BEGINNING_OF_CONTENT.finditer(data, first_content):
         place = match.start() - FRAME.size
@@ -227,7 +239,7 @@ def _end_of_record(data: bytes | mmap.mmap, place: int) -> int | None:
         return None
     length, checksum = FRAME.unpack(data[place:content_begin])
     end = int(content_begin + length)
-    if length == 0 or end > len(data):
+    if length == 0 or end > len(data):  # no record is empty
         return None
     if zlib.crc32(memoryview(data)[content_begin:end]) != checksum:
         return None

@@ -1,10 +1,13 @@
 """Judges a sample ledger: was every sample of every epoch trained once, over all restarts?
 
-A *start* is the first start of a run, or a restart. An *attempt* is a start, or what followed when
-the run went back to an earlier step (texts for the user call both a start). If a run was restarted
-from a checkpoint, a later attempt trained some steps again, from a state that knew nothing of the
-earlier ones. So the records of the later attempt replace those of the earlier one. What is judged
-are the steps that led to the last state: each step counts as its *final attempt* trained it.
+A ledger is a folder of files in which each rank wrote what it trained. A *start* is the first start
+of a run, or a restart. An *attempt* is a start, or what followed when the run went back to an
+earlier step (texts for the user call both a start). A later attempt may train some steps again,
+from a checkpoint: then its records replace the earlier ones. Each step counts as its *final
+attempt* trained it.
+
+What is judged are the steps that led to the last state of the run. A replaced record does not
+belong to them, because the checkpoint from which the run went on knew nothing of that step.
 """
 
 from __future__ import annotations
@@ -60,11 +63,13 @@ def judge(folder: str | Path) -> LedgerReport:
         CheckpointError: there is no ledger, or it cannot be read.
     """
     attempts = read_folder(Path(folder))
+    # Each of the following functions adds what it finds to this report.
     report = LedgerReport(str(folder))
     for number, attempt in enumerate(attempts, 1):
         _check_files(attempt, number, report)
     final_attempts = _find_final_attempts(attempts, report)
     loaders = _collect_loaders(attempts, report)
+    _report_kinds_of_loaders(loaders, attempts, report)
     epochs = _join_ranks(attempts, final_attempts, report)
     _check_beginnings(attempts, epochs, final_attempts, report)
     _check_steps(final_attempts, report)
@@ -105,8 +110,11 @@ def read_folder(folder: Path) -> list[Attempt]:
         CheckpointError: there is no ledger, or one of a later version.
     """
     files_of_start: dict[str, dict[int, RankFile]] = defaultdict(dict)
+    # The name of a start begins with its time, so sorted names are in the order of the starts.
     for path in sorted(folder.glob(f"*{RANK_INFIX}*{LEDGER_SUFFIX}")):
-        # Rank and start are taken from the name: the file may have been cut off at its beginning.
+        # Start and rank are taken from the name, such as
+        # "01764321000000000000-3f2a81c0.rank1.ledger", and not from the content, because the file
+        # may have been cut off at its beginning.
         start_name, _, rank = path.name.removesuffix(LEDGER_SUFFIX).rpartition(RANK_INFIX)
         files_of_start[start_name][int(rank)] = read_file(path)
     if not files_of_start:
@@ -126,18 +134,20 @@ def _split_start(start_name: str, files: Mapping[int, RankFile]) -> list[Attempt
 
     Args:
         start_name: the beginning of the names of its files.
-        files: by rank.
+        files: by rank. Each has a list of the batches of every attempt.
     """
+    # A file whose first record is damaged says 0.
     num_ranks = max(file.num_ranks for file in files.values())
     num_attempts = max(len(file.batches_by_attempt) for file in files.values())
     attempts: list[Attempt] = []
     for number in range(num_attempts):
         batches_of_rank: dict[int, list[TrainedBatch]] = {}
         for rank, file in files.items():
-            # A rank may have recorded fewer attempts than another.
+            # A rank that was killed early may have recorded fewer attempts than another.
             has_attempt = number < len(file.batches_by_attempt)
             batches_of_rank[rank] = file.batches_by_attempt[number] if has_attempt else []
-        files_of_attempt = files if number == 0 else {}  # so that each file is checked once
+        # Only the first attempt of a start has the files, so that each file is checked once.
+        files_of_attempt = files if number == 0 else {}
         attempts.append(Attempt(start_name, num_ranks, files_of_attempt, batches_of_rank))
     return attempts
 
@@ -146,7 +156,7 @@ def _check_files(attempt: Attempt, number: int, report: LedgerReport) -> None:
     """Adds files of an attempt that are missing, cut off or damaged to the report.
 
     Args:
-        attempt: the attempt.
+        attempt: its `files` are empty if it is not the first of its start.
         number: of the attempt, from 1.
         report: findings and notes are added to it.
     """
@@ -202,10 +212,9 @@ def _find_final_attempts(attempts: Sequence[Attempt], report: LedgerReport) -> F
 def _collect_loaders(
     attempts: Sequence[Attempt], report: LedgerReport
 ) -> dict[int, dict[str, Any]]:
-    """Returns the description of each loader, by number: as the first file has it.
+    """Returns the description of each loader by its number, as the first file has it.
 
-    What differs in another file is added to the report, once for each loader and setting. So is
-    by what each loader was judged: samples, global batches, or positions in a stream.
+    A setting that differs in another file is added to the report, once for each loader.
     """
     loaders: dict[int, dict[str, Any]] = {}
     reported: set[tuple[int, str]] = set()  # a loader and the setting that differs
@@ -220,6 +229,7 @@ def _collect_loaders(
                     if description[name] == first[name] or (loader, name) in reported:
                         continue
                     reported.add((loader, name))
+                    # Another length means other data, which is a cause of its own.
                     report.add_finding(
                         "LS104" if name == "length" else "LS109",
                         f"loader {loader}: {name} is {description[name]} on rank {rank} of start "
@@ -230,6 +240,22 @@ def _collect_loaders(
                     continue
                 if _report_other_data(first, description, number, report):
                     reported.add((loader, "data"))
+    return loaders
+
+
+def _report_kinds_of_loaders(
+    loaders: Mapping[int, Mapping[str, Any]], attempts: Sequence[Attempt], report: LedgerReport
+) -> None:
+    """Adds each loader that was trained to one of three lists of the report.
+
+    They say what was recorded: the samples themselves (`by_sample`), only their positions in a
+    stream (`by_position`), or only the global batches of the script's own sampler (`by_batch`).
+
+    Args:
+        loaders: the descriptions, by number.
+        attempts: all of the run.
+        report: numbers of loaders are appended to its lists.
+    """
     trained_loaders: set[int] = set()
     for attempt in attempts:
         for batches in attempt.batches_of_rank.values():
@@ -241,7 +267,6 @@ def _collect_loaders(
             report.by_batch.append(loader)
         else:
             report.by_sample.append(loader)
-    return loaders
 
 
 def _report_other_data(
@@ -286,16 +311,20 @@ def _join_ranks(
 ) -> dict[LoaderAndEpoch, list[TrainedBatch]]:
     """Returns the global batches that count, by loader and epoch, each with the parts of all ranks.
 
-    What is wrong with them is reported once for all steps of an attempt that have the same fault.
+    What is wrong with them is added to the report: one finding for all steps of an attempt that
+    have the same fault.
     """
     epochs: dict[LoaderAndEpoch, list[TrainedBatch]] = defaultdict(list)
+    # By the index of the attempt and the code of the fault.
     findings_by_fault: dict[tuple[int, str], list[LedgerFinding]] = defaultdict(list)
+    last_step = max(final_attempts, default=None)
     for index, attempt in enumerate(attempts):
         parts_by_batch = _parts_by_batch(attempt, index, final_attempts)
         for (step, loader), parts in parts_by_batch.items():
             first = next(iter(parts.values()))  # all ranks should have the same epoch and position
             absent_ranks = sorted(attempt.batches_of_rank.keys() - parts.keys())
-            if absent_ranks and step == max(final_attempts):
+            # A run that is killed in its last step may leave it on some ranks only: no fault.
+            if absent_ranks and step == last_step:
                 report.notes.append(
                     f"start {index + 1} ended in step {step}, before {format_ranks(absent_ranks)} "
                     "had written it down; that step is left out"
@@ -313,10 +342,11 @@ def _join_ranks(
                 findings_by_fault[index, fault.code].append(finding)
                 if fault.code == "LS109":  # the parts belong to different global batches
                     continue
-            samples: list[Indices] = []
+            samples: list[Indices] = []  # an array of each rank
             for part in parts.values():
                 samples += part.samples
             epochs[loader, first.epoch].append(first._replace(samples=tuple(samples)))
+    # The first finding stands for all with the same fault, and says how many there are.
     for findings in findings_by_fault.values():
         what = findings[0].what
         if len(findings) > 1:
@@ -359,7 +389,8 @@ def _find_fault(
     """Says why what the ranks trained in a step is not one global batch; None: it is.
 
     Args:
-        parts: of each rank that recorded the step.
+        parts: by rank, what each rank that recorded the step has trained of a global batch. All
+            of them should name the same global batch and its number of samples over all ranks.
         absent_ranks: ranks that have a file and did not record the step.
         num_ranks: of the attempt. There are fewer files if some are missing.
     """
@@ -400,7 +431,8 @@ def _check_beginnings(
 ) -> None:
     """Compares the first samples of a stream in an epoch that several attempts have trained.
 
-    Each attempt has read the stream anew. The first difference in an epoch is added to the report.
+    Each attempt has read the stream anew, and rank 0 has recorded digests of the first samples that
+    it got. The first difference in an epoch is added to the report.
     """
     for (loader, epoch), batches in sorted(epochs.items()):
         attempts_of_epoch = {final_attempts[batch.step] for batch in batches}
@@ -410,7 +442,9 @@ def _check_beginnings(
         for index in sorted(attempts_of_epoch):
             file = attempts[index].files.get(0)
             beginning = None if file is None else file.beginnings.get((loader, epoch))
-            if beginning is None:  # the file is missing, or the loader has no stream
+            if beginning is None:
+                # The file is missing, or the loader has no stream, or the attempt is not the first
+                # of its start.
                 continue
             if first_beginning is None:
                 first_beginning = beginning
@@ -456,71 +490,40 @@ def _check_epoch(
 ) -> None:
     """Checks that every sample is in an epoch of a loader, and none twice.
 
+    What was found is added to the report, and a description of the epoch.
+
     Args:
         loader: the description of the loader.
         batches: the global batches of the epoch that were trained, ordered by step.
         next_batch: the first global batch of the next epoch that was trained, if any.
         final_attempts: see `FinalAttempts`.
-        report: what was found is added to it.
+        report: is added to.
     """
     first = batches[0]
-    last = batches[-1]
-    title = f"loader {loader['loader']} ({loader['dataset']}), epoch {first.epoch}"
-
-    def report_in_epoch(code: str, what: str, samples: Indices | Sequence[int] = ()) -> None:
-        """Adds a finding about this epoch to the report, with the first of its samples."""
-        report.add_finding(
-            code,
-            f"{title}: {what}",
-            loader=loader["loader"],
-            epoch=first.epoch,
-            samples=tuple(int(sample) for sample in samples[:MAX_ITEMS_IN_TEXT]),
-        )
-
     positions = {batch.position for batch in batches}
-    steps_of_epoch = loader["steps"]
-    end_position = max(positions) + 1
-    is_finished = end_position == steps_of_epoch
-    # The first step of the whole ledger may be in the middle of this epoch.
+    is_finished = max(positions) + 1 == loader["steps"]
+    # The ledger may begin in the middle of this epoch, if it was switched on in a resumed run.
+    # What was trained before is not in it then, and not missing.
     ledger_begins_here = first.step > 0 and first.step == min(final_attempts)
     begin_position = first.position if ledger_begins_here else 0
-    explanation = ""
-    if next_batch is not None and steps_of_epoch is not None and not is_finished:
-        if final_attempts[next_batch.step] == final_attempts[last.step]:
-            report.notes.append(
-                f"loader {loader['loader']}: the script left epoch {first.epoch} after global "
-                f"batch {end_position - 1} of {steps_of_epoch}"
-            )
-        else:
-            end_position = steps_of_epoch
-            explanation = "; the run was then taken up in another epoch"
-    missing = [n for n in range(begin_position, end_position) if n not in positions]
-    if missing:
-        places = format_ranges(missing, MAX_ITEMS_IN_TEXT)
-        report_in_epoch("LS102", f"global batches were left out: {places}{explanation}")
+    no_batch_is_missing = _check_positions(
+        loader, batches, begin_position, next_batch, final_attempts, report
+    )
     if loader["own_order"]:
+        # The user's own sampler may repeat samples, so only global batches can be compared.
         if len(positions) < len(batches):
-            report_in_epoch("LS101", "a global batch of the user's own order was trained twice")
+            what = "a global batch of the user's own order was trained twice"
+            _add_epoch_finding(loader, first.epoch, "LS101", what, (), report)
     else:
+        # Missing batches, and missing parts of them, were reported already. Their samples are not
+        # reported once more: then no sample is required, and only repeated ones are looked for.
         required_samples = range(0)
         parts_are_complete = all(b.num_recorded == b.global_samples for b in batches)
-        if not missing and parts_are_complete:
+        if no_batch_is_missing and parts_are_complete:
             required_samples = _required_samples(
                 loader, batches, begin_position, is_finished=is_finished
             )
-        repeated, absent = repeats_and_gaps(batches, required_samples)
-        if repeated.count:
-            number = count_noun(repeated.count, "sample")
-            examples = [
-                _describe_sample_with_steps(sample, batches)
-                for sample in repeated.first[: MAX_ITEMS_IN_TEXT + 1].tolist()
-            ]
-            what = f"{number} trained more than once: {join_first(examples, MAX_ITEMS_IN_TEXT)}"
-            report_in_epoch("LS101", what, repeated.first)
-        if absent.count:
-            number = count_noun(absent.count, "sample")
-            examples_text = format_ranges(absent.first.tolist(), MAX_ITEMS_IN_TEXT)
-            report_in_epoch("LS102", f"{number} left out: {examples_text}", absent.first)
+        _check_samples(loader, batches, required_samples, report)
     report.epochs.append(
         {
             "loader": loader["loader"],
@@ -528,10 +531,119 @@ def _check_epoch(
             "epoch": first.epoch,
             "samples": sum(batch.num_recorded for batch in batches),
             "batches": len(positions),
-            "steps": steps_of_epoch,
+            "steps": loader["steps"],
             "ended": is_finished,
         }
     )
+
+
+def _add_epoch_finding(
+    loader: Mapping[str, Any],
+    epoch: int,
+    code: str,
+    what: str,
+    samples: Indices | Sequence[int],
+    report: LedgerReport,
+) -> None:
+    """Adds a finding about an epoch of a loader to the report.
+
+    Args:
+        loader: the description of the loader.
+        epoch: the epoch.
+        code: of the finding, such as `LS101`.
+        what: a text for the user.
+        samples: that the finding is about; the first few are added to it.
+        report: is added to.
+    """
+    report.add_finding(
+        code,
+        f"loader {loader['loader']} ({loader['dataset']}), epoch {epoch}: {what}",
+        loader=loader["loader"],
+        epoch=epoch,
+        samples=tuple(int(sample) for sample in samples[:MAX_ITEMS_IN_TEXT]),
+    )
+
+
+def _check_positions(
+    loader: Mapping[str, Any],
+    batches: Sequence[TrainedBatch],
+    begin_position: int,
+    next_batch: TrainedBatch | None,
+    final_attempts: FinalAttempts,
+    report: LedgerReport,
+) -> bool:
+    """Checks that no global batch was left out before the last one that was trained.
+
+    Global batches that were left out are added to the report. So is a note if the script itself
+    left the epoch before its end, which is no fault.
+
+    Args:
+        loader: the description of the loader.
+        batches: the global batches of the epoch that were trained, ordered by step.
+        begin_position: the position in the epoch at which the ledger begins.
+        next_batch: the first global batch of the next epoch that was trained, if any.
+        final_attempts: see `FinalAttempts`.
+        report: is added to.
+
+    Returns:
+        True if no global batch was left out.
+    """
+    first = batches[0]
+    last = batches[-1]
+    positions = {batch.position for batch in batches}
+    end_position = max(positions) + 1
+    steps_of_epoch = loader["steps"]  # None: a stream that does not say its length
+    is_unfinished = steps_of_epoch is not None and end_position != steps_of_epoch
+    explanation = ""
+    if next_batch is not None and is_unfinished:
+        # The run went on with another epoch before this one was finished.
+        same_attempt = final_attempts[next_batch.step] == final_attempts[last.step]
+        if same_attempt:  # a `break` in the script's loop, for example
+            report.notes.append(
+                f"loader {loader['loader']}: the script left epoch {first.epoch} after global "
+                f"batch {end_position - 1} of {steps_of_epoch}"
+            )
+        else:  # a restart should have gone on in this epoch
+            end_position = steps_of_epoch
+            explanation = "; the run was then taken up in another epoch"
+    missing = [n for n in range(begin_position, end_position) if n not in positions]
+    if missing:
+        places = format_ranges(missing, MAX_ITEMS_IN_TEXT)
+        what = f"global batches were left out: {places}{explanation}"
+        _add_epoch_finding(loader, first.epoch, "LS102", what, (), report)
+    return not missing
+
+
+def _check_samples(
+    loader: Mapping[str, Any],
+    batches: Sequence[TrainedBatch],
+    required_samples: range,
+    report: LedgerReport,
+) -> None:
+    """Adds samples of an epoch that were trained more than once or left out to the report.
+
+    Args:
+        loader: the description of the loader.
+        batches: the global batches of the epoch that were trained, ordered by step.
+        required_samples: the samples that must be in some batch.
+        report: is added to.
+    """
+    epoch = batches[0].epoch
+    repeated, absent = repeats_and_gaps(batches, required_samples)
+    if repeated.count:
+        number = count_noun(repeated.count, "sample")
+        # One more than the text shows, so that `join_first` adds ", ..." if there are more.
+        examples = [
+            _describe_sample_with_steps(sample, batches)
+            for sample in repeated.first[: MAX_ITEMS_IN_TEXT + 1].tolist()
+        ]
+        what = f"{number} trained more than once: {join_first(examples, MAX_ITEMS_IN_TEXT)}"
+        _add_epoch_finding(loader, epoch, "LS101", what, repeated.first, report)
+    if absent.count:
+        number = count_noun(absent.count, "sample")
+        examples_text = format_ranges(absent.first.tolist(), MAX_ITEMS_IN_TEXT)
+        what = f"{number} left out: {examples_text}"
+        _add_epoch_finding(loader, epoch, "LS102", what, absent.first, report)
 
 
 def _describe_sample_with_steps(sample: int, batches: Sequence[TrainedBatch]) -> str:
@@ -553,24 +665,33 @@ def _required_samples(
 ) -> range:
     """Returns the samples that some global batch of the epoch must have, if none is missing.
 
+    The range is empty if that is not known.
+
     Args:
-        loader: the description of the loader.
+        loader: the description of the loader. Its "stream" says how a stream is divided over the
+            ranks: None for a dataset with an index, "whole" if every rank reads all of it, "seek"
+            if a rank seeks its samples, "own" if the stream splits itself.
         batches: of the epoch.
         begin_position: the position at which the ledger begins in the epoch.
         is_finished: True if the epoch was trained to its end.
     """
-    whole_epoch = is_finished and begin_position == 0
-    if loader["stream"] is None and whole_epoch and not loader["drop_last"]:
-        return range(loader["length"])
-    # A stream that splits itself over the ranks ("own") does not number its samples in a row.
-    if loader["stream"] in ("whole", "seek"):
-        last_sample = -1
-        for batch in batches:
-            for samples in batch.samples:
-                if len(samples):
-                    last_sample = max(last_sample, int(samples.max()))
-        return range(begin_position * loader["batch_size"], last_sample + 1)
-    return range(0)
+    stream = loader["stream"]
+    if stream is None:
+        # Samples are shuffled, so only a whole epoch must have all of them; and with drop_last,
+        # any of them may be among those that are dropped.
+        is_whole_epoch = is_finished and begin_position == 0
+        if is_whole_epoch and not loader["drop_last"]:
+            return range(loader["length"])
+        return range(0)
+    if stream not in ("whole", "seek"):  # "own" does not number its samples in a row
+        return range(0)
+    # A stream's samples are numbered as they come, so all up to the last one must be there.
+    last_sample = -1
+    for batch in batches:
+        for samples in batch.samples:
+            if len(samples):
+                last_sample = max(last_sample, int(samples.max()))
+    return range(begin_position * loader["batch_size"], last_sample + 1)
 
 
 class SampleCount:
@@ -582,7 +703,7 @@ class SampleCount:
         """The smallest indices, in ascending order."""
 
     def add(self, samples: Indices) -> None:
-        """Adds samples that were not added before."""
+        """Counts samples that were not added before, and keeps the smallest of all in `first`."""
         self.count += len(samples)
         self.first = np.sort(np.concatenate([self.first, samples]))[:MAX_SAMPLES_KEPT]
 
@@ -594,8 +715,9 @@ def repeats_and_gaps(
 ) -> tuple[SampleCount, SampleCount]:
     """Finds the samples that were trained twice, and those that were not trained.
 
-    The samples are divided into groups that leave the same remainder, and one group is compared at
-    a time. So memory does not grow with the length of the epoch.
+    The samples are divided into groups whose indices leave the same remainder when they are divided
+    by the number of groups, and one group is compared at a time. So memory does not grow with the
+    length of the epoch.
 
     Args:
         batches: what was trained.
@@ -609,16 +731,18 @@ def repeats_and_gaps(
     for batch in batches:
         arrays += batch.samples
     total = max(len(required_samples), sum(batch.num_recorded for batch in batches))
-    divisor = max(1, ceil_div(total, at_once))
+    num_groups = max(1, ceil_div(total, at_once))
     repeated = SampleCount()
     absent = SampleCount()
-    for remainder in range(divisor):
-        # No array of this loop outlives its line, so that memory is bounded by one group.
-        group = np.concatenate([array[array % divisor == remainder] for array in arrays])
+    for remainder in range(num_groups):
+        # The list is freed with this line, so that memory is bounded by one group.
+        group = np.concatenate([array[array % num_groups == remainder] for array in arrays])
         distinct, counts = np.unique(group, return_counts=True)
         repeated.add(distinct[counts > 1])
-        # The first required sample of the group.
-        first = required_samples.start + (remainder - required_samples.start) % divisor
-        required = np.arange(first, required_samples.stop, divisor, dtype=np.int64)
+        # The first required sample of the group: the smallest index of at least `start` that
+        # leaves this remainder. For start 10, 4 groups and remainder 1 it is 13.
+        start = required_samples.start
+        first = start + (remainder - start) % num_groups
+        required = np.arange(first, required_samples.stop, num_groups, dtype=np.int64)
         absent.add(np.setdiff1d(required, distinct, assume_unique=True))
     return repeated, absent

@@ -79,7 +79,11 @@ class LedgerReport:
         return lines
 
     def _describe_success(self) -> list[str]:
-        """Returns what a ledger without findings proves, which depends on the kind of loader."""
+        """Returns lines that say what a ledger without findings proves.
+
+        That depends on what was recorded of each loader: its samples, their positions in a stream,
+        or only the global batches of the script's own sampler. There is a line for each kind.
+        """
         if not self.by_position and not self.by_batch:
             return ["every sample once: nothing was trained twice, nothing was left out"]
         lines = []
@@ -103,34 +107,42 @@ class LedgerReport:
         return lines
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the report as values for `json.dumps`."""
-        verdict = "EVERY SAMPLE ONCE"
-        if self.by_batch:
-            verdict = "EVERY GLOBAL BATCH ONCE"
-        if self.by_position:
-            verdict = "EVERY POSITION ONCE"
+        """Returns the fields of the report and a verdict, as values for `json.dumps`."""
         if self.findings:
             verdict = "REPEATS OR GAPS"
+        # The loader of which least was recorded decides what can be said of all of them.
+        elif self.by_position:
+            verdict = "EVERY POSITION ONCE"
+        elif self.by_batch:
+            verdict = "EVERY GLOBAL BATCH ONCE"
+        else:
+            verdict = "EVERY SAMPLE ONCE"
         return {"verdict": verdict, **asdict(self)}
 
 
 def _describe_attempt(number: int, attempt: dict[str, Any]) -> str:
-    """Returns a line of text about an attempt, which users know as a start of the run."""
+    """Returns a line of text about an attempt, which users know as a start of the run.
+
+    For example "  start 2, 2026-11-28 10:00:00: 2 ranks, steps 4 to 9; trained 2 steps again".
+
+    Args:
+        number: of the attempt, from 1.
+        attempt: an item of `LedgerReport.attempts`.
+    """
     started = datetime.fromtimestamp(attempt["started_ns"] / 1e9)
-    text = (
-        f"  start {number}, {started:%Y-%m-%d %H:%M:%S}: {count_noun(attempt['ranks'], 'rank')}, "
-    )
+    num_ranks = count_noun(attempt["ranks"], "rank")
     if attempt["last"] is None:  # it ended before its first step
-        text += "no step"
+        steps = "no step"
     else:
-        text += f"steps {attempt['first']} to {attempt['last']}"
+        steps = f"steps {attempt['first']} to {attempt['last']}"
+    text = f"  start {number}, {started:%Y-%m-%d %H:%M:%S}: {num_ranks}, {steps}"
     if attempt["again"]:
         text += f"; trained {count_noun(attempt['again'], 'step')} again"
     return text
 
 
 def _describe_epoch(epoch: dict[str, Any]) -> str:
-    """Returns a line of text about an epoch of a loader."""
+    """Returns a line of text about an epoch of a loader, an item of `LedgerReport.epochs`."""
     batches = f"{epoch['batches']}"
     if epoch["steps"] is not None:  # None: a stream that does not say its length
         batches += f" of {epoch['steps']}"

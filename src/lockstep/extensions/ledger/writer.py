@@ -66,18 +66,21 @@ class Ledger(Extension):
             self._file.close()
 
     def delivered(self, batch: DeliveredBatch) -> None:
-        """Remembers a micro-batch that is about to be trained."""
-        if batch.micro_batch.first:
-            self._untrained[batch.loader] = []
-        if batch.loader not in self._untrained:
+        """Remembers a micro-batch that is about to be trained, until an optimizer steps."""
+        # With a new global batch, one that was left untrained is forgotten.
+        begins_global_batch = batch.micro_batch.first
+        if begins_global_batch or batch.loader not in self._untrained:
             self._untrained[batch.loader] = []
         self._untrained[batch.loader].append(batch)
 
     def step_finished(self, number: int) -> None:
-        """Writes down the global batch that the optimizer step of this number has trained."""
+        """Writes down the global batch that the optimizer step of this number has trained.
+
+        If no prepared loader gave one, it writes a step without samples.
+        """
         wrote_samples = False
         for loader, batches in self._untrained.items():
-            # A pass over this loader may have ended before its last global batch was trained.
+            # A pass over this loader has ended before its last global batch was trained.
             if not loader.mid_epoch:
                 continue
             self._write_step(number, loader, batches)
@@ -90,7 +93,11 @@ class Ledger(Extension):
             self._write(content)
 
     def _write_step(self, number: int, loader: Loader, batches: list[DeliveredBatch]) -> None:
-        """Writes down the micro-batches of one loader that a step has trained."""
+        """Writes down the micro-batches of one loader that a step has trained.
+
+        The description of the loader is written before it, and for a stream the first samples of
+        the epoch after it, unless the file has them already.
+        """
         first = batches[0]
         loader_number = self._describe_loader(loader)
         content = step_content(
@@ -105,22 +112,23 @@ class Ledger(Extension):
         self._write_beginning(loader_number, loader, first.epoch)
 
     def _describe_loader(self, loader: Loader) -> int:
-        """Returns the number of a loader, which is described in the file the first time."""
+        """Returns the number of a loader. The first time, a description of it is written."""
         number = list(self._loaders).index(loader)
         if number in self._described_loaders:
             return number
         self._described_loaders.add(number)
         source = loader.source
         fingerprint = loader.fingerprint
+        length_is_known = source.steps is not None  # a stream need not say its length
         description = {
             "loader": number,
             "dataset": type(source.dataset).__name__,
-            "stream": source.sharding,
-            "length": None if source.steps is None else source.length,
+            "stream": source.sharding,  # None unless the dataset is a stream
+            "length": source.length if length_is_known else None,
             "steps": source.steps,
             "batch_size": source.batch_size,
             "drop_last": source.drop_last,
-            "own_order": source.custom_order,
+            "own_order": source.custom_order,  # True if the script has a sampler of its own
             "data": None if fingerprint is None else fingerprint.to_text(),
         }
         self._write(json_content(description))
@@ -131,7 +139,7 @@ class Ledger(Extension):
         if (number, epoch) in self._recorded_beginnings:
             return
         first_samples = loader.first_samples_of_epoch
-        if not first_samples:
+        if not first_samples:  # the dataset is not a stream
             return
         self._recorded_beginnings.add((number, epoch))
         values: dict[str, Any] = {"stream": number, "epoch": epoch, "beginning": first_samples}
@@ -141,8 +149,13 @@ class Ledger(Extension):
         """Appends a record.
 
         It is written by one system call, so that it is complete whatever ends this process.
+
+        Raises:
+            SettingError: not all bytes could be written, for example because the disk is full.
         """
-        if self._file is None or self._file.closed:
+        if self._file is None:  # this rank has no samples of its own, and so no file
+            return
+        if self._file.closed:
             return
         record = record_bytes(content)
         try:
