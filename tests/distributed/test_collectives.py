@@ -537,6 +537,29 @@ def test_ranks_without_results_do_not_count(size):
     }
 
 
+def gradient_where_the_first_two_count() -> Any:
+    """Returns the gradient that each rank gets back; the third rank's rows are in no result."""
+    with lockstep.init() as world:
+        collectives = world._run.collectives
+        collectives.data_parallel = DataParallelRank(rank=world.rank % 2, size=2)
+        rows = torch.ones(world.rank + 1, 2, requires_grad=True)
+        gathered = collectives.gather(rows, gradient=True)
+        factors = torch.tensor([[1.0], [2.0], [3.0]])
+        (gathered * factors).sum().backward()
+        assert rows.grad is not None
+        return rows.grad.tolist()
+
+
+def test_gradients_of_ranks_without_results_are_zero() -> None:
+    gradients = run_ranks(gradient_where_the_first_two_count, 3)
+    # Each row has its factor from the losses of all three ranks.
+    assert gradients == [
+        [[3.0, 3.0]],
+        [[6.0, 6.0], [9.0, 9.0]],
+        [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]],
+    ]
+
+
 def test_an_empty_tensor_of_any_stride_travels_as_bytes() -> None:
     empty = torch.ones(1, dtype=torch.float64).expand(0)
     data = to_bytes(empty)

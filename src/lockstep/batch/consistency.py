@@ -42,15 +42,19 @@ DRAW_BEFORE_PREPARE = (
 def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
     """Compares a few samples of a dataset with an index over all ranks. A collective.
 
+    Streams are compared elsewhere, while they are read.
+
     Raises:
         RanksDifferError: an index stands for different samples; raised on all ranks.
     """
-    if collectives.single_process or type(source) is not Source:
+    is_stream = type(source) is not Source
+    if collectives.single_process or is_stream:
         return
     indices = _spread_indices(len(source.dataset))  # type: ignore[arg-type]
     first_reading = _read_on_all_ranks(source, seed, indices, collectives)
     differing_samples: list[int] = []  # by their place in `indices`
     for place, digests_of_ranks in enumerate(first_reading):
+        # The digest of a sample that a rank cannot read is None.
         was_read = all(found is not None for found in digests_of_ranks)
         if was_read and not all_digests_match(digests_of_ranks):
             differing_samples.append(place)
@@ -82,7 +86,8 @@ def _spread_indices(length: int) -> list[int]:
     if length == 0:
         return []
     last = length - 1
-    # In a short dataset several of them fall on the same sample, which the set holds once.
+    # With 4 samples: at 0, 1/3, 2/3 and 3/3 of the way to the last index. In a short dataset
+    # several of them fall on the same sample, which the set holds once.
     indices = {last * number // (NUM_SAMPLES - 1) for number in range(NUM_SAMPLES)}
     return sorted(indices)
 
@@ -105,7 +110,12 @@ def _read_on_all_ranks(
 
 
 def describe_difference(sample: int, digests_of_ranks: Sequence[Any]) -> str:
-    """Says which ranks have another sample at an index than rank 0."""
+    """Says which ranks have another sample at an index than rank 0.
+
+    Args:
+        sample: the index.
+        digests_of_ranks: the digest of that sample on each rank.
+    """
     ranks = []
     for rank, found in enumerate(digests_of_ranks):
         if not digests_match(found, digests_of_ranks[0]):
@@ -118,16 +128,22 @@ def describe_difference(sample: int, digests_of_ranks: Sequence[Any]) -> str:
 def read_samples(
     source: Source, seed: int, indices: Sequence[int], *, file_names: bool = False
 ) -> list[Any]:
-    """Reads samples and returns their digests; None for one that cannot be read.
+    """Reads samples, where the loader would read them: in this process or in a worker.
 
     Args:
         source: the dataset and its loader options.
         seed: of the run.
-        indices: of the samples. Fewer are read if that takes longer than `READ_TIME_LIMIT_S`.
+        indices: of the samples.
         file_names: see `digest`.
+
+    Returns:
+        The digests of the samples, in the order of `indices`; None for one that cannot be read. The
+        list is shorter than `indices` if reading takes longer than `READ_TIME_LIMIT_S`, and empty
+        if starting a worker would take long or its `worker_init_fn` raises.
     """
     reader = _DigestReader(source.dataset, seed, indices, file_names)
-    if not source.options["num_workers"]:
+    loader_has_workers = source.options["num_workers"] > 0
+    if not loader_has_workers:
         with preserve_rng_state():
             return list(reader)
     context = source.options["multiprocessing_context"] or multiprocessing
@@ -148,7 +164,7 @@ def read_samples(
 
 
 class _DigestReader(IterableDataset[Any]):
-    """Reads some samples of a dataset and gives their digests, until the time is over."""
+    """Yields the digests of some samples of a dataset, until `READ_TIME_LIMIT_S` have passed."""
 
     def __init__(
         self, dataset: Dataset[Any], seed: int, indices: Sequence[int], file_names: bool
@@ -164,7 +180,7 @@ class _DigestReader(IterableDataset[Any]):
             is_late = time.perf_counter() - begin > READ_TIME_LIMIT_S
             if number > 0 and is_late:  # the first sample is read however long it takes
                 return
-            seed_sample(self.seed, 0, index)
+            seed_sample(self.seed, 0, index)  # as the loader does in epoch 0
             try:
                 found = digest(self.dataset[index], file_names=self.file_names)
             except Exception:  # whatever it is, the training loop meets it at its own line

@@ -48,10 +48,13 @@ def tally(samples: Indices) -> _Tally:
 
 
 def checksum(samples: Indices) -> int:
-    """Returns a 64-bit sum over scrambled indices, which is the same in any order.
+    """Returns a 64-bit sum over hashed indices, which is the same in any order.
 
-    Sums of the indices themselves, and of their squares, agree for many different samples.
+    Each index is hashed first, because sums of the indices themselves, and of their squares, agree
+    for many different samples.
     """
+    # The hash multiplies by odd constants and mixes high bits into low ones (as SplitMix64 does).
+    # Products and the sum are taken modulo 2**64: arrays of unsigned integers wrap around.
     words = samples.astype(np.uint64)
     words *= np.uint64(0x9E3779B97F4A7C15)
     words ^= words >> np.uint64(32)
@@ -99,6 +102,8 @@ class _OpenPass:
                 the last micro-batch.
         """
         self._delivered_samples.append(samples)
+        # A global batch that comes a second time or out of order is delivered, but is not planned
+        # again: the comparison with the other ranks then finds the difference.
         if micro_batch.last and position == self.next_position:
             self._planned_samples.append(global_batch)
             self.next_position += 1
@@ -107,7 +112,8 @@ class _OpenPass:
                 self.tally_samples()
 
     def tally_samples(self) -> None:
-        """Tallies the samples that were added since the last time, and forgets them."""
+        """Adds the samples that came since the last time to the tallies, and forgets them."""
+        # `concatenate` needs at least one array, so an empty one comes first.
         planned = np.concatenate([_NO_SAMPLES, *self._planned_samples])
         delivered = np.concatenate([_NO_SAMPLES, *self._delivered_samples])
         self.planned.add(tally(planned))
@@ -150,7 +156,14 @@ class Coverage:
         self._comparison_is_due = False
 
     def begin(self, epoch: int, start: int, plan: Plan) -> None:
-        """A pass that trains begins, at position `start` of the epoch."""
+        """Notes that a pass that trains begins, and warns if its order is that of the last epoch.
+
+        Args:
+            epoch: of the pass.
+            start: the position in the epoch of the first global batch that is trained on; more than
+                0 if training is resumed inside of the epoch.
+            plan: the global batches of the epoch.
+        """
         self._open_pass = _OpenPass(epoch, start, plan)
         if not self._may_repeat and isinstance(plan, CustomPlan):
             order_checksum = zlib.crc32(np.ascontiguousarray(plan.order).data)
@@ -175,17 +188,22 @@ class Coverage:
             micro_batch: the micro-batch.
             global_batch: the indices of all samples of its global batch; None for a stream.
         """
-        open_pass = self._open_pass
-        if global_batch is None or open_pass is None:
+        if global_batch is None:
             return
-        if open_pass.epoch != epoch:  # another pass began inside this one, and only that is counted
+        # If another pass over the same loader began inside this one, only that one is counted. It
+        # is still open, with another epoch, or has ended, so that none is open.
+        open_pass = self._open_pass
+        if open_pass is None or open_pass.epoch != epoch:
             return
         open_pass.add(position, samples, micro_batch, global_batch)
         if micro_batch.last and position == len(open_pass.plan) - 1:
             self._end(open_pass)
 
     def _end(self, ended_pass: _OpenPass) -> None:
-        """Adds a pass that has come to its end to what will be compared."""
+        """Adds a pass that has come to its end to what will be compared.
+
+        Sets `_comparison_is_due`, which `settle` reads in the optimizer step that follows.
+        """
         self._open_pass = None
         ended_pass.tally_samples()
         # The plan says how many samples there should be, so a global batch that was left out shows.
@@ -223,9 +241,10 @@ class Coverage:
         order = [orders_checksum, planned.count, planned.checksum]
         reports = collectives.exchange((order, astuple(delivered)))  # one from each rank
         _check_same_orders([order_on_rank for order_on_rank, _ in reports])
+        # The stages of a pipeline get the same samples. Only the first ranks count; the ranks
+        # behind them are further stages.
         delivered_to_all = _Tally()
-        # The ranks behind these are later stages of a pipeline, which have the same samples.
-        for _, (count, checksum_on_rank) in reports[: collectives.data_parallel.size]:
+        for _, (count, checksum_on_rank) in reports[: collectives.num_contributing_ranks]:
             delivered_to_all.add(_Tally(count, checksum_on_rank))
         if delivered_to_all == planned:
             return
@@ -242,10 +261,19 @@ class Coverage:
         )
 
     def _warn_of_repetition(self, epoch: int, order: Indices) -> None:
-        """Warns once of a random order that is the same as in the epoch before."""
+        """Warns that a random order is the same as in the epoch before.
+
+        It is called once, since it sets `_may_repeat`, after which orders are not compared again.
+
+        Args:
+            epoch: that has the same order.
+            order: the indices of its samples.
+        """
         self._may_repeat = True
         is_sorted = bool((order[:-1] <= order[1:]).all())
-        if is_sorted or len(np.unique(order)) < MIN_DISTINCT_SAMPLES:
+        if is_sorted:  # the same order is meant
+            return
+        if len(np.unique(order)) < MIN_DISTINCT_SAMPLES:  # it may be the same by chance
             return
         warn(
             "a sampler of your own",
@@ -260,7 +288,8 @@ def _check_same_orders(orders: list[list[int]]) -> None:
     """Raises RanksDifferError if ranks went through different orders.
 
     Args:
-        orders: for each rank the checksum of its orders, and what they have in all.
+        orders: for each rank `[checksum of its orders, number of planned samples, checksum of
+            these samples]`.
     """
     if all(order == orders[0] for order in orders):
         return

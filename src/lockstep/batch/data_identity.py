@@ -22,7 +22,11 @@ the number of samples, so that those which are read in time are spread over the 
 
 
 def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
-    """Reads the fingerprint of a dataset with an index; None for a stream."""
+    """Reads the fingerprint of a dataset with an index; None for a stream.
+
+    The *parts* of a sample, such as image and label, each have a name and a digest. Parts that are
+    drawn at random are left out of the fingerprint.
+    """
     if isinstance(source, IterableSource):
         return None
     indices = _spread_indices(len(source.dataset))  # type: ignore[arg-type]
@@ -55,10 +59,15 @@ def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
 def _spread_indices(length: int) -> list[int]:
     """Returns up to `NUM_SAMPLES` indices of a dataset, in the order in which they are read."""
     indices: list[int] = []
+    if length == 0:
+        return indices
+    last = length - 1
     for number in range(NUM_SAMPLES):
+        # The places 0, 13, 26, 7, 20, ...: each from 0 to 31 once. Place 0 is the first sample of
+        # the dataset and place 31 the last one.
         place = number * STRIDE % NUM_SAMPLES
-        index = (length - 1) * place // (NUM_SAMPLES - 1)
-        if index >= 0 and index not in indices:
+        index = last * place // (NUM_SAMPLES - 1)
+        if index not in indices:  # in a short dataset several places fall on the same sample
             indices.append(index)
     return indices
 
@@ -67,7 +76,8 @@ def _unequal_parts(first: Parts, second: Parts) -> set[str]:
     """Returns the names of the parts that are not exactly the same in two readings of a sample."""
     unequal = set()
     for name, part in first.items():
-        if repr(part) != repr(second.get(name)):  # NaN is equal to NaN
+        # As text, NaN is equal to NaN.
+        if repr(part) != repr(second.get(name)):
             unequal.add(name)
     return unequal
 
@@ -75,7 +85,12 @@ def _unequal_parts(first: Parts, second: Parts) -> set[str]:
 def check_fingerprint(source: Source, before: Fingerprint, now: Fingerprint) -> None:
     """Compares the data of a checkpoint with those of the run that resumes it.
 
-    Warns if they may be the same samples.
+    Warns if they may be the same samples, of which something is read differently.
+
+    Args:
+        source: the data of this run.
+        before: the fingerprint in the checkpoint.
+        now: the fingerprint of `source`.
 
     Raises:
         CheckpointError: they are other samples.

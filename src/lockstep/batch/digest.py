@@ -45,16 +45,19 @@ def batch_digests(samples: Sequence[Any]) -> list[Any]:
 def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = False) -> Any:
     """Returns the digest of a sample, or of a part of it.
 
+    The digest of a container is a list of the digests of what it holds, in its order; for a mapping
+    with a `[key, digest]` for each item.
+
     Args:
         value: the sample.
         max_numbers: about how many numbers of an array are looked at.
         file_names: True if the last part of a path counts. Its folders differ between machines.
     """
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided:
+        if value.layout is not torch.strided:  # a sparse tensor: its numbers are not compared
             return [str(value.dtype), list(value.shape)]
         value = value.detach().cpu()
-        if value.dtype not in _DTYPES_OF_NUMPY:
+        if value.dtype not in _DTYPES_OF_NUMPY:  # bfloat16, float8
             value = value.to(torch.float32)
         return _digest_array(value.numpy(), max_numbers)
     if hasattr(value, "__array_interface__"):  # an array of numpy's, or an image
@@ -62,7 +65,7 @@ def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = Fal
     if isinstance(value, str):
         file_name = value.replace("\\", "/").rpartition("/")[2]
         is_path = file_name != value
-        if is_path and not file_names:
+        if is_path and not file_names:  # any path is taken for the same
             return "path"
         return zlib.crc32(file_name.encode())
     if isinstance(value, bytes):
@@ -76,16 +79,24 @@ def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = Fal
         ]
     if isinstance(value, Sequence):
         return [digest(item, max_numbers, file_names=file_names) for item in value]
-    return type(value).__name__
+    return type(value).__name__  # of other objects only their class is compared
 
 
 def _digest_array(array: npt.NDArray[Any], max_numbers: int) -> list[Any]:
-    """Returns dtype and shape, then a checksum, the numbers themselves, or three means of them."""
+    """Returns dtype and shape, then a checksum, the numbers themselves, or three means of them.
+
+    A checksum is exact; numbers and means may be compared with a tolerance.
+
+    Args:
+        array: the array.
+        max_numbers: about how many of its numbers are looked at, evenly spread.
+    """
     dtype_and_shape = [str(array.dtype), list(array.shape)]
-    is_numeric = array.dtype.kind in "biufc"
+    is_numeric = array.dtype.kind in "biufc"  # bool, integers, float, complex
     if not is_numeric:
         return dtype_and_shape
-    array = array.reshape(-1)[:: max(1, array.size // max_numbers)]
+    stride = max(1, array.size // max_numbers)
+    array = array.reshape(-1)[::stride]
     is_small = array.size <= MAX_NUMBERS_KEPT
     is_image = array.dtype == np.uint8 and not is_small
     is_measured = array.dtype.kind == "f" or is_image

@@ -43,8 +43,14 @@ def match_samples(before: Sequence[Any], now: Sequence[Any]) -> Match:
 
 
 def match_parts(before: Sequence[Parts], now: Sequence[Parts]) -> Match:
-    """Compares two readings of some samples, which were divided into parts before."""
+    """Compares two readings of some samples, which were divided into parts before.
+
+    Args:
+        before: the parts of each sample in the first reading.
+        now: in the second. If one reading has more samples, these are ignored.
+    """
     pairs = list(zip(before, now, strict=False))  # of each sample both readings
+    # This is true of no samples, too: then nothing is known to differ.
     if all(samples_match(old, new) for old, new in pairs):
         return Match.SAME
     first_sample, _ = pairs[0]
@@ -58,7 +64,12 @@ def match_parts(before: Sequence[Parts], now: Sequence[Parts]) -> Match:
 
 
 def _part_is_unchanged(name: str, pairs: Sequence[tuple[Parts, Parts]]) -> bool:
-    """Returns True if a part is the same in both readings of every sample."""
+    """Returns True if a part is the same in both readings of every sample.
+
+    Args:
+        name: of the part.
+        pairs: for each sample its parts in the first reading and in the second.
+    """
     for old, new in pairs:
         if name not in new or not digests_match(old.get(name), new[name]):
             return False
@@ -94,11 +105,14 @@ def parts_of(digest: Any, name: str = "sample") -> dict[str, Any]:
     """Divides the digest of a sample into those of its parts.
 
     Args:
-        digest: as `digest` returns it. A mapping is a list of pairs of key and value.
+        digest: as `digest` returns it: a list for a container, for a mapping of `[key, digest]`.
         name: with which the names of the parts begin.
+
+    Returns:
+        The digest of each part by its name, such as `sample[0]` or `sample['image']`.
     """
     is_container = isinstance(digest, list) and not _is_array(digest)
-    if not is_container or _is_long_list_of_values(digest):
+    if not is_container or _is_long_list_of_values(digest):  # it is one part
         return {name: digest}
     parts: dict[str, Any] = {}
     for place, item in enumerate(digest):
@@ -111,7 +125,10 @@ def parts_of(digest: Any, name: str = "sample") -> dict[str, Any]:
 
 
 def _is_pair_of_mapping(digest: Any) -> bool:
-    """Returns True for `[key, value]`, which may not be the digest of an array."""
+    """Returns True for `[key, value]`, an item in the digest of a mapping.
+
+    The digest of an array may have two items too: `["float32", [3, 4]]`, its dtype and its shape.
+    """
     if not isinstance(digest, list) or len(digest) != 2:
         return False
     return isinstance(digest[0], str) and not _is_array(digest)
@@ -132,7 +149,10 @@ def _is_long_list_of_values(digest: list[Any]) -> bool:
 
 
 def digests_match(one: Any, other: Any) -> bool:
-    """Returns True if two digests are of the same sample, or of the same part of it."""
+    """Returns True if two digests are of the same sample, or of the same part of it.
+
+    Floats are compared with a tolerance, everything else exactly.
+    """
     if isinstance(one, list) and isinstance(other, list):
         if len(one) != len(other):
             return False

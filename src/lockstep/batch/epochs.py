@@ -52,8 +52,12 @@ class Epochs:
         return self.present + 1 if self._is_done() else self.present
 
     def _begin(self) -> None:
-        """Notes what was trained before the epoch that begins."""
-        passes_before = self._passes_at_begin or {}
+        """Notes what was trained before the epoch that begins.
+
+        `trained` of a loader counts the passes over it that were trained on. The loaders for which
+        it grew in the epoch that has ended are those without which the new one is not done.
+        """
+        passes_before = self._passes_at_begin or {}  # None before the first epoch
         self._loaders_of_every_epoch = []
         for loader in self._loaders:
             if loader in passes_before and loader.trained > passes_before[loader]:
@@ -65,18 +69,19 @@ class Epochs:
         """Returns True if the current epoch is done.
 
         It is done when some loader was trained on in it, and each loader that was trained on in the
-        epoch before.
+        epoch before. `trained` of a loader counts the passes over it that were trained on.
         """
         passes_before = self._passes_at_begin
         if passes_before is None:  # no loop over epochs is running
             return False
-        if any(loader.mid_epoch for loader in self._loaders):
+        if any(loader.mid_epoch for loader in self._loaders):  # a pass over it is not at its end
             return False
         if not any(loader.trained for loader in self._loaders):
-            # The training uses no prepared loader.
+            # The training uses no prepared loader. Then one step in an epoch is enough.
             return self._step.number > self._step_at_begin
         trained_in_epoch = []
         for loader in self._loaders:
+            # A loader that was prepared inside the epoch had no pass before.
             if loader.trained > passes_before.get(loader, 0):
                 trained_in_epoch.append(loader)
         if not trained_in_epoch:

@@ -47,7 +47,7 @@ class Fetch(Dataset[Any]):
 
     def __getitem__(self, key: MicroBatchKey) -> Any:
         epoch, indices = key
-        if self.tensor_rows is not None:
+        if self.tensor_rows is not None:  # the data are tensors, so no sample is read by itself
             return self.tensor_rows.select(indices)
         if not self.sample_rng:
             return self._read_undrawn(indices.tolist())
@@ -62,8 +62,9 @@ class Fetch(Dataset[Any]):
             return call_collate(self.collate, samples)
 
     def _read_undrawn(self, indices: list[int]) -> Any:
-        """Reads a batch of samples for which no random numbers are drawn."""
-        # Torch's DataLoader calls this method too: a dataset may read several samples at once.
+        """Reads a batch of a dataset that draws no random numbers, so that nothing is seeded."""
+        # With `__getitems__` a dataset reads several samples at once. torch's DataLoader calls it
+        # too.
         get_items = getattr(self.dataset, "__getitems__", None)
         if get_items:
             samples = get_items(indices)
@@ -83,7 +84,11 @@ class TensorRows(NamedTuple):
     """For each sample, its row in the tensors; None: they have the same numbers."""
 
     def select(self, samples: Indices) -> list[Tensor]:
-        """Returns the batch of some samples."""
+        """Returns the batch of some samples: their rows of each tensor.
+
+        Args:
+            samples: indices in the dataset, shape `(n,)`.
+        """
         rows = samples if self.row_of_sample is None else self.row_of_sample[samples]
         try:
             return _select_rows(self.tensors, rows)
@@ -100,6 +105,7 @@ def find_tensor_rows(dataset: Dataset[Any]) -> TensorRows | None:
     A dataset of a subclass is read sample by sample, since it may augment.
     """
     if type(dataset) is Subset:
+        # It may be a Subset of a Subset: then its indices are those of the samples of the other.
         whole = find_tensor_rows(dataset.dataset)
         if whole is None:
             return None
@@ -118,10 +124,10 @@ def _select_rows(tensors: tuple[Tensor, ...], rows: Indices) -> list[Tensor]:
 
 
 def call_collate(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
-    """Returns the batch of some samples.
+    """Returns the batch that a collate function makes of some samples.
 
     A collate function that leaves samples out may find that none is left. That happens in a rank's
-    part of a global batch before it happens on one device, so its error gets a note.
+    part of a global batch before it happens on one device, so the error that it raises gets a note.
     """
     try:
         return collate(samples)

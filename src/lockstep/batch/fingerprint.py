@@ -65,22 +65,29 @@ class Difference:
 def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
     """Compares the data of two starts of a training.
 
+    The *parts* of a sample are its components, such as image and label, each with a digest by name.
+
     Returns:
         How they differ; None: no difference is known.
     """
+    # If one of them has more Subsets, the dataset is built differently. It may have the same
+    # samples, so these decide.
     same_structure = len(before.subsets) == len(now.subsets)
     if same_structure and list(before.subsets) != list(now.subsets):
         return Difference("the indices of its Subset are others", other_samples=True)
-    compared = sorted(before.samples.keys() & now.samples.keys())
+    compared = sorted(before.samples.keys() & now.samples.keys())  # indices that both have read
     samples_before: list[Parts] = []
     samples_now: list[Parts] = []
-    differing: list[str] = []
+    differing: list[str] = []  # indices, as text
     for index in compared:
         sample_before = before.samples[index]
         sample_now = now.samples[index]
-        # A part that only one of them has may have been random in the other, and was left out.
+        # Parts that both have are compared. A part that only one of them has may have been random
+        # in the other, and was left out there.
         names = sample_before.keys() & sample_now.keys()
-        if not names and sample_before:  # they have no part in common
+        if not names and sample_before:
+            # They have no part in common, so they are different samples: all parts are compared,
+            # and each is missing (None) in one of them.
             names = sample_before.keys() | sample_now.keys()
         parts_before = {name: sample_before.get(name) for name in sorted(names)}
         parts_now = {name: sample_now.get(name) for name in sorted(names)}
@@ -91,6 +98,7 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
     match = match_parts(samples_before, samples_now)
     if match is Match.SAME:
         return None
+    # Two equal fingerprints of Hugging Face's mean equal data, whatever was read differently.
     hugging_face_says_same = (
         before.hugging_face is not None and before.hugging_face == now.hugging_face
     )

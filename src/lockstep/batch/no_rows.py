@@ -48,7 +48,8 @@ class NoRows(Tensor):
                 result = func(*args, **kwargs)
             except REFUSALS as error:
                 result = call_with_placeholder(func, args, kwargs, error)
-            # Attributes such as `_base` are the same object each time they are asked for.
+            # Torch reads attributes such as `grad` and `_base` by calling `func` too. They are the
+            # same object each time they are asked for, so they must not be made another one.
             is_attribute = func in get_default_nowrap_functions()
             if isinstance(result, Tensor | tuple | list) and not is_attribute:
                 return map_tensors(result, mark_no_rows)
@@ -85,14 +86,15 @@ def call_with_placeholder(
         Exception: `refusal`, if the function fails with a row too.
     """
     if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
-        raise refusal  # for another reason
+        raise refusal  # it was raised for another reason
     placeholder = Placeholder(())
     args_with_row, kwargs_with_row = placeholder.add_to((args, kwargs))
     with preserve_rng_state():
         try:
             result = func(*args_with_row, **kwargs_with_row)
         except Exception:
-            # In `x.view(len(x), -1)` the number of rows is an argument too.
+            # In `x.view(len(x), -1)` the number of rows is an argument too: 0, which has to be 1
+            # for a tensor with the placeholder row.
             try:
                 result = func(*_zeros_as_ones(args_with_row), **kwargs_with_row)
             except Exception:
@@ -101,7 +103,10 @@ def call_with_placeholder(
 
 
 def _fill_with_nan(tensor: Tensor) -> Tensor:
-    """Makes the values of a floating-point result NaN: they were computed of no rows."""
+    """Fills a floating-point result with NaN, in place, and returns it.
+
+    Its values, such as a mean, were computed of no rows. Integers stay as they are.
+    """
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
         with torch.no_grad():
             tensor.fill_(torch.nan)
@@ -137,11 +142,16 @@ class Placeholder:
         return map_tensors(arguments, self._add_row)
 
     def _add_row(self, tensor: Tensor) -> Tensor:
-        """Returns one row in the place of a tensor without rows; any other tensor unchanged."""
+        """Returns one row in the place of a tensor without rows; any other tensor unchanged.
+
+        Keeps for `cut_off` which dimension was empty, and the lengths that the row may have in a
+        result.
+        """
         if not has_no_rows(tensor):
             return tensor
         self._empty_dimensions.add(tensor.shape.index(0))
         row = placeholder_of(tensor, self._samples)
+        # A row of shape (1, 3, 4) is 1 row, 3 rows after `flatten(0, 1)`, 12 after `flatten()`.
         length = 1
         for size in row.shape:
             length *= size
@@ -152,7 +162,7 @@ class Placeholder:
         return with_row
 
     def cut_off(self, result: Tensor) -> Tensor:
-        """Returns a result without the placeholder's rows. Its gradient is zero."""
+        """Returns a result without the placeholder's rows, for which no gradient flows back."""
         dimension = self._dimension_of_rows(result)
         without_rows: Tensor = _CutRows.apply(result, dimension)  # type: ignore[no-untyped-call]
         return without_rows
@@ -163,6 +173,7 @@ class Placeholder:
             # The row may have become several, as by `x.flatten(0, 1)`.
             if result.shape[0] in self._possible_lengths:
                 return 0
+        # Otherwise the rows are where some argument had them, with the placeholder as the only one.
         for dimension in sorted(self._empty_dimensions):
             if dimension < result.dim() and result.shape[dimension] == 1:
                 return dimension
@@ -180,19 +191,20 @@ def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
         samples: tensors with at least one row.
     """
     shape = [max(1, size) for size in tensor.shape]
+    # Where in the storage the last element of the row is: offset + sum of (size - 1) * stride.
     last_element = tensor.storage_offset()
     for size, stride in zip(shape, tensor.stride(), strict=True):
         last_element += (size - 1) * stride
     num_stored = tensor.untyped_storage().nbytes() // tensor.element_size()
-    if last_element < num_stored:  # the memory of a view has the row
+    if last_element < num_stored:  # the tensor is a view of memory that has the row
         row = tensor.detach().as_strided(shape, tensor.stride(), tensor.storage_offset())
         return row.clone()
     for sample in samples:
         if sample.dim() and len(sample) and list(sample.shape[1:]) == shape[1:]:
             return sample[:1].detach().to(tensor.device, tensor.dtype, copy=True)
-    if tensor.dtype == torch.bool:
+    if tensor.dtype == torch.bool:  # as a padding mask, say, False hides nothing
         return tensor.new_zeros(shape)
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point():  # as a length, 0 may be refused
         return tensor.new_ones(shape)
     count = torch.Size(shape).numel()
     # The numbers differ: the standard deviation of equal ones is 0, and its derivative infinite.
@@ -226,6 +238,9 @@ class _CutRows(torch.autograd.Function):
             return tensor.clone()
         shape = list(tensor.shape)
         shape[dimension] = 0
+        # It has the same memory, where `placeholder_of` finds the row if a later function refuses
+        # this result. It is no view for autograd, as `tensor[:0]` is, so that it may be changed in
+        # place: autograd forbids that for views made here.
         without_rows = tensor.new_empty(0)
         without_rows.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, tensor.stride())
         return without_rows

@@ -46,7 +46,7 @@ def map_tensors(
         return change(batch)
     walk_opaque = opaque is None
     children = children_of(batch, opaque_too=walk_opaque)
-    if children is not None:
+    if children is not None:  # it is a container
         changed = {key: map_tensors(child, change, opaque) for key, child in children.items()}
         return _rebuild(batch, changed)
     if opaque is not None and is_opaque(batch):
@@ -140,7 +140,7 @@ def cut_to_rows(batch: Any, count: int | None = None, *, rows: int = 0, share: b
     """Returns the batch without samples, or with the first one alone.
 
     Tensors of shape `(n, *)` become `(rows, *)`. Lists of text, and sequences that have one item
-    for each sample, are cut too.
+    for each sample, are cut too. An *opaque* object, which moves itself by `.to`, cannot be cut.
 
     Args:
         batch: the batch.
@@ -164,7 +164,7 @@ def cut_to_rows(batch: Any, count: int | None = None, *, rows: int = 0, share: b
     child_per_sample = is_list_of_plain_data(batch)
     if not child_per_sample and isinstance(batch, list | tuple):
         child_per_sample = has_item_per_sample(batch, count)
-    if child_per_sample:
+    if child_per_sample:  # `children` is keyed by position here
         first_children = dict(list(children.items())[:rows])
         return _rebuild(batch, first_children)
     # The children are fields of the batch, each with all samples.
@@ -204,6 +204,9 @@ def _cannot_be_cut_error(kind: str) -> DataError:
 def join_trees(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
     """Joins the leaves of several pytrees that have the same containers.
 
+    The trees are, for example, the results of one model on several devices. Leaves are tensors,
+    plain data and whatever else is not a container.
+
     Args:
         trees: at least one.
         join: called for each place with the leaves that the trees have there, in their order.
@@ -215,7 +218,7 @@ def join_trees(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
         DataError: the containers are not the same.
     """
     first_children = children_of(trees[0])
-    if first_children is None:
+    if first_children is None:  # it is a leaf
         return join(list(trees))
     # A leaf where the first tree has a container counts as an empty container.
     children_of_trees = [children_of(tree) or {} for tree in trees]
@@ -238,6 +241,9 @@ def join_trees(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
 
 def children_of(batch: Any, *, opaque_too: bool = False) -> dict[Any, Any] | None:
     """Returns what a container holds, by key, position or field; None for a leaf.
+
+    An *opaque* object, which moves itself by `.to`, is a leaf even if it is a container too, such
+    as a `PackedSequence`, which is a named tuple.
 
     Args:
         batch: the container.
@@ -294,7 +300,8 @@ def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
     for item in sequence:
         if isinstance(item, list | tuple) and has_item_per_sample(item, count):
             return False  # the items are fields, and this one holds its values of all samples
-    # Tensors of fields have a row for each sample. One that has not is of a single sample.
+    # A tensor of a field has a row for each sample. One with another number of rows can only be of
+    # a single sample, so the items are samples. Without such a tensor they are taken for fields.
     for tensor in tensors(sequence):
         if tensor.dim() == 0 or len(tensor) != count:
             return True
@@ -342,6 +349,8 @@ def leaves(batch: Any) -> Iterator[Any]:
 
 def _rebuild(batch: Any, children: dict[Any, Any]) -> Any:
     """Returns a container of the same type with other children, or with fewer.
+
+    If its class does not allow that, a plain `dict`, `list` or `tuple` is returned instead.
 
     Args:
         batch: the container.

@@ -44,7 +44,9 @@ class RowCounter:
         self._warned = False
 
     def count(self, batch: Any, planned: int) -> int | None:
-        """Returns the number of rows of a batch; None if it does not show it.
+        """Returns the number of rows of a batch; None if its tensors do not show it.
+
+        Sets `first_dimension_known`, on which the judgement of later batches depends.
 
         Args:
             batch: what the collate function returned.
@@ -63,27 +65,32 @@ class RowCounter:
             return planned
         if UNKNOWN_SHAPE in shapes:
             return None
-        # Otherwise all tensors should have as many rows, in the first dimension.
         first_dimensions = {shape.first for shape in shapes}
         second_dimensions = {shape.second for shape in shapes}
+
+        # First case: the tensors differ in their first dimension. Some have time first, say. If
+        # one has the planned number in any dimension, no sample was left out. But a vector whose
+        # length is not the planned number contradicts that.
         if len(first_dimensions) > 1:
-            # Some tensors have time first, say. If the planned number is among the dimensions, and
-            # no vector has another one, no sample was left out.
             has_planned = planned in first_dimensions or planned in second_dimensions
             return planned if has_planned and not lengths_of_vectors else None
+
+        # Second case: all tensors have the same first dimension, which usually is that of the rows.
+        # But tensors of shape (time, samples) look like tensors with as many rows as time steps.
         rows = first_dimensions.pop()
-        # Tensors of shape (time, samples) look like tensors with as many rows as time steps.
         may_have_time_first = second_dimensions == {planned}
         if rows == planned:
             if not may_have_time_first:
                 self.first_dimension_known = True
             return rows
+        # With other numbers of rows than planned, one cannot tell which dimension has the samples,
+        # unless an earlier batch has shown it. A batch of 0 rows has them in the first dimension.
         if rows > 0 and may_have_time_first and not self.first_dimension_known:
             return None
         return rows
 
     def warn_of_rows(self, planned: int, rows: int) -> None:
-        """Warns once that batches have other numbers of rows than samples.
+        """Warns, the first time, that a batch has more or fewer rows than it has samples.
 
         Args:
             planned: the number of samples of a global batch.
@@ -96,13 +103,18 @@ class RowCounter:
             "a collate function that leaves samples out, or adds rows",
             f"a global batch of {planned} samples has {rows} rows, so each rank's part counts by "
             "the rows that it has",
-            "nothing, if the loss is a mean over rows and a sample's rows do not depend on the "
-            "other samples of its batch, of which each rank has others; for a mean over something "
-            "else, such as tokens, say how much of that a batch has: world.loader(..., weight=...)",
+            "check two things. If the loss is no mean over rows, but over tokens, say, tell how "
+            "many of these a batch has: world.loader(..., weight=...). If the rows of a sample "
+            "depend on the other samples of its batch, they depend on the number of ranks, since "
+            "each rank collates its own part. Otherwise there is nothing to do",
         )
 
     def warn_of_unknown(self, planned: int) -> None:
-        """Warns once that batches do not show how many rows they have."""
+        """Warns, the first time, that a batch does not show how many rows it has.
+
+        Args:
+            planned: the number of samples of a global batch.
+        """
         if self._warned:
             return
         self._warned = True
@@ -111,14 +123,18 @@ class RowCounter:
             "the first dimensions of their tensors differ from each other and from the number of "
             f"samples, on some rank; in a global batch of {planned} samples each rank's part "
             "counts by its samples",
-            "nothing, where the loss is a mean over samples; if it is a mean over something else, "
-            "such as tokens or nodes, say how much of that a batch has: "
+            "if the loss is a mean over samples, there is nothing to do; if it is a mean over "
+            "something else, such as tokens or nodes, say how many of these a batch has: "
             "world.loader(..., weight=...)",
         )
 
 
 def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
     """Yields the shapes of everything in a batch that may have one row for each sample.
+
+    These are tensors, arrays, lists of plain data (texts, numbers) and sequences with one item for
+    each sample, which count as vectors. `UNKNOWN_SHAPE` is yielded for a sequence of tensors that
+    may be samples or fields.
 
     Args:
         batch: the batch, or a part of it.
@@ -136,6 +152,7 @@ def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
             yield Shape(len(batch), None)
             return
         lengths = {len(value) for value in batch if isinstance(value, Tensor) and value.dim()}
+        # Empty tensors are fields of a batch without rows, whatever their number.
         all_are_empty = lengths == {0}
         if not all_are_empty and has_item_per_sample(list(batch), planned):
             # Tensors of one length may be one for each sample, or the fields of a batch.

@@ -66,7 +66,7 @@ def parse_micro_batch_size(value: Any) -> int | None:
 def first_micro_batch(
     count: int, shares: tuple[int, ...], planned: Indices, most: int | None, *, whole: bool
 ) -> Indices | None:
-    """Returns the part of a global batch that is handed out to be measured.
+    """Returns the part of a global batch that is handed out to be measured: one micro-batch.
 
     Args:
         count: samples of the global batch.
@@ -110,14 +110,16 @@ def largest_that_fits(fits: Callable[[int], bool], known: int, most: int) -> int
     Returns:
         A size that fits: `most`, if that fits.
     """
-    fitting = min(known, most)
-    too_large = most + 1  # no size is known not to fit
+    fitting = min(known, most)  # the largest size that is known to fit
+    too_large = most + 1  # the smallest size that is known not to fit; so far there is none
+    # Double the size until one does not fit.
     while fitting < most and too_large > most:
         size = min(2 * fitting, most)
         if fits(size):
             fitting = size
         else:
             too_large = size
+    # If one did not fit, halve the range between the two, until it is a tenth of what fits.
     while too_large <= most and too_large - fitting > max(1, fitting // 10):
         size = (fitting + too_large) // 2
         if fits(size):
@@ -140,6 +142,7 @@ def times_are_sufficient(times: Sequence[Sequence[float]]) -> bool:
         return True
     if num_times < MIN_TIMES:
         return False
+    # They are sufficient if they are steady on every rank: half of them near the shortest.
     for times_of_rank in times:
         if np.median(times_of_rank) > STEADY_RATIO * min(times_of_rank):
             return False
@@ -261,10 +264,11 @@ def choose_shares(
     ideal = _ideal_division(seconds, room, batch_size)
     step_seconds_by_shares: dict[tuple[int, ...], float] = {}
     for shares in _candidates(ideal, present, room):
-        sizes = part_sizes(batch_size, shares)
+        sizes = part_sizes(batch_size, shares)  # samples of each rank
         fits = all(size <= most for size, most in zip(sizes, room, strict=True))
         if fits:
-            # What a global batch of sum(shares) samples would take, scaled to this one.
+            # A global batch of sum(shares) samples would take as long as its slowest rank, which
+            # has as many samples as its share. This is scaled to `batch_size`.
             seconds_per_sample = _slowest(shares, seconds) / sum(shares)
             step_seconds_by_shares[shares] = seconds_per_sample * batch_size
     ideal_seconds = _slowest(ideal, seconds)
@@ -319,11 +323,14 @@ def _ideal_division(seconds: Sequence[float], room: Sequence[int], batch_size: i
         batch_size: samples of the global batch.
     """
     samples = [0.0] * len(room)
+    # The batch is divided over the open ranks, in proportion to their speeds. Ranks that would get
+    # more than they have room for are filled and closed. What is left is divided anew over the
+    # others, until no rank gets too much.
     open_ranks = set(range(len(room)))
-    remaining_samples = float(batch_size)  # to be divided over the open ranks
+    remaining_samples = float(batch_size)
     while open_ranks:
         samples_per_second = sum(1 / seconds[rank] for rank in open_ranks)
-        # In proportion to its speed, a rank gets remaining_samples * speed / sum of the speeds.
+        # A rank gets remaining_samples * (1 / seconds) / (sum of 1 / seconds over the open ranks).
         full_ranks = set()
         for rank in open_ranks:
             samples[rank] = remaining_samples / seconds[rank] / samples_per_second
@@ -345,7 +352,9 @@ def _whole_numbers(ideal: Sequence[float], total: int) -> list[int]:
     """
     exact = np.asarray(ideal) * total / sum(ideal)
     numbers = np.maximum(1, np.floor(exact)).astype(int)
-    for _ in range(total - int(numbers.sum())):  # what was lost by rounding down
+    # What was lost by rounding down goes, one by one, to the rank that is furthest below its exact
+    # number. If small numbers were raised to 1, the sum may have reached `total` already.
+    for _ in range(total - int(numbers.sum())):
         most_below = int(np.argmax(exact - numbers))
         numbers[most_below] += 1
     return [int(number) for number in numbers]

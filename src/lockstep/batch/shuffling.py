@@ -44,6 +44,11 @@ def random_words(seed: int, epoch: int, count: int) -> Words:
 
     numpy promises stable streams for the raw output of its bit generators, not for
     `Generator.permutation` (NEP 19); a run resumed next year must see the same order.
+
+    Args:
+        seed: of the run, from 0 to 2**64 - 1.
+        epoch: the words of another epoch are others.
+        count: how many.
     """
     # A SeedSequence takes words of 32 bits.
     low_word = seed & 0xFFFFFFFF
@@ -53,7 +58,8 @@ def random_words(seed: int, epoch: int, count: int) -> Words:
 
 
 def shuffled_indices(length: int, *, seed: int, epoch: int) -> Indices:
-    """Returns a permutation of `range(length)`, drawn as a whole: random words are sorted."""
+    """Returns a random permutation of `range(length)`, drawn as a whole."""
+    # Each index gets a random word; sorted by these words, the indices are in random order.
     words = random_words(seed, epoch, length)
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
 
@@ -61,14 +67,17 @@ def shuffled_indices(length: int, *, seed: int, epoch: int) -> Indices:
 def is_permuted(length: int) -> bool:
     """Returns True if the order of a dataset of this length comes from `permuted_indices`.
 
-    Shorter ones are drawn as a whole: a Feistel network over a handful of indices cannot give all
-    their orders equally often.
+    The order of a shorter one is drawn as a whole, since the algorithm of `permuted_indices` cannot
+    give all orders of a handful of indices equally often.
     """
     return length > MAX_LENGTH_DRAWN_WHOLE
 
 
 def permuted_indices(begin: int, end: int, length: int, keys: Words) -> Indices:
     """Returns the indices at the places from `begin` to before `end` in a permuted order.
+
+    A place is a cell of a table that has at least `length` cells. The cells are permuted, and the
+    number of the cell to which a place is moved is the index that stands there.
 
     Args:
         begin: at least 0.
@@ -79,7 +88,10 @@ def permuted_indices(begin: int, end: int, length: int, keys: Words) -> Indices:
     Returns:
         Shape `(end - begin,)`.
     """
-    indices = _move_cells(np.arange(begin, end, dtype=np.uint64), length, keys)
+    places = np.arange(begin, end, dtype=np.uint64)
+    indices = _move_cells(places, length, keys)
+    # The table may have some more cells than there are indices. A place that was moved to one of
+    # these is moved again, until it arrives at an index ("cycle walking").
     while True:
         outside = np.flatnonzero(indices >= np.uint64(length))
         if len(outside) == 0:
@@ -88,17 +100,23 @@ def permuted_indices(begin: int, end: int, length: int, keys: Words) -> Indices:
 
 
 def _move_cells(cells: Words, length: int, keys: Words) -> Words:
-    """Returns where all rounds together move some cells of the table.
+    """Returns where all rounds of the Feistel network together move some cells of the table.
+
+    The first round moves each cell along its row, by a distance drawn from the number of the row
+    and a key; the second one along its column, and so on in turn.
 
     Args:
-        cells: numbers of cells; the table is numbered row by row.
+        cells: numbers of cells, shape `(n,)`; the table is numbered row by row.
         length: of the dataset.
-        keys: one word for each round.
+        keys: one word for each round; an even number of them.
+
+    Returns:
+        The numbers of the cells to which they are moved, shape `(n,)`.
     """
-    num_columns = math.isqrt(length - 1) + 1
+    num_columns = math.isqrt(length - 1) + 1  # the square root of `length`, rounded up
     num_rows = ceil_div(length, num_columns)
     # In each round one coordinate of a cell moves, by a distance that depends on the other one.
-    # At first the column moves and the row is fixed; then they change places.
+    # At first `moving` is the column and `fixed` the row of each cell; then they change places.
     moving_size = np.uint64(num_columns)
     fixed_size = np.uint64(num_rows)
     fixed = cells // moving_size
@@ -114,14 +132,18 @@ def _move_cells(cells: Words, length: int, keys: Words) -> Words:
         distance ^= np.right_shift(distance, _SHIFT_2, out=scratch)
         distance *= _MULTIPLIER_2
         distance ^= np.right_shift(distance, _SHIFT_3, out=scratch)
-        # Its upper half, as a number from 0 to before `moving_size`.
+        # Of these 64 bits the upper 32, scaled to a number from 0 to before `moving_size`:
+        # (distance >> 32) * moving_size >> 32.
         distance >>= _HALF_WORD
         distance *= moving_size
         distance >>= _HALF_WORD
+        # moving = (moving + distance) % moving_size, without a division. The sum is below twice
+        # `moving_size`. If it is below `moving_size` already, the difference is negative, which
+        # wraps round to a very large number, so that the minimum is the sum itself.
         moving += distance
-        # Modulo `moving_size`: a difference below 0 wraps round to a very large number.
         np.subtract(moving, moving_size, out=scratch)
         np.minimum(moving, scratch, out=moving)
         moving, fixed = fixed, moving
         moving_size, fixed_size = fixed_size, moving_size
+    # After an even number of rounds `moving` is the column again, and `fixed` the row.
     return fixed * moving_size + moving

@@ -211,10 +211,14 @@ _Generator = torch.Generator | np.random.Generator | np.random.RandomState | ran
 
 
 def _find_generators(*samplers: object) -> list[_Generator]:
-    """Returns the generators that samplers, and the samplers that they wrap, have as attributes."""
+    """Returns the generators that samplers, and the samplers that they wrap, have as attributes.
+
+    Args:
+        *samplers: the user's; None for one that was not given.
+    """
     generators: list[_Generator] = []
     to_search = list(samplers)
-    ids_found = {id(sampler) for sampler in samplers}
+    ids_found = {id(sampler) for sampler in samplers}  # each object is looked at once
     while to_search:
         sampler = to_search.pop()
         for name, value in getattr(sampler, "__dict__", {}).items():
@@ -234,12 +238,14 @@ def _seed_generator(generator: _Generator, value: int) -> None:
     if isinstance(generator, torch.Generator):
         generator.manual_seed(value)
     elif isinstance(generator, np.random.Generator):
+        # It has no method for this, so it gets the state of a new one that was made with the seed.
         bits = generator.bit_generator
         with suppress(TypeError, ValueError):  # a bit generator of somebody's own
             bits.state = type(bits)(value).state
     else:
+        seed_of_32_bits = value & 0xFFFFFFFF  # a RandomState takes no larger one
         with suppress(TypeError):  # a RandomState over another generator than the Mersenne Twister
-            generator.seed(value & 0xFFFFFFFF)
+            generator.seed(seed_of_32_bits)
 
 
 def subset_indices(dataset: object) -> Iterator[Any]:
@@ -317,8 +323,8 @@ def make_source(
         has_stream_arguments = transform is not None or shard is not None
         _check_map_style(dataset, has_stream_arguments=has_stream_arguments)
     if is_loader:
-        arguments = (batch_size, per_device, collate, shuffle or None, drop_last or None)
-        if options or any(argument is not None for argument in arguments):
+        sizes_are_given = batch_size is not None or per_device is not None
+        if sizes_are_given or collate is not None or shuffle or drop_last or options:
             raise UsageError(
                 "world.loader of a DataLoader with batch_size or loader options",
                 "the DataLoader has these already",
@@ -371,6 +377,13 @@ def _order_fields(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str
     Args:
         loader: a DataLoader over a map-style dataset.
         shuffle: the argument of `World.loader`.
+
+    Returns:
+        `batch_sampler` and `batch_size` if the user has given global batches; `sampler` if the user
+        has given another order; otherwise `shuffle` alone, and the order is Lockstep's.
+
+    Raises:
+        UsageError: the DataLoader divides the samples over the ranks itself.
     """
     batch_sampler = loader.batch_sampler
     sampler: Any = loader.sampler
@@ -383,8 +396,8 @@ def _order_fields(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str
                 "batch",
                 code="LS102",
             )
+    # Without a batch sampler of the user's, torch makes a BatchSampler and keeps the batch size.
     if type(batch_sampler) is not torch_data.BatchSampler or loader.batch_size is None:
-        # The user has given a batch sampler of their own.
         size = getattr(batch_sampler, "batch_size", None)
         if not (isinstance(size, int) and size > 0):
             # Its batches may have any size; this is the mean.
@@ -514,10 +527,12 @@ def _can_be_read_once(dataset: Any) -> bool:
     if not hasattr(dataset, "__next__"):
         return False
     method = type(dataset).__iter__
-    if method is Iterator.__iter__:
+    if method is Iterator.__iter__:  # which returns the object itself
         return True
     is_written_in_python = isinstance(method, FunctionType)
-    return not is_written_in_python and iter(dataset) is dataset
+    if is_written_in_python:
+        return False
+    return iter(dataset) is dataset
 
 
 def _check_map_style(dataset: object, *, has_stream_arguments: bool) -> None:
@@ -539,7 +554,7 @@ def _check_map_style(dataset: object, *, has_stream_arguments: bool) -> None:
             "it has no __getitem__",
             "pass a torch Dataset, or a DataLoader",
         )
-    _length(dataset)
+    _length(dataset)  # raises if it has none
 
 
 def _length(data: object) -> int:

@@ -122,7 +122,8 @@ class IterableLoader(Loader):
         return state
 
     def _identity(self) -> dict[str, int]:
-        ranks = 0
+        """Returns what must be equal in a checkpoint and in the run that resumes it."""
+        ranks = 0  # any number
         if self.source.shard is False:  # the samples of a rank depend on the number of ranks
             ranks = self._collectives.data_parallel.size
         return {"batch_size": self.batch_size, "seed": self.seed, "ranks": ranks}
@@ -134,20 +135,28 @@ class IterableLoader(Loader):
         If the stream is split over the ranks, a checkpoint holds those of rank 0. If the ranks seek
         their samples, only the first sample of rank 0 does not depend on the number of ranks.
         """
+        # Those of the global batches 0, 1, 2, ..., up to the first that is missing.
         found: list[Any] = []
         for position in itertools.count():
             digests = self._first_samples.get(position)
             if digests is None:
                 break
             found += digests
-        if not found and self._first_samples_before is not None:
+        if not found and self._first_samples_before is not None:  # nothing has been read yet
             return self._first_samples_before
-        return found[:1] if callable(self.source.shard) else found[:SAMPLES_COMPARED]
+        ranks_seek_samples = callable(self.source.shard)
+        return found[:1] if ranks_seek_samples else found[:SAMPLES_COMPARED]
 
     def _keep_first_samples(self, digests_by_position: Mapping[int, list[Any]]) -> None:
-        """Keeps digests of the samples with which the stream began in this epoch."""
+        """Keeps digests of the samples with which the stream began in this epoch.
+
+        Args:
+            digests_by_position: digests of the samples of some global batches, by their positions
+                in the epoch. Those of later samples are ignored.
+        """
         for position, digests in digests_by_position.items():
-            if position * self.batch_size < SAMPLES_COMPARED:
+            first_number = position * self.batch_size  # of the samples of this global batch
+            if first_number < SAMPLES_COMPARED:
                 self._first_samples[position] = digests
 
     def _check_beginning(self, epoch: int) -> None:
@@ -157,10 +166,11 @@ class IterableLoader(Loader):
             CheckpointError: these are not the same samples; raised on all ranks.
         """
         before = self._first_samples_before
-        if before is None:
+        if before is None:  # the pass was not resumed, or the checkpoint has no such samples
             return
         differing_sample: int | None = None
-        # A checkpoint holds the samples of rank 0.
+        # The checkpoint holds what rank 0 read. If every rank reads the whole stream, each compares
+        # that with its own; if the stream is split, only rank 0 can.
         if self.source.shard is None or self._collectives.data_parallel.rank == 0:
             differing_sample = first_differing_sample(before, self.first_samples_of_epoch)
         for sample in self._collectives.exchange(differing_sample):
@@ -192,6 +202,8 @@ class IterableLoader(Loader):
         """
         position = start
         try:
+            # While shares or the micro-batch size are to be measured, every rank reads the whole
+            # global batch, since it is not known yet which part will be its own.
             while training and self._plan.request.is_open:
                 self._whole_batch = self._iterable.read_whole(epoch, position)
                 count = len(self._whole_batch)
@@ -223,7 +235,12 @@ class IterableLoader(Loader):
     def _read_planned(
         self, epoch: int, planned: Iterable[PlannedMicroBatch]
     ) -> Iterator[ReadMicroBatch]:
-        """Yields micro-batches of the global batch in which something is measured."""
+        """Yields micro-batches of the global batch in which something is measured.
+
+        Args:
+            epoch: of the pass.
+            planned: this rank's micro-batches; their `indices` are the numbers of their samples.
+        """
         for item in planned:
             samples = []
             for number in item.indices.tolist():
@@ -231,7 +248,8 @@ class IterableLoader(Loader):
             if samples:
                 yield item, self._iterable.collate(epoch, samples, item.indices)
                 continue
-            # This rank has no sample of the micro-batch, so the empty batch is made of another one.
+            # This rank has no sample of the micro-batch. Its empty batch is made from the first
+            # sample of the global batch, which another rank computes.
             with preserve_rng_state():
                 first_number = np.array([self._first_number])
                 batch = self._iterable.collate(epoch, self._whole_batch[:1], first_number)
@@ -253,7 +271,7 @@ class IterableLoader(Loader):
                 if every_rank_gets_all:
                     yield planned, batch
                     continue
-                if not planned.micro_batch.local_rows:
+                if not planned.micro_batch.local_rows:  # this rank has no sample of it
                     continue
                 # The counts of the other ranks are known only if every rank reads the whole stream.
                 if self.source.shard is None and planned.on_all_ranks:
@@ -269,7 +287,7 @@ class IterableLoader(Loader):
         planned_before = np.cumsum(planned_sizes, axis=0) - planned_sizes
         # At the end of the stream a rank may have fewer samples than planned.
         sizes = np.clip(rank_batch.counts - planned_before, 0, planned_sizes)
-        # The micro-batches of which some rank has samples.
+        # The indices of the micro-batches of which some rank has samples.
         with_samples = np.flatnonzero(sizes.sum(axis=1))
         micro_batches = make_micro_batches(
             sizes[with_samples],
@@ -302,10 +320,12 @@ class IterableLoader(Loader):
         """
         source = self.source
         alone = self._collectives.single_process
+        # How many samples the other ranks have. A rank that evaluates by itself need not know it. A
+        # rank that reads the whole stream knows it; otherwise it asks.
         needs_counts = training or self._evaluates_together or source.drop_last
         asks_for_counts = needs_counts and source.shard is not None and not alone
         compares = training and not alone
-        num_samples = start * self.batch_size
+        num_samples = start * self.batch_size  # of the stream, up to the latest global batch
         asked: deque[tuple[RankBatch, dist.Work | None]] = deque()
         """Global batches that were read, and for whose counts the other ranks were asked."""
         with closing(self._read_global_batches(epoch, start)) as read:
@@ -314,6 +334,8 @@ class IterableLoader(Loader):
                     self._keep_first_samples(rank_batch.digests)
                     if rank_batch.position == start:
                         self._check_beginning(epoch)
+                # A rank that asks goes on until all ranks have come to the end: they wait for its
+                # count, which is 0.
                 if rank_batch.ended and not asks_for_counts:
                     break
                 if compares and is_compared(rank_batch.position, start, self.batch_size):
@@ -360,16 +382,18 @@ class IterableLoader(Loader):
             )
 
     def _ask_for_counts(self, rank_batch: RankBatch) -> dist.Work:
-        """Starts to gather the counts of all ranks.
+        """Starts to gather how many samples each rank has of a global batch.
 
         Args:
-            rank_batch: `counts`, shape `(ranks,)`, has the counts when what is returned is done.
+            rank_batch: its `counts` are replaced by an array, shape `(ranks,)`, that has the right
+                numbers when what is returned is done.
         """
         rank = self._collectives.data_parallel.rank
         size = self._collectives.topology.size
         count = torch.tensor([int(rank_batch.counts[rank])])
         counts_of_all = torch.empty(size, 1, dtype=count.dtype)
-        # A view of the memory that the counts are gathered into, of the ranks that divide the data.
+        # A view of the memory that the counts are gathered into. In a pipeline several ranks have
+        # the same part of the data; the first of them come first, and only they count.
         rank_batch.counts = counts_of_all.view(-1).numpy()[: len(rank_batch.counts)]
         work: dist.Work = dist.all_gather(list(counts_of_all), count, async_op=True)
         return work
@@ -391,9 +415,11 @@ class IterableLoader(Loader):
                 yield rank_batch
 
     def _keys(self, epoch: int, start: int) -> Iterator[GlobalBatchKey]:
-        """Yields the keys of the global batches from one on, without end."""
+        """Yields the keys of the global batches from position `start` on, without end."""
         plan = self._plan
+        # With virtual ranks, a key has the number of micro-batches of each of them.
         num_micro_batches = plan.num_micro_batches // plan.max_virtual_ranks_of_process
+        # After a run was resumed, the beginning of the epoch is read once for a comparison.
         checks_beginning = self._first_samples_before is not None
         for position in itertools.count(start):
             yield GlobalBatchKey(

@@ -57,22 +57,33 @@ def check_global_batch(
     Raises:
         RanksDifferError: raised on every rank.
     """
+    every_rank_reads_whole = source.shard is None
     digests_by_rank = collectives.exchange(digests)
-    if source.shard is None:
+    if every_rank_reads_whole:
+        # On a rank where the stream has ended, the exchange that this one meets is the one of
+        # `check_length`. Its answer is then a number of samples.
         _check_ends(epoch, digests_by_rank)
         _check_same_samples(source, epoch, first, digests_by_rank)
     else:
-        contributing = digests_by_rank[: collectives.data_parallel.size]
-        _check_other_samples(source, epoch, first, contributing)
+        # In a pipeline, the ranks behind these are further stages, which have the same samples.
+        digests_of_parts = digests_by_rank[: collectives.num_contributing_ranks]
+        _check_other_samples(source, epoch, first, digests_of_parts)
 
 
 def _check_same_samples(
     source: IterableSource, epoch: int, first: int, digests_by_rank: list[list[Any]]
 ) -> None:
-    """Raises RanksDifferError if the ranks that read a whole stream have read other samples."""
-    num_read = [len(digests) for digests in digests_by_rank]
+    """Raises RanksDifferError if the ranks that read a whole stream have read other samples.
+
+    Args:
+        source: the stream.
+        epoch: that is being read.
+        first: the number of the first sample of the global batch.
+        digests_by_rank: for each rank the digests of the samples that it has read.
+    """
+    num_read = [len(digests) for digests in digests_by_rank]  # on each rank
     num_compared = min(num_read)
-    found = ""
+    found = ""  # says how they differ
     for place in range(num_compared):
         digests_of_ranks = [digests[place] for digests in digests_by_rank]
         if not all_digests_match(digests_of_ranks):
@@ -100,16 +111,24 @@ def _check_same_samples(
 def _check_other_samples(
     source: IterableSource, epoch: int, first: int, digests_by_rank: list[list[Any]]
 ) -> None:
-    """Raises RanksDifferError if two ranks have the same samples of a stream that is split."""
+    """Raises RanksDifferError if two ranks have the same samples of a stream that is split.
+
+    Args:
+        source: the stream.
+        epoch: that is being read.
+        first: the number of the first sample of the global batch.
+        digests_by_rank: for each rank the digests of the samples that it has read.
+    """
     for digests in digests_by_rank:
-        # If all samples are equal, nothing can be said: a stream of zeros is the same everywhere.
+        # If all samples of a rank are equal to each other, nothing can be said: a stream of zeros
+        # is the same everywhere. This is also true if the rank has no samples.
         if all_digests_match(digests):
             continue
         ranks_with_same = []
         for rank, other in enumerate(digests_by_rank):
             if digests_match(digests, other):
                 ranks_with_same.append(str(rank))
-        if len(ranks_with_same) < 2:  # only the rank that they are of
+        if len(ranks_with_same) == 1:  # the rank that they are of, and no other
             continue
         if source.shard is False:
             shard = "False"
@@ -186,6 +205,8 @@ class WorkerComparison:
     ) -> None:
         """Compares what a worker has read with what the other workers have read.
 
+        Keeps what it was given, so that the next worker can be compared with it.
+
         Args:
             worker: its number.
             digests_by_position: digests of the first samples of some global batches.
@@ -218,9 +239,12 @@ class WorkerComparison:
             )
 
     def _forget_old_readings(self, latest: int) -> None:
-        """Forgets global batches that all workers have passed.
+        """Forgets the readings of global batches that all workers have passed.
 
         The workers take turns, so each reads past a global batch within the next `num_workers`.
+
+        Args:
+            latest: the position of the global batch that was read last.
         """
         for position in list(self._first_reading):
             if position < latest - self._num_workers:

@@ -241,8 +241,10 @@ class IterableFetch(Dataset[Any]):
         rank = self._data_parallel.rank
         num_ranks = self._data_parallel.size
         num_wanted = int(planned_sizes[:, rank].sum())
-        begin = key.position * self._source.batch_size
-        first_number = begin + (rank - begin) % num_ranks  # the first from `begin` on of this rank
+        begin = key.position * self._source.batch_size  # the first sample of the global batch
+        # This rank's first sample from `begin` on. Of 4 ranks, rank 1 has the samples 1, 5, 9, ...,
+        # so from begin=6 on it is 6 + (1 - 6) % 4 = 9.
+        first_number = begin + (rank - begin) % num_ranks
         samples = self._read(
             key.epoch,
             first=first_number,
@@ -299,8 +301,8 @@ class IterableFetch(Dataset[Any]):
         # Micro-batch i has the samples bounds[i] to bounds[i + 1] - 1 of the epoch.
         edges = np.arange(key.num_micro_batches + 1)
         bounds = key.position * batch_size + ceil_div(batch_size * edges, key.num_micro_batches)
-        # Rank r has the samples r, r + ranks, r + 2 * ranks, ... of the epoch. Here is how many of
-        # them come before each bound, shape (micro-batches + 1, ranks).
+        # Rank r has the samples r, r + ranks, r + 2 * ranks, ... of the epoch. Before a bound there
+        # are ceil((bound - r) / ranks) of them; shape (micro-batches + 1, ranks).
         ranks = np.arange(num_ranks)
         samples_before_bound = ceil_div(bounds[:, None] - ranks, num_ranks)
         return np.diff(samples_before_bound, axis=0)
@@ -419,7 +421,10 @@ class IterableFetch(Dataset[Any]):
             self._keep_digests(position, pass_begin, passed)
 
     def _keep_digests(self, position: int, pass_begin: int, samples: list[Any]) -> None:
-        """Keeps digests of a global batch that has been read, if it is one that is compared."""
+        """Keeps digests of a global batch that has been read, if it is one that is compared.
+
+        The next `RankBatch` that this worker returns hands them out.
+        """
         if samples and is_compared(position, pass_begin, self._source.batch_size):
             self._digests[position] = batch_digests(samples)
 
@@ -462,12 +467,16 @@ class IterableFetch(Dataset[Any]):
         return reader.next_number
 
     def _open(self, epoch: int, first: int, stride: int) -> StreamReader:
-        """Begins a pass over the iterable, at sample `first` if the iterable can skip to it.
+        """Begins a pass over the iterable, which replaces the one that is open.
 
         Args:
             epoch: of the pass.
-            first: the number of the first sample that is wanted.
+            first: the number of the first sample that is wanted. The pass begins with it if the
+                iterable can skip to it, and otherwise with sample 0.
             stride: how much the number grows from one sample to the next, if samples are sought.
+
+        Returns:
+            Its reader, which is also kept in `_reader`.
         """
         dataset: Any = self.dataset
         shard = self._source.shard
@@ -478,7 +487,7 @@ class IterableFetch(Dataset[Any]):
         with random_state():
             if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
-            if callable(shard):
+            if callable(shard):  # the user's function returns the samples from `first` on
                 samples = iter(shard(first, stride))
                 next_number = first
             elif first and self._can_skip:

@@ -61,7 +61,8 @@ class UnpreparedLoaders:
             sampler: of the DataLoader.
             batch: what the iterator has returned; `END_OF_PASS` if it has nothing more.
         """
-        if type(dataset).__module__.startswith("lockstep."):  # workers of a prepared loader
+        # A prepared loader reads with a DataLoader, too, over a dataset of Lockstep's.
+        if type(dataset).__module__.startswith("lockstep."):
             return
         if batch is END_OF_PASS:
             self.dataset_in_use = None
@@ -69,6 +70,7 @@ class UnpreparedLoaders:
             if ended_pass is not None and ended_pass.samples:
                 self._ended(ended_pass)
             return
+        # Any other sampler may have chosen a part of the dataset for this rank.
         reads_whole_dataset = type(sampler) in (SequentialSampler, RandomSampler)
         self.dataset_in_use = dataset if reads_whole_dataset else None
         read_before = self._open_passes.get(iterator, ReadPass(samples=0, checksum=0))
@@ -82,8 +84,8 @@ class UnpreparedLoaders:
 def checksum(batch: Any) -> ReadPass:
     """Returns how many samples a batch has, and a sum over the bits of some of their numbers.
 
-    The number of samples is the length of the batch's first tensor, or 0 if no tensor is on the
-    CPU.
+    Only dense tensors on the CPU are looked at. The number of samples is the length of the first of
+    them, or 0 if there is none.
     """
     summed = [tensor for tensor in tensors(batch) if _can_be_summed(tensor)][:MAX_TENSORS]
     if not summed:
@@ -93,6 +95,8 @@ def checksum(batch: Any) -> ReadPass:
         rows = tensor.detach().reshape(len(tensor), -1)  # one for each sample
         stride = max(1, rows.shape[1] // NUMBERS_OF_SAMPLE)
         numbers = rows[:, ::stride].contiguous()  # of each sample a few
+        # The bits of each number are added up as those of an integer of the same size. A sum of
+        # integers does not depend on the order, while one of floating-point numbers does.
         bits = numbers.view(_INTEGER_DTYPES[numbers.itemsize])
         total += int(bits.sum(dtype=torch.int64))
     return ReadPass(samples=len(summed[0]), checksum=total & CHECKSUM_MASK)

@@ -64,6 +64,10 @@ class Weighing:
     def count_rows(self, planned: PlannedMicroBatch, batch: Any) -> CountedBatch:
         """Counts the rows of a batch, and weighs it.
 
+        Args:
+            planned: the micro-batch as it was planned: a row for each sample.
+            batch: what the collate function made of its samples.
+
         Raises:
             DataError: the user's function did not return a number that is at least 0.
         """
@@ -73,7 +77,7 @@ class Weighing:
         if self.rows is not None and num_samples > 0:
             num_rows = self.rows.count(batch, num_samples)
         rows_are_unknown = num_rows is None
-        if num_rows is None:
+        if num_rows is None:  # then it is taken for as many as there are samples
             num_rows = num_samples
         collated = batch
         if num_samples > 0 and num_rows == 0:  # the collate function left out all samples
@@ -84,15 +88,15 @@ class Weighing:
             micro_batch = replace(micro_batch, local_rows=num_rows, left_out=left_out)
             planned = planned._replace(micro_batch=micro_batch)
         weight = float(num_rows)
-        if self.weight is not None:
-            weight = _weigh_batch(self.weight, batch) if num_rows else 0.0
+        if self.weight is not None and num_rows > 0:  # it is not called with batches without rows
+            weight = _weigh_batch(self.weight, batch)
         return CountedBatch(planned, batch, collated, weight, has_other_rows, rows_are_unknown)
 
 
 def _index_of_weight(counted: CountedBatch) -> int:
-    """Returns which weight of a global batch a micro-batch adds to: that of its virtual rank.
+    """Returns the index, in a list of the weights of each virtual rank, of a micro-batch's own.
 
-    Without virtual ranks there is one weight, with index 0.
+    Without virtual ranks the list has one weight, of the whole global batch, at index 0.
     """
     number = counted.planned.micro_batch.virtual_rank_number
     return 0 if number is None else number
@@ -144,8 +148,9 @@ def scale_by_weight(
         global_batch.append((planned, batch))
         if not planned.micro_batch.last:
             continue
-        # The sum under way is waited for before the next one begins: if a rank has left its loop,
-        # the next one would meet some other collective of that rank.
+        # `global_batch` is complete. The sum of the one before it, which is under way, is waited
+        # for before the next sum begins: if a rank has left its loop, the next sum would meet some
+        # other collective of that rank.
         ready = [] if weight_sum is None else weight_sum.wait()
         weight_sum = _WeightSum(
             global_batch, weighing, collectives, epoch, weight_before, num_virtual_ranks or 1
@@ -191,12 +196,14 @@ class _WeightSum:
         # The weight of each virtual rank's part. Without virtual ranks there is one: of the whole.
         weights = [0.0] * num_virtual_ranks
         if collectives.contributes:
+            # Only autotuning hands out a part before. No strategy with virtual ranks has it, so
+            # this is the weight of the whole.
             weights[0] = weight_before
             for counted in self._counted:
                 weights[_index_of_weight(counted)] += counted.weight
         has_other_rows = float(any(counted.has_other_rows for counted in self._counted))
         has_unknown_rows = float(any(counted.rows_are_unknown for counted in self._counted))
-        # All of it is summed over the ranks.
+        # All of these are summed over the ranks; `wait` reads them in the same order.
         values = [*weights, has_other_rows, has_unknown_rows, self._epoch, self._position]
         self._sums = torch.tensor(values, dtype=torch.float64)
         self._work = None
@@ -230,7 +237,12 @@ class _WeightSum:
         return self._scaled(weights)
 
     def _check_same_global_batch(self, sum_of_epochs: float, sum_of_positions: float) -> None:
-        """Raises RanksDifferError if the sums over the ranks show that one is elsewhere."""
+        """Raises RanksDifferError if some rank is at another global batch than this one.
+
+        Args:
+            sum_of_epochs: over the ranks, of the epoch that each is in.
+            sum_of_positions: over the ranks, of the position of the global batch that each is at.
+        """
         topology = self._collectives.topology
         same_epoch = sum_of_epochs == topology.size * self._epoch
         same_position = sum_of_positions == topology.size * self._position
@@ -245,12 +257,14 @@ class _WeightSum:
         )
 
     def _scaled(self, weights: list[float]) -> list[ReadMicroBatch]:
-        """Returns the micro-batches, scaled.
+        """Returns the micro-batches, each with the scale `w * ranks / W`.
 
         Args:
-            weights: over all ranks, of each virtual rank's part, or of the whole global batch.
+            weights: the weight `W`, summed over all ranks, of each virtual rank's part. Without
+                virtual ranks it has one item, the weight of the whole global batch.
         """
         num_ranks = self._collectives.data_parallel.size
+        # Several ranks may compute one virtual rank together; without virtual ranks, all of them.
         ranks_of_virtual_rank = max(1, num_ranks // self._num_virtual_ranks)
         first_planned, _ = self._global_batch[0]
         first = first_planned.micro_batch
@@ -263,8 +277,10 @@ class _WeightSum:
             scale = 0.0
             if total > 0:
                 scale = counted.weight * ranks_of_virtual_rank / total
+            # A micro-batch that is the whole global batch has scale 1: it needs no scaling.
             micro_batch = replace(micro_batch, scale=scale, plain=is_whole and total > 0)
-            # If nothing is left on any rank, all of them get what one device would get.
+            # A rank without rows gets an empty batch. But if no rank has rows, each gets what its
+            # collate function returned, as one device would.
             batch = counted.batch if sum(weights) > 0 else counted.collated
             scaled.append((counted.planned._replace(micro_batch=micro_batch), batch))
         return scaled

@@ -38,7 +38,10 @@ class Workers:
         """True in the middle of a pass: persistent workers can do only one at a time."""
 
     def read(self, fetch: Dataset[Any], keys: Iterable[Any]) -> Generator[Any, None, None]:
-        """Yields `fetch[key]` for each key, in order. Without keys no worker is started."""
+        """Yields `fetch[key]` for each key, in order. Without keys no worker is started.
+
+        Persistent workers have the `fetch` of the first pass; that of later passes is not used.
+        """
         if not self._options["num_workers"]:
             for key in keys:
                 yield fetch[key]
@@ -48,8 +51,9 @@ class Workers:
         if first_key is None:  # there are no keys
             return
         keys = chain([first_key], keys)
+        # A pass inside another one, such as an evaluation, finds the persistent workers busy. It
+        # gets workers that live for this pass alone.
         if self._persistent_are_busy or not self._options["persistent_workers"]:
-            # Workers that live for this pass alone.
             options = {**self._options, "persistent_workers": False}
             yield from self._start(fetch, keys, options)
             return
@@ -98,14 +102,14 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _start_worker(user_function: Callable[[int], None] | None, worker: int) -> None:
-    """Prepares a new worker process.
-
-    The user's code there finds its own dataset in `torch.utils.data.get_worker_info()`.
+    """Prepares a new worker process, and calls the user's `worker_init_fn` there.
 
     Args:
         user_function: the `worker_init_fn` that the user gave.
         worker: the number of the worker.
     """
+    # torch has put our `Fetch` there, which has the user's dataset as an attribute. The user's code
+    # shall find its own dataset. `WorkerInfo` refuses an ordinary assignment.
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)
     if user_function is not None:

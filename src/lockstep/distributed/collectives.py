@@ -108,9 +108,14 @@ class Collectives:
         return self.topology.size == 1
 
     @property
+    def num_contributing_ranks(self) -> int:
+        """How many ranks contribute. In a pipeline these are the first ranks; otherwise all."""
+        return self.data_parallel.size
+
+    @property
     def contributes(self) -> bool:
         """True if this rank's values count in reductions and gathers (see `DataParallelRank`)."""
-        return self.topology.rank < self.data_parallel.size
+        return self.topology.rank < self.num_contributing_ranks
 
     def exchange(self, value: Any) -> list[Any]:
         """Returns every rank's value, in the order of the ranks.
@@ -140,14 +145,14 @@ class Collectives:
     def mean(self, value: Any) -> Any:
         """Returns the mean of every leaf over the ranks; integers become floating point."""
         total = self._reduce("mean", pytree.tree_map(to_floating_point, value), sum)
-        num_contributions = self.data_parallel.size
-        return pytree.tree_map(lambda leaf: divide(leaf, num_contributions), total)
+        return pytree.tree_map(lambda leaf: divide(leaf, self.num_contributing_ranks), total)
 
     def gather(self, value: Any, *, gradient: bool = False) -> Any:
         """Returns the leaves of all ranks that contribute, on every rank.
 
         Tensors of shape `(n_r, *)` are concatenated to `(sum of n_r, *)` in the order of the ranks,
-        0-dimensional ones stacked to `(size,)`; numbers and texts become lists.
+        0-dimensional ones stacked to `(size,)`; numbers and texts become lists of length `size`,
+        where `size` is the number of ranks that contribute.
 
         Args:
             value: a tensor, a number, a text, or a nest of them.
@@ -157,11 +162,14 @@ class Collectives:
                 take part).
         """
         leaves, spec = pytree.tree_flatten(value)
+        # For each rank the descriptions of its leaves: type, dtype and shape.
         leaves_of_rank = self._agree_on_call(describe_call("gather", leaves, spec), can_be_joined)
         gathered: list[Any] = []
         for position, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
-                gathered.append(self._exchange(leaf)[: self.data_parallel.size])
+            if not isinstance(leaf, Tensor):  # a number or a text
+                leaf_of_rank = self._exchange(leaf)
+                # The ranks that contribute come first.
+                gathered.append(leaf_of_rank[: self.num_contributing_ranks])
                 continue
             rows_of_rank = [descriptions[position].num_rows for descriptions in leaves_of_rank]
             needs_gradient = gradient and leaf.requires_grad and torch.is_grad_enabled()
@@ -182,25 +190,29 @@ class Collectives:
         """
         if self.single_process:
             return value
-        nest = PackedNest({}, [], None)
+        # What this rank sends: its value, taken apart, on rank `source`, and nothing elsewhere.
+        sent = PackedNest(form={}, tensors=[], problem=None)
         if type(source) is not int or not 0 <= source < self.topology.size:
             problem = (
                 f"world.broadcast(..., source={source!r})",
                 f"it is not the number of a rank: there are {self.topology.size} of them",
                 f"give an integer from 0 to {self.topology.size - 1}",
             )
-            nest = PackedNest({}, [], problem)
+            sent = PackedNest(form={}, tensors=[], problem=problem)
         elif self.topology.rank == source:
-            nest = pack_nest(value)
+            sent = pack_nest(value)
+        # If there is a problem on any rank, all ranks raise it here.
         self._agree_on_call(
-            CallDescription("broadcast", f"from rank {source}", problem=nest.problem)
+            CallDescription("broadcast", f"from rank {source}", problem=sent.problem)
         )
-        form = self._exchange(nest.form)[source]
-        tensors_to_send = iter(nest.tensors)
+        # First the structure and the leaves that are no tensors, as JSON. Then each tensor.
+        form_of_rank = self._exchange(sent.form)
+        form = form_of_rank[source]
+        tensors_to_send = iter(sent.tensors)
         received = []
         for leaf in form["leaves"]:
             if isinstance(leaf, list):  # JSON has made a list of the `LeafDescription` of a tensor
-                tensor_to_send = next(tensors_to_send, None)
+                tensor_to_send = next(tensors_to_send, None)  # None on the ranks that receive
                 leaf = self._broadcast_tensor(tensor_to_send, LeafDescription(*leaf), source)
             received.append(leaf)
         return pytree.tree_unflatten(received, pytree.treespec_loads(form["structure"]))
@@ -226,25 +238,31 @@ class Collectives:
             name: "sum", "mean" (which sums too), "max" or "min".
             value: a nest of tensors and numbers.
             combine: reduces the numbers of all ranks to one.
+
+        Returns:
+            A nest like `value`, with the reduction of each leaf. On one process it is `value`.
         """
         leaves, spec = pytree.tree_flatten(value)
         leaves_of_rank = self._agree_on_call(describe_call(name, leaves, spec), can_be_reduced)
         if self.single_process:
             return value
-        # A row for each leaf, in place of one for each rank: its descriptions on all ranks.
+        # `leaves_of_rank` has a row for each rank. This has one for each leaf: its type, dtype and
+        # shape on each rank.
         descriptions_of_leaf = list(zip(*leaves_of_rank, strict=True))
 
+        # Numbers, and tensors without dimensions, of all leaves travel in one exchange.
         number_positions = []
         local_numbers = []
         for position, leaf in enumerate(leaves):
             if all(description.is_number for description in descriptions_of_leaf[position]):
                 number_positions.append(position)
                 local_numbers.append(leaf.item() if isinstance(leaf, Tensor) else leaf)
-        reduced_numbers: dict[int, Number] = {}
+        reduced_numbers: dict[int, Number] = {}  # by the position of the leaf
         if number_positions:
-            numbers_of_rank = self._exchange(local_numbers)[: self.data_parallel.size]
+            numbers_of_rank = self._exchange(local_numbers)
+            numbers_that_count = numbers_of_rank[: self.num_contributing_ranks]
             for column, position in enumerate(number_positions):
-                reduced_numbers[position] = combine([row[column] for row in numbers_of_rank])
+                reduced_numbers[position] = combine([row[column] for row in numbers_that_count])
 
         operation = getattr(dist.ReduceOp, "SUM" if name == "mean" else name.upper())
         reduced = []
@@ -254,6 +272,7 @@ class Collectives:
                 check_fits(name, number, descriptions_of_leaf[position])
                 reduced.append(number_like(leaf, number, descriptions_of_leaf[position]))
             else:
+                # Every rank must take part. One that does not contribute must not change anything.
                 contribution = leaf if self.contributes else identity_element(leaf, operation)
                 reduced.append(all_reduced_copy(contribution, operation))
         if name == "sum":
@@ -291,6 +310,7 @@ class Collectives:
         if self.single_process or self._digests_agree(call, history):
             return self._same_leaves_on_all_ranks(call)
 
+        # Something differs. Every rank sends all that it has called and done, and finds out what.
         call_with_user_call = call._replace(user_call=user_call())
         details = [part.history_details() for part in self.rank_histories]
         answers = self._exchange([call_with_user_call, details])
@@ -298,13 +318,17 @@ class Collectives:
         for index, part in enumerate(self.rank_histories):
             part.compare_histories([details_of_rank[index] for _, details_of_rank in answers])
         calls_without_user_call = {other._replace(user_call=None) for other in calls}
-        if len(calls_without_user_call) == 1:  # only the histories differed
+        if len(calls_without_user_call) == 1:
+            # Only the histories differed, and `compare_histories` has let that pass.
             return self._same_leaves_on_all_ranks(call)
+        # All ranks called the same collective, and some rank cannot take part: all raise its error.
         if len({other.name for other in calls}) == 1:
             for rank, other in enumerate(calls):
                 if other.problem is not None:
                     was_set, found, do = other.problem
                     raise UsageError(was_set, f"rank {rank}: {found}", do)
+        # All passed nests of the same structure, and the leaves differ in ways that are no mistake,
+        # such as the number of rows of what is gathered.
         leaves_of_rank = [other.leaves for other in calls]
         forms = {(other.name, other.detail, other.structure) for other in calls}
         if len(forms) == 1 and is_compatible is not None:
@@ -322,6 +346,10 @@ class Collectives:
     def _digests_agree(self, call: CallDescription, history: Any) -> bool:
         """Returns True if all ranks make the same call, with the same history before it.
 
+        Args:
+            call: what this rank called.
+            history: what it did before, as JSON (see `RankHistory`).
+
         Raises:
             RanksDifferError: other ranks do something else than a collective of Lockstep's, such
                 as averaging gradients.
@@ -329,10 +357,10 @@ class Collectives:
         text = json.dumps([call, history])
         digest = _bytes_to_tensor(hashlib.md5(text.encode(), usedforsecurity=False).digest())
         try:
-            digest_of_rank = self._all_gather(digest)
+            digest_of_rank = self._all_gather(digest)  # shape (ranks, 16)
         except RanksDifferError as error:
             called = user_call()
-            if called is None:
+            if called is None:  # the user's line is not known, so the error cannot name it
                 raise
             raise RanksDifferError(
                 f"{called} on some ranks only", error.found, advise_call_on_all_ranks([called])
@@ -340,12 +368,16 @@ class Collectives:
         return bool((digest_of_rank == digest).all())
 
     def _exchange(self, value: Any) -> list[Any]:
-        """Returns every rank's value, without comparing calls before."""
+        """Returns a list with the value of every rank, without comparing calls before.
+
+        Each value travels as JSON: its length and first bytes in one all-gather, and the rest, if
+        the text of some rank is longer, in another one.
+        """
         text = json.dumps(value)
         if self.single_process:
             return [json.loads(text)]
         data = text.encode()
-        # A short text is padded with spaces, which JSON ignores.
+        # All ranks must send equally much. A short text is padded with spaces, which JSON ignores.
         first_bytes = data[:FIRST_TEXT_BYTES].ljust(FIRST_TEXT_BYTES)
         message = _bytes_to_tensor(TEXT_LENGTH.pack(len(data)) + first_bytes)
         lengths = []
@@ -393,11 +425,12 @@ class Collectives:
         rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
         if not self.contributes:
             rows = rows[:0]
+        # The rows travel as bytes, since a backend can gather some dtypes only.
         bytes_per_row = rows.shape[1:].numel() * rows.element_size()
-        contributed_rows = list(rows_of_rank[: self.data_parallel.size])
-        num_silent_ranks = self.topology.size - self.data_parallel.size
+        contributed_rows = rows_of_rank[: self.num_contributing_ranks]
         lengths = [num_rows * bytes_per_row for num_rows in contributed_rows]
-        lengths += [0] * num_silent_ranks
+        # The ranks that do not contribute take part with no bytes.
+        lengths += [0] * (self.topology.size - self.num_contributing_ranks)
         joined = torch.cat(self._all_gather_padded(to_bytes(rows), lengths))
         return from_bytes(joined, rows.dtype, (sum(contributed_rows), *rows.shape[1:]))
 
@@ -418,6 +451,7 @@ class Collectives:
             num_bytes = shape.numel() * dtype.itemsize
             data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         else:
+            # A copy, because the result is made of this memory.
             data = to_bytes(tensor).to(self.device, copy=True)
         routing.broadcast(data, source)
         received = from_bytes(data, dtype, shape)
@@ -437,18 +471,25 @@ class _GatherWithGradient(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, collectives: Collectives, rows_of_rank: list[int]
     ) -> Tensor:
+        rank = collectives.topology.rank
         ctx.shape = tensor.shape
-        ctx.first_row = sum(rows_of_rank[: collectives.topology.rank])
-        ctx.num_rows = rows_of_rank[collectives.topology.rank]
+        ctx.contributes = collectives.contributes
+        # The rows of this rank in the result, which has the rows of rank 0, of rank 1, ...
+        ctx.first_row = sum(rows_of_rank[:rank])
+        ctx.num_rows = rows_of_rank[rank]
         return collectives._gather_tensor(tensor, rows_of_rank)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         total = all_reduced_copy(gradient, dist.ReduceOp.SUM)
-        gradient_of_own_rows = total[ctx.first_row : ctx.first_row + ctx.num_rows]
+        if ctx.contributes:
+            own_rows = total[ctx.first_row : ctx.first_row + ctx.num_rows]
+            gradient_of_tensor = own_rows.reshape(ctx.shape)
+        else:  # the rows of this rank are not in the result
+            gradient_of_tensor = total.new_zeros(ctx.shape)
         # One gradient for each argument of `forward`; only the tensor has one.
-        return gradient_of_own_rows.reshape(ctx.shape), None, None
+        return gradient_of_tensor, None, None
 
 
 def _bytes_to_tensor(data: bytes) -> Tensor:
@@ -476,7 +517,8 @@ def exchange_on_all_ranks(
 ) -> tuple[T, list[Any]]:
     """Calls `work` on every rank. If it raises on one rank, all ranks raise.
 
-    Communication: one exchange of text, which carries the errors too.
+    No rank waits in vain: a rank on which `work` raises takes part in the exchange that follows,
+    and sends its error instead of an answer.
 
     Args:
         collectives: of the run.
