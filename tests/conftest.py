@@ -10,10 +10,11 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each command compiles Lockstep again
@@ -141,3 +142,26 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         if os.environ.get(name) != variables.get(name)
     }
     assert not changed, f"environment variables changed: {sorted(changed)}"
+
+
+@pytest.fixture
+def free_port() -> Iterator[Callable[..., int]]:
+    """Returns a function that reserves a port of a loopback address until the test ends.
+
+    The port is bound, so that the kernel gives it to nobody else, but nothing listens on it. With
+    SO_REUSEADDR, which all servers of these tests set, another socket may be bound to it as well
+    and listen there.
+    """
+    reserved: list[socket.socket] = []
+
+    def reserve(address: str = "127.0.0.1") -> int:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        holder = socket.socket(family)
+        reserved.append(holder)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((address, 0))
+        return int(holder.getsockname()[1])
+
+    yield reserve
+    for holder in reserved:
+        holder.close()

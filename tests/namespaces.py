@@ -159,11 +159,6 @@ def config(backend: str = "c10d", endpoint: str = "localhost:0", nodes: int = 1,
     return RendezvousParameters(**{**values, "run_id": "r", **fields})
 
 
-def free_port(address: str = "127.0.0.1") -> int:
-    with socket.create_server((address, 0)) as probe:
-        return probe.getsockname()[1]
-
-
 def listening() -> set[tuple[str, int]]:
     """Addresses and ports at which this process listens."""
     inodes = set()

@@ -211,9 +211,10 @@ def test_the_way_to_another_machine(monkeypatch: Any) -> None:
     monkeypatch.setattr(remote, "CONNECT_TIMEOUT_S", 0.5)
     monkeypatch.setattr(remote, "ANSWER_TIMEOUT_S", 0.5)
     monkeypatch.setattr(remote, "MESSAGE_SIZES", (2**14, 2**16))
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    assert remote.measure("127.0.0.1", port, "t" * 32) == {"error": "Connection refused"}
+    with socket.socket() as refusing:  # bound, so that nobody else listens there
+        refusing.bind(("127.0.0.1", 0))
+        found = remote.measure("127.0.0.1", refusing.getsockname()[1], "t" * 32)
+    assert found == {"error": "Connection refused"}
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and says nothing
         found = remote.measure("127.0.0.1", silent.getsockname()[1], "t" * 32)
     assert found == {"error": "no answer within 0.5 s"}

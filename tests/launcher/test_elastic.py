@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from launched import Launched, launch
-from namespaces import free_port
 from problems import difference
 
 from lockstep.extensions.ledger.judge import judge
@@ -84,7 +84,9 @@ COMES_AND_GOES = TRAINS.replace("world.epochs(2)", "world.epochs(1_000_000)").re
 )
 
 
-def test_a_machine_that_is_lost_costs_the_round_and_another_takes_its_place(tmp_path: Path) -> None:
+def test_a_machine_that_is_lost_costs_the_round_and_another_takes_its_place(
+    free_port: Callable[[], int], tmp_path: Path
+) -> None:
     (tmp_path / "script.py").write_text(COMES_AND_GOES)
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=x"]
     flags = ["run", "--nnodes=1:2", *where, "--local-addr=127.0.0.1", "--ledger=ledger"]

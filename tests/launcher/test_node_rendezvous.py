@@ -5,12 +5,12 @@ import json
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import THIS_MACHINE, Launcher, Refusal, config, free_port, launchers, listening
+from namespaces import THIS_MACHINE, Launcher, Refusal, config, launchers, listening
 
 from lockstep.errors import (
     DuplicateRankError,
@@ -50,7 +50,7 @@ def pair() -> Iterator[list[Launcher]]:
 
 
 @pytest.fixture
-def port() -> int:
+def port(free_port: Callable[[], int]) -> int:
     return free_port()
 
 

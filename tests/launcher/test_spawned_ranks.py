@@ -18,10 +18,14 @@ pytestmark = pytest.mark.launcher
 TRAINING = """
 import psutil, socket, torch, torch.distributed as dist
 
+reserved = []  # they stay bound, so that nobody else gets the ports; a rank may listen there
+
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    holder = socket.socket()
+    reserved.append(holder)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder.getsockname()[1]
 
 def train():
     rank, sockets = dist.get_rank(), psutil.Process().net_connections("inet")
