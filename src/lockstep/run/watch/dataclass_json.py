@@ -39,9 +39,17 @@ def from_values(kind: type[_T], values: Any, numbered: NumberedValues = _NOTHING
 
 
 def _build(kind: Any, values: Any, numbered: NumberedValues) -> Any:
-    """Builds a value of any type that a field may have, see `from_values`."""
+    """Builds a value of any type that a field may have.
+
+    Args:
+        kind: the type, such as a dataclass, `int`, `str | None` or `tuple[int, ...]`.
+        values: what stands for the value in JSON: the fields of a dataclass by name, the items of a
+            tuple, the number of a numbered value, or the value itself.
+        numbered: the tables of the types whose values are numbered.
+    """
     if kind in numbered:
-        return numbered[kind][values]
+        number = values
+        return numbered[kind][number]
     if is_dataclass(kind):
         types = _types_of_fields(cast(Any, kind))
         fields = {}
@@ -56,18 +64,25 @@ def _build(kind: Any, values: Any, numbered: NumberedValues) -> Any:
     arguments = get_args(kind)
     if get_origin(kind) is tuple:
         return _build_tuple(arguments, values, numbered)
-    if type(None) in arguments:
+    if type(None) in arguments:  # the type is `X | None`, and the value is not None
         type_unless_none = arguments[0]
         return _build(type_unless_none, values, numbered)
-    return values
+    return values  # a text, a number, or of a type that is kept as it is
 
 
 def _build_tuple(
     arguments: tuple[Any, ...], values: Any, numbered: NumberedValues
 ) -> tuple[Any, ...]:
-    """Builds a tuple whose type is `tuple[item, ...]` or `tuple[first, second]`."""
+    """Builds a tuple from its items.
+
+    Args:
+        arguments: those of its type: `(X, ...)` for `tuple[X, ...]`, of any length; `(X, Y)` for
+            `tuple[X, Y]`, with one type for each item.
+        values: what stands for the items in JSON.
+        numbered: the tables of the types whose values are numbered.
+    """
     if arguments[-1] is Ellipsis:
         item_type = arguments[0]
         return tuple(_build(item_type, value, numbered) for value in values)
-    pairs = zip(arguments, values, strict=False)
-    return tuple(_build(item_type, value, numbered) for item_type, value in pairs)
+    types_and_values = zip(arguments, values, strict=False)
+    return tuple(_build(item_type, value, numbered) for item_type, value in types_and_values)

@@ -80,13 +80,14 @@ class Reserve:
         """Makes the descriptor and the memory available to this process."""
         self._memory = None
         with contextlib.suppress(OSError):
-            # A program that has closed all descriptors may use the number for a file of its own.
+            # A program that has closed all descriptors may use the number for a file of its own,
+            # which must stay open. It is still ours if it is on the device of /dev/null.
             if os.fstat(self._descriptor).st_rdev == self._device:
                 os.close(self._descriptor)
 
 
 def record_error(error: BaseException, evidence: Evidence) -> None:
-    """Writes down an exception that ends this rank. Never raises.
+    """Writes down an exception that ends this rank, for the launcher and for torch. Never raises.
 
     Args:
         error: the exception that was caught, with its traceback.
@@ -95,7 +96,7 @@ def record_error(error: BaseException, evidence: Evidence) -> None:
     with contextlib.suppress(Exception):  # the exception itself must still be seen
         try:
             record = describe_error(error)
-        except Exception:
+        except Exception:  # there may be no memory or no descriptor left to describe it
             record = _describe_briefly(error)
         write_in_place(evidence.error, json.dumps(asdict(record)))
         torch_file = os.environ.get(TORCH_ERROR_FILE_VARIABLE)
@@ -186,21 +187,25 @@ def _unpack_groups(error: BaseException) -> tuple[list[BaseException], BaseExcep
 
 
 def _place_in_groups(groups: list[BaseException]) -> str:
-    """Returns ` (the first of 2 exceptions in ExceptionGroup: ...)`, or nothing without a group."""
+    """Returns ` (the first of 2 exceptions in ExceptionGroup: ...)`, or nothing without a group.
+
+    Args:
+        groups: the groups around an exception, the innermost first.
+    """
     if not groups:
         return ""
     outermost: Any = groups[-1]
     count = len(outermost.exceptions)
     which = "the only exception" if count == 1 else f"the first of {count} exceptions"
     name = f"{_type_name(outermost)}: {outermost.message}"
-    first_line, _, _ = name.partition("\n")
+    first_line, _, _ = name.partition("\n")  # the text goes into a headline
     return f" ({which} in {_shorten(first_line)})"
 
 
 def _chain(error: BaseException) -> list[BaseException]:
     """Returns the exceptions that one was raised from, or while handling, the nearest first.
 
-    A group in the chain is followed by the exception that it holds.
+    The exception itself is not among them. A group is followed by the first exception in it.
     """
     chain: list[BaseException] = []
     for _ in range(_MAX_CHAIN):  # the chain may be a circle
@@ -268,6 +273,8 @@ def _headline(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return _headline_of_exit(error)
     message = _message(error)
+    # An exception of another process, such as a DataLoader worker, was raised again here. Its own
+    # headline stands at the end of the message.
     elsewhere = _RAISED_ELSEWHERE.match(message)
     if elsewhere is not None:
         remote_headline = _headline_of_traceback(message)
@@ -281,7 +288,7 @@ def _headline(error: BaseException) -> str:
 
 
 def _headline_of_exit(error: SystemExit) -> str:
-    """Returns `sys.exit(1) while handling ValueError: ...`."""
+    """Returns a text such as `sys.exit(1) while handling ValueError: no data`."""
     if error.code is None:
         argument = ""
     elif isinstance(error.code, int):
@@ -297,25 +304,39 @@ def _headline_of_exit(error: SystemExit) -> str:
 
 
 def _headline_of_traceback(message: str) -> str | None:
-    """Returns the first line after the frames of the last traceback in a message, if any."""
+    """Returns the headline of the exception whose traceback stands in a message, such as
+    `ValueError: no data`; None if there is no traceback.
+
+    Of several tracebacks it is the last. The headline is the first line after the frames.
+    """
     _, heading, after_heading = message.rpartition("Traceback (most recent call last):\n")
     if not heading:
         return None
     for line in after_heading.splitlines():
-        is_frame = not line or line[0].isspace()
-        if not is_frame:
+        is_frame_or_empty = not line or line[0].isspace()
+        if not is_frame_or_empty:
             return line
     return None
 
 
 def _user_line(error: BaseException, groups: Iterable[BaseException]) -> str | None:
-    """Returns the user's innermost line that an exception, or a group around it, went through."""
-    if isinstance(error, LockstepError) and error.line:
+    """Returns the user's innermost line that an exception, or a group around it, went through.
+
+    Args:
+        error: the exception.
+        groups: the groups around it, the innermost first.
+
+    Returns:
+        `file:line: code`; None if no line of the user's has a source file.
+    """
+    if isinstance(error, LockstepError) and error.line:  # it has found the line itself
         return error.line
+    # The line that could not be read, which is in no frame: it has not run.
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return format_source_line(error.filename, error.lineno)
     # All frames together, from the innermost to the outermost. The innermost may be in another
-    # process or thread, whose traceback is in the message, outermost frame first.
+    # process or thread, whose traceback is in the message, outermost frame first. Then come those
+    # of the exception that was handled when `sys.exit` was called, if any.
     frames = list(reversed(parse_frames(_message(error))))
     handled = _handled_error(error)
     if handled is not None:

@@ -56,8 +56,9 @@ class Evidence:
         """Returns the paths of the files that a rank's launcher has made for it.
 
         Args:
-            environ: the rank's environment variables.
-            folder: the rank's folder, used if the launcher's memory cannot be reached.
+            environ: the rank's environment variables, one of which lists the paths.
+            folder: the rank's folder. The files are there if the launcher has listed none, or if
+                its memory cannot be reached, as from another container.
         """
         paths = [Path(path) for path in environ.get(EVIDENCE_VARIABLE, "").split()]
         all_are_named = len(paths) == len(fields(cls))
@@ -107,7 +108,7 @@ class EvidenceMemory:
         """
         for name, descriptor in self._descriptors.items():
             path = self._folder / name
-            path.unlink(missing_ok=True)  # the link
+            path.unlink(missing_ok=True)  # the link to the memory, whose place the file takes
             if name not in _FILES_WORTH_KEEPING:
                 continue
             size = os.fstat(descriptor).st_size
@@ -123,14 +124,22 @@ class EvidenceMemory:
 
 
 def create_evidence_memory(folder: Path) -> EvidenceMemory | None:
-    """Creates the memory for one rank's files; None if the system has none that a rank can open."""
+    """Creates the memory for one rank's files, and links to it in a folder.
+
+    Args:
+        folder: the rank's folder.
+
+    Returns:
+        None if the system has no memory that a rank could open as a file.
+    """
     if sys.platform != "linux":
         return None
     try:
         memory = EvidenceMemory(folder)
     except OSError:
         return None
-    if os.path.exists(memory.evidence.heartbeat):  # /proc may be missing
+    # Ranks open the memory by a path in /proc, which may be missing.
+    if os.path.exists(memory.evidence.heartbeat):
         return memory
     memory.close()
     return None
@@ -150,10 +159,10 @@ def write_in_place(path: Path, text: str) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         os.ftruncate(descriptor, 0)
-        # To write behind the first byte of an empty file makes that byte zero.
-        written = 1
-        while written < len(data):
-            written += os.pwrite(descriptor, data[written:], written)
+        # All but the first byte. To write behind the first byte of an empty file makes it zero.
+        offset = 1
+        while offset < len(data):
+            offset += os.pwrite(descriptor, data[offset:], offset)
         os.pwrite(descriptor, data[:1], 0)
     finally:
         os.close(descriptor)
@@ -172,10 +181,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _open_pipe() -> int:
-    """Opens a pipe with both of its ends in one descriptor.
+    """Returns one descriptor that is both ends of a new pipe.
 
     As the reading end is always open, a writer never gets an error for want of a reader.
     """
+    # Linux opens a pipe anew by its path in /proc, then for reading and writing. So the two
+    # descriptors of `os.pipe` are needed only for a moment.
     reading_end, writing_end = os.pipe()
     try:
         return os.open(f"/proc/self/fd/{reading_end}", os.O_RDWR | os.O_NONBLOCK)

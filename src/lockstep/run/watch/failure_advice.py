@@ -97,7 +97,8 @@ _NETWORK = (
 )
 
 
-# If shared memory has no room for a semaphore, the error names no file: the traceback shows it.
+# The line of a traceback in which Python's multiprocessing makes a semaphore. If shared memory has
+# no room for it, the message is only "No space left on device", without a file.
 _SEMAPHORE = "_multiprocessing.SemLock("
 
 
@@ -110,12 +111,14 @@ def advise(kind: str, end: ExitStatus, *, no_peer_was_lost: bool) -> tuple[str, 
         no_peer_was_lost: True if its error names a lost peer, but no rank had ended before.
 
     Returns:
-        Nothing if the failure itself says what to do.
+        One text, or none if nothing is known that helps, or if the failure itself says what to do.
     """
     text = _error_text(end)
-    # `oom` says that the out-of-memory killer has ended some process of the run. If it was not the
-    # rank itself, the kind is not "oom".
-    if kind == "exception" and end.oom and re.search(r"DataLoader worker|signal: Killed", text):
+    # `oom` says that the out-of-memory killer has ended some process of the run. If it was the rank
+    # itself, the kind is "oom". Here it was one of its workers, and the rank has raised an error:
+    # "DataLoader worker (pid 71) is killed by signal: Killed."
+    names_killed_worker = re.search(r"DataLoader worker|signal: Killed", text) is not None
+    if kind == "exception" and end.oom and names_killed_worker:
         return (f"the kernel's out-of-memory killer ended a worker: {_MEMORY}",)
     # The rank was killed with the process that had started it. Perhaps that was for memory.
     if end.with_fork_server and end.oom:
@@ -125,7 +128,7 @@ def advise(kind: str, end: ExitStatus, *, no_peer_was_lost: bool) -> tuple[str, 
     for pattern, what_to_do in _BY_TEXT.items():
         if re.search(pattern, text):
             return (what_to_do,)
-    if no_peer_was_lost:
+    if no_peer_was_lost:  # the connection has failed by itself
         return (_NETWORK,)
     if kind == "signal" and -end.code in _BY_SIGNAL:
         return (_BY_SIGNAL[-end.code],)
@@ -139,6 +142,8 @@ def _error_text(end: ExitStatus) -> str:
         printed_lines = () if end.printed is None else end.printed.text
         return "\n".join([*printed_lines, *end.last_lines])
     lines = [f"{error.type}: {error.message}", *error.chain]
+    # Of the traceback only this line is wanted, which a pattern of `_BY_TEXT` looks for: in the
+    # rest of it, which quotes source code, other patterns could match by chance.
     if _SEMAPHORE in error.traceback:
         lines.append(_SEMAPHORE)
     return "\n".join(lines)

@@ -46,8 +46,8 @@ def _heading_lines(failure: FirstFailure) -> list[str]:
     if failure.kind == "interrupted":
         return [f"INTERRUPTED: {failure.headline}"]
     heading = f"FIRST FAILURE: {failure.subject}"
-    if failure.host and failure.ranks:
-        has_several_hosts = "," in failure.host
+    if failure.host and failure.ranks:  # without ranks, the subject is the host itself
+        has_several_hosts = "," in failure.host  # as in "a, b"
         heading += f" on {'hosts' if has_several_hosts else 'host'} {failure.host}"
     if failure.step is not None:
         heading += f", after step {failure.step}"

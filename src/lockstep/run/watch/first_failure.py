@@ -91,9 +91,12 @@ class _Ends:
     """How the ranks ended, by what that may mean for the first failure."""
 
     ended_by_lockstep: list[ExitStatus] = field(default_factory=list)
+    """Ended by the launcher, or by the signal that the launcher itself was sent."""
     ended_well: list[ExitStatus] = field(default_factory=list)
+    """Ended with exit code 0."""
     failed: list[ExitStatus] = field(default_factory=list)
     followers: list[ExitStatus] = field(default_factory=list)
+    """Failed with an error that says that a peer was lost."""
 
 
 def _sort_ends(exits: Sequence[ExitStatus], interrupted: Interruption | None) -> _Ends:
@@ -104,7 +107,7 @@ def _sort_ends(exits: Sequence[ExitStatus], interrupted: Interruption | None) ->
             ends.ended_by_lockstep.append(end)
         elif end.code == 0:
             ends.ended_well.append(end)
-        elif _lost_peer_text(end):
+        elif _lost_peer_text(end) is not None:
             ends.followers.append(end)
         else:
             ends.failed.append(end)
@@ -146,11 +149,13 @@ def first_failure(
         roots += _roots_without_error(ends)
     explained = [end for end in ends.followers if _has_cause(end, roots)]
     unexplained = [end for end in ends.followers if not _has_cause(end, roots)]
+    # No rank was gone when these lost their connections: the connection itself is the failure.
     for end in unexplained:
         roots.append(_root_of_exit(end, no_peer_was_lost=True))
     if not roots:
         return None
 
+    # The roots are in the order of time now: all but the first are put beside it or after it.
     first, *later_roots = _merge_equal_roots(roots)
     at_the_same_time: list[str] = []
     consequences = _describe_followers(explained)
@@ -170,8 +175,14 @@ def first_failure(
 
 
 def _was_interrupted_too(end: ExitStatus, interrupted: Interruption | None) -> bool:
-    """True if the launcher's signal reached this rank as well: both may be in one terminal."""
-    if interrupted is None or end.time < interrupted.time - SAME_TIME_S:
+    """True if the launcher's signal reached this rank as well.
+
+    Ctrl-C goes to all processes of a terminal, the launcher and its ranks.
+    """
+    if interrupted is None:
+        return False
+    ended_before_signal = end.time < interrupted.time - SAME_TIME_S
+    if ended_before_signal:
         return False
     if end.error is not None and end.error.type == "KeyboardInterrupt":
         return True
@@ -180,7 +191,10 @@ def _was_interrupted_too(end: ExitStatus, interrupted: Interruption | None) -> b
 
 
 def _lost_peer_text(end: ExitStatus) -> str | None:
-    """Returns the words of a rank's error that say that a peer was lost; None if none do."""
+    """Returns the words of a rank's error that say that a peer was lost; None if none do.
+
+    The error that the rank has recorded is the best source. Without one, its output is searched.
+    """
     if end.error is not None:
         return find_lost_peer_text([end.error.message, *end.error.chain])
     if end.code == -signal.SIGABRT:
@@ -194,7 +208,8 @@ def _lost_peer_text(end: ExitStatus) -> str | None:
 def _has_cause(follower: ExitStatus, roots: Sequence[FirstFailure]) -> bool:
     """True if one of the roots may have caused the follower's end."""
     for root in roots:
-        # A lost machine is noticed by its silence, long after its connections have broken.
+        # A lost machine is noticed by its silence, long after its connections have broken. So its
+        # time says nothing.
         if root.kind == "node_lost":
             return True
         if root.time <= follower.failed_at + CAUSE_MAX_DELAY_S:
@@ -212,7 +227,10 @@ def _cannot_be_ordered(first: FirstFailure, later: FirstFailure) -> bool:
 
 
 def _merge_equal_roots(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
-    """Returns the roots in the order of time, with those of several ranks that are alike in one."""
+    """Returns the roots in the order of time, where those that are alike are merged into one.
+
+    A merged root has the time and the texts of the earliest, and the ranks and hosts of all.
+    """
     groups: dict[object, list[FirstFailure]] = {}
     for root in sorted(roots, key=lambda root: (root.time, root.ranks)):
         # Failures that differ only in numbers (a rank, an address, a size) are alike.
@@ -237,9 +255,14 @@ def _merge_equal_roots(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
 
 
 def _describe_root(root: FirstFailure, host_of_first: str) -> str:
-    """Returns a text such as `rank 1 on host b: ValueError: no data, train.py:12: step()`."""
+    """Returns a text such as `rank 1 on host b: ValueError: no data, train.py:12: step()`.
+
+    Args:
+        root: the failure.
+        host_of_first: the host of the first failure, which need not be named again.
+    """
     text = root.subject
-    if root.ranks and root.host not in ("", host_of_first):
+    if root.ranks and root.host not in ("", host_of_first):  # "": it is not known
         text += f" on host {root.host}"
     text += f": {root.headline}"
     if root.line:
@@ -248,7 +271,7 @@ def _describe_root(root: FirstFailure, host_of_first: str) -> str:
 
 
 def _describe_followers(followers: Sequence[ExitStatus]) -> list[str]:
-    """Returns texts such as `ranks 0-3 (Connection closed by peer)`."""
+    """Returns texts such as `ranks 0-3 (Connection closed by peer)`, one for each error."""
     ranks_by_text: dict[str, list[int]] = {}
     for end in sorted(followers, key=lambda end: end.rank):
         ranks_by_text.setdefault(_lost_peer_text(end) or "", []).append(end.rank)
@@ -276,7 +299,7 @@ def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFa
     if end.code == 0:
         kind = "left"
         headline = "left early: it ended with exit code 0 while others still waited for it"
-    elif error is not None and error.type != "SystemExit":
+    elif error is not None and error.type != "SystemExit":  # `sys.exit` is an exit, see below
         kind = "exception"
         headline = error.headline
         details = _rest_of_message(error, end)
@@ -303,26 +326,33 @@ def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFa
 
 def _launcher_exit_code(end: ExitStatus) -> int:
     """Returns the exit code with which the launcher ends because of a rank's end."""
-    if end.code > 0:
+    if end.code > 0:  # the rank's own exit code
         return end.code
-    error = end.error
-    if end.code == 0 or error is None or error.type == "SystemExit":
+    if end.code == 0:  # it has left the others
         return EXIT_LOST_RANK
-    # It has raised an exception, and a signal ended it.
+    # A signal ended it.
+    signal_number = -end.code
+    error = end.error
+    if error is None or error.type == "SystemExit":  # it had raised no exception before
+        return EXIT_LOST_RANK
     if error.exit_code > 0:  # the code with which it would have ended without the signal
         return error.exit_code
-    # Ctrl-C ends Python by a signal. A shell reports that as 128 plus the signal.
-    signal_number = -end.code
+    # The exception is KeyboardInterrupt, for which Python ends itself by SIGINT. A shell reports an
+    # end by a signal as 128 plus its number.
     return 128 + signal_number
 
 
 def _roots_without_error(ends: _Ends) -> list[FirstFailure]:
-    """Returns the failures of ranks that ended well, or were stopped, while others needed them."""
+    """Returns the failures of ranks that ended well, or were stopped, while others needed them.
+
+    It is asked only if there are followers: ranks that have lost a peer.
+    """
     roots = []
     first_loss = min(end.failed_at for end in ends.followers)
     for end in ends.ended_well:
         if end.time <= first_loss + CAUSE_MAX_DELAY_S:
             roots.append(_root_of_exit(end))
+    # A rank that is stopped keeps the others waiting until their timeout. Then Lockstep ends it.
     for end in ends.ended_by_lockstep:
         if end.stopped:
             roots.append(_root_of_stopped_rank(end, first_loss))
@@ -330,7 +360,12 @@ def _roots_without_error(ends: _Ends) -> list[FirstFailure]:
 
 
 def _root_of_stopped_rank(end: ExitStatus, time: float) -> FirstFailure:
-    """Returns the failure of a rank that was stopped until the others' collectives timed out."""
+    """Returns the failure of a rank that was stopped until the others' collectives timed out.
+
+    Args:
+        end: how the rank ended.
+        time: when the first of the others failed. When it was stopped is not known.
+    """
     return FirstFailure(
         kind="stopped",
         ranks=(end.rank,),
@@ -360,8 +395,9 @@ def lost_node(host: str, ranks: tuple[int, ...], time: float, reason: str = "") 
 def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
     """Returns the failures that a verdict on a hang stands for.
 
-    If ranks have left the others, their ends are the failures, with what the verdict says of them.
-    Otherwise the hang itself is the failure.
+    If the verdict is that ranks have left the others, and they have ended with exit code 0, each of
+    their ends is a failure, with the verdict's details and advice. Otherwise the hang itself is the
+    one failure.
     """
     rows = tuple(line[2:] for line in detail_lines(hang))  # without their indentation
     if hang.kind in ("left", "lost"):
@@ -371,7 +407,7 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
                 left_early.append(replace(_root_of_exit(end), details=rows, advice=hang.advice))
         if left_early:
             return left_early
-    kind: FailureKind = "signal"  # the others wait for a rank that has died
+    kind: FailureKind = "signal"  # for "lost": the others wait for a rank that has died
     if hang.kind == "deadlock":
         kind = "deadlock"
     elif hang.kind == "left":
@@ -380,7 +416,7 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
     failure = FirstFailure(
         kind=kind,
         ranks=tuple(sorted(hang.ranks)),
-        host=hosts.pop() if len(hosts) == 1 else "",
+        host=hosts.pop() if len(hosts) == 1 else "",  # of several hosts, none is named
         time=hang.found_at,
         headline=hang.headline,
         exit_code=EXIT_DEADLOCK if kind == "deadlock" else EXIT_LOST_RANK,
@@ -407,7 +443,11 @@ def _root_of_interruption(interrupted: Interruption) -> FirstFailure:
 
 
 def _user_line(end: ExitStatus) -> str | None:
-    """Returns the user's own line from the best source that there is."""
+    """Returns the user's own line, `file:line: code`, from the best source; None if there is none.
+
+    The exception that the rank has recorded comes first, then a traceback in its output, then the
+    stack that was written when a fatal signal came.
+    """
     if end.error is not None:
         return end.error.line
     if end.printed is not None:
@@ -417,7 +457,7 @@ def _user_line(end: ExitStatus) -> str | None:
 
 def _headline_without_error(end: ExitStatus) -> str:
     """Returns the headline for a rank that has recorded no exception."""
-    if end.code <= 0:
+    if end.code <= 0:  # ended by a signal: `killed by SIGKILL`
         return end.how
     headline = f"{end.how}; no exception was recorded"
     if end.printed is not None:
@@ -426,6 +466,7 @@ def _headline_without_error(end: ExitStatus) -> str:
 
 
 def _oom_headline(end: ExitStatus) -> str:
+    """Returns `killed by the kernel's out-of-memory killer (SIGKILL; it had used 3.2 GiB)`."""
     killed = "killed" if end.oom == "certain" else "probably killed"
     signal_and_memory = "SIGKILL"
     if end.peak_bytes is not None:
@@ -438,7 +479,9 @@ def _oom_headline(end: ExitStatus) -> str:
 
 
 def _last_lines(end: ExitStatus) -> tuple[str, ...]:
-    """Returns the end of the rank's output, unless the headline has it already."""
+    """Returns the end of the rank's output, below a heading of its own; empty if the rank's
+    headline quotes a traceback that is there.
+    """
     lines = end.last_lines[-_MAX_LAST_LINES:]
     if not lines:
         return ()
@@ -448,14 +491,18 @@ def _last_lines(end: ExitStatus) -> tuple[str, ...]:
 
 
 def _rest_of_message(error: ErrorRecord, end: ExitStatus) -> tuple[str, ...]:
-    """Returns the lines of an exception's message after the first, which is in the headline."""
+    """Returns the lines of an exception's message after the first, which is in the headline.
+
+    They are left out if they are many or contain a traceback, except for Lockstep's own errors.
+    A last line is added if a signal ended the process after the exception.
+    """
     lines = [line.rstrip() for line in error.message.splitlines()[1:] if line.strip()]
     has_traceback = "Traceback (most recent call last)" in error.message
     if error.from_lockstep:
         # Rank and line, which Lockstep's errors end with, are shown anyway.
         lines = [line for line in lines if not line.lstrip().startswith("at:")]
     elif len(lines) > _MAX_MESSAGE_LINES or has_traceback:
-        lines = []  # the folder has all of it
+        lines = []  # they are in the logs
     if end.code < 0:
         lines.append(f"its process was then {end.how}")
     return tuple(lines)

@@ -42,7 +42,7 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
     try:
         data = path.read_bytes()
         magic, *values = _LAYOUT.unpack(data[: _LAYOUT.size])
-    except (OSError, struct.error):
+    except (OSError, struct.error):  # there is no such file, or it is still empty
         return None
     if magic != _MAGIC:
         return None
@@ -62,12 +62,16 @@ class HeartbeatWriter:
         os.close(descriptor)
 
     def count_step(self, *_: object) -> None:
-        """Counts one optimizer step; the arguments are those of an optimizer's step hook."""
-        if self._memory is None:
+        """Counts one optimizer step, and writes number, time and duration into the file.
+
+        The arguments are those of an optimizer's step hook, and are not used.
+        """
+        if self._memory is None:  # see `stop`
             return
         self.steps += 1
         now = time.monotonic()
-        took_s = now - self._last_step if self._last_step else 0.0
+        is_first_step = self._last_step == 0.0
+        took_s = 0.0 if is_first_step else now - self._last_step
         _STEP_LAYOUT.pack_into(self._memory, _STEP_OFFSET, self.steps, now, took_s)
         self._last_step = now
 

@@ -34,8 +34,12 @@ def render(verdict: Verdict) -> str:
 
 
 def detail_lines(verdict: Verdict) -> list[str]:
-    """Writes the part between a verdict's headline and its advice: what the ranks do."""
-    entries = _merge_equal_rows(verdict)
+    """Writes the part between a verdict's headline and its advice: what the ranks do.
+
+    Returns:
+        The lines, each indented by two spaces or more.
+    """
+    entries = _merge_equal_rows(verdict)  # each is a list of rows
     lines: list[str] = []
     for rows in entries[:MAX_ENTRIES_SHOWN]:
         lines += _entry_lines(rows)
@@ -51,26 +55,31 @@ def detail_lines(verdict: Verdict) -> list[str]:
 
 def _merge_equal_rows(verdict: Verdict) -> list[list[Row]]:
     """Returns the rows of each entry: ranks that do the same on one host or, if that gives too many
-    entries, on any host.
+    entries to show, on any host.
 
-    If there are still too many, entries with ranks at fault come first, then those of few ranks.
+    If there are still too many, entries with ranks at fault come first, then those of few ranks:
+    the entries at the end are not shown.
     """
     rows_on_one_host: dict[object, list[Row]] = {}
-    rows_on_any_host: dict[object, list[Row]] = {}
     for row in verdict.rows:
         rows_on_one_host.setdefault((row.host, row.does, row.line), []).append(row)
-        rows_on_any_host.setdefault((row.does, row.line), []).append(row)
     if len(rows_on_one_host) <= MAX_ENTRIES_SHOWN:
         return list(rows_on_one_host.values())
+
+    rows_on_any_host: dict[object, list[Row]] = {}
+    for row in verdict.rows:
+        rows_on_any_host.setdefault((row.does, row.line), []).append(row)
     entries = list(rows_on_any_host.values())
-    if len(entries) > MAX_ENTRIES_SHOWN:
-        ranks_at_fault = set(verdict.ranks)
+    if len(entries) <= MAX_ENTRIES_SHOWN:
+        return entries
 
-        def order(rows: list[Row]) -> tuple[bool, int]:
-            has_no_fault = ranks_at_fault.isdisjoint(row.rank for row in rows)
-            return has_no_fault, len(rows)
+    ranks_at_fault = set(verdict.ranks)
 
-        entries.sort(key=order)
+    def order(rows: list[Row]) -> tuple[bool, int]:
+        has_no_fault = ranks_at_fault.isdisjoint(row.rank for row in rows)
+        return has_no_fault, len(rows)  # False comes before True
+
+    entries.sort(key=order)
     return entries
 
 
@@ -88,7 +97,10 @@ def _entry_lines(rows: list[Row]) -> list[str]:
 
 
 def _mismatch_lines(mismatch: Mismatch) -> list[str]:
-    """Writes which ranks have called what, at the first call that differs."""
+    """Writes which ranks have called what, at the first call that differs.
+
+    Ranks that made the same call at the same line are written together.
+    """
     ranks_by_call: dict[tuple[str, Frame | None], list[int]] = {}
     for rank, call in mismatch.calls:
         if call is None:
@@ -120,13 +132,14 @@ def conjugate(text: str, count: int) -> str:
     if count == 1:
         return text
     verb, space, rest = text.partition(" ")
-    return f"{_PLURAL_OF_VERB.get(verb, verb)}{space}{rest}"
+    plural = _PLURAL_OF_VERB.get(verb, verb)  # other verbs, such as "may", have one form
+    return f"{plural}{space}{rest}"
 
 
 def describe(call: CollectiveCall) -> str:
     """Describes a call by its operation, sizes and type: `all_reduce of 25 float`, `barrier`."""
-    sizes = call.input_sizes or call.output_sizes
-    if call.op == "barrier" or not sizes:
+    sizes = call.input_sizes or call.output_sizes  # a rank may only receive: it has no inputs
+    if call.op == "barrier" or not sizes:  # a barrier's tensor is torch's, and says nothing
         return call.op
     shown_sizes = []
     for size in sizes[:_MAX_TENSORS_SHOWN]:
@@ -135,7 +148,7 @@ def describe(call: CollectiveCall) -> str:
     shown = " + ".join(shown_sizes)
     if len(sizes) > _MAX_TENSORS_SHOWN:
         shown += f" + {len(sizes) - _MAX_TENSORS_SHOWN} more"
-    unit = call.dtypes[0] if call.dtypes else "element"
+    unit = call.dtypes[0] if call.dtypes else "element"  # the type of the first tensor
     return f"{call.op} of {shown} {unit}"
 
 

@@ -51,18 +51,25 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
     block = []
     for line in lines[heading_number + 1 :]:
         block.append(_remove_prefix(prefix, line[:_MAX_LINE_CHARS]))
+    # The frames of a traceback are indented. The first line that is not says which exception it
+    # was: `ValueError: no data`.
     for number, text in enumerate(block):
         is_blank_or_indented = not text.strip() or text[0].isspace()
-        if not is_blank_or_indented:  # the first such line says which exception it was
+        if not is_blank_or_indented:
             user_line = _user_line(block[:number])
-            return PrintedError(text.rstrip(), user_line, tuple(block[number:][:_MAX_LINES]))
+            return PrintedError(
+                headline=text.rstrip(),
+                line=user_line,
+                text=tuple(block[number : number + _MAX_LINES]),
+            )
     return None
 
 
 def _find_last_heading(lines: Sequence[str]) -> int | None:
-    """Returns the line number of the last traceback's heading.
+    """Returns the index of the line that is the last traceback's heading; None if there is none.
 
-    For an exception group that is the heading of its first exception:
+    For an exception group, in which Python puts a bar before each line, that is the heading of its
+    first exception (if it has printed one):
 
           + Exception Group Traceback (most recent call last):
           |   File "train.py", line 9, in <module>
@@ -100,7 +107,10 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
 
 
 def _prefix_of_lines_after(heading_line: str) -> str:
-    """Returns what stands before each line that follows a heading."""
+    """Returns what stands before each line that follows a heading: what stands before the heading.
+
+    The heading of an exception group has a `+` where the lines that follow have a bar.
+    """
     heading = _HEADING.match(heading_line)
     assert heading is not None
     if heading["group"]:
@@ -109,10 +119,19 @@ def _prefix_of_lines_after(heading_line: str) -> str:
 
 
 def _remove_prefix(prefix: str, line: str) -> str:
-    """Returns a line without what another program has put before it."""
+    """Returns a line without what another program has put before it.
+
+    Args:
+        prefix: what stands before the heading of the traceback; it may be empty.
+        line: a line after the heading.
+
+    Returns:
+        The line as it is if it has no such prefix.
+    """
     if line.startswith(prefix):
         return line[len(prefix) :]
-    # A prefix that differs from line to line, such as the time, has the same form in each.
+    # A prefix that differs from line to line, such as the time of day, has the same form in each:
+    # `12:59:58 ` and `13:00:01 ` both become `00:00:00 `.
     form = re.sub(r"\w", "0", prefix)
     form_of_line = re.sub(r"\w", "0", line[: len(prefix)])
     if prefix.strip() and form_of_line == form:
@@ -121,13 +140,21 @@ def _remove_prefix(prefix: str, line: str) -> str:
 
 
 def _user_line(block: Sequence[str]) -> str | None:
-    """Returns the user's innermost line in the frames of a traceback."""
-    syntax_errors = [_SYNTAX_ERROR_PLACE.fullmatch(text) for text in block]
-    places = [place for place in syntax_errors if place is not None]
-    if places:  # the file that could not be read stands after the frames that imported it
-        return format_source_line(places[-1]["file"], int(places[-1]["line"]))
+    """Returns the user's innermost line in the frames of a traceback, as `file:line: code`.
+
+    Args:
+        block: the lines between the heading and the line that says which exception it was.
+
+    Returns:
+        None if no line of the user's has a source file.
+    """
+    matches = [_SYNTAX_ERROR_PLACE.fullmatch(text) for text in block]
+    syntax_errors = [match for match in matches if match is not None]
+    if syntax_errors:  # the file with the error stands after the frames that imported it
+        place = syntax_errors[-1]
+        return format_source_line(place["file"], int(place["line"]))
     innermost_first = tuple(reversed(parse_frames("\n".join(block))))
     frame = user_frame(innermost_first)
-    if frame is None or frame.file.startswith("<"):
+    if frame is None or frame.file.startswith("<"):  # such as <string>, which has no source
         return None
     return format_source_line(frame.file, frame.line)

@@ -73,19 +73,23 @@ class Probe:
         atexit.register(self.stop_answering)
 
     def stop_answering(self) -> None:
-        """Ends the thread that answers requests.
+        """Ends the thread that answers requests, and waits for its end.
 
         This must happen before the interpreter's own end. A thread that then returns from torch and
         wants Python's lock takes the process down ("terminate called without an active exception").
         """
         if self._answering_thread is not None and self._request_pipe is not None:
-            # A special request would not do: of several requests only the last is answered.
             self._is_stopping = True
+            # The thread sleeps in a read of its pipe. This wakes it up, and it sees that it is to
+            # stop. (What is written does not matter: of several requests it reads only the last.)
             os.write(self._request_pipe, b"\n")
             self._answering_thread.join()
 
     def warn_if_ranks_trained_alone(self) -> None:
-        """Warns, at the end of the program, if the ranks have trained without each other."""
+        """Warns, at the end of the program, if the ranks have trained without each other.
+
+        Only rank 0 of several warns, so that the user reads it once.
+        """
         size = os.environ.get("WORLD_SIZE", "1")
         if size == "1" or os.environ.get("RANK") != "0":
             return
@@ -99,7 +103,10 @@ class Probe:
             )
 
     def forget_in_child(self) -> None:
-        """Releases what a forked child must not use, as it is not the rank."""
+        """Releases what a forked child must not use, as it is not the rank.
+
+        The child inherits the rank's pipe and heartbeat, but none of its threads.
+        """
         self._heartbeat.stop()
         self._answering_thread = None
         if self._request_pipe is not None:
@@ -107,7 +114,10 @@ class Probe:
             self._request_pipe = None
 
     def _register_stack_signals(self) -> None:
-        """Installs faulthandler's handlers: for fatal signals, and for the two stack signals."""
+        """Makes faulthandler write this process's stacks into its evidence files.
+
+        It writes them at a fatal signal (SIGSEGV and others), and at the two stack signals.
+        """
         faulthandler.enable(_open_to_append(self._evidence.crash))
         # At the interpreter's end faulthandler restores this handler, so that a late signal is
         # ignored and does not end the process.
@@ -126,6 +136,7 @@ class Probe:
             signal.pthread_sigmask(signal.SIG_BLOCK, [ALL_THREADS_SIGNAL])
 
     def _start_heartbeat(self) -> HeartbeatWriter:
+        """Returns the heartbeat of this process, which counts the steps of all optimizers."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         heartbeat = HeartbeatWriter(self._evidence.heartbeat)
@@ -133,17 +144,18 @@ class Probe:
         return heartbeat
 
     def _start_answering(self) -> None:
-        """Starts the thread that answers requests.
+        """Starts the thread that answers requests, and creates the pipe that it reads them from.
 
-        It must run before a process group is opened, where a rank waits for the others to come. A
-        signal would make TCPStore begin to count its timeout anew.
+        It must run before a process group is opened, where a rank waits for the others to come.
+        Without the thread the rank would be asked there by a signal, which makes TCPStore begin to
+        count its timeout anew.
         """
         path = self._evidence.ask
         try:
             if not path.exists():
                 os.mkfifo(path, 0o600)
-            # It is opened for writing too, so that reading does not end when the launcher closes
-            # its end.
+            # It is opened for writing too, so that a read does not return an empty text when the
+            # launcher closes its end.
             self._request_pipe = os.open(path, os.O_RDWR)
         except OSError:  # the file system knows no pipes; a signal still shows the main stack
             return
@@ -156,7 +168,11 @@ class Probe:
         self._answering_thread.start()
 
     def _answer_requests(self, pipe: int) -> None:
-        """Answers requests until `stop_answering`. Of several requests, the last is answered."""
+        """Answers requests until `stop_answering`. Of several requests, the last is answered.
+
+        This is all that the answering thread does. At the end it closes the pipe.
+        """
+        # The kernel gives a signal to a thread that does not block it, and this one is to take it.
         if sys.platform == "linux":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [ALL_THREADS_SIGNAL])
         while True:
@@ -165,10 +181,10 @@ class Probe:
                 os.close(pipe)
                 self._request_pipe = None
                 return
-            complete_lines = text.split("\n")[:-1]
+            *complete_lines, _ = text.split("\n")  # what stands after the last newline is no line
             if not complete_lines:
                 continue
-            # `NUMBER` or `NUMBER lines`
+            # A request is `NUMBER` or `NUMBER lines`.
             number, _, option = complete_lines[-1].partition(" ")
             if number.isdigit():
                 self._answer_request(number, with_lines=option == "lines")
@@ -184,7 +200,12 @@ class Probe:
             write_in_place(self._evidence.answer, text)
 
     def _answer(self, number: str, *, with_lines: bool) -> str:
-        """Returns the answer to a request as JSON, see `probe_answer`."""
+        """Returns the answer to a request as JSON, which `probe_answer` reads.
+
+        Args:
+            number: the number of the request.
+            with_lines: include the stack of each recorded call, which takes longer.
+        """
         # The recorder asks CUDA whether calls have ended. Without this, that would use the first
         # GPU in this thread, whichever is the rank's own.
         torch_compat.take_gpu(self._spawn_index)
@@ -202,6 +223,7 @@ class Probe:
             if shared_memory is not None:
                 group, record = shared_memory.flight_record()
                 groups.append(group)
+                # The record is added to the list as text: to read megabytes of JSON takes long.
                 records_without_bracket = records[:-1]
                 records = f"{records_without_bracket}, {json.dumps(record)}]"
         # "request" must stand first: the launcher reads no more than that of an old answer.
@@ -217,7 +239,10 @@ def _open_to_append(path: Path) -> int:
 
 
 def _stacks_of_other_threads() -> dict[int, list[tuple[str, int, str]]]:
-    """Returns file, line and function of each frame by thread, the innermost frame first."""
+    """Returns the stack of each thread but this one, by the thread's identifier.
+
+    Each frame is its file, line and function. The innermost comes first.
+    """
     stacks: dict[int, list[tuple[str, int, str]]] = {}
     for thread, innermost_frame in sys._current_frames().items():
         if thread == threading.get_ident():

@@ -37,15 +37,27 @@ def with_answer(state: RankState, text: str, main_thread: int) -> RankState:
 
 
 def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -> RankState:
-    """Returns a rank's state with an answer, see `with_answer`. Raises if it lacks something."""
+    """Returns a rank's state with an answer.
+
+    Args:
+        state: what is known of the rank so far.
+        answer: what the probe has written (`Probe._answer`), as values of JSON.
+        main_thread: the identifier of the rank's main thread; 0 if it is not known.
+
+    Raises:
+        ValueError, KeyError, TypeError, IndexError, AttributeError: the answer lacks something, or
+            something in it is of another form.
+    """
     calls: list[CollectiveCall] = []
-    completed: dict[str, int] = {}
+    completed: dict[str, int] = {}  # the number of the last completed call, by the group's key
     for record in answer["records"]:
         _read_record(record, calls, completed)
     calls.sort(key=lambda call: call.time_s)
     stacks: dict[int, Stack] = {}
     for thread, frames in answer["stacks"].items():
         stacks[int(thread)] = tuple(Frame(*fields) for fields in frames)
+    # If it is not known which stack is the main thread's, all of them count as other threads, and
+    # the main stack stays what a signal has shown, or None.
     main_stack = stacks.pop(main_thread, state.stack)
     optional_group = cast(type[NewGroup], NewGroup | None)  # a union is no type for mypy
     return replace(
@@ -71,7 +83,7 @@ def _read_record(
     recognized by torch's group id, which never begins again, and left out.
     """
     calls_with_group_id: list[tuple[CollectiveCall, str]] = []
-    for entry in record.get("entries") or ():
+    for entry in record.get("entries") or ():  # "pg_id" is torch's group id
         calls_with_group_id.append((_read_call(entry), str(entry["pg_id"])))
     calls_with_group_id.sort(key=lambda pair: pair[0].time_s)
     # The latest call of each key stands last, so its group is the one that is kept here.
@@ -79,14 +91,18 @@ def _read_record(
     for call, group_id in calls_with_group_id:
         if group_id == present_group_ids[call.key]:
             calls.append(call)
-    status = record.get("pg_status") or {}
+    status = record.get("pg_status") or {}  # by torch's group id
     for key, group_id in present_group_ids.items():
         if group_id in status:
             completed[key] = int(status[group_id]["last_completed_collective"])
 
 
 def _read_call(entry: Mapping[str, Any]) -> CollectiveCall:
-    """Reads one entry of a record. Its numbers may be texts, and its frames may be missing."""
+    """Reads one entry of a record: one call.
+
+    Which fields there are says torch/csrc/distributed/c10d/FlightRecorderDetail.hpp. Numbers may be
+    texts. `frames`, `thread_id` and `timeout_ms` may be missing.
+    """
     backend, _, op = entry["profiling_name"].rpartition(":")  # "gloo:all_reduce"
     is_p2p = bool(entry["is_p2p"])
     seq = entry["p2p_seq_id"] if is_p2p else entry["collective_seq_id"]
@@ -97,8 +113,9 @@ def _read_call(entry: Mapping[str, Any]) -> CollectiveCall:
         frames = tuple(
             Frame(frame["filename"], int(frame["line"]), frame["name"]) for frame in entry["frames"]
         )
+    group_name, *_ = entry["process_group"]  # the group's name and description
     return CollectiveCall(
-        group=str(entry["process_group"][0]),
+        group=str(group_name),
         backend=backend,
         seq=int(seq),
         op=op,
