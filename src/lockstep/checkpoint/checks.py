@@ -21,7 +21,8 @@ RESERVED_NAMES = frozenset({"training", "manifest", "world", "random", "replicas
 """Names that a checkpoint uses itself."""
 BUILD_AS_SAVED = "build {} as it was in the run that saved it"
 LENGTH_ATTRIBUTES = ("total_steps", "T_max", "total_iters")
-"""The attributes in which torch's schedulers keep how many steps they take."""
+"""The attributes in which torch's schedulers keep how many steps they take: those of OneCycleLR,
+CosineAnnealingLR, and of LinearLR, ConstantLR and PolynomialLR."""
 
 
 def check_state(state: Mapping[str, Any]) -> None:
@@ -68,6 +69,7 @@ def check_fits(path: Path | str, state: Mapping[str, Any], saved: Mapping[str, A
     """
     action = f"resuming from {path}"
     manifest = saved["manifest"]
+    # Reading a manifest does not check the keys that only a resume needs.
     has_numbers = all(type(manifest.get(key)) is int for key in ("epoch", "step", "world_size"))
     has_run_state = "world" in saved and "random" in saved
     if not has_numbers or not has_run_state or "strategy" not in manifest:
@@ -87,7 +89,8 @@ def check_fits(path: Path | str, state: Mapping[str, Any], saved: Mapping[str, A
             "models with lockstep.load_weights",
         )
     for name, value in state.items():
-        misfit = _describe_misfit(name, value, saved[name], name in manifest["modules"])
+        was_module = name in manifest["modules"]
+        misfit = _describe_misfit(name, value, saved[name], was_module)
         if misfit is not None:
             raise CheckpointError(action, misfit, BUILD_AS_SAVED.format(name))
         if isinstance(value, LRScheduler):
@@ -95,7 +98,15 @@ def check_fits(path: Path | str, state: Mapping[str, Any], saved: Mapping[str, A
 
 
 def _describe_misfit(name: str, value: Any, saved: Any, was_module: bool) -> str | None:
-    """Returns why a saved state does not fit an object, or None if nothing speaks against it."""
+    """Returns why a saved state does not fit an object, or None if it fits.
+
+    Args:
+        name: under which the object was saved.
+        value: the object of this run.
+        saved: the saved state.
+        was_module: True if the object was an `nn.Module` when it was saved. Only the states of
+            modules are compared in detail.
+    """
     if isinstance(value, nn.Module) != was_module:
         was = "was a module" if was_module else "was not a module"
         return f"{name} {was} when it was saved, and is a {type(value).__name__} now"
@@ -107,13 +118,18 @@ def _describe_misfit(name: str, value: Any, saved: Any, was_module: bool) -> str
 
 
 def _check_end_of_schedule(path: Path | str, name: str, scheduler: LRScheduler, saved: Any) -> None:
-    """Checks that a schedule which raises an error after its last step ends where it did.
+    """Checks that a schedule that cannot go on after its last step still has the same length.
+
+    Loading its state would give a scheduler the saved length in place of the one that it was built
+    with.
 
     Raises:
-        CheckpointError: it would end earlier or later than it was built.
+        CheckpointError: it would end earlier or later than it was built for.
     """
     for length in changed_lengths(scheduler, saved):
+        # Only OneCycleLR raises an error after its last step; the others just go on.
         if length.place.endswith("total_steps"):
+            # A prepared scheduler is a wrapper with the user's own as `inner`.
             kind = type(getattr(scheduler, "inner", scheduler)).__name__
             raise CheckpointError(
                 f"resuming {name} from {path}",
@@ -131,11 +147,16 @@ class ChangedLength(NamedTuple):
     place: str
     """Its place in the scheduler's state, such as "total_steps" or "_schedulers.1.T_max"."""
     saved: int
+    """The number in the saved state."""
     built: int
+    """The number that the scheduler of this run was built with."""
 
 
 def changed_lengths(scheduler: LRScheduler, saved: Any) -> list[ChangedLength]:
-    """Returns the lengths of a scheduler, and of those inside of it, that differ from the saved."""
+    """Returns the lengths that differ between a scheduler and its saved state.
+
+    A scheduler may have others inside it (`SequentialLR`), whose lengths count too.
+    """
     saved_lengths = dict(_find_lengths(saved))
     changed = []
     for place, built in _find_lengths(scheduler.state_dict()):
@@ -145,9 +166,14 @@ def changed_lengths(scheduler: LRScheduler, saved: Any) -> list[ChangedLength]:
 
 
 def _find_lengths(state: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Yields the lengths in a scheduler's state, each with its place."""
+    """Yields the lengths in a scheduler's state, each after its place, such as ("T_max", 100).
+
+    Args:
+        state: the state of a scheduler, or a dictionary or list inside it.
+        prefix: the place of that dictionary or list, ending in a dot: "_schedulers.1.".
+    """
     if isinstance(state, list | tuple):
-        state = dict(enumerate(state))
+        state = dict(enumerate(state))  # the keys are the positions
     for key, value in state.items():
         if isinstance(value, dict | list | tuple):
             yield from _find_lengths(value, f"{prefix}{key}.")

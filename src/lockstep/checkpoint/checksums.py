@@ -40,7 +40,7 @@ def file_checksum(path: Path) -> str:
 def seal_manifest(manifest: Mapping[str, Any]) -> bytes:
     """Returns a manifest as JSON that ends with the checksum of the text before that."""
     values = {name: value for name, value in manifest.items() if name != "checksum"}
-    text = json.dumps(values, allow_nan=False).removesuffix("}")
+    text = json.dumps(values, allow_nan=False).removesuffix("}")  # the brace comes after the seal
     checksum = format_crc(zlib.crc32(text.encode()))
     return f'{text}{SEAL}{checksum}"}}'.encode()
 
@@ -51,14 +51,17 @@ def check_seal(manifest_text: bytes) -> None:
     Raises:
         ValueError: the text differs from its checksum.
     """
+    # `{...values...` `, "checksum": "` `crc32:9a7fb4c1"}`
     text, _, end = manifest_text.rpartition(SEAL.encode())
     expected_end = f'{format_crc(zlib.crc32(text))}"}}'
-    if end.strip() != expected_end.encode():
+    if end.strip() != expected_end.encode():  # an editor may have added a newline
         raise ValueError("its checksum differs")
 
 
 def damaged_files(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     """Returns the names of those files of a checkpoint that differ from their checksums.
+
+    A file without a checksum in the manifest counts as damaged.
 
     Args:
         path: the path of a checkpoint whose files are all there. They are read.

@@ -68,15 +68,18 @@ def compare(
     atol: float = 0.0,
     rtol: float = 0.0,
 ) -> Iterator[Pair]:
-    """Yields a pair for each name: those of `a`, then those of `b` alone. Reads as it goes.
+    """Yields a pair for each name: those of `a`, then those of `b` alone.
+
+    The values of two tensors are read and compared just before their pair is yielded.
 
     Args:
-        a: tensors by name.
-        b: the others.
+        a: the tensors of one side by name.
+        b: the tensors of the other side by name.
         atol: elements are equal if |a - b| <= atol + rtol * |b|.
         rtol: see `atol`.
     """
-    for name in {**a, **b}:
+    names = {**a, **b}  # in this order, without repetitions
+    for name in names:
         a_tensor = a.get(name)
         b_tensor = b.get(name)
         values = None
@@ -88,7 +91,7 @@ def compare(
 def compare_values(
     a: LazyTensor, b: LazyTensor, atol: float = 0.0, rtol: float = 0.0
 ) -> ValueDifferences:
-    """Compares the values of two tensors of one shape."""
+    """Compares the values of two tensors of one shape, a chunk of elements at a time."""
     differences = ValueDifferences()
     for begin in range(0, a.num_elements, CHUNK_ELEMENTS):
         end = min(begin + CHUNK_ELEMENTS, a.num_elements)
@@ -99,7 +102,15 @@ def compare_values(
 def _compare_chunk(
     differences: ValueDifferences, a: Tensor, b: Tensor, atol: float, rtol: float
 ) -> None:
-    """Compares two flat tensors of one length, and adds what differs to `differences`."""
+    """Compares two flat tensors of one length, and adds what differs to `differences`.
+
+    Args:
+        differences: is updated.
+        a: shape `(n,)`, on the CPU.
+        b: shape `(n,)`, on the CPU, perhaps of another dtype.
+        atol: elements are equal if |a - b| <= atol + rtol * |b|.
+        rtol: see `atol`.
+    """
     if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         # Equal bits are the usual case, and this is many times faster than the rest.
         num_nans = _count_nans(a)
@@ -123,30 +134,32 @@ def _compare_chunk(
     if not is_different.any():
         return
 
-    # From here on only the elements that differ.
+    # From here on all tensors have only the elements that differ.
     wide_a = wide_a[is_different]
     wide_b = wide_b[is_different]
     difference = (wide_a - wide_b).abs()
     if atol or rtol:
         is_allowed = difference <= atol + rtol * wide_b.abs()
-        # If one side is NaN, `is_allowed` is False. If b is infinite it is True, and should not be.
+        # If one side is NaN, `is_allowed` is False, as it should be. But if b is infinite, it is
+        # True for any a, because inf <= inf.
         counts = ~is_allowed | difference.isinf()
         differences.count += int(counts.sum())
     else:
         differences.count += difference.numel()
 
-    # Where one side is NaN there is no difference to measure.
+    # Where one side is NaN, the difference is NaN too, and has no size.
     is_number = ~difference.isnan()
     if is_number.any():
         largest = float(difference[is_number].max())
         differences.absolute = max(differences.absolute, largest)
         relative = (difference / torch.maximum(wide_a.abs(), wide_b.abs()))[is_number]
-        # inf / inf is NaN, which stands for an infinite difference here.
+        # An infinite difference divided by an infinite value is NaN; it counts as infinite.
         largest = float(relative.nan_to_num(nan=math.inf, posinf=math.inf).max())
         differences.relative = max(differences.relative, largest)
 
 
 def _count_nans(tensor: Tensor) -> int:
+    """Returns the number of NaNs, for tensors of any dtype."""
     if not _has_fractions(tensor):
         return 0
     if tensor.dtype.itemsize == 1:  # torch has no isnan for floats of 8 bits
@@ -155,20 +168,25 @@ def _count_nans(tensor: Tensor) -> int:
 
 
 def _comparable_integers(tensor: Tensor) -> Tensor:
-    """Returns the same bits in a dtype that torch can compare."""
+    """Returns a tensor of integers with the same bits, in a dtype that torch can compare."""
     return tensor.view(SIGNED_DTYPE.get(tensor.dtype, tensor.dtype))
 
 
 def _has_fractions(tensor: Tensor) -> bool:
+    """Returns True for floating-point and complex dtypes, False for integers and bool."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def same_extra(a: Any, b: Any) -> bool:
-    """Returns True if two values that are not tensors, but may hold some, are equal."""
+    """Returns True if two values that are not tensors, but may hold some, are equal.
+
+    `encode` turns each into a tree that can be compared with `==`, and tensors by name.
+    """
     try:
         a_encoded = encode(a)
         b_encoded = encode(b)
-    except CheckpointError:  # objects of a trusted pickle
+    except CheckpointError:
+        # Objects of any class, from a pickle that the user trusts, cannot be encoded.
         return bool(repr(a) == repr(b))
     if a_encoded.tree != b_encoded.tree:
         return False
@@ -183,10 +201,11 @@ def rename_to_match(
 ) -> tuple[dict[str, LazyTensor], str]:
     """Gives the tensors of `b` the names that they have in `a`, if only wrappers changed them.
 
-    A name that has no counterpart stays as it is.
+    A name that has no counterpart in `a` stays as it is, unless a renamed tensor has it now; then
+    its tensor is left out.
 
     Returns:
-        The tensors by their new names, and a text that says what was done, "" if nothing.
+        The tensors of `b` by their new names, and a text that says what was done, "" if nothing.
     """
     match = match_names(
         {name: tensor.shape for name, tensor in b.items()},
@@ -194,7 +213,6 @@ def rename_to_match(
     )
     if not match.changes:
         return dict(b), ""
-    # Those with a counterpart first; then the others, unless a new name is theirs.
     renamed = {new_name: b[name] for name, new_name in match.names.items()}
     new_names = set(renamed)
     for name, tensor in b.items():

@@ -21,7 +21,7 @@ from lockstep.checkpoint.lazy_tensor import LazyTensor, TensorInMemory, dtype_na
 from lockstep.checkpoint.sharding import copy_to_memory, view_key
 
 MAX_EXPANSION_BYTES = 2**26
-"""A tensor may claim so many bytes more than its storage has, as expanded tensors do."""
+"""A tensor may claim this many bytes more than its storage has, as expanded tensors do."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def open_contents(
 
     Args:
         path: the path of the file or folder; see `read_source`.
-        name: one model of several.
+        name: the name of one model, if there are several.
         trust: a torch file may run code of its author's while it is read.
         everything: take all models of a checkpoint.
         training: take also what is no model, such as the optimizer's tensors.
@@ -63,12 +63,14 @@ def open_contents(
         SettingError: there is no such name.
     """
     source = read_source(path, trust=trust, name=name, everything=everything, lazy=True)
-    # A torch file may hold several states in nested dictionaries, and small ones by chance.
+    # A torch file may hold several dictionaries of tensors: the model's, and small ones such as
+    # statistics. The largest is taken for the model.
     largest = max(source.states, key=_state_nbytes)
     tensors, extra = _split_state(source.path, largest.state)
 
     training_tensors = {}
     if training:
+        # Of a torch file these are all tensors that it holds, those of the model among them.
         model_tensor_ids = {id(tensor) for tensor in tensors.values()}
         for tensor_name, tensor in source.find_training_tensors():
             if id(tensor) not in model_tensor_ids:
@@ -77,7 +79,7 @@ def open_contents(
         tensor.check()
 
     facts = dict(source.facts)
-    if largest.place and not source.modules:
+    if largest.place and not source.modules:  # a torch file with the model inside a dictionary
         facts = {"read": largest.place, **facts}
     return Contents(
         source=source,
@@ -98,7 +100,9 @@ def _state_nbytes(found: FoundState) -> int:
 def _split_state(
     path: Path, state: Mapping[str, Any]
 ) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
-    """Returns the tensors of a state, and everything else.
+    """Returns the tensors of a state by name, and its other values by name.
+
+    Names that are tied to each other get the same `LazyTensor` object.
 
     Raises:
         CheckpointError: one of the tensors is of a kind that cannot be handled.
@@ -113,7 +117,9 @@ def _split_state(
             view = view_key(value)
             if view is None:
                 view = name  # a tensor without memory is tied to no other
-            tensors[name] = tensor_of_view.setdefault(view, TensorInMemory(value))
+            if view not in tensor_of_view:
+                tensor_of_view[view] = TensorInMemory(value)
+            tensors[name] = tensor_of_view[view]
         elif isinstance(value, LazyTensor):
             tensors[name] = value
         else:
@@ -125,6 +131,8 @@ def _check_tensor(path: Path, name: str, value: Tensor) -> None:
     """Raises CheckpointError for a tensor that cannot be stored, or claims far too much memory."""
     problem = why_unstorable(value)
     if problem is None:
+        # An expanded tensor has more elements than memory: `torch.zeros(1).expand(10**12)` in a
+        # small file would take terabytes when it is written out.
         storage_nbytes = value.untyped_storage().nbytes()
         if value.nbytes > storage_nbytes + MAX_EXPANSION_BYTES:
             problem = f"claims {value.nbytes} bytes and has {storage_nbytes}"
@@ -137,13 +145,17 @@ def _check_tensor(path: Path, name: str, value: Tensor) -> None:
 
 
 def tied_to(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
-    """Returns the first name of each tensor that has several, by its other names."""
+    """Returns, for each name that is tied to an earlier one, the first name of the same tensor.
+
+    If "a", "b" and "c" are names of one tensor: {"b": "a", "c": "a"}.
+    """
     first_name_of_id: dict[int, str] = {}
     tied_names = {}
     for name, tensor in tensors.items():
-        first_name = first_name_of_id.setdefault(id(tensor), name)
-        if first_name != name:
-            tied_names[name] = first_name
+        if id(tensor) in first_name_of_id:
+            tied_names[name] = first_name_of_id[id(tensor)]
+        else:
+            first_name_of_id[id(tensor)] = name
     return tied_names
 
 

@@ -43,10 +43,11 @@ class Converted:
     files: tuple[Path, ...]
     """The index comes first, if there is one."""
     num_tensors: int
+    """How many names of tensors there are."""
     num_cast: int
-    """How many of the tensors have another dtype now."""
+    """How many of these tensors have another dtype now."""
     num_renamed: int
-    """How many have another name."""
+    """How many tensors and extra values have another name now."""
 
 
 def convert(
@@ -58,7 +59,9 @@ def convert(
     add_prefix: str = "",
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Converted:
-    """Writes stored weights to a file whose ending says its form; in full or not at all.
+    """Writes stored weights to a file whose ending says its form.
+
+    If an error is raised, an existing file of that name is still as it was.
 
     Tied tensors are written under each of their names in safetensors, so that any reader finds
     them; in a torch file they are one tensor again if they are one in the source.
@@ -66,7 +69,8 @@ def convert(
     Args:
         contents: the contents of one model, from `open_contents`.
         out: ends in `.safetensors`, or in one of `TORCH_ENDINGS`.
-        dtype: of all tensors with fractions and at least 16 bits; None: as they are.
+        dtype: the new dtype of all tensors with fractions and at least 16 bits. None: tensors keep
+            their dtypes.
         remove_prefixes: are removed in this order; `_orig_mod.` also inside of a name.
         add_prefix: is put before every name.
         shard_bytes: larger safetensors are written to several files with an index.
@@ -108,16 +112,23 @@ def _write_torch(
     extra: Mapping[str, Any],
     dtype: torch.dtype | None,
 ) -> None:
-    """Writes a state with `torch.save`. Tied tensors stay tied."""
+    """Writes a state with `torch.save`. Tied names get one tensor, and so stay tied.
+
+    Args:
+        out: the file.
+        tensors: the tensors by their new names; tied names have the same object.
+        extra: the other values of the state by their new names.
+        dtype: as for `convert`.
+    """
     state: dict[str, Any] = {}
-    written: dict[int, Tensor] = {}
+    values_of_tensor: dict[int, Tensor] = {}  # by the id of the lazy tensor
     storages_in_use: set[int] = set()
     for name, lazy_tensor in tensors.items():
-        if id(lazy_tensor) not in written:
+        if id(lazy_tensor) not in values_of_tensor:
             values = cast(lazy_tensor.read(), dtype, name).contiguous()
             # torch.save would write the whole storage of a view.
-            written[id(lazy_tensor)] = with_own_storage(values, storages_in_use)
-        state[name] = written[id(lazy_tensor)]
+            values_of_tensor[id(lazy_tensor)] = with_own_storage(values, storages_in_use)
+        state[name] = values_of_tensor[id(lazy_tensor)]
     state.update(extra)
     with plain_errors("saving weights to", out):
         make_parent_folders(out)
@@ -130,10 +141,10 @@ def _write_torch(
 def _new_names(
     names: Sequence[str], remove_prefixes: Sequence[str], add_prefix: str
 ) -> dict[str, str]:
-    """Returns the new name of each name.
+    """Returns the new names by the old ones.
 
     Raises:
-        SettingError: no name has a prefix, or two names would become one.
+        SettingError: no name begins with one of the prefixes, or two names would become one.
     """
     new_names = {name: name for name in names}
     for prefix in remove_prefixes:
@@ -148,7 +159,8 @@ def _new_names(
         new_names = changed
     new_names = {name: add_prefix + new for name, new in new_names.items()}
     distinct = set(new_names.values())
-    if len(distinct) < len(new_names) or "" in distinct:
+    two_became_one = len(distinct) < len(new_names)
+    if two_became_one or "" in distinct:
         raise SettingError(
             f"the prefixes {', '.join(repr(prefix) for prefix in remove_prefixes)} to be removed",
             "two names would become one, or a name empty",
@@ -158,7 +170,9 @@ def _new_names(
 
 
 def _without_prefix(name: str, prefix: str) -> str:
-    if prefix == f"{COMPILED_CHILD_NAME}.":  # parts of a model may be compiled too
+    """Returns a name without a prefix, if it begins with it."""
+    if prefix == f"{COMPILED_CHILD_NAME}.":
+        # `torch.compile` of a part of a model adds it inside of names: "block._orig_mod.weight".
         return remove_parts(name, [COMPILED_CHILD_NAME])
     return name.removeprefix(prefix)
 
@@ -166,13 +180,15 @@ def _without_prefix(name: str, prefix: str) -> str:
 def _check_output(source: Source, out: Path) -> None:
     """Raises SettingError if the output cannot be written, or would overwrite what is read."""
     files_read = {path.resolve() for path in (source.path, *source.files)}
+    # Large weights are written to several files, and an index beside `out`.
+    index = index_of(out)
     if out.suffix not in (".safetensors", *TORCH_ENDINGS):
         raise SettingError(
             f"the output {out}",
             "its ending says nothing of the form to write",
             f"use .safetensors, or {', '.join(TORCH_ENDINGS)} for a torch file",
         )
-    if out.resolve() in files_read or index_of(out).resolve() in files_read:
+    if out.resolve() in files_read or index.resolve() in files_read:
         raise SettingError(
             f"the output {out}", "it is among the files that are read", "choose another name"
         )

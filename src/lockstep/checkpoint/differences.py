@@ -18,13 +18,14 @@ from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape
 from lockstep.wording import join_first
 
 OptionalShape = Shape | None
-"""None for what has no shape: extra state, and parameters that are lazy still."""
+"""None for values without a shape: those that are no tensors, and parameters of modules such as
+`nn.LazyLinear` that have not seen a batch yet."""
 
 MAX_ROWS_OF_A_KIND = 8
 MAX_NAMES_COMPARED = 2000
-"""The nearest name is looked for among so many."""
+"""The most similar name is looked for among this many names at most: it takes long."""
 MIN_SIMILARITY = 0.75
-"""How similar the nearest name must be, from 0 to 1."""
+"""How similar the nearest name must be, from 0 to 1 (see `difflib.get_close_matches`)."""
 
 
 def shape_of(value: object) -> OptionalShape:
@@ -37,7 +38,10 @@ def shape_of(value: object) -> OptionalShape:
 
 
 def describe_conflict(saved: object, own: object) -> str | None:
-    """Returns both shapes as a text if they differ, or None.
+    """Returns both shapes as a text if they differ: "[2, 8] in the file, [5, 8] in the model".
+
+    Returns:
+        None if the shapes are equal, or if one of the values has no shape.
 
     Args:
         saved: a tensor of a file.
@@ -52,9 +56,10 @@ def describe_conflict(saved: object, own: object) -> str | None:
 
 @dataclass(frozen=True)
 class Differences:
-    """The names and shapes of a saved state that do not fit a module. It is true if there are any.
+    """The names and shapes of a saved state that do not fit a module.
 
-    `str` of it has the number of names of each kind, and the first of them.
+    It is true if there are any. `str` of it has the number of names of each kind, and the first of
+    them.
     """
 
     missing: tuple[str, ...]
@@ -72,7 +77,7 @@ class Differences:
         return "; ".join(texts)
 
     def counted(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Returns the names of each kind, with a text such as "2 missing"."""
+        """Returns pairs ("2 missing", the missing names), for each kind that has any names."""
         counted = []
         for kind, names in (
             ("missing", self.missing),
@@ -85,7 +90,12 @@ class Differences:
 
 
 def find_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Differences:
-    """Compares a saved state with a module's own, both under plain names."""
+    """Compares the names and shapes of a saved state with those of a module's own state.
+
+    Args:
+        saved: the values of the saved state by plain names (without those that wrappers add).
+        own: the values of the module's state by plain names.
+    """
     mismatched = []
     for name in own:
         if name in saved:
@@ -129,6 +139,7 @@ def table_of_differences(
     rows += _rows_for_rest("unexpected", differences.unexpected)
 
     for description in differences.mismatched[:MAX_ROWS_OF_A_KIND]:
+        # "weight: [2, 8] in the file, [5, 8] in the model"
         name, _, shapes = description.partition(": ")
         rows.append(_Row("other shape", name, shapes))
     rows += _rows_for_rest("other shape", differences.mismatched)
@@ -141,7 +152,14 @@ def table_of_differences(
 def _shape_and_nearest(
     value: object, name: str, names_of_other_side: Sequence[str], where: str
 ) -> str:
-    """Returns the shape of a value and the most similar name of the other side, if there is one."""
+    """Returns a text such as "[2, 8]  nearest in the file: fc.weight".
+
+    Args:
+        value: whose shape is told, if it has one.
+        name: of the value, to which a similar name is looked for.
+        names_of_other_side: among which it is looked for.
+        where: "in the file" or "in the model", where these names are.
+    """
     shape = shape_of(value)
     text = "" if shape is None else str(list(shape))
     candidates = names_of_other_side[:MAX_NAMES_COMPARED]
@@ -152,7 +170,7 @@ def _shape_and_nearest(
 
 
 def _rows_for_rest(kind: str, names: Sequence[str]) -> list[_Row]:
-    """Returns a row that says how many names of a kind have no row, unless all have one."""
+    """Returns one row, "... and 3 more", if not all names of a kind have a row, else none."""
     num_left_out = len(names) - MAX_ROWS_OF_A_KIND
     if num_left_out <= 0:
         return []

@@ -93,7 +93,7 @@ class EncodedState(NamedTuple):
     """By the names that the tree uses. Contiguous CPU tensors that share no memory, with dtypes
     that every release of safetensors can store."""
     boxes: dict[str, Box]
-    """The places of those tensors that are shards."""
+    """For each of those tensors that is a shard, the region of the whole tensor that it fills."""
 
 
 def encode(
@@ -103,7 +103,7 @@ def encode(
     to_host: Callable[[Tensor], Tensor] | None = None,
     main: bool = True,
 ) -> EncodedState:
-    """Splits a state into a tree and tensors. Of DTensors it takes this rank's shards.
+    """Splits a state into a tree and tensors. Of a DTensor it takes this rank's shard.
 
     A tensor that is already contiguous, on the CPU and alone in its memory is not copied.
 
@@ -152,7 +152,11 @@ def decode(
 
 
 def tensor_places(tree: Tree) -> Iterator[Mapping[str, Any]]:
-    """Yields the objects of a tree that stand for tensors, in order; tied tensors repeatedly."""
+    """Yields the objects {"$tensor": ...} and {"$sharded": ...} of a tree, in its order.
+
+    An object that stands for tied tensors comes once for each of them.
+    """
+    # A stack, so that deeply nested trees need no recursion; its end is visited next.
     to_visit = [tree]
     while to_visit:
         value = to_visit.pop()
@@ -166,7 +170,10 @@ def tensor_places(tree: Tree) -> Iterator[Mapping[str, Any]]:
 
 
 def why_unstorable(value: Tensor) -> str | None:
-    """Returns why a tensor cannot be stored, as a text that follows on its name, or None."""
+    """Returns why a tensor cannot be stored, or None if it can.
+
+    The text follows on the tensor's name: "is a tensor on the meta device, which has no values".
+    """
     if torch.nn.parameter.is_lazy(value):
         return "is a parameter without a shape yet: run one batch through the model first"
     if type(value) not in {Tensor, torch.nn.Parameter}:
@@ -203,30 +210,43 @@ def with_own_storage(tensor: Tensor, storages_in_use: set[int]) -> Tensor:
 
 
 class _Encoder:
-    """The tensors found so far in one call of `encode`."""
+    """Encodes one state, and collects the tensors that it meets. Args: those of `encode`."""
 
     def __init__(self, inside: str, to_host: Callable[[Tensor], Tensor], main: bool) -> None:
         self.inside = inside
         self._to_host = to_host
         self._main = main
         self.tensors: dict[str, Tensor] = {}
+        """The stored tensors by name, as in `EncodedState`."""
         self.boxes: dict[str, Box] = {}
+        """As in `EncodedState`."""
         self._tree_of_view: dict[object, Tree] = {}
+        """The trees of the tensors so far, by `view_key`: tied tensors have the same key."""
         self._storages_in_use: set[int] = set()
+        """The addresses of the storages of `tensors`."""
         self._open_containers: set[int] = set()
         """The ids of the containers around the value that is being encoded."""
 
     def encode(self, value: Any, path: KeyPath) -> Tree:
-        """Returns the tree of a value."""
+        """Returns the tree of a value.
+
+        Args:
+            value: a part of the state.
+            path: the keys and positions that lead to the value.
+
+        Raises:
+            CheckpointError: the value cannot be stored.
+        """
         kind = type(value)
         if value is None or kind in {bool, int, str}:
             return value
         if kind is float:
             if math.isfinite(value):
                 return value
-            return {"$float": repr(value)}
+            return {"$float": repr(value)}  # JSON has no nan and inf
         if isinstance(value, Tensor):
             return self._encode_tensor(value, path)
+        # `kind is`, not `isinstance`: an instance of a subclass would lose its class.
         if kind is np.ndarray:
             return {"$array": self._encode_numpy(value, path)}
         if isinstance(value, np.generic):
@@ -257,7 +277,10 @@ class _Encoder:
             self._open_containers.discard(id(value))
 
     def _encode_dict(self, value: dict[Any, Any], path: KeyPath) -> Tree:
-        """Returns the tree of a dictionary of any class; its tag says which."""
+        """Returns the tree of a dict, Counter or OrderedDict; its tag says which.
+
+        A plain dict with text as keys needs no tag.
+        """
         pairs = []
         for key, item in value.items():
             if not _can_be_key(key):
@@ -277,22 +300,22 @@ class _Encoder:
         return {"$dict": pairs}
 
     def _encode_tensor(self, value: Any, path: KeyPath) -> Tree:
-        """Returns the tree of a tensor.
+        """Stores a tensor, or this rank's shard of a DTensor; returns the tree that stands for it.
 
-        Stores the tensor, or this rank's shard of a DTensor, unless a tied one is stored already.
+        If a tensor that it is tied to was stored before, returns the tree of that one.
         """
         is_dtensor = is_sharded(value)
         local = value.detach().to_local() if is_dtensor else value
         problem = why_unstorable(local)
         if problem is not None:
             raise self._error(path, problem)
-        # The region of the whole tensor that this rank has.
+        # The box is the region of the whole tensor that this rank has.
         if is_dtensor:
             box = Box(*local_box(value))
         else:
             box = Box(offsets=(0,) * value.dim(), sizes=tuple(value.shape))
         view = view_key(value)
-        if view in self._tree_of_view:  # it is tied to a tensor that is stored already
+        if view in self._tree_of_view:
             return self._tree_of_view[view]
         another_rank_stores_it = is_replicated_copy(value)
         is_whole = box.sizes == value.shape
@@ -324,7 +347,7 @@ class _Encoder:
         return self._add_tensor(tensor.contiguous(), path)
 
     def _add_tensor(self, tensor: Tensor, path: KeyPath) -> Tree:
-        """Stores a whole CPU tensor; returns its tree."""
+        """Stores a whole CPU tensor under the name of its path; returns its tree."""
         name = self._free_name(path)
         self._store(name, tensor)
         if tensor.dtype in DTYPES_STORED_AS_BYTES:
@@ -346,14 +369,22 @@ class _Encoder:
         return name
 
     def _store(self, name: str, tensor: Tensor) -> None:
-        """Adds a CPU tensor to `tensors`, without the memory that it shares with others."""
+        """Adds a CPU tensor to `tensors`; copies it if it shares its memory with another one.
+
+        Tensors whose dtypes not every release of safetensors can store are added as bytes.
+        """
         separate = with_own_storage(tensor, self._storages_in_use)
         if separate.dtype in DTYPES_STORED_AS_BYTES:
             separate = to_bytes(separate)
         self.tensors[name] = separate
 
     def _error(self, path: KeyPath, problem: str) -> CheckpointError:
-        """Returns the error of a value that cannot be stored, with its place as in Python code."""
+        """Returns the error for a value that cannot be stored.
+
+        Args:
+            path: the place of the value; ("state", 0, "exp_avg") is "state[0].exp_avg" in the text.
+            problem: follows on the place, such as "contains itself".
+        """
         place = self.inside
         for part in path:
             if type(part) is str and _is_dotted_name(part):
@@ -368,6 +399,7 @@ class _Encoder:
 
 
 def _is_dotted_name(text: str) -> bool:
+    """Returns True for a text that can stand after a dot in Python code: "fc" or "fc.weight"."""
     return all(word.isidentifier() for word in text.split("."))
 
 
@@ -379,13 +411,14 @@ def _can_be_key(key: object) -> bool:
 
 
 class _Decoder:
-    """The tensors of one call of `decode`."""
+    """Decodes one tree, with the tensors that it names. Args: those of `decode`."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor | LazyTensor], find_shards: FindShards | None
     ) -> None:
         self._tensors = tensors
         self._find_shards = find_shards
+        # Both by name. A tree names a tensor repeatedly if it is tied; it must be one object again.
         self._sharded_tensors: dict[str, TensorInShards] = {}
         self._tensors_from_bytes: dict[str, Tensor | LazyTensor] = {}
 
@@ -396,7 +429,7 @@ class _Decoder:
         if not isinstance(tree, dict):
             return tree
         tags = [key for key in tree if key.startswith("$")]
-        if not tags:  # a dictionary whose keys are text
+        if not tags:  # a plain dictionary
             return {key: self.decode(item) for key, item in tree.items()}
         return self._decode_tagged(tags[0], tree)
 
@@ -413,7 +446,7 @@ class _Decoder:
             case "$array":
                 return self._decode_numpy(content)
             case "$scalar":
-                return self._decode_numpy(content)[()]
+                return self._decode_numpy(content)[()]  # a number of numpy, not an array
             case "$dtype":
                 return DTYPE_OF_NAME[content]
             case "$device":
@@ -471,15 +504,19 @@ class _Decoder:
         return self._sharded_tensors[name]
 
     def _decode_numpy(self, tree: Any) -> Any:
+        """Returns the array that was stored as the tensor of this tree."""
         tensor = self.decode(tree)
         if isinstance(tensor, LazyTensor):
             return tensor.read().numpy()
-        return tensor.numpy().copy()  # a mapped file may be removed later
+        return tensor.numpy().copy()  # the tensor may be mapped from a file that is removed later
 
     def _decode_pairs(self, pairs: Iterable[Any]) -> list[tuple[Any, Any]]:
         return [(self.decode(key), self.decode(value)) for key, value in pairs]
 
     def _decode_ordered_dict(self, tree: Any) -> OrderedDict[Any, Any]:
+        """Returns the dictionary of {"$ordered": pairs, "metadata": ...}, which may be a
+        module's state: then it has the versions of the modules as its metadata.
+        """
         state = OrderedDict(self._decode_pairs(tree["$ordered"]))
         if "metadata" in tree:
             set_state_dict_metadata(state, self.decode(tree["metadata"]))

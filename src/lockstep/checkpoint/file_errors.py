@@ -23,7 +23,9 @@ class FileProblem(NamedTuple):
 
     error_numbers: frozenset[int]
     found: str
+    """The problem, for users."""
     advice: str
+    """What to do about it."""
 
 
 FILE_PROBLEMS = (
@@ -81,7 +83,7 @@ def plain_errors(action: str, path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         found = str(error)
-        advice = "see the cause above"
+        advice = "see the cause above"  # Python prints it first, since it is raised `from` that
         for problem in FILE_PROBLEMS:
             if getattr(error, "errno", None) in problem.error_numbers:
                 found = f"{problem.found} ({error})"

@@ -36,7 +36,10 @@ class FolderView:
         return asdict(self)
 
     def describe_problems(self) -> str:
-        """Returns the end of a sentence about the checkpoints passed over and the other writer."""
+        """Returns a text that can be put at the end of a sentence; "" if there are no problems.
+
+        Such as "; passed over: step-000000020 (incomplete); another run writes into this folder".
+        """
         text = ""
         if self.passed_over:
             passed = ", ".join(f"{name} ({why})" for name, why in self.passed_over.items())
@@ -47,7 +50,9 @@ class FolderView:
 
 
 def find_latest_sound(folder: Path) -> FolderView:
-    """Returns the latest sound checkpoint of a folder; reads the checkpoints for that.
+    """Returns the latest sound checkpoint of a folder, and why later ones were passed over.
+
+    Reads all files of the checkpoints down to that one, to compare their checksums.
 
     Raises:
         CheckpointError: `folder` is a file or cannot be read.
@@ -69,7 +74,7 @@ def find_latest_sound(folder: Path) -> FolderView:
 
 
 def find_latest_complete(folder: Path) -> FolderView:
-    """Returns the latest complete checkpoint of a folder; reads the manifests alone.
+    """Returns the latest complete checkpoint of a folder; reads only manifests.
 
     Raises:
         CheckpointError: `folder` is a file or cannot be read.
@@ -92,13 +97,14 @@ def check_views(folder: Path, views: Sequence[FolderView]) -> None:
     """
     chosen = views[0]
     if chosen.name is not None:
-        return
+        return  # whether this rank sees the same one is checked by `read_manifest_of`
     if chosen.passed_over:
         raise CheckpointError(
             f"resuming from {folder}",
             f"none of its checkpoints is sound{chosen.describe_problems()}",
             f"see `lockstep checkpoint repair {folder}`; to begin anew, choose another folder",
         )
+    # Rank 0 sees no checkpoint at all, so the run would begin anew.
     ranks = [str(rank) for rank, view in enumerate(views) if view.name]
     if ranks:
         raise CheckpointError(

@@ -18,7 +18,7 @@ from lockstep.checkpoint.sharding import storage_addresses
 
 
 class HostCopies:
-    """Copies tensors to host memory: `begin`, then `copy` for each tensor, then `finish`.
+    """Copies tensors to host memory. A save calls `begin`, `copy` for each tensor, then `finish`.
 
     The n-th copy of a save uses the memory of the n-th copy of the save before, if it fits.
     """
@@ -27,6 +27,7 @@ class HostCopies:
         self._buffers: dict[int, Tensor] = {}
         """The memory of each copy, by the number of the copy."""
         self._next_number = 0
+        """The number of the next copy of this save, from 0."""
         self._addresses_in_use: set[int] = set()
         """The addresses of the storages that the training goes on to change."""
         self._copying_gpus: set[torch.device] = set()
@@ -55,8 +56,9 @@ class HostCopies:
                 # It was made for the checkpoint alone, so nobody changes it.
                 return on_cpu(value)
         buffer = self._buffers.pop(self._next_number, None)
-        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-            buffer = None  # its memory is freed before new memory is asked for
+        fits = buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype
+        if buffer is None or not fits:
+            buffer = None  # frees its memory before new memory is asked for
             pinned = value.is_cuda and value.numel() > 0
             buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
         self._buffers[self._next_number] = buffer
@@ -66,7 +68,7 @@ class HostCopies:
         return buffer.copy_(value.detach(), non_blocking=value.is_cuda)
 
     def finish(self) -> None:
-        """Returns when all copies are complete. Memory that was not used again is freed."""
+        """Waits until all copies are complete, and frees memory that this save has not used."""
         for gpu in self._copying_gpus:
             torch.cuda.current_stream(gpu).synchronize()
         self._copying_gpus.clear()

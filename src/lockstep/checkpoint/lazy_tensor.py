@@ -23,7 +23,7 @@ MAX_EXTENT = 2**62
 
 
 def as_shape(value: Any) -> Shape:
-    """Returns numbers that a file gives as a tensor's shape, or as its offsets, as a tuple.
+    """Returns a list of numbers from a file, a tensor's shape or its offsets, as a tuple.
 
     Raises:
         ValueError: `value` is not a list of numbers that a tensor could have.
@@ -35,6 +35,7 @@ def as_shape(value: Any) -> Shape:
 
 
 def _is_extent(item: Any) -> bool:
+    """Returns True for a number that may be a tensor's size in one dimension."""
     return type(item) is int and 0 <= item < MAX_EXTENT
 
 
@@ -76,7 +77,7 @@ class LazyTensor:
         Raises:
             ValueError: such a tensor would have another number of bytes.
         """
-        dataclass_instance: Any = self
+        dataclass_instance: Any = self  # as all subclasses are that can be viewed
         view = cast(LazyTensor, replace(dataclass_instance, dtype=dtype, shape=shape))
         if view.nbytes != self.nbytes:
             raise ValueError(f"{self.nbytes} bytes for a tensor of {dtype} and shape {list(shape)}")

@@ -56,7 +56,7 @@ def is_replicated_copy(tensor: Any) -> bool:
 
 
 def keep_dtensors_only(state: Any) -> Any:
-    """Returns a state with None in place of everything but DTensors."""
+    """Returns a state with None in place of everything that is not a DTensor."""
     return map_leaves(lambda leaf: leaf if is_sharded(leaf) else None, state)
 
 
@@ -74,12 +74,13 @@ def entries_to_store(
         rank: this rank.
 
     Returns:
-        The state. Entries that other ranks store are None in the state of a module, and left out of
-        the state of an optimizer.
+        A state of the same form. Entries that other ranks store are None in the state of a module,
+        and left out of the state of an optimizer.
     """
     key_sets = [None if keys is None else frozenset(keys) for keys in keys_of_ranks]
 
     def is_stored_here(key: int | str) -> bool:
+        """Returns True if this rank is the first that has the entry."""
         for other_rank, keys in enumerate(key_sets):
             if keys is None or key in keys:
                 return other_rank == rank
@@ -105,7 +106,8 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
         state: as `optimizer.state_dict()` returned it. Its tensors may be in shards.
         optimizer: will load the state.
     """
-    # If the optimizer has other groups than the saved one, loading the state raises the error.
+    # A saved state has numbers in place of parameters. `zip` is not strict: if the optimizer has
+    # other groups than the saved one, the user gets the error of `load_state_dict` later.
     parameter_of_number: dict[int, Tensor] = {}
     for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=False):
         for number, parameter in zip(saved_group["params"], group["params"], strict=False):
@@ -122,7 +124,8 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
 def copy_to_memory(state: Any) -> Any:
     """Returns a copy of a state that was read from a file which may be removed later.
 
-    Tensors in shards are joined. Equal objects stay equal: tied tensors are copied once.
+    Tensors in shards are joined. A tied tensor, which the state has in several places, is copied
+    once and stays tied.
     """
     copy_of_leaf: dict[int, Any] = {}
 
@@ -158,12 +161,14 @@ def reshard(value: Any, like: Any) -> Any:
         return like
     if not isinstance(value, Tensor | TensorInShards):
         return value
+    # A tensor of another shape, such as an optimizer's step counter, is not sharded like its
+    # parameter.
     is_for_shards = is_sharded(like) and tuple(value.shape) == tuple(like.shape)
     if not is_for_shards:
         if isinstance(value, TensorInShards):
             return value.read()
         return value
-    # Whoever made `like` has imported this already, so it takes no time here.
+    # Not imported at the top, because the import is slow; whoever made `like` has done it already.
     from torch.distributed.tensor import DTensor
 
     offsets, sizes = local_box(like)
@@ -184,12 +189,13 @@ def reshard(value: Any, like: Any) -> Any:
 
 
 def storage_addresses(tree: Any) -> set[int]:
-    """Returns where the storages of the tensors in a pytree begin in memory.
+    """Returns the addresses in memory of the storages of all tensors in a pytree.
 
     For a DTensor it is the storage of this rank's shard.
     """
     addresses = set()
     for tensor in tensors(tree):
+        # Sparse tensors and parameters without a shape yet have no storage.
         if tensor.layout is torch.strided and not is_lazy(tensor):
             addresses.add(own_part(tensor).untyped_storage().data_ptr())
     return addresses

@@ -62,15 +62,16 @@ class TensorInShards(LazyTensor):
         """
         for shard in self.shards:
             if shard.offsets == offsets and shard.sizes == sizes:
-                return shard.values.read()
+                return shard.values.read()  # the usual case: as many ranks as when it was saved
         result = torch.empty(sizes, dtype=self.dtype)
         for shard in self.shards:
             common = intersect(Box(offsets, sizes), Box(shard.offsets, shard.sizes))
             if common is None:
                 continue
+            # Where the common region is in the result, and where it is in the shard.
             in_result = slices_of(common, offsets)
             in_shard = slices_of(common, shard.offsets)
-            # Only the rows (of the first dimension) that are needed are read.
+            # A shard is read in rows of its first dimension, and only those that are needed.
             rows, *other_slices = in_shard
             row_shape = shard.sizes[1:]
             row_numel = math.prod(row_shape)
@@ -90,16 +91,16 @@ class TensorInShards(LazyTensor):
             return torch.empty(0, dtype=self.dtype)
         if len(self.shards) == 1:
             return self.shards[0].values.read_range(begin, end)
-        # `read_box` reads whole rows, of the first dimension.
+        # Read the box of all rows, of the first dimension, that have some of these elements.
         row_shape = self.shape[1:]
         row_numel = math.prod(row_shape)
         first_row = begin // row_numel
         last_row = (end - 1) // row_numel
         offsets = (first_row, *(0 for _ in row_shape))
         sizes = (last_row + 1 - first_row, *row_shape)
-        rows = self.read_box(offsets, sizes).reshape(-1)
-        numel_before = first_row * row_numel
-        return rows[begin - numel_before : end - numel_before]
+        elements = self.read_box(offsets, sizes).reshape(-1)
+        numel_before = first_row * row_numel  # elements of the whole tensor before those read
+        return elements[begin - numel_before : end - numel_before]
 
     def check(self) -> None:
         """Checks every shard without reading its values.
@@ -127,7 +128,12 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def slices_of(box: Box, origin: Shape) -> tuple[slice, ...]:
-    """Returns the slices that select a box in a tensor that begins at the offsets `origin`."""
+    """Returns the slices, one for each dimension, that select a box in a part of its tensor.
+
+    Args:
+        box: a region, with offsets in the whole tensor.
+        origin: the offsets of the part in the whole tensor.
+    """
     slices = []
     for offset, size, start in zip(box.offsets, box.sizes, origin, strict=True):
         slices.append(slice(offset - start, offset - start + size))
@@ -156,7 +162,7 @@ def join_shards(
 
 
 def is_inside(shard: Shard, shape: Shape) -> bool:
-    """Returns True if a shard is a region of a tensor of this shape."""
+    """Returns True if a shard has the dimensions of this shape, and does not reach beyond it."""
     if len(shard.offsets) != len(shape) or len(shard.sizes) != len(shape):
         return False
     for offset, size, extent in zip(shard.offsets, shard.sizes, shape, strict=True):
@@ -178,7 +184,8 @@ def any_overlap(shards: list[Shard]) -> bool:
     num_compared = 0
     for number, shard in enumerate(shards):
         for later in shards[number + 1 :]:
-            # The offsets are sorted: from here on all shards begin in rows behind this one's last.
+            # The offsets are sorted: from here on all shards begin in rows after this one's last.
+            # (A shard without dimensions has no rows.)
             if shard.offsets and later.offsets[0] >= shard.offsets[0] + shard.sizes[0]:
                 break
             num_compared += 1

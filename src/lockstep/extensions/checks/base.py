@@ -1,4 +1,4 @@
-"""The base of a check: an extension that raises an error where a training goes wrong."""
+"""The base class of checks: extensions that raise an error or warn if a training goes wrong."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lockstep.strategies.base import PreparedModule
 
 
 class Check(Extension):
-    """Looks at a training in every run, changes nothing, and raises where it goes wrong.
+    """Looks at a training in every run and changes nothing.
 
     Args:
         run: of this process.
         precision: of the forward passes and the loss.
-        wrapped: all that `world.prepare` has wrapped; the collection may still grow.
+        wrapped: all modules that `world.prepare` has wrapped; the collection may still grow.
     """
 
     def __init__(

@@ -1,4 +1,8 @@
-"""Was every sample of an epoch's plan trained once? The loaders count; here the ranks compare."""
+"""Checks that every sample of an epoch is trained exactly once over all ranks.
+
+Each prepared loader counts the samples that it hands out on this rank. This check has the ranks
+compare their counts.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,14 @@ from lockstep.extensions.checks.base import Check
 
 
 class CoverageCheck(Check):
-    """Compares what the loaders have handed out, after the step in which that is due."""
+    """Compares what the loaders of all ranks have handed out."""
 
     def global_batch_trained(self) -> None:
-        """Raises DataError or RanksDifferError; see `lockstep.batch.coverage`."""
+        """Compares the counts of the loaders for which that is due after this optimizer step.
+
+        Raises:
+            DataError: samples were trained twice or left out.
+            RanksDifferError: the ranks have gone through their loaders differently.
+        """
         for loader in self.run.loaders:
             loader.coverage.settle(self.run.collectives)

@@ -33,43 +33,56 @@ class LoaderPasses(NamedTuple):
 
 
 class EvaluationPassesCheck(Check):
-    """Compares how often the ranks have gone through each prepared loader."""
+    """Compares how often the ranks have gone through each prepared loader.
+
+    The three methods with `history` or `histories` in their names are called by the collectives of
+    the run (`distributed.collectives.RankHistory`).
+    """
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
         self._compared: list[LoaderPasses] = []
-        """This rank's passes when they were last compared in detail."""
+        """This rank's passes over each loader when they were last compared in detail."""
         self._has_warned = False
         if not run.collectives.single_process:
             run.collectives.rank_histories.append(self)
 
     def history_digest(self) -> list[tuple[int, int]]:
-        """Returns the passes since the latest detailed comparison: begun and evaluated."""
+        """Returns the numbers of passes since the latest detailed comparison, for each loader.
+
+        They are pairs (begun, evaluated), as in `LoaderPasses`. If they differ between ranks, the
+        collectives call `history_details` and `compare_histories`.
+        """
         if self._has_warned:
-            return []
+            return []  # the same on all ranks, so that nothing is compared any more
         passes_since: list[tuple[int, int]] = []
         for index, passes in enumerate(self._passes()):
             begun = passes.begun
             evaluated = passes.evaluated
-            if index < len(self._compared):
+            if index < len(self._compared):  # else the loader was prepared after the comparison
                 begun -= self._compared[index].begun
                 evaluated -= self._compared[index].evaluated
             passes_since.append((begun, evaluated))
         return passes_since
 
     def history_details(self) -> list[LoaderPasses]:
-        """Returns all passes of this rank."""
+        """Returns what this rank has done with each loader since the run began."""
         return self._passes()
 
     def compare_histories(self, details_of_ranks: Sequence[Any]) -> None:
-        """Compares the passes of all ranks."""
+        """Warns if only some ranks have evaluated over a loader.
+
+        Args:
+            details_of_ranks: for each rank, what `history_details` has returned, read from JSON.
+        """
         self._compared = self._passes()
         self._compare(details_of_ranks)
 
     def close(self, failed: bool) -> None:
-        """Compares passes after the last collective. The last rank that comes here does it.
+        """Compares the passes after the last collective of the run.
 
-        No rank waits: one may evaluate for an hour after the others have ended.
+        Each rank writes its passes to the store of the run. The rank that is the last to do so
+        compares them. So no rank waits for another, which may still evaluate for an hour.
         """
         if self.run.collectives.single_process or failed or self.run.joined is None:
             return
@@ -77,42 +90,57 @@ class EvaluationPassesCheck(Check):
         texts: list[bytes] = []
         with store_at_end(self.run.joined) as store:
             store.set(f"passes/{topology.rank}", json.dumps(self._passes()))
-            num_ranks_here = store.add("passes", 1)
-            if num_ranks_here == topology.size:
+            num_ranks_at_end = store.add("passes", 1)
+            if num_ranks_at_end == topology.size:
                 texts = [store.get(f"passes/{rank}") for rank in range(topology.size)]
-        if texts:
+        if texts:  # empty unless this rank is the last
             self._compare([json.loads(text) for text in texts], on_this_rank=True)
 
     def _passes(self) -> list[LoaderPasses]:
-        """Returns the passes of this rank over each loader."""
+        """Returns what this rank has done with each prepared loader, in the order of the loaders.
+
+        All ranks prepare the same loaders in the same order.
+        """
         return [
             LoaderPasses(loader.passes_begun, loader.evaluated, loader.evaluated_at)
             for loader in self.run.loaders
         ]
 
     def _compare(self, passes_of_ranks: Sequence[Any], *, on_this_rank: bool = False) -> None:
-        """Warns if some ranks have evaluated over a loader that other ranks have not iterated.
+        """Warns, once in a run, if some ranks have evaluated over a loader more than others.
 
         Args:
-            passes_of_ranks: of each rank, the passes over each loader.
+            passes_of_ranks: for each rank and each loader, the fields of `LoaderPasses` in a list.
             on_this_rank: warn on this rank instead of rank 0.
         """
         if self._has_warned or not passes_of_ranks:
             return
-        num_loaders = min(len(passes_of_rank) for passes_of_rank in passes_of_ranks)
+        # A rank that is late may not have prepared its last loaders yet.
+        num_loaders = min(len(passes_of_loaders) for passes_of_loaders in passes_of_ranks)
         for index in range(num_loaders):
-            passes = [LoaderPasses(*passes_of_rank[index]) for passes_of_rank in passes_of_ranks]
-            ranks: list[int] = []
+            # What each rank has done with this loader, in the order of the ranks.
+            passes = [
+                LoaderPasses(*passes_of_loaders[index]) for passes_of_loaders in passes_of_ranks
+            ]
+            evaluating_ranks: list[int] = []
             for rank, passes_of_rank in enumerate(passes):
                 if _has_evaluated_more(passes_of_rank, passes):
-                    ranks.append(rank)
-            if ranks:
+                    evaluating_ranks.append(rank)
+            if evaluating_ranks:
                 self._has_warned = True
-                self._warn(ranks, passes[ranks[0]].evaluated_at, on_this_rank)
+                evaluated_at = passes[evaluating_ranks[0]].evaluated_at
+                self._warn(evaluating_ranks, evaluated_at, on_this_rank)
                 return
 
     def _warn(self, ranks: list[int], evaluated_at: Any, on_this_rank: bool) -> None:
-        """Warns that only these ranks have evaluated, at this line of the script."""
+        """Warns that only these ranks have evaluated.
+
+        Args:
+            ranks: that have evaluated.
+            evaluated_at: the file and line of the script that began it, in a list because it was
+                read from JSON; None if not known.
+            on_this_rank: warn on this rank instead of rank 0.
+        """
         location: Location | None = None
         line = ""
         if evaluated_at is not None:
@@ -132,8 +160,12 @@ class EvaluationPassesCheck(Check):
 def _has_evaluated_more(passes: LoaderPasses, passes_of_ranks: Sequence[LoaderPasses]) -> bool:
     """Returns True if a rank has completed an evaluation that another rank has not even begun.
 
-    Passes that are left early are no sign by themselves: a rank may look at the first batch, or
-    leave an evaluation before the others do.
+    That some rank has evaluated more is not enough: the other may have left the same evaluation
+    early. That it has begun more passes is not enough either: it may have looked at a first batch.
+
+    Args:
+        passes: of the rank in question.
+        passes_of_ranks: of all ranks, over the same loader.
     """
     for other in passes_of_ranks:
         if passes.evaluated > other.evaluated and passes.begun > other.begun:

@@ -1,7 +1,9 @@
-"""The gradients as a backward pass has left them: has anybody written to them since?
+"""Raises an error if the script writes to gradients while that gives other results.
 
-In the middle of a global batch, and under a loss scaler, they are not yet what the step will use.
-Clipping or unscaling them there gives other numbers than on a whole batch, and nothing shows it.
+Between the micro-batches of a global batch the gradients are only partial sums, and under a loss
+scaler (fp16) they are multiplied by its scale until the optimizer steps. Clipping them there gives
+other numbers than clipping the gradient of the whole batch, and nothing shows it. So the check
+remembers which gradients a backward pass has left, and how often each was written to.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.distributed.torch_compat import write_counts
@@ -18,39 +20,48 @@ from lockstep.extensions.checks.base import Check
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import parameters_of
 
+GradientRecord = tuple[nn.Parameter, int, int]
+"""A parameter, the id of its gradient, and how often that gradient had been written to in place."""
+
 
 class GradientVersionCheck(Check):
-    """Remembers what the last backward pass has left."""
+    """Compares gradients with what the latest backward pass has left in them."""
 
     _num_backwards = 0
-    """Backward passes of the present micro-batch."""
-    _marks: Sequence[tuple[nn.Parameter, int, int]] = ()
-    """For each gradient its parameter, its id, and how often it was written to."""
+    """Backward passes of the current micro-batch."""
+    _records: Sequence[GradientRecord] = ()
+    """The gradients as the latest backward pass has left them."""
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """No backward pass has followed yet."""
+        """Begins to count the backward passes of a micro-batch."""
         self._num_backwards = 0
 
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """The gradients wait, for further micro-batches or for the loss scaler."""
+        """Records the gradients, if they are not yet those that the optimizer will use."""
         self._num_backwards += 1
-        if not self.run.step.micro_batch.closes or self.precision.scaler is not None:
-            parameters, gradients = [], []
-            for wrapped in self.wrapped:
-                if wrapped.gradients_after_backward:  # they are written after it, too
-                    continue
-                for parameter in wrapped.module.parameters():
-                    if parameter.grad is not None:
-                        parameters.append(parameter)
-                        gradients.append(parameter.grad)
-            ids = map(id, gradients)
-            self._marks = list(zip(parameters, ids, write_counts(gradients), strict=True))
+        more_will_be_added = not self.run.step.micro_batch.closes
+        are_scaled = self.precision.scaler is not None
+        if not more_will_be_added and not are_scaled:
+            return
+        parameters: list[nn.Parameter] = []
+        gradients: list[Tensor] = []
+        for wrapped in self.wrapped:
+            if wrapped.gradients_after_backward:
+                continue  # the strategy itself still writes to them
+            for parameter in wrapped.module.parameters():
+                if parameter.grad is not None:
+                    parameters.append(parameter)
+                    gradients.append(parameter.grad)
+        gradient_ids = map(id, gradients)
+        self._records = list(zip(parameters, gradient_ids, write_counts(gradients), strict=True))
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Raises UsageError where the gradients of earlier micro-batches were written to."""
-        if self.run.step.micro_batch.opens or self._num_backwards:
-            return
-        if any(map(_changed, self._marks)):
+        """Raises UsageError if the gradients of earlier micro-batches were written to."""
+        if self.run.step.micro_batch.opens:
+            return  # no earlier micro-batch has left gradients for this optimizer step
+        if self._num_backwards > 0:
+            return  # compared before the first backward pass of this micro-batch
+        if any(_was_written_to(record) for record in self._records):
             raise UsageError(
                 "gradients that are written to between the micro-batches of a global batch",
                 "they are those of a part of it; clipped there, by torch's clip_grad_norm_ say, "
@@ -61,25 +72,32 @@ class GradientVersionCheck(Check):
             )
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Raises UsageError where gradients that are still scaled were written to."""
+        """Raises UsageError if gradients of this optimizer are still scaled and were written to."""
         if not self.precision.scales(optimizer):
             return
-        stepped = set(map(id, parameters_of(optimizer)))
-        if any(_changed(mark) for mark in self._marks if id(mark[0]) in stepped):
-            raise UsageError(
-                "gradients that are written to before optimizer.step() under precision='fp16'",
-                "they are still multiplied by the scale of the loss, so that clip_grad_norm_ of "
-                "torch clips nearly all of them away",
-                "use world.clip_grad_norm_(model, max_norm); after it (max_norm=math.inf clips "
-                "nothing) they have their true size and may be changed",
-                code="LS406",
-            )
+        stepped_ids = {id(parameter) for parameter in parameters_of(optimizer)}
+        for record in self._records:
+            parameter = record[0]
+            if id(parameter) in stepped_ids and _was_written_to(record):
+                raise UsageError(
+                    "gradients that are written to before optimizer.step() under precision='fp16'",
+                    "they are still multiplied by the scale of the loss, so that clip_grad_norm_ "
+                    "of torch clips nearly all of them away",
+                    "use world.clip_grad_norm_(model, max_norm); after it (max_norm=math.inf clips "
+                    "nothing) they have their true size and may be changed",
+                    code="LS406",
+                )
 
 
-def _changed(mark: tuple[nn.Parameter, int, int]) -> bool:
-    """Whether the parameter has another gradient now; one that was cleared has not."""
-    parameter, gradient_id, write_count = mark
+def _was_written_to(record: GradientRecord) -> bool:
+    """Returns True if a gradient was replaced or changed in place since it was recorded.
+
+    A gradient that was cleared (`zero_grad`) counts as untouched: the script has dropped it.
+    """
+    parameter, recorded_id, recorded_write_count = record
     gradient = parameter.grad
     if gradient is None:
         return False
-    return id(gradient) != gradient_id or write_counts([gradient]) != [write_count]
+    if id(gradient) != recorded_id:
+        return True
+    return write_counts([gradient]) != [recorded_write_count]

@@ -1,9 +1,14 @@
-"""Can this loss be trained on? Asked before every backward pass, without stalling a GPU."""
+"""Raises an error for losses that cannot be trained on.
+
+`World.backward` asks this check before and after every backward pass. Whether a loss on a GPU is
+NaN is copied to the host in the background and looked at one step later, because reading it at once
+would make the host wait for the GPU.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,15 +19,27 @@ from lockstep.extensions.checks.base import Check
 from lockstep.session.micro_batch import MicroBatch
 
 
-class LossCheck(Check):
-    """Checks losses; on CUDA a NaN is reported one step late, because reading it would wait."""
+class PendingLoss(NamedTuple):
+    """A loss on a GPU that was not looked at yet."""
 
-    _pending: tuple[Tensor, torch.cuda.Event, int] | None = None
-    """Whether a loss is NaN, when that has come from the GPU, and the step it is of."""
+    is_nan: Tensor
+    """A bool of shape `()` on the host. Valid once it has been copied from the GPU."""
+    copied: torch.cuda.Event
+    """Is reached when it has been copied."""
+    step_number: int
+    """The optimizer step that the loss belongs to, from 1."""
+
+
+class LossCheck(Check):
+    """Checks losses; on CUDA a NaN is reported one step late."""
+
+    _pending: PendingLoss | None = None
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Raises UsageError unless `loss` is a scalar tensor with a gradient and not NaN."""
-        if not self.run.collectives.contributes:  # the loss is made of nothing, and is not used
+        if not self.run.collectives.contributes:
+            # In a pipeline only the last stage has the model's output. On the other ranks the
+            # script computes its loss from a placeholder, and the loss is not used.
             return
         if not isinstance(loss, Tensor):
             raise UsageError(
@@ -47,34 +64,39 @@ class LossCheck(Check):
         if micro_batch.scale == 0.0:
             return
         if loss.is_cuda:
-            self._look_back(loss)
+            self._look_later(loss)
             return
         value = loss.item()
-        if value != value:  # NaN alone; asked of the number, which is faster than of the tensor
-            self._complain(self.run.step.number + 1)
+        if value != value:  # only NaN differs from itself; faster than `loss.isnan()`
+            self._raise_nan(self.run.step.number + 1)
 
     def after_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Raises UsageError where a loss of weight 0 has made gradients NaN."""
-        present = micro_batch
-        if present.scale != 0.0 or not self.run.collectives.contributes:
+        """Raises UsageError if a NaN loss of weight 0 has made gradients NaN.
+
+        Such a loss is multiplied by 0 before the backward pass, but 0 * NaN is NaN.
+        """
+        if micro_batch.scale != 0.0 or not self.run.collectives.contributes:
             return
-        if self.precision.scaler is not None and not present.local_rows:
-            return  # it sees to what is not finite on any rank
-        if loss.isfinite().item() or not any(bool(g.isnan().any()) for g in self._gradients()):
+        if self.precision.scaler is not None and not micro_batch.local_rows:
+            return  # the loss scaler skips the step if gradients of any rank are not finite
+        if loss.isfinite().item():
             return
-        if present.left_out and not present.local_rows:
+        if not any(bool(gradient.isnan().any()) for gradient in self._gradients()):
+            return  # the script's own arithmetic has kept the NaN from the parameters
+        if micro_batch.left_out and not micro_batch.local_rows:
             raise UsageError(
                 "world.backward(loss) of a batch without rows",
-                f"the collate function left out all {present.left_out} samples of this rank's "
+                f"the collate function left out all {micro_batch.left_out} samples of this rank's "
                 "part: the mean over nothing is NaN, and so are the gradients of parameters that "
                 "it is multiplied with",
                 "divide a sum by the number of rows, at least 1: .sum() / max(1, len(x))",
             )
-        if not present.local_rows:
+        if not micro_batch.local_rows:
             raise UsageError(
                 "world.backward(loss) on a rank without samples",
-                f"it has none of the {present.global_samples} samples of this batch: the mean over "
-                "nothing is NaN, and so are the gradients of parameters that it is multiplied with",
+                f"it has none of the {micro_batch.global_samples} samples of this batch: the mean "
+                "over nothing is NaN, and so are the gradients of parameters that it is multiplied "
+                "with",
                 "divide a sum by the number of samples, at least 1: .sum() / max(1, len(x)); or "
                 "leave short batches out with drop_last=True",
             )
@@ -85,37 +107,48 @@ class LossCheck(Check):
         )
 
     def _gradients(self) -> Iterator[Tensor]:
-        """What backward passes have left on this rank, in whatever form."""
+        """Yields the gradients on this rank; of a sharded one (DTensor) this rank's part."""
         for wrapped in self.wrapped:
             for parameter in (*wrapped.module.parameters(), *wrapped.unsharded_parameters):
                 if parameter.grad is not None:
-                    # Of a shard this rank's part: what asks a DTensor waits for other ranks.
+                    # `isnan().any()` of a whole DTensor would wait for other ranks.
                     yield own_part(parameter.grad)
 
     def settle(self) -> None:
-        """Waits for the last loss; raises UsageError where it was NaN."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            flag, copied, number = pending
-            copied.synchronize()
-            if flag.item():
-                self._complain(number)
+        """Waits until the pending loss has arrived, and raises UsageError if it is NaN."""
+        pending = self._pending
+        self._pending = None
+        if pending is None:
+            return
+        is_nan, copied, step_number = pending
+        copied.synchronize()
+        if is_nan.item():
+            self._raise_nan(step_number)
 
-    def _look_back(self, loss: Tensor) -> None:
-        if self._pending is not None and not self._pending[1].query():  # type: ignore[no-untyped-call]
-            return  # still on its way: look at it another time rather than wait
+    def _look_later(self, loss: Tensor) -> None:
+        """Looks at the pending loss and makes this one pending.
+
+        If the pending one has not arrived yet, this one is not looked at at all, rather than that
+        the host waits: a NaN loss makes the parameters NaN, and then all later losses.
+
+        Raises:
+            UsageError: the pending loss is NaN.
+        """
+        pending = self._pending
+        if pending is not None and not pending.copied.query():  # type: ignore[no-untyped-call]
+            return
         self.settle()
-        flag = torch.empty((), dtype=torch.bool, pin_memory=True)
-        flag.copy_(loss.detach().isnan().reshape(()), non_blocking=True)
+        is_nan = torch.empty((), dtype=torch.bool, pin_memory=True)
+        is_nan.copy_(loss.detach().isnan().reshape(()), non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        # On a model spread over several GPUs the loss is not on the present device.
+        # If a model is spread over several GPUs, its loss may not be on the current device.
         copied.record(torch.cuda.current_stream(loss.device))
-        self._pending = (flag, copied, self.run.step.number + 1)
+        self._pending = PendingLoss(is_nan, copied, self.run.step.number + 1)
 
-    def _complain(self, number: int) -> None:
+    def _raise_nan(self, step_number: int) -> NoReturn:
         raise UsageError(
             "world.backward(loss)",
-            f"the loss of step {number} is NaN on this rank",
+            f"the loss of step {step_number} is NaN on this rank",
             "look at the batch of this step, lower the learning rate, or clip the gradients "
             "(world.clip_grad_norm_)",
         )

@@ -1,13 +1,15 @@
-"""Are the parameters that are trained still those that were prepared?
+"""Checks that the parameters that are trained are still those that were prepared.
 
-Strategies hang their hooks on the parameters that they find in `prepare`. What is trained later is
-found by looking at the module now and then: no parameter may be new, another object, unfrozen, or
-of another type or device.
+Strategies register their hooks on the parameters that a module has in `World.prepare`. A parameter
+that is added, replaced, unfrozen or moved later has none, so its gradient is not averaged over the
+ranks. Torch reports no such change, so prepared modules are looked at in the first steps and now
+and then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, MutableMapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +25,22 @@ from lockstep.session.step import check_due
 from lockstep.strategies.base import PreparedModule, changed_parameters_error
 from lockstep.wording import join_first
 
-_Before = tuple[bool, torch.dtype, torch.device]
-"""Whether a parameter was, or may be, trained, and what it was."""
+
+class ParameterState(NamedTuple):
+    """What must not change of a parameter once its module is prepared."""
+
+    may_be_trained: bool
+    dtype: torch.dtype
+    device: torch.device
+
+
+class PreparedParameters(NamedTuple):
+    """The parameters of a module as they were in `World.prepare`."""
+
+    names: set[str]
+    """Their names, without the parts that wrappers add (see `checkpoint.modules`)."""
+    states: MutableMapping[Tensor, ParameterState]
+    """By parameter; a parameter that is freed disappears from it."""
 
 
 class ParameterCheck(Check):
@@ -32,56 +48,67 @@ class ParameterCheck(Check):
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
-        self._before: dict[int, tuple[set[str], MutableMapping[Tensor, _Before]]] = {}
-        """For each module, by its id, the names of its parameters and what they were."""
-        self._warned = False
+        self._prepared: dict[int, PreparedParameters] = {}
+        """By the id of the module."""
+        self._has_warned = False
 
     def module_prepared(self, wrapped: PreparedModule) -> None:
-        """The parameters are to stay as they are now."""
+        """Remembers the parameters of a module."""
         module = wrapped.module
-        plain = plain_names(module)
-        before: MutableMapping[Tensor, _Before] = WeakTensorKeyDictionary()
-        for p in module.parameters():
-            before[p] = p.requires_grad or wrapped.may_unfreeze, p.dtype, p.device
-        self._before[id(module)] = {plain(name) for name, _ in module.named_parameters()}, before
+        to_plain_name = plain_names(module)
+        names: set[str] = set()
+        states: MutableMapping[Tensor, ParameterState] = WeakTensorKeyDictionary()
+        for name, parameter in module.named_parameters():
+            names.add(to_plain_name(name))
+            may_be_trained = parameter.requires_grad or wrapped.may_unfreeze
+            states[parameter] = ParameterState(may_be_trained, parameter.dtype, parameter.device)
+        self._prepared[id(module)] = PreparedParameters(names, states)
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Compares; on one process, where such a change does no harm yet, it warns once.
+        """Raises or warns if trained parameters have changed since `World.prepare`.
+
+        On one process such a change does no harm yet, so there it only warns, once.
 
         Raises:
-            UsageError: a parameter that is trained has changed, and there are several processes.
+            UsageError: a parameter has changed, and there are several processes.
         """
+        if self._has_warned:
+            return
         step = self.run.step
-        first = step.training_pass.number == 1  # an epoch may begin otherwise
-        if self._warned or not (first or check_due(step.number + 1)):
+        # Scripts often unfreeze or replace layers between two epochs, so the first global batch of
+        # every pass over a loader is checked too.
+        is_first_of_pass = step.training_pass.number == 1
+        if not is_first_of_pass and not check_due(step.number + 1):
             return
-        changed = [change for module in modules for change in self._changes(module)]
-        if not changed:
+        changes: list[str] = []
+        for module in modules:
+            changes += self._changes(module)
+        if not changes:
             return
-        effect = "their gradients are not averaged over the ranks"
         if not self.run.collectives.single_process:
-            raise changed_parameters_error(f"{join_first(changed)}; {effect}")
-        self._warned = True
+            effect = "their gradients are not averaged over the ranks"
+            raise changed_parameters_error(f"{join_first(changes)}; {effect}")
+        self._has_warned = True
         effect = "with several processes their gradients would not be averaged"
-        warn_about(changed_parameters_error(f"{join_first(changed)}; {effect}"))
+        warn_about(changed_parameters_error(f"{join_first(changes)}; {effect}"))
 
     def _changes(self, module: nn.Module) -> list[str]:
-        """In words, of the parameters that are trained."""
-        names, before = self._before[id(module)]
-        plain = plain_names(module)
-        found: list[str] = []
+        """Returns a phrase for each changed parameter that is trained: "fc.weight unfrozen"."""
+        prepared = self._prepared[id(module)]
+        to_plain_name = plain_names(module)
+        changes: list[str] = []
         for full_name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 continue
-            name = plain(full_name)
-            if parameter not in before:
-                found.append(f"{name} {'replaced' if name in names else 'added'}")
-                continue
-            trained, dtype, device = before[parameter]
-            if not trained:
-                found.append(f"{name} unfrozen")
-            elif parameter.dtype != dtype:
-                found.append(f"{name} now {parameter.dtype}, was {dtype}")
-            elif parameter.device != device:
-                found.append(f"{name} now on {parameter.device}, was on {device}")
-        return found
+            name = to_plain_name(full_name)
+            before = prepared.states.get(parameter)
+            if before is None:  # another object than any that was prepared
+                change = "replaced" if name in prepared.names else "added"
+                changes.append(f"{name} {change}")
+            elif not before.may_be_trained:
+                changes.append(f"{name} unfrozen")
+            elif parameter.dtype != before.dtype:
+                changes.append(f"{name} now {parameter.dtype}, was {before.dtype}")
+            elif parameter.device != before.device:
+                changes.append(f"{name} now on {parameter.device}, was on {before.device}")
+        return changes

@@ -1,11 +1,11 @@
 """Checks that the model and the optimizer that are trained were given to `World.prepare`.
 
 If a model was not prepared, nothing averages its gradients, and each rank trains a model of its
-own. So the first losses that each line of the script gives to `World.backward` are traced through
-autograd's graph to the parameters that they reach. A loss that reaches no prepared parameter may
-still be right: for learned inputs, averages made by hand, or a DDP of the user's own. So the
-parameters are compared: only if they were equal on all ranks at first and differ some steps later,
-they are *trained apart*, and the check warns.
+own. So the first losses that each line of the script gives to `World.backward` are followed through
+autograd's graph to its *leaves*: the tensors that would get gradients. A loss that reaches no
+prepared parameter may still be right: for learned inputs, averages made by hand, or a DDP of the
+user's own. So checksums of the parameters are compared over the ranks: only if these were equal at
+first and differ some steps later, the check warns.
 
 An optimizer that was not prepared but has parameters of a prepared module steps in each
 micro-batch, and no check sees its steps. Torch calls a hook before every step of any optimizer.
@@ -35,14 +35,13 @@ from lockstep.user_code import Location, user_location
 from lockstep.wording import join_first
 
 MAX_BACKWARDS_WATCHED = 100
-"""Graphs of losses are read only in this many backward passes of a run."""
+"""Graphs of losses are read only in the first backward passes of a run, this many."""
 MAX_RIGHT_LOSSES_PER_LINE = 2
-"""Once so many losses of a line of the script were right, its graphs are read no more."""
+"""Once this many losses of a line of the script were right, no more graphs of it are read."""
 BACKWARDS_BEFORE_COMPARISON = 10
 """Unprepared parameters are compared between the ranks after this many backward passes."""
 MIN_PARAMETERS_OF_MODEL = 2
-"""A single parameter outside of all prepared modules is more likely a learned input than a model.
-"""
+"""A loss that reaches fewer unprepared parameters than this more likely trains an input."""
 MAX_NODES_OF_GRAPH = 200_000
 """A larger graph is not read to its end."""
 NUMBERS_PER_PARAMETER = 64
@@ -50,7 +49,7 @@ NUMBERS_PER_PARAMETER = 64
 
 
 class PreparationCheck(Check):
-    """Looks at what losses reach and at what optimizers have, if there are several ranks."""
+    """Looks, if there are several ranks, at which parameters losses reach and optimizers have."""
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
@@ -60,23 +59,30 @@ class PreparationCheck(Check):
         self._unprepared_models: dict[Location, UnpreparedModel] = {}
         """The unprepared models, by the line of the script that trains them."""
         self._prepared_optimizers: list[Any] = []
+        """All of class `PreparedOptimizer`; `inner` is the user's optimizer that it steps."""
         self._is_active = run.joined is not None and run.collectives.data_parallel.size > 1
         if self._is_active:
             hook = register_optimizer_step_pre_hook(self._before_any_step)
             self._unhook = hook.remove
 
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
-        """Remembers an optimizer whose steps are as they should be."""
+        """Remembers an optimizer that `World.prepare` returns."""
         self._prepared_optimizers.append(optimizer)
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Looks at what the loss reaches, in the first backward passes of a line of the script."""
+        """Looks at the parameters that the loss reaches, and posts their checksums if it is time.
+
+        It does so only for the first losses of each line of the script, because reading a graph
+        takes long.
+        """
         self._num_backwards += 1
         if not self._is_active:
             return
         if self._num_backwards > MAX_BACKWARDS_WATCHED and not self._unprepared_models:
             return
-        if not self.run.collectives.contributes or not loss.requires_grad:
+        if not self.run.collectives.contributes:
+            return  # an earlier stage of a pipeline, whose loss is not used
+        if not loss.requires_grad:
             return
         location = user_location()
         if location is None:
@@ -86,15 +92,16 @@ class PreparationCheck(Check):
             return
         model = self._unprepared_models.get(location)
         if model is not None and (model.was_posted or model.first_checksum is None):
-            return  # nothing more is to be found out about it
+            return  # it was compared, or cannot be
         prepared_ids = {id(parameter) for parameter in self._prepared_parameters()}
-        reached = leaves_of(loss, prepared_ids)
-        if reached is None or self._may_be_right(reached):
+        leaves = unprepared_leaves(loss, prepared_ids)
+        if leaves is None or self._may_be_right(leaves):
             self._right_losses[location] = num_right + 1
             self._unprepared_models.pop(location, None)
             return
-        parameters = [leaf for leaf in reached if isinstance(leaf, nn.Parameter)]
+        parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         if model is None or not model.has_any_of(parameters):
+            # The first such loss of this line, or the line trains another model now.
             self._unprepared_models[location] = UnpreparedModel(location, parameters)
             return
         model.num_backwards += 1
@@ -103,7 +110,10 @@ class PreparationCheck(Check):
             self._post(model)
 
     def _prepared_parameters(self) -> list[Tensor]:
-        """Returns all parameters of prepared modules, and those that these have replaced."""
+        """Returns all parameters of prepared modules, and those that a strategy has replaced.
+
+        A strategy may put other parameters in the place of the user's, such as shards.
+        """
         parameters: list[Tensor] = []
         for wrapped in self.wrapped:
             parameters += wrapped.module.parameters()
@@ -114,13 +124,17 @@ class PreparationCheck(Check):
                     parameters.append(new)
         return parameters
 
-    def _may_be_right(self, reached: Sequence[Tensor]) -> bool:
-        """Returns True if a loss may well reach these leaves, though none of them is prepared."""
-        parameters = [leaf for leaf in reached if isinstance(leaf, nn.Parameter)]
+    def _may_be_right(self, leaves: Sequence[Tensor]) -> bool:
+        """Returns True if a script may well train these leaves, though none of them is prepared.
+
+        Args:
+            leaves: of the graph of a loss.
+        """
+        parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         if len(parameters) < MIN_PARAMETERS_OF_MODEL:
             return True
         if any(is_sharded(parameter) for parameter in parameters):
-            return True
+            return True  # the user has sharded the model without Lockstep
         for wrapped in self.wrapped:
             trained = [p for p in wrapped.module.parameters() if p.requires_grad]
             if not trained:
@@ -128,7 +142,11 @@ class PreparationCheck(Check):
         return False
 
     def _post(self, model: UnpreparedModel) -> None:
-        """Posts the checksums of a model to the other ranks. The last rank to post compares."""
+        """Writes the checksums of a model to the store of the run, unless it did so before.
+
+        The rank that is the last to do so compares them, and warns if the ranks have begun with
+        equal parameters and now have different ones.
+        """
         joined = self.run.joined
         if joined is None or model.was_posted or model.first_checksum is None:
             return
@@ -141,7 +159,7 @@ class PreparationCheck(Check):
         joined.store.set(f"{key}/{topology.rank}", json.dumps(checksums))
         num_posted = joined.store.add(key, 1)
         if num_posted < topology.size:
-            return
+            return  # another rank will be the last
         first_checksums: set[int] = set()
         latest_checksums: set[int] = set()
         for rank in range(topology.size):
@@ -154,6 +172,7 @@ class PreparationCheck(Check):
             self._warn_of_model(model)
 
     def _warn_of_model(self, model: UnpreparedModel) -> None:
+        """Warns, on this rank, of an unprepared model that each rank trains in its own way."""
         prepared = "no prepared module" if self.wrapped else "no module: none was prepared"
         warn(
             "world.backward of a loss that reaches no prepared model",
@@ -169,27 +188,32 @@ class PreparationCheck(Check):
 
     @never_compiled
     def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Called by torch before any optimizer steps. Warns once of one that is not prepared."""
+        """Called by torch before any optimizer steps. Warns once of one that is not prepared.
+
+        A step is wrong if the script calls it on an optimizer that has parameters of a prepared
+        model and that `World.prepare` did not return.
+        """
         if self._num_backwards == 0:
-            return
-        # A prepared optimizer is stepping, and this is the one inside of it.
+            return  # a step before any training, such as one that only creates the state
         if any(prepared.stepping for prepared in self._prepared_optimizers):
-            return
+            return  # a prepared optimizer makes this step, of the optimizer inside it
         ids = {id(parameter) for parameter in parameters_of(optimizer)}
-        was_given = any(optimizer is prepared.inner for prepared in self._prepared_optimizers)
-        if not was_given:
+        is_inner = any(optimizer is prepared.inner for prepared in self._prepared_optimizers)
+        if not is_inner:
             for prepared in self._prepared_optimizers:
-                prepared_ids = {id(parameter) for parameter in parameters_of(prepared)}
-                if ids & prepared_ids:
+                ids_in_prepared_optimizer = {id(p) for p in parameters_of(prepared)}
+                if not ids.isdisjoint(ids_in_prepared_optimizer):
                     return  # a part of the prepared one, such as the optimizer that SAM steps
-        ids &= {id(parameter) for parameter in self._prepared_parameters()}
-        if not ids:
-            return
+        ids_of_prepared_models = {id(parameter) for parameter in self._prepared_parameters()}
+        num_prepared = len(ids & ids_of_prepared_models)
+        if num_prepared == 0:
+            return  # an optimizer of something else
         self._unhook()
         name = type(optimizer).__name__
-        found = f"it holds {len(ids)} parameters of a prepared model"
-        if was_given:
+        if is_inner:
             found = "it was given to world.prepare, which returned another one"
+        else:
+            found = f"it holds {num_prepared} parameters of a prepared model"
         warn(
             f"{name}.step() of an optimizer that is not prepared",
             f"{found}: with micro-batches "
@@ -200,7 +224,7 @@ class PreparationCheck(Check):
         )
 
     def close(self, failed: bool) -> None:
-        """Posts the checksums that were not posted yet."""
+        """Posts the checksums that were not posted yet, so that short runs are checked too."""
         if not self._is_active:
             return
         self._unhook()
@@ -216,7 +240,7 @@ class UnpreparedModel:
 
     Args:
         location: the line.
-        parameters: those that the loss reaches.
+        parameters: those that the loss of this line reaches.
     """
 
     def __init__(self, location: Location, parameters: Sequence[nn.Parameter]) -> None:
@@ -224,7 +248,7 @@ class UnpreparedModel:
         self.shapes = [str(tuple(parameter.shape)) for parameter in parameters]
         self.num_backwards = 1
         self.was_posted = False
-        """True once the other ranks were told the checksums."""
+        """True once the checksums are in the store of the run, for the other ranks."""
         self._parameters = [ref(parameter) for parameter in parameters]
         self.first_checksum = self._checksum()
         """The checksum before the first backward pass. None if it cannot be computed."""
@@ -239,13 +263,17 @@ class UnpreparedModel:
         return any(id(parameter) in ids for parameter in parameters)
 
     def update_checksum(self) -> None:
-        """Computes the latest checksum, unless the parameters no longer exist."""
+        """Sets `latest_checksum`; leaves it as it was if a parameter no longer exists."""
         checksum = self._checksum()
         if checksum is not None:
             self.latest_checksum = checksum
 
     def _checksum(self) -> int | None:
-        """Returns a CRC-32 over some numbers of each parameter, None if one cannot be read."""
+        """Returns a CRC-32 over some numbers of each parameter.
+
+        Returns:
+            None if a parameter no longer exists, or is not a plain, dense tensor.
+        """
         checksum = 0
         for reference in self._parameters:
             parameter = reference()
@@ -254,31 +282,32 @@ class UnpreparedModel:
             if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
                 return None
             numbers = parameter.detach().flatten()
+            # A few numbers from all over the parameter are enough: every step changes most of them.
             stride = max(1, len(numbers) // NUMBERS_PER_PARAMETER)
             as_bytes = numbers[::stride].contiguous().cpu().view(torch.uint8)
             checksum = zlib.crc32(bytes(as_bytes.tolist()), checksum)
         return checksum
 
 
-def leaves_of(loss: Tensor, prepared: Collection[int]) -> list[Tensor] | None:
-    """Returns the leaves of autograd's graph that a loss would give gradients to.
+def unprepared_leaves(loss: Tensor, prepared_ids: Collection[int]) -> list[Tensor] | None:
+    """Returns the leaves of the graph of a loss, if it reaches no parameter of a prepared module.
 
     Args:
-        loss: a tensor of one element.
-        prepared: the ids of all parameters of prepared modules.
+        loss: a tensor of one element that has a gradient.
+        prepared_ids: the ids of all parameters of prepared modules.
 
     Returns:
-        None if one of these is among the leaves, or if the graph is too large to read.
+        None if the loss reaches a prepared parameter, or if its graph is too large to read.
     """
     if loss.grad_fn is None:
-        return [loss]
+        return [loss]  # the script trains the loss itself, a parameter of one element
     leaves: list[Tensor] = []
     seen_nodes: set[Any] = {loss.grad_fn}
     nodes_to_visit: list[Any] = [loss.grad_fn]
     while nodes_to_visit:
         node = nodes_to_visit.pop()
-        if node.name().endswith("AccumulateGrad"):  # the node of a leaf
-            if id(node.variable) in prepared:
+        if node.name().endswith("AccumulateGrad"):  # autograd's node that adds to a leaf's gradient
+            if id(node.variable) in prepared_ids:
                 return None
             leaves.append(node.variable)
         for next_node, _ in node.next_functions:

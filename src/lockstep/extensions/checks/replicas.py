@@ -1,13 +1,16 @@
-"""Do the replicas still hold the same bits? One pass over the parameters and one small all-reduce.
+"""Checks that tensors that must be equal on several ranks have the same bits there.
 
-Every tensor's bits are summed as integers; the largest and the smallest sum over the ranks must be
-equal. Gradients are averaged to the same bits on all ranks, so anything else is a fault.
+Gradients are averaged to the same bits on all ranks, so replicas of a model stay equal to the bit,
+and any difference is a fault. The bits of every tensor are summed as integers on each rank
+(`strategies.bit_sums`), and one small all-reduce finds the largest and the smallest sum over the
+ranks: if these are equal, the tensors are.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.communication import routing
 from lockstep.errors import RanksDifferError
@@ -19,37 +22,53 @@ from lockstep.wording import join_first
 
 
 class ReplicaCheck(Check):
-    """Compares what several ranks have in common, in the first steps and now and then."""
+    """Compares replicas after some of the first global batches and then at regular intervals."""
 
     def global_batch_trained(self) -> None:
-        """Raises RanksDifferError, on all ranks, where they have parted."""
+        """Raises RanksDifferError, on all ranks, if replicas differ and a comparison is due."""
         number = self.run.step.number
         for wrapped in self.wrapped:
-            if wrapped.check_every and check_due(number, wrapped.check_every):
-                for replicas in wrapped.equal_tensors():
-                    check_equal(replicas, f"step {number}")
+            if wrapped.check_every == 0:  # the strategy wants no comparison
+                continue
+            if check_due(number, wrapped.check_every):
+                for equal_tensors in wrapped.equal_tensors():
+                    check_equal(equal_tensors, f"step {number}")
 
 
-def check_equal(replicas: EqualTensors, when: str) -> None:
-    """Compares tensors over the ranks that have them.
+def check_equal(equal_tensors: EqualTensors, when: str) -> None:
+    """Compares tensors over the ranks that have them. All these ranks have to call it.
+
+    Args:
+        equal_tensors: parameters and buffers that must have the same bits on all ranks of a group.
+        when: for the message: "step 3".
 
     Raises:
-        RanksDifferError: on every rank, naming the tensors.
+        RanksDifferError: on every rank, naming the tensors that differ.
     """
-    named = {**replicas.parameters, **replicas.buffers}
-    named = {name: t for name, t in named.items() if t.numel() and not t.is_meta}
-    if not named:
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in (*equal_tensors.parameters.items(), *equal_tensors.buffers.items()):
+        # Empty tensors have no bits. Those on the meta device are held by other ranks.
+        if tensor.numel() and not tensor.is_meta:
+            tensors[name] = tensor
+    if not tensors:
         return
-    mine = bit_sums(named.values())
-    extremes = torch.cat([mine, -mine])
-    routing.all_reduce(extremes, dist.ReduceOp.MAX, replicas.group)
-    largest, smallest = extremes.chunk(2)
-    differ = [n for n, same in zip(named, (largest == -smallest).tolist(), strict=True) if not same]
-    if differ:
-        raise RanksDifferError(
-            f"replicas that stay equal ({when})",
-            f"{len(differ)} of {len(named)} tensors differ between ranks: {join_first(differ)}",
-            "look for a forward pass that goes around the prepared model, parameters changed by "
-            "hand on some ranks, or a step taken on some ranks only",
-            code="LS309" if all(name in replicas.buffers for name in differ) else "LS304",
-        )
+    sums = bit_sums(tensors.values())  # shape (number of tensors,)
+    # The minimum over the ranks is found as the maximum of the negative sums.
+    maxima = torch.cat([sums, -sums])
+    routing.all_reduce(maxima, dist.ReduceOp.MAX, equal_tensors.group)
+    largest, negative_smallest = maxima.chunk(2)
+    is_equal = (largest == -negative_smallest).tolist()
+    differing: list[str] = []
+    for name, equal in zip(tensors, is_equal, strict=True):
+        if not equal:
+            differing.append(name)
+    if not differing:
+        return
+    only_buffers_differ = all(name in equal_tensors.buffers for name in differing)
+    raise RanksDifferError(
+        f"replicas that stay equal ({when})",
+        f"{len(differing)} of {len(tensors)} tensors differ between ranks: {join_first(differing)}",
+        "look for a forward pass that goes around the prepared model, parameters changed by "
+        "hand on some ranks, or a step taken on some ranks only",
+        code="LS309" if only_buffers_differ else "LS304",
+    )

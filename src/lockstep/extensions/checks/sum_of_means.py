@@ -24,17 +24,17 @@ from lockstep.user_code import Location, user_call, user_location
 
 
 class SumOfMeansCheck(Check):
-    """Remembers sums after an evaluation, and reads later what the script has done with them.
+    """Remembers the line of a sum after an evaluation, and reads the script some time later.
 
-    Later, because the script may ask for the length of a loader only after the sum.
+    It reads later because the script may ask for the length of a loader only after the sum.
     """
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
         self._evaluations_before = 0
-        """Evaluations over prepared loaders up to the latest sum of numbers that are no counts."""
+        """Evaluations over prepared loaders that had ended when a sum was last remembered."""
         self._sum_location: Location | None = None
-        """The line of that sum, until the script was read."""
+        """The line of the script with that sum. None once the script was read."""
         self._has_warned = False
         if not run.collectives.single_process:
             run.collectives.sum_listeners.append(self._look_at_sum)
@@ -50,32 +50,46 @@ class SumOfMeansCheck(Check):
             self._read_script()
 
     def _look_at_sum(self, local_leaves: Sequence[Any], summed_leaves: Sequence[Any]) -> None:
-        """Remembers the line of a sum that may be one of means, after an evaluation."""
+        """Remembers the line of a sum if it may be a sum of means of batches.
+
+        Called after every sum over the ranks, on all ranks.
+
+        Args:
+            local_leaves: the tensors and numbers that this rank has given to the sum.
+            summed_leaves: the sums.
+        """
         num_evaluations = sum(loader.evaluated for loader in self.run.loaders)
         if self._has_warned or num_evaluations == self._evaluations_before:
-            return
+            return  # no evaluation has ended since the sum that is remembered
         are_counts = all(number == int(number) for number in numbers_in(local_leaves))
-        if are_counts or user_call() != "world.sum()":
-            return
-        self._read_script()
+        if are_counts:
+            return  # whole numbers are counts, such as correct predictions, and no means
+        if user_call() != "world.sum()":
+            return  # Lockstep itself sums, inside another function that the script has called
+        self._read_script()  # for the previous sum, which is forgotten now
         self._evaluations_before = num_evaluations
         self._sum_location = user_location()
 
     def _read_script(self) -> None:
-        """Warns if the script divides the latest such sum by the length of a prepared loader."""
+        """Warns if the script divides the remembered sum by the length of a prepared loader.
+
+        Afterwards no sum is remembered.
+        """
         location = self._sum_location
         self._sum_location = None
-        size = self.run.collectives.data_parallel.size
-        if location is None or self._has_warned or size == 1 or not self.run.topology.is_main:
+        if location is None or self._has_warned or not self.run.topology.is_main:
             return
+        size = self.run.collectives.data_parallel.size
+        if size == 1:
+            return  # every loader has all batches
         file, sum_line = location
+        source = "".join(linecache.getlines(file))
         for loader in self.run.loaders:
             if loader.length_asked_at is None:
                 continue
             length_file, length_line = loader.length_asked_at
             if length_file != file:
                 continue
-            source = "".join(linecache.getlines(file))
             if not divides_sum_by_length(source, sum_line, length_line):
                 continue
             self._has_warned = True

@@ -1,4 +1,8 @@
-"""Reads the numbers that a script gives to `World.sum`."""
+"""Reads the numbers that a script gives to `World.sum`.
+
+`World.sum` takes a *nest*: a tensor or number, or lists and dicts of them. The *leaves* of a nest
+are its tensors and numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,13 @@ from typing import Any
 from torch import Tensor
 
 MAX_NUMBERS_IN_TENSOR = 64
-"""Of a larger tensor only its sum is looked at."""
+"""A tensor with more numbers than this is read as one number, its sum."""
 
 
 def numbers_in(leaves: Sequence[Any]) -> list[float]:
-    """Returns the numbers in the leaves of a nest, 0 for those that are not finite.
+    """Returns the numbers in the leaves of a nest, with 0.0 in place of NaN and infinity.
 
-    A large tensor gives one number, its sum. Complex tensors are left out.
+    A large tensor gives one number, its sum. Complex tensors give none.
     """
     numbers: list[float] = []
     for leaf in leaves:

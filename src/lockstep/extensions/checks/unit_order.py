@@ -1,9 +1,9 @@
-"""Compares what the ranks use of a sharded model.
+"""Checks that all ranks run the same units of a sharded model (FSDP), in the same order.
 
-The *units* of a sharded model gather their parameters, and average their gradients, in the order in
-which they run. If a rank runs other units than the rest, or has gradients for other parameters, it
-gets what other ranks send at that time. If the sizes happen to be equal, nothing fails. So each
-step compares what the ranks have used, with one small all-reduce on the host. It runs in the
+The *units* of a sharded model are the submodules whose parameters are gathered together, just
+before they run. If a rank runs other units than the rest, or has gradients for other parameters, it
+receives what other ranks send for another unit; if the sizes happen to be equal, nothing fails. So
+each step compares what the ranks have used, with one small all-reduce on the host. It runs in the
 background, and its result is read when the next step or forward pass begins.
 """
 
@@ -29,7 +29,7 @@ from lockstep.strategies.base import PreparedModule
 from lockstep.wording import join_first
 
 _ORDER_MASK = 2**62 - 1
-"""Keeps the checksum of an order a positive 64-bit number, which can be negated."""
+"""Keeps the checksum of an order a positive number whose negative also fits in 64 bits."""
 _TIMEOUT_AT_CLOSE = timedelta(seconds=5)
 """How long to wait for the last comparison. Another rank may have failed before it."""
 
@@ -40,20 +40,24 @@ class UnitOrderCheck(Check):
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
         self._usage_by_module: dict[int, _ModuleUsage] = {}
-        """The use of each module, by the id of the module."""
+        """What this rank has used of each module with units, by the id of the module."""
 
     def module_prepared(self, wrapped: PreparedModule) -> None:
-        """Begins to count what is used of the module, if it has units."""
+        """Begins to count what this rank uses of a module, if the module has units."""
         if wrapped.units:
             self._usage_by_module[id(wrapped.module)] = _ModuleUsage(wrapped)
 
     def close(self, failed: bool) -> None:
-        """Reads the results of the last comparisons."""
+        """Warns if ranks differed in the last step: no later step reads that comparison."""
         for usage in self._usage_by_module.values():
             usage.warn_at_close()
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Raises RanksDifferError, on all ranks, if the previous comparison found a difference."""
+        """Reads the comparison of the previous step and starts that of this one.
+
+        Raises:
+            RanksDifferError: on all ranks, if the ranks differed in the previous step.
+        """
         for module in modules:
             usage = self._usage_by_module.get(id(module))
             if usage is not None:
@@ -63,8 +67,12 @@ class UnitOrderCheck(Check):
 class _ModuleUsage:
     """Counts what this rank uses of one module, and compares it with the other ranks.
 
-    That is: the forward passes of its units and their order, the states that were loaded, and which
-    parameters have gradients.
+    It compares four things: how many forward passes each unit has made, the order of these passes,
+    how many times `load_state_dict` was called, and which parameters have gradients. It registers
+    hooks that count.
+
+    Args:
+        wrapped: the module, with its units by name.
     """
 
     def __init__(self, wrapped: PreparedModule) -> None:
@@ -76,11 +84,13 @@ class _ModuleUsage:
         self._order = 0
         """A checksum of the order of these passes."""
         self._loads = 0
-        """How many states were loaded. Each rank takes its own shards of a state."""
+        """How many times `load_state_dict` was called. Each rank takes its own shards of a state,
+        so all ranks must call it."""
         self._comparison: tuple[dist.Work, Tensor] | None = None
-        """The all-reduce that is under way, and its tensor."""
+        """The all-reduce that is under way, and the tensor that it writes to."""
         for number, unit in enumerate(wrapped.units.values()):
             unit.register_forward_hook(partial(self._count_pass, number))
+        # Prepended: it must come before the hook of torch that gathers the parameters.
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         root.register_load_state_dict_pre_hook(self._count_load)  # type: ignore[no-untyped-call]
 
@@ -88,8 +98,9 @@ class _ModuleUsage:
     def _before_forward(self, *_: Any) -> None:
         self._finish_comparison()
 
-    @outside_compiled_code  # else a change of a counter would compile it again
+    @outside_compiled_code  # else torch.compile would compile it again whenever a counter changes
     def _count_pass(self, unit: int, *_: Any) -> None:
+        """Counts a forward pass of the unit with this number."""
         self._passes[unit] += 1
         self._order = hash((self._order, unit)) & _ORDER_MASK
 
@@ -97,13 +108,14 @@ class _ModuleUsage:
         self._loads += 1
 
     def start_comparison(self) -> None:
-        """Starts to compare, after a backward pass that has averaged gradients.
+        """Starts an all-reduce in the background that compares the ranks; ends the one before.
 
         Raises:
             RanksDifferError: on all ranks, if the previous comparison found a difference.
         """
         self._finish_comparison()
         has_gradient = [p.grad is not None for p in self._parameters.values()]
+        # `_difference` reads the results in the same order.
         values = torch.tensor([*self._passes, self._order, self._loads, *has_gradient])
         # The minimum over the ranks is found as the maximum of the negative values.
         maxima = torch.cat([values, -values])
@@ -114,7 +126,7 @@ class _ModuleUsage:
         """Waits for the comparison that is under way, if there is one.
 
         Args:
-            timeout: how long to wait. None for as long as in any collective.
+            timeout: how long to wait. None for the timeout of the process group.
 
         Raises:
             RanksDifferError: on all ranks, if it found a difference.
@@ -134,19 +146,20 @@ class _ModuleUsage:
             raise self._difference(differs)
 
     def warn_at_close(self) -> None:
-        """Warns if the ranks differed in the last step, after which there is no other to say so."""
-        with suppress(RuntimeError):  # another rank has gone
+        """Warns if the ranks differed in the last step."""
+        with suppress(RuntimeError):  # raised if another rank has ended before the comparison
             try:
                 self._finish_comparison(_TIMEOUT_AT_CLOSE)
             except RanksDifferError as error:
                 warn_about(error)
 
     def _difference(self, differs: Sequence[bool]) -> RanksDifferError:
-        """Returns the error for a difference.
+        """Returns the error that says what some ranks have done and others have not.
 
         Args:
-            differs: for each unit if its number of passes differs; then the same for the order,
-                for the loaded states, and for the gradient of each parameter.
+            differs: a bool for each value that `start_comparison` compares, in its order: the
+                passes of each unit, their order, the calls of `load_state_dict`, and for each
+                parameter whether it has a gradient. True if ranks have different values.
         """
         num_units = len(self._units)
         passes_differ = differs[:num_units]
@@ -164,6 +177,7 @@ class _ModuleUsage:
             units: list[str] = []
             for name, differ in zip(self._units, passes_differ, strict=True):
                 if differ:
+                    # "" is the module itself, with all parameters that are in no other unit.
                     units.append(name or "the rest")
             ran = "its units ran in another order on some ranks than on others"
             if units:

@@ -36,50 +36,64 @@ class DoubtfulSum(NamedTuple):
     samples: int
     """How many samples every rank has read."""
     local_value: float
-    """What this rank has given to the sum."""
+    """The number that this rank has given to the sum."""
     total: float
+    """The sum over the ranks."""
     location: Location | None
     """The line of the script that has summed."""
 
 
 class UnpreparedSumCheck(Check):
-    """Looks at sums over the ranks that follow a pass over an unprepared loader."""
+    """Looks at sums over the ranks that follow a pass over an unprepared loader.
+
+    A doubtful sum is not reported at once: what the script does next may explain it. The check
+    warns when something else begins, such as a training step, another pass, or the end of the run.
+
+    The methods with `history` or `histories` in their names are called by the collectives of the
+    run (`distributed.collectives.RankHistory`). They compare whether the ranks have read the same.
+    """
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
         self._latest_pass: ReadPass | None = None
         """The latest pass over an unprepared loader, until something else is trained or read."""
         self._passes_begun_before = 0
-        """How many passes over prepared loaders had begun when it ended."""
+        """How many passes over prepared loaders had begun when that pass ended."""
         self._counts_samples_too = False
-        """True if the script also sums the number of samples: it divides one sum by the other."""
+        """True if the script also sums the number of samples. Then it divides one sum by the other,
+        and the quotient is right."""
         self._doubtful_sum: DoubtfulSum | None = None
+        """The first doubtful sum since the latest pass."""
         self._has_warned = False
         self.unprepared_loaders: UnpreparedLoaders | None = None
-        """None on one process."""
+        """Watches all DataLoaders that are not prepared. None on one process."""
         if not run.collectives.single_process:
             run.collectives.rank_histories.append(self)
             run.collectives.sum_listeners.append(self._look_at_sum)
-            self.unprepared_loaders = UnpreparedLoaders(self._begin_pass)
+            self.unprepared_loaders = UnpreparedLoaders(self._remember_pass)
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Warns of the evaluation before this step, if it is in doubt."""
+        """Warns of a doubtful sum after the evaluation before this training step."""
         if self._latest_pass is not None:
-            self._forget_pass()
+            self._forget_pass_and_warn()
 
     def close(self, failed: bool) -> None:
-        """Warns of the last evaluation, if it is in doubt."""
+        """Stops watching DataLoaders, and warns of a doubtful sum after the last evaluation."""
         if self.unprepared_loaders is None:
             return
         self.unprepared_loaders.release()
         if not failed and self.run.joined is not None:
-            self._forget_pass()
+            self._forget_pass_and_warn()
 
     def history_digest(self) -> ReadPass | None:
-        """Returns the latest pass over an unprepared loader, if no other loader was read since."""
-        has_changed = self._passes_begun_before != self._count_passes_begun()
-        if self._latest_pass is not None and has_changed:
-            self._forget_pass()
+        """Returns the latest pass over an unprepared loader, or None.
+
+        If a pass over a prepared loader has begun since, the latest pass is forgotten first, and a
+        doubtful sum after it is warned of.
+        """
+        other_pass_has_begun = self._passes_begun_before != self._count_passes_begun()
+        if self._latest_pass is not None and other_pass_has_begun:
+            self._forget_pass_and_warn()
         return self._latest_pass
 
     def history_details(self) -> ReadPass | None:
@@ -87,21 +101,30 @@ class UnpreparedSumCheck(Check):
         return self.history_digest()
 
     def compare_histories(self, details_of_ranks: Sequence[Any]) -> None:
-        """Forgets the pass if the ranks have read different samples: none is counted twice."""
+        """Forgets the latest pass if ranks have read different samples: none is counted twice.
+
+        Args:
+            details_of_ranks: for each rank the number of samples and the checksum of its latest
+                pass in a list, or None if it has none.
+        """
         if any(read_pass != details_of_ranks[0] for read_pass in details_of_ranks):
             self._latest_pass = None
 
-    def _begin_pass(self, read_pass: ReadPass) -> None:
-        """Remembers a pass over an unprepared loader that has just ended."""
-        self._forget_pass()
+    def _remember_pass(self, read_pass: ReadPass) -> None:
+        """Remembers a pass over an unprepared loader that has just ended, in place of the latest.
+
+        Warns of a doubtful sum after the pass before.
+        """
+        self._forget_pass_and_warn()
         self._latest_pass = read_pass
         self._passes_begun_before = self._count_passes_begun()
 
     def _count_passes_begun(self) -> int:
+        """Returns how many passes over prepared loaders this rank has begun."""
         return sum(loader.passes_begun for loader in self.run.loaders)
 
-    def _forget_pass(self) -> None:
-        """Ends what follows a pass; warns of a doubtful sum that nothing has explained since."""
+    def _forget_pass_and_warn(self) -> None:
+        """Forgets the latest pass and its doubtful sum; warns of that sum, once in a run."""
         doubtful_sum = self._doubtful_sum
         self._latest_pass = None
         self._doubtful_sum = None
@@ -122,18 +145,23 @@ class UnpreparedSumCheck(Check):
         )
 
     def _look_at_sum(self, local_leaves: Sequence[Any], summed_leaves: Sequence[Any]) -> None:
-        """Looks if a sum over the ranks counts samples repeatedly.
+        """Sets `_doubtful_sum` if a sum seems to count every sample once per rank.
 
-        If `_latest_pass` is set, all ranks have read the same samples before.
+        Called after every sum over the ranks, on all ranks. It also clears `_doubtful_sum` if this
+        sum explains an earlier one: the script sums the number of samples too.
 
         Args:
-            local_leaves: what this rank has given.
-            summed_leaves: the sums.
+            local_leaves: the tensors and numbers that this rank has given to the sum.
+            summed_leaves: the sums, in the same order.
         """
+        # If there is a latest pass, all ranks have read the same samples: each collective compares
+        # that before it sums (`compare_histories`).
         read_pass = self._latest_pass
         size = self.run.collectives.data_parallel.size
-        if read_pass is None or size == 1 or self._has_warned or user_call() != "world.sum()":
+        if read_pass is None or size == 1 or self._has_warned:
             return
+        if user_call() != "world.sum()":
+            return  # Lockstep itself sums, inside another function that the script has called
         local_values = numbers_in(local_leaves)
         totals = numbers_in(summed_leaves)
         for local_value, total in zip(local_values, totals, strict=True):
@@ -141,7 +169,7 @@ class UnpreparedSumCheck(Check):
                 self._counts_samples_too = True
                 self._doubtful_sum = None
             if self._counts_samples_too or self._doubtful_sum is not None:
-                continue
+                continue  # no sum is doubtful, or one is already known
             if not counts_repeatedly(local_value, total, size, read_pass.samples):
                 continue
             location = user_location()
@@ -153,23 +181,25 @@ def counts_repeatedly(local_value: float, total: float, size: int, samples: int)
     """Returns True if a sum over ranks that have read the same samples seems to repeat results.
 
     Args:
-        local_value: what this rank has given. 0 and 1 may be a vote.
+        local_value: the number that this rank has given.
         total: the sum over the ranks.
         size: the number of ranks.
-        samples: how many every rank has read.
+        samples: how many samples every rank has read.
     """
     if local_value in (0, 1):
-        return False
+        return False  # more likely a vote, such as "is any rank done?"
     if math.isclose(total, size * local_value, rel_tol=1e-6):
-        return True
+        return True  # every rank has given the same number
+    # More correct predictions than samples: some were counted on several ranks.
     is_count = local_value == int(local_value) and local_value > 1
     return is_count and total > samples
 
 
 def _mentions_number_of_ranks(location: Location | None) -> bool:
-    """Returns True if the script seems to divide by the number of ranks soon after a line.
+    """Returns True if the script has the number of ranks in a line, or soon after it.
 
-    It also returns True if the line is not known.
+    Then it seems to divide by that number. It also returns True if the line is not known, so that
+    the check does not warn without reason.
     """
     if location is None:
         return True

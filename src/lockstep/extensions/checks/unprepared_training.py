@@ -19,7 +19,7 @@ from lockstep.strategies.base import PreparedModule
 
 
 class UnpreparedTrainingCheck(Check):
-    """Looks at where the samples of a loss come from."""
+    """Looks at which DataLoader was read last before a backward pass."""
 
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
@@ -29,16 +29,16 @@ class UnpreparedTrainingCheck(Check):
         self._unprepared_loaders = None if sum_check is None else sum_check.unprepared_loaders
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Warns once if the loss comes from an unprepared loader of a prepared loader's dataset."""
+        """Warns once if the loss is of an unprepared loader over the dataset of a prepared one."""
         if self._unprepared_loaders is None or self._has_warned:
             return
         dataset = self._unprepared_loaders.dataset_in_use
         if dataset is None or self.run.step.in_training_loop:
-            return
-        if self.run.collectives.data_parallel.size == 1:  # all ranks compute the same samples
-            return
+            return  # no unprepared loader is being read, or the loss is of a prepared one
+        if self.run.collectives.data_parallel.size == 1:
+            return  # right: in a pipeline all ranks compute the same samples
         if not any(loader.dataset is dataset for loader in self.run.loaders):
-            return
+            return  # another dataset, which the script may have divided by itself
         self._has_warned = True
         warn(
             "training over an unprepared DataLoader",
