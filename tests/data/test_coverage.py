@@ -38,13 +38,15 @@ def settle(ranks: list[Coverage], counting: int | None = None) -> list[LockstepE
     brought: list[Any] = []
     found: list[LockstepError | None] = []
     for rank in ranks:  # a copy brings what the rank will bring
-        collect = SimpleNamespace(exchange=brought.append, data_parallel=None)
+        collect = SimpleNamespace(exchange=brought.append, num_contributing_ranks=None)
         with contextlib.suppress(TypeError):
             copy.deepcopy(rank).settle(collect)
     for rank in ranks:
-        present = SimpleNamespace(size=counting or len(ranks))
+        present = SimpleNamespace(
+            exchange=lambda _: brought, num_contributing_ranks=counting or len(ranks)
+        )
         try:
-            rank.settle(SimpleNamespace(exchange=lambda _: brought, data_parallel=present))
+            rank.settle(present)
             found.append(None)
         except LockstepError as error:
             found.append(error)
@@ -173,7 +175,7 @@ def test_long_passes_are_compared_each_short_ones_now_and_then():
     exchanges: list[Any] = []
     counting = SimpleNamespace(
         exchange=lambda row: exchanges.append(row) or [row],
-        data_parallel=SimpleNamespace(size=1),
+        num_contributing_ranks=1,
     )
     for epoch in range(52):
         hand_out(ranks, plan_epoch(160, 4, epoch=epoch), epoch)  # 40 steps
