@@ -1,8 +1,9 @@
 """Rules for losses and outputs that were computed from random numbers.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
-process and one on several: `case.expected` is what the optimizer step recorded on one process,
-`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
+process and one on several ranks: of the optimizer step that differs, `case.expected` is what one
+process recorded and `case.actual` what the ranks recorded, both as tuples of `RankUpdate`s, one for
+each rank. "Needs" names fields of `RankUpdate`. LS101 and so on are codes of `catalogue.toml`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,17 @@ def random_loss(case: Divergence, *evidence: str) -> Cause | None:
     Applies: if the loss of one run was computed from numbers that the other run did not draw.
     Looks the same: something else may be wrong as well, which these numbers hide.
     Says: the evidence that it was given, and the line that drew the numbers.
+
+    Args:
+        case: the difference.
+        *evidence: sentences of another rule, to which this one adds its own.
     """
     sentences = other_draws(case)
     if not sentences:
         return None
+    # For each rank whose loss counts, its draws: pairs of a line and a digest of the numbers.
     draws_of_ranks = [Counter(rank.loss_draws) for rank in case.actual if rank.contributes]
+    # A single rank, or ranks that drew nothing, are equal but say nothing.
     several_ranks_drew = len(draws_of_ranks) > 1 and bool(draws_of_ranks[0])
     if several_ranks_drew and all(draws == draws_of_ranks[0] for draws in draws_of_ranks):
         return Cause("LS106", (*evidence, *sentences, "all ranks drew the same numbers"))
@@ -37,12 +44,16 @@ def random_loss(case: Divergence, *evidence: str) -> Cause | None:
 def other_random_stream(case: Divergence, *evidence: str) -> Cause | None:
     """LS308: random numbers were drawn from another stream than torch's, after the batch was read.
 
-    Needs: `random_streams`.
+    Needs: `random_streams`, whose keys are names such as "numpy's global stream".
     Applies: if a process drew from such a stream.
     Looks the same: numbers that were drawn for something else than the model's outputs.
     Says: the evidence that it was given, and the streams.
+
+    Args:
+        case: the difference.
+        *evidence: sentences of another rule, to which this one adds its own.
     """
-    streams: dict[str, None] = {}
+    streams: dict[str, None] = {}  # a set that keeps the order
     for rank in (*case.expected, *case.actual):
         streams.update(dict.fromkeys(rank.random_streams))
     if not streams:

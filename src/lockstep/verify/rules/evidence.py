@@ -1,9 +1,9 @@
 """Sentences of evidence that several rules use.
 
-Each function looks at one difference between a run on one process and one on several (`case`) and
-returns sentences for `Cause.evidence`, or nothing if there is no such evidence. `case.expected` is
-what the optimizer step recorded on one process, `case.actual` what each rank recorded. A *line* is
-a text such as "train.py:12: loss.backward()".
+Each function looks at a difference between a run on one process and one on several ranks (`case`)
+and returns sentences about it, or an empty list if it finds nothing to say. Of the optimizer step
+that differs, `case.expected` is what one process recorded and `case.actual` what the ranks
+recorded, both as tuples of `RankUpdate`s. A *line* is a text: "train.py:12: loss.backward()".
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ MAX_LINES_WITH_STATISTICS = 2
 
 
 def format_ranks_that_differ(ranks_by_name: Mapping[str, Sequence[int]]) -> str:
-    """Names all ranks on which some tensor differs: "ranks 1-3"."""
+    """Names all ranks on which some tensor differs: "ranks 1-3".
+
+    Args:
+        ranks_by_name: by name of a tensor, the ranks on which it differs.
+    """
     all_ranks: set[int] = set()
     for ranks in ranks_by_name.values():
         all_ranks |= set(ranks)
@@ -30,7 +34,10 @@ def format_ranks_that_differ(ranks_by_name: Mapping[str, Sequence[int]]) -> str:
 
 
 def format_ratio(ratio: float, num_ranks: int) -> str:
-    """Puts a ratio of gradients into words: "1/2 of", "2 times", "but for rounding" if it is 1."""
+    """Puts a ratio of gradients to those of one process into words.
+
+    Examples: "1/2 of" for two ranks and a ratio of 0.5, "3 times", "but for rounding" if it is 1.
+    """
     if near(ratio, 1):
         return "but for rounding"
     if near(ratio, 1 / num_ranks):
@@ -39,24 +46,24 @@ def format_ratio(ratio: float, num_ranks: int) -> str:
 
 
 def format_weights(weights: Sequence[float]) -> str:
-    """Writes weights as shares of their sum: "0.25 : 0.75"."""
+    """Writes weights as shares of their sum: "0.25 : 0.75" for 1 and 3."""
     total = sum(weights)
     texts = []
     for weight in weights:
-        share = weight / total if total else weight
+        share = weight / total if total else weight  # 1 and -1 have no shares of their sum
         texts.append(f"{share:.4g}")
     return " : ".join(texts)
 
 
 def loss_line(case: Divergence) -> list[str]:
-    """Says which line computed the loss."""
+    """Says which line computed the loss, if a rank has recorded it."""
     line = case.actual.first("loss_line")
     if not line:
         return []
     return [f"the loss is made by {line}"]
 
 
-def backward_passes(case: Divergence) -> str:
+def format_backward_passes(case: Divergence) -> str:
     """Says how many backward passes the step had on one process and on each rank."""
     on_one_process = case.expected.backward_passes
     on_each_rank = case.actual.backward_passes
@@ -67,17 +74,22 @@ def backward_passes(case: Divergence) -> str:
 
 
 def gradient_patterns(case: Divergence) -> tuple[str, ...]:
-    """Says how many gradients are right, and by which factors the others are wrong."""
+    """Says how many gradients are right, and by which factors the others are wrong.
+
+    For example "3 of 6 gradients are right", "2 times: fc.weight, fc.bias" and
+    "in no constant ratio: conv.weight".
+    """
     # The kind of a difference in gradients is the field that differs: "gradients" or "unclipped".
+    # Both are dictionaries of gradients by name.
     expected = case.expected.merged(case.kind)
     actual = case.actual.merged(case.kind)
     wrong_names = [name for name in case.names if name in expected]
     names_by_pattern: dict[str, list[str]] = defaultdict(list)
     for name in wrong_names:
-        if name not in actual:
+        if name not in actual:  # no rank has this gradient
             continue
-        ratio = None
-        if expected[name].size > 1:  # two single numbers always have a ratio
+        ratio = None  # a number if actual = number * expected
+        if expected[name].size > 1:  # any two single numbers have a ratio, which says nothing
             ratio = constant_ratio({name: expected[name]}, {name: actual[name]}, case.max_error)
         if ratio is None:
             pattern = "in no constant ratio"
@@ -96,11 +108,12 @@ def gradient_patterns(case: Divergence) -> tuple[str, ...]:
 def draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
     """Returns random numbers from which the losses of only one of the runs were computed.
 
-    They may be the same numbers all the same: only the last draw of a loss is recorded, and if each
-    sample has a draw of its own, the last one of a rank is not the last one of one process.
+    This does not prove that the runs drew different numbers: only the last draw of a loss is
+    recorded, and if each sample has a draw of its own, a rank's last sample is not that of one
+    process.
 
     Returns:
-        The line and a digest of each.
+        For each draw, its line and a digest of its numbers.
     """
     expected: Counter[tuple[str, str]] = Counter()
     for rank in case.expected:
@@ -109,7 +122,7 @@ def draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
     for rank in case.actual:
         actual.update(rank.loss_draws)
     draws = []
-    for draw in {**actual, **expected}:
+    for draw in {**actual, **expected}:  # each draw of either run, once
         # What one process drew for its loss, each rank should have drawn as well.
         if actual[draw] != expected[draw] * case.num_ranks:
             draws.append(draw)
@@ -117,7 +130,11 @@ def draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
 
 
 def other_draws(case: Divergence) -> list[str]:
-    """Says that the loss was computed from random numbers that only one of the runs drew."""
+    """Says that the loss was computed from random numbers that only one of the runs drew.
+
+    The result is one sentence with the first such line, or an empty list.
+    """
+    # Digests of everything that was drawn before the loss, be it for the loss or not.
     expected_digests: set[str] = set()
     for rank in case.expected:
         expected_digests |= rank.drawn_digests
@@ -148,15 +165,22 @@ def local_scalars(case: Divergence) -> list[str]:
 
 
 def _lines_with_other_values(case: Divergence, field_name: str, text: str) -> list[str]:
-    """Names the first lines whose recorded number differs from one process on some rank."""
-    if case.num_ranks <= 1:
+    """Names the first lines whose recorded number differs from one process on some rank.
+
+    Args:
+        case: the difference.
+        field_name: a field of `RankUpdate` with a number for each line.
+        text: the beginning of each sentence, before the line.
+    """
+    if case.num_ranks <= 1:  # the rank's own samples are all samples
         return []
     lines = []
     for line, expected in getattr(case.expected[0], field_name).items():
         for rank in case.actual:
             actual = getattr(rank, field_name).get(line)
-            if actual is None:
+            if actual is None:  # the rank did not run this line
                 continue
+            # The absolute tolerance is for numbers that are zero except for rounding.
             if not math.isclose(expected, actual, rel_tol=case.max_error, abs_tol=1e-12):
                 lines.append(line)
                 break
@@ -166,8 +190,9 @@ def _lines_with_other_values(case: Divergence, field_name: str, text: str) -> li
 def loss_compares_local_samples(case: Divergence) -> list[str]:
     """Says that the loss compares samples, but each rank compared its own samples only."""
     gathers = any(call.name.startswith("all_gather") for call in case.actual.calls)
-    if gathers or case.num_ranks == 1:
+    if gathers or case.num_ranks == 1:  # each rank may have compared all samples
         return []
+    # Only one process has the whole batch, so it alone records whether samples are compared.
     if not any(rank.loss_compares_samples for rank in case.expected):
         return []
     return [
@@ -177,5 +202,5 @@ def loss_compares_local_samples(case: Divergence) -> list[str]:
 
 
 def first_clip_line(case: Divergence) -> list[str]:
-    """Returns the line of the first call that clips gradients."""
+    """Returns the line of the first call that clips gradients; empty if none does."""
     return [call.line for call in case.actual.clips[:1]]

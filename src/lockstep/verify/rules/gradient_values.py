@@ -1,13 +1,14 @@
 """Rules that compare the values of gradients, which are wrong but the same on all ranks.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
-process and one on several: `case.expected` is what the optimizer step recorded on one process,
-`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
+process and one on several: `case.expected` is what one process recorded of the optimizer step,
+`case.actual` what each rank recorded. The arguments `expected` and `actual` are gradients by name:
+of one process, and of the ranks. A *part* is the gradient that one backward pass of one rank left.
+"Needs" names fields of `RankUpdate`, the record of one rank.
 
-The gradient of several ranks is a sum of what their backward passes left, each times a weight. If
-the gradient of one process is such a sum too, with other weights, then only the weighting is wrong,
-and the weights say what it should have been. A *part* is what one backward pass of one rank left.
-The rules get the gradients of one process (`expected`) and of several (`actual`), by name.
+The gradient of several ranks is a sum of parts, each times a weight. If the gradient of one process
+is such a sum too, with other weights, then only the weighting is wrong, and the weights say what it
+should have been.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from lockstep.verify.algebra import (
 from lockstep.verify.cause import Cause, format_items
 from lockstep.verify.compare import Divergence, same_samples
 from lockstep.verify.rules.evidence import (
-    backward_passes,
     draws_that_may_differ,
     first_clip_line,
+    format_backward_passes,
     format_ratio,
     format_weights,
     gradient_patterns,
@@ -73,7 +74,7 @@ ZERO_WEIGHT_SHARE = 1e-6
 
 
 def explain_gradients(case: Divergence, expected: Gradients, actual: Gradients) -> Cause:
-    """Returns the cause of gradients whose values are wrong, by the rules of this module.
+    """Returns the cause of gradients whose values are wrong: that of the first rule that has one.
 
     Args:
         case: the difference.
@@ -84,6 +85,8 @@ def explain_gradients(case: Divergence, expected: Gradients, actual: Gradients) 
         cause = value_rule(case, expected, actual)
         if cause is not None:
             return cause
+    # The gradients themselves do not say it. What they were computed from may: samples, outputs,
+    # losses, draws of random numbers.
     for rule in RULES_WITHOUT_VALUES:
         cause = rule(case)
         if cause is not None:
@@ -125,9 +128,10 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
         return None
     passes_of_one = case.expected.backward_passes
     passes_of_rank = case.actual.backward_passes
-    # The ratio that each cause would lead to.
+    # The ratio that each cause would lead to. The first one that fits is returned.
     ratio_of_code: dict[str, float] = {}
-    if passes_of_one != passes_of_rank and passes_of_one and passes_of_rank:
+    passes_are_known = passes_of_one > 0 and passes_of_rank > 0
+    if passes_are_known and passes_of_one != passes_of_rank:
         ratio_of_code["LS203"] = passes_of_rank / passes_of_one
         ratio_of_code["LS204"] = passes_of_one / passes_of_rank
     ratio_of_code["LS201"] = case.num_ranks
@@ -140,7 +144,7 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
         return None
     code, *other_codes = fitting_codes
     if code in ("LS203", "LS204"):
-        reasons = [backward_passes(case)]
+        reasons = [format_backward_passes(case)]
     else:
         reasons = _gather_without_graph(case)
     also = [f"it may be {other} as well; another --nproc tells" for other in other_codes]
@@ -149,12 +153,16 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
 
 
 def _multiple(case: Divergence, ratio: float) -> str:
-    """Says by which factor all gradients are wrong."""
+    """Says by which factor all gradients are wrong: "all gradients are 2 times those of ..."."""
     return f"all gradients are {format_ratio(ratio, case.num_ranks)} those of one process"
 
 
 def _gather_without_graph(case: Divergence) -> list[str]:
-    """Names the first all-gather whose input autograd does not track."""
+    """Names the first all-gather whose input autograd does not track.
+
+    A loss over gathered outputs then has a gradient by this rank's own outputs only, which has to
+    be added up over the ranks instead of averaged.
+    """
     for call in case.actual.calls:
         if call.name.startswith("all_gather") and not call.carries_gradient:
             return [f"if the loss is made of it, its backward must add up: {call.line}"]
@@ -172,10 +180,12 @@ def multiplied_after_passes(
     Says: the factors, and the line that clips.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
+    # The number that a run multiplied all its gradients by, 1 if it did nothing to them.
     factor_of_one = case.expected[0].gradient_factor
     factor_of_ranks = case.actual[0].gradient_factor
-    if ratio is None or not factor_of_one:
+    if ratio is None or factor_of_one == 0:
         return None
+    # A factor that is not known is NaN, which is near to nothing.
     if not near(factor_of_ranks / factor_of_one, ratio):
         return None
     text = (
@@ -210,11 +220,12 @@ def clipped_between_passes(
     Needs: `calls` that clip, with `passes_before`, and `losses`, one for each backward pass.
     Applies: if such a call changed a gradient, in either run.
     Looks the same: something else may be wrong as well.
-    Says: after which backward pass, and the line.
+    Says: after which backward pass, the line, and how many gradients are wrong by which factors.
     """
     for rank in (*case.actual, *case.expected):
         num_passes = len(rank.losses)
         for call in rank.calls:
+            # The backward passes after it add to gradients that are clipped already.
             is_early = call.passes_before < num_passes
             if call.name == "clip" and call.has_clipped and is_early:
                 text = (
@@ -238,17 +249,20 @@ def changed_after_right_passes(
     Looks the same: nothing known.
     Says: that the mean is right, and what was done.
     """
+    # What all backward passes of each rank added up to, by name; empty if that is not known.
     local_sums = []
     for rank in case.actual:
-        if rank.contributes:
+        if rank.contributes:  # not so the first stages of a pipeline
             local_sums.append(sum_of_passes(rank.local_gradients, actual))
     sum_of_one = sum_of_passes(case.expected[0].local_gradients, actual)
     if case.num_ranks == 1 or not sum_of_one or not all(local_sums):
         return None
     mean = mean_of(local_sums)
     ratio = constant_ratio(sum_of_one, mean, case.max_error)
+    if ratio is None:  # the backward passes themselves were wrong
+        return None
     used_is_multiple_of_mean = constant_ratio(mean, actual, case.max_error) is not None
-    if ratio is None or used_is_multiple_of_mean:
+    if used_is_multiple_of_mean:  # the ranks did average
         return None
     right = "what the backward passes left is, on average over the ranks, that of one process"
     if not near(ratio, 1):
@@ -260,6 +274,7 @@ def changed_after_right_passes(
         text = "what DDP's communication hook made of it is not its mean"
         return Cause("LS213", (right, text, hook_line, *patterns))
 
+    # actual = used_weights[0] * local_sums[0] + used_weights[1] * local_sums[1] + ..., or None
     used_weights = weights(actual, local_sums, case.max_error)
     if used_weights is not None and not all_near(used_weights, case.max_error):
         text = (
@@ -294,9 +309,10 @@ def unused_parameters(case: Divergence, expected: Gradients, actual: Gradients) 
     names_of_one = _names_with_gradients(case.expected[0].local_gradients)
     missing: set[str] = set()  # parameters that some rank has no gradient of
     for rank in case.actual:
-        if rank.contributes and rank.local_gradients:
+        if rank.contributes and rank.local_gradients:  # else its gradients are not known
             missing |= names_of_one - _names_with_gradients(rank.local_gradients)
-    if not missing or not set(case.names) <= missing:
+    explains_all = set(case.names) <= missing
+    if not missing or not explains_all:
         return None
     ranks = []
     for number, rank in enumerate(case.actual):
@@ -327,30 +343,32 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     Looks the same: with few parts and small counts another count may fit by chance.
     Says: the weights, and those that would be right.
     """
+    # A part is the gradient that one backward pass of one rank left.
     parts = []
     for rank in case.actual:
-        if rank.contributes:
+        if rank.contributes:  # not so the first stages of a pipeline
             parts += rank.local_gradients
+    # expected = right_weights[0] * parts[0] + right_weights[1] * parts[1] + ...
     right_weights = weights(expected, parts, case.max_error)
     if right_weights is None:
         return None
+    # actual = used_weights[0] * parts[0] + used_weights[1] * parts[1] + ...
     used_weights = weights(actual, parts, case.max_error)
     if used_weights is None:
         # The ranks used no sum of the parts at all. If the parts are right, that is worth saying.
         if not all_near(right_weights, case.max_error):
             return None
         text = "the sum of what the ranks' backward passes left is right, but for a factor"
-        return unknown(case, f"{text}; what was made of it afterwards is not")
+        return unknown_cause(case, f"{text}; what was made of it afterwards is not")
 
-    # A part that one process does not have gets a tiny weight, by rounding.
+    # A part that one process does not have gets a tiny weight, by rounding: it becomes 0.
     largest_weight = max(abs(weight) for weight in right_weights)
     zero_weight = max(ZERO_WEIGHT_SHARE, case.max_error) * largest_weight
-    counted = []
+    nonzero_weights = []
     for weight in right_weights:
-        counted.append(weight if abs(weight) > zero_weight else 0.0)
-    some_are_left_out = min(counted) <= 0.0
-    if some_are_left_out:
-        return _parts_left_out(case, counted, used_weights)
+        nonzero_weights.append(weight if abs(weight) > zero_weight else 0.0)
+    if min(nonzero_weights) <= 0.0:
+        return _parts_left_out(case, nonzero_weights, used_weights)
 
     evidence = (
         "the gradient of one process is a sum of the same parts with other weights",
@@ -358,7 +376,8 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
         f"they should weigh {format_weights(right_weights)}",
         *loss_line(case),
     )
-    # If the ranks weigh the parts unequally, the right weights are relative to those.
+    # Are the parts to be weighted by something that was counted, such as samples? Where the ranks
+    # weigh the parts unequally, the right weights are relative to theirs.
     relative_weights = []
     for right, used in zip(right_weights, used_weights, strict=True):
         relative_weights.append(right / used if used else 0.0)
@@ -371,6 +390,7 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     if comparison:
         return Cause("LS208", (*evidence, *comparison))
     statistics = local_statistics(case)
+    # A mean of means: equal weights instead of others with the same sum.
     same_sum = near(sum(right_weights), sum(used_weights), 1e-5)
     if all_near(used_weights, case.max_error) and same_sum:
         no_count = ["of nothing that was counted in the batches there is as much"]
@@ -385,21 +405,25 @@ def _parts_left_out(
 ) -> Cause:
     """LS110: one process trains some of the parts only, so the ranks have too many samples.
 
-    Otherwise it is LS210: some parts have a negative weight, or the weights are not equal.
+    It must have the mean of some parts, and the ranks that of all. Otherwise it is LS210.
 
     Args:
         case: the difference.
-        right_weights: with which the parts add up to the gradient of one process.
+        right_weights: with which the parts add up to the gradient of one process; 0 for a part
+            that it has not.
         used_weights: with which they add up to the gradient of the ranks.
     """
     parts_of_one = [place for place, weight in enumerate(right_weights) if weight > 0]
     weights_of_one = [right_weights[place] for place in parts_of_one]
-    # By indices or by contents: with the same samples, no part is left out.
-    same_samples_are_known = True in same_samples(case.expected, case.actual)
+    has_negative_weight = min(right_weights) < 0
     is_mean_of_some = (
-        bool(parts_of_one) and all_near(weights_of_one, 1e-5) and all_near(used_weights, 1e-5)
+        bool(parts_of_one) and all_near(weights_of_one, 1e-5) and not has_negative_weight
     )
-    if same_samples_are_known or min(right_weights) < 0 or not is_mean_of_some:
+    ranks_use_mean_of_all = all_near(used_weights, 1e-5)
+    # Whether they have the same indices, and the same contents; each is True, False, or None if
+    # that is not known. With the same samples, no part is left out.
+    have_same_samples = True in same_samples(case.expected, case.actual)
+    if have_same_samples or not is_mean_of_some or not ranks_use_mean_of_all:
         text = "the gradient of one process is a sum of the same parts, but not a mean of them"
         return Cause("LS210", (text, *loss_line(case), *gradient_patterns(case)))
     numbers = format_items([place + 1 for place in parts_of_one])
@@ -412,15 +436,21 @@ def _parts_left_out(
 def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]:
     """Returns what was counted in the batch and in the loss of each part, by what was counted.
 
-    For example, `samples` are [8, 8, 4] for three parts.
+    A part is what one backward pass of one rank left. For example, `samples` are [8, 8, 4] and
+    `labels in tensor 1` are [60, 75, 40] for three parts. The plainest counts come first.
+
+    Args:
+        case: the difference.
+        num_parts: number of parts. Batches, or losses, that are more or fewer cannot be assigned to
+            parts, and are not counted.
     """
     counts: dict[str, list[float]] = {}
     batches = case.actual.batches
     if len(batches) == num_parts:
-        keys: dict[str, None] = {}
+        keys: dict[str, None] = {}  # a set that keeps the order
         for batch in batches:
             keys.update(dict.fromkeys(batch.weights))
-        # The plainest first: samples, labels that count, then values that are not padding.
+        # Samples, labels that count, masks, then values that are not padding.
         for kind in ("samples", "labels", "non-zero", "ones", "values"):
             for key in keys:
                 if key.startswith(kind):
@@ -457,7 +487,7 @@ def gradient_hook(case: Divergence) -> Cause | None:
 
 
 def unknown_coupling(case: Divergence) -> Cause:
-    """The cause is not known; see `unknown` for the codes.
+    """The cause is not known; see `unknown_cause` for the codes.
 
     Needs: `local_gradients` and `loss_terms` for the evidence.
     Applies: always.
@@ -468,19 +498,24 @@ def unknown_coupling(case: Divergence) -> Cause:
     if case.num_ranks > 1 and any(rank.local_gradients for rank in case.actual):
         evidence.append("no weighting of the ranks' own gradients gives that of one process")
     terms, _ = describe_terms(case)
-    return unknown(case, *evidence, *terms)
+    return unknown_cause(case, *evidence, *terms)
 
 
-def unknown(case: Divergence, *evidence: str) -> Cause:
+def unknown_cause(case: Divergence, *evidence: str) -> Cause:
     """LS210: nothing explains the gradients; or LS101, LS102, LS110, LS111 if inputs differ.
 
     Needs: `model_inputs` and `forwards`.
     Applies: always. Models that were given other inputs are a cause even if no rule names it.
     Looks the same: everything that no other rule explains.
     Says: what was found, how far the samples are as on one process, statistics, and the gradients.
+
+    Args:
+        case: the difference.
+        *evidence: sentences about what was found, which come first.
     """
     code = "LS210"
     sentences = []
+    # For each rank, how often its models were given each input. Empty if an input is not known.
     expected = inputs_of_ranks(case.expected)
     actual = inputs_of_ranks(case.actual)
     if expected and actual:
@@ -499,6 +534,7 @@ def unknown(case: Divergence, *evidence: str) -> Cause:
             f"the models were called with {expected_text} inputs, on {case.num_ranks} processes "
             f"with {actual_text}; {num_same} are the same"
         )
+        # Inputs of other shapes, such as padded texts, may still hold the same samples.
         if same_shapes and inputs_differ(case):
             code = unknown_inputs_code(expected, actual, case.num_ranks)
     return Cause(
@@ -522,8 +558,11 @@ def _how_far_samples_are_equal(case: Divergence) -> list[str]:
     """Says whether the models' outputs are equal, and that earlier steps are."""
     sentences = []
     forwards = match_forwards(case.expected, case.actual)
+    # For each forward pass, a bool for each sample: whether its output differs. The array is empty
+    # if the outputs cannot be compared sample by sample.
     differing_rows = [forward.differing_rows("outputs") for forward in forwards]
-    if forwards and all(len(differs) for differs in differing_rows):
+    all_are_comparable = all(len(differs) > 0 for differs in differing_rows)
+    if forwards and all_are_comparable:
         wrong_models = []
         for forward, differs in zip(forwards, differing_rows, strict=True):
             if differs.any():
@@ -535,8 +574,9 @@ def _how_far_samples_are_equal(case: Divergence) -> list[str]:
             sentences.append(
                 "for each sample the models returned the same; it is the loss, or later"
             )
-    if case.update_index:
+    if case.update_index > 0:
         text = "until here all steps are equal, so it may be what is carried from step to step"
+        # Tensors that modules keep besides parameters and buffers, named "Net/layer.state".
         kept_names = set()
         for rank in case.actual:
             kept_names |= {name.partition("/")[2] for name in rank.module_tensors_before}

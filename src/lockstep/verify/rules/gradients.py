@@ -1,10 +1,12 @@
 """Rules for wrong gradients that are the same on all ranks: what was trained, gathers, clipping.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
-process and one on several: `case.expected` is what the optimizer step recorded on one process,
-`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
+process and one on several ranks: of the optimizer step that differs, `case.expected` is what one
+process recorded and `case.actual` what the ranks recorded, both as tuples of `RankUpdate`s, one for
+each rank. "Needs" names fields of `RankUpdate`. LS101 and so on are codes of `catalogue.toml`.
 
-Rules that compare the gradients' values themselves are in `gradient_values`.
+Rules that compare the gradients' values themselves are in `gradient_values`. A gradient before
+clipping is called *unclipped*.
 """
 
 from __future__ import annotations
@@ -43,15 +45,14 @@ def other_mode_on_some_processes(case: Divergence) -> Cause | None:
 def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cause | None:
     """LS312: a setting of parameters is not that of one process.
 
-    Applies: to parameters that the rank has; a pipeline stage has only its own. A model and its
-        copy that are both met after the first step may be named in another order, so for these
-        only the names without the model are compared.
+    Applies: to parameters that the rank has; a pipeline stage has only its own.
     Looks the same: nothing known.
     Says: which ranks, and which parameters.
 
     Args:
         case: the difference.
-        field_name: the field with the names of the parameters.
+        field_name: the field with the names of the parameters that have the setting, such as
+            `frozen`.
         setting: the setting, for the text.
     """
     expected = set(getattr(case.expected[0], field_name))
@@ -60,11 +61,14 @@ def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cau
     all_names: set[str] = set()
     for number, rank in enumerate(case.actual):
         actual = set(getattr(rank, field_name))
+        # A model and its copy are named "Net" and "Net#2" in the order in which they are called.
+        # If both appear after the first step, a rank may call the copy first. Then only the names
+        # inside of the models can be compared: "layer.weight" for "Net#2/layer.weight".
         short_names = Counter(script_names(getattr(rank, field_name)))
         same_short_names = short_names == Counter(script_names(expected))
         all_known_from_start = known_from_start >= expected | actual
         if same_short_names and not all_known_from_start:
-            continue  # the names may differ only by the order in which models were met
+            continue
         names = (expected ^ actual) & rank.parameter_sums.keys()
         if names:
             ranks.append(number)
@@ -87,15 +91,16 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
     Looks the same: parameters without a gradient on all ranks.
     Says: which parameters.
     """
-    if case.kind != "gradients":
+    if case.kind != "gradients":  # but "unclipped": gradients before they were clipped
         return None
     expected = case.expected.merged("gradients")
     actual = case.actual.merged("gradients")
     missing = tuple(sorted(expected.keys() - actual.keys()))
     if not missing:
         return None
+    # "Net/fc.weight" may be missing only because this model is called "Net#2" on the ranks.
     has_same_short_names = Counter(script_names(expected)) == Counter(script_names(actual))
-    if has_same_short_names:  # only the models are named in another order
+    if has_same_short_names:
         return None
     names = join_first(script_names(missing))
     text = f"no optimizer of {case.num_ranks} processes updates {names}"
@@ -111,8 +116,11 @@ def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
     Looks the same: optimizers whose first step is no multiple of the gradient are not explained.
     Says: the line of the collective, then what `explain_gradients` says of these gradients.
     """
-    if case.kind != "gradients" or case.update_index != 0 or not case.actual.in_step:
+    is_first_step = case.update_index == 0  # only before it are all parameters recorded
+    calls_in_step = case.actual.in_step
+    if case.kind != "gradients" or not is_first_step or not calls_in_step:
         return None
+    # If the ranks have the same gradients before the step, those are compared as they are.
     if not case.actual.ranks_that_differ("gradients", case.tolerance):
         return None
     expected_gradients = case.expected.merged("gradients")
@@ -120,6 +128,7 @@ def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
     actual_steps = _first_steps(case.actual, case)
     if expected_steps.keys() != expected_gradients.keys():
         return None
+    # step = learning_rate * gradient, for all parameters of one process
     learning_rate = constant_ratio(expected_gradients, expected_steps, case.max_error)
     if learning_rate is None or actual_steps.keys() != expected_steps.keys():
         return None
@@ -128,9 +137,8 @@ def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
     update = Update(replace(rank, gradients=used, unclipped=used) for rank in case.actual)
     case_with_used = replace(case, parallel_run=[update, *case.parallel_run[1:]])
     cause = explain_gradients(case_with_used, expected_gradients, used)
-    line = case.actual.in_step[0].line
     evidence = (
-        f"the optimizer exchanges gradients in its step: {line}",
+        f"the optimizer exchanges gradients in its step: {calls_in_step[0].line}",
         "what it used of them is seen by what it made of the parameters",
         *cause.evidence,
     )
@@ -138,7 +146,12 @@ def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
 
 
 def _first_steps(update: Update, case: Divergence) -> dict[str, Array]:
-    """Returns by how much the first update changed each parameter that has a gradient."""
+    """Returns by how much the first update decreased each parameter that has a gradient.
+
+    Args:
+        update: of one process, or of the ranks.
+        case: the difference; a parameter has a gradient if it has one on one process.
+    """
     before = update.merged("initial")
     after = update.merged("parameters")
     steps = {}
@@ -165,8 +178,11 @@ def gather_without_gradient(case: Divergence) -> Cause | None:
 
 
 def _detached_gather_line(case: Divergence) -> str:
-    """Returns the line of a gather of detached tensors, if the loss should have followed them."""
-    if case.expected.first("detached_gather_line"):
+    """Returns the line of a gather of detached tensors, if the loss should have followed them.
+
+    Empty if there is no such gather, or if detaching may be intended.
+    """
+    if case.expected.first("detached_gather_line"):  # one process detaches them as well
         return ""
     if not any(rank.loss_compares_samples for rank in case.expected):
         return ""
@@ -187,22 +203,25 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
     clips = case.actual.clips or case.expected.clips
     if case.kind != "gradients" or not clips:
         return None
-    lines = [clips[0].line]
+    line = clips[0].line
+    # Other gradients before clipping are a difference of another kind, which comes before this one.
+    # So if the ranks agree before clipping, they also agree with one process.
     if not case.actual.ranks_that_differ("unclipped", case.tolerance):
         text = "they were equal before they were clipped, and are not after"
-        return Cause("LS403", (text, *lines, *gradient_patterns(case)))
+        return Cause("LS403", (text, line, *gradient_patterns(case)))
     expected = case.expected.merged("unclipped")
     # What the ranks would have used if they had averaged first.
     mean = mean_of([rank.unclipped for rank in case.actual])
     ratio = constant_ratio(expected, mean, case.max_error)
     clipping_changed_something = any(call.has_clipped for call in (*clips, *case.expected.clips))
     if ratio is None or not clipping_changed_something:
+        # Even the mean is wrong, or clipping did nothing: something else is the cause.
         cause = explain_gradients(case, expected, mean)
         early = "gradients were clipped while those of the ranks still differed"
-        return cause.with_evidence(early, *lines)
+        return cause.with_evidence(early, line)
     early = "clipping changed gradients while those of the ranks still differed"
     compared = "equal to"
     if not near(ratio, 1):
         compared = format_ratio(ratio, case.num_ranks)
     right = f"their mean was {compared} that of one process before"
-    return Cause("LS404", (early, right, *lines))
+    return Cause("LS404", (early, right, line))

@@ -1,8 +1,9 @@
 """Rules for parameters that differ from those of one process before the first step.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
-process and one on several: `case.expected` is what the optimizer step recorded on one process,
-`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
+process and one on several ranks: of the optimizer step that differs, `case.expected` is what one
+process recorded and `case.actual` what the ranks recorded, both as tuples of `RankUpdate`s, one for
+each rank. "Needs" names fields of `RankUpdate`. LS101 and so on are codes of `catalogue.toml`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
         them is not seen.
     Says: how many such parameters the optimizer has.
     """
+    # A parameter in a model is called "Net/layer.weight", one in no model "/parameter 3 of ...".
     stale_names = [name for name in case.actual.merged("initial") if name.startswith("/")]
     if not stale_names:
         return None
@@ -49,11 +51,13 @@ def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
 
 def _models_change(run: Sequence[Update]) -> bool:
     """Returns whether a parameter of a model differs between the first and a later step."""
+    # Two numbers for each parameter, which change when any of its values does.
     first_sums = run[0].merged("parameter_sums")
     for update in run[1:]:
         sums = update.merged("parameter_sums")
         for name in first_sums:
-            if name.startswith("/") or name not in sums:
+            is_in_no_model = name.startswith("/")
+            if is_in_no_model or name not in sums:
                 continue
             if not np.array_equal(sums[name], first_sums[name]):
                 return True
@@ -82,8 +86,10 @@ def other_initial_parameters(case: Divergence) -> Cause:
 
 def _other_seeds(case: Divergence) -> list[str]:
     """Names the first line that gave torch different seeds on different processes."""
+    # For one process, then for each rank, its seeds by line.
     seeds_by_process = [rank.seeds for rank in (*case.expected, *case.actual)]
     for line in seeds_by_process[0]:
+        # A process that did not run the line has the seed None, which differs as well.
         if len({seeds.get(line) for seeds in seeds_by_process}) > 1:
             values = [seeds.get(line, "nothing") for seeds in seeds_by_process]
             return [

@@ -1,11 +1,12 @@
 """Rules for gradients that differ between the ranks, which should have averaged them.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
-process and one on several: `case.expected` is what the optimizer step recorded on one process,
-`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+A *rule* returns the `Cause` of a difference, or None. `gradients.case` is the difference between a
+run on one process and one on several, `gradients.names` are the gradients that differ. *Local*
+gradients are what the backward passes of one rank left before any average. Of the optimizer step,
+`case.expected` is what one process recorded, `case.actual` what each rank recorded. "Needs" names
+fields of `RankUpdate`, the record of one rank.
 
-*Local gradients* are what the backward passes of one rank left before any average. The rules are
-tried in the order of `LOCAL_GRADIENT_RULES`, by `gradients_that_differ_between_ranks`.
+`gradients_that_differ_between_ranks` tries the rules in the order of `LOCAL_GRADIENT_RULES`.
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ class LocalGradients:
     def num_local_passes(self) -> int:
         """How many of the last backward passes explain the differences by local gradients.
 
-        0 if something else differs as well, or if local gradients are not known.
+        With 1, each rank used what its last backward pass left, and an average of the passes
+        before it. 0 if something else differs as well, or if local gradients are not known.
         """
+        # `local_gradients` has one dictionary for each backward pass.
         num_recorded = min(len(rank.local_gradients) for rank in self.case.actual)
         for num_passes in range(1, num_recorded + 1):
             if self._differ_by_last_passes(num_passes):
@@ -56,16 +59,18 @@ class LocalGradients:
     def _differ_by_last_passes(self, num_passes: int) -> bool:
         """Returns whether the last passes explain all that differs between the ranks.
 
-        Then the gradients are equal once what these passes left is subtracted on each rank.
+        With `used` the gradients of a rank, before it clipped them, and `local_sum` what its last
+        backward passes left, `used - local_sum` must be the same on all ranks.
         """
-        local_sums = []  # for each rank, what its last passes left, as one vector
-        remainders = []  # the gradients that it used without that
+        local_sums = []  # for each rank, one vector with all values
+        remainders = []  # for each rank, `used - local_sum`
         for rank in self.case.actual:
             used = {name: rank.unclipped[name] for name in self.names if name in rank.unclipped}
-            local_sum = np.zeros(1)
+            local_sum = np.zeros(1)  # as long as the other vectors once one is added
             for gradients in rank.local_gradients[-num_passes:]:
                 gradients_of_pass = {}
                 for name, array in used.items():
+                    # A pass that does not reach a parameter leaves no gradient of it.
                     gradients_of_pass[name] = gradients.get(name, np.zeros_like(array))
                 local_sum = local_sum + flat(gradients_of_pass)
             local_sums.append(local_sum)
@@ -78,7 +83,7 @@ class LocalGradients:
 
     @property
     def local_text(self) -> str:
-        """Says that each rank used its local gradients."""
+        """Says that each rank used its local gradients, and those of which backward passes."""
         total = self.case.actual.backward_passes
         if self.num_local_passes < total:
             return (
@@ -89,7 +94,7 @@ class LocalGradients:
 
     @property
     def past_wrapper_texts(self) -> list[str]:
-        """Names the line of a forward pass that went past the DDP wrapper."""
+        """Names the line of a forward pass that went past the DDP wrapper, if there was one."""
         line = self.case.actual.first("past_wrapper_line")
         if not line:
             return []
@@ -97,7 +102,10 @@ class LocalGradients:
 
     @property
     def are_unwrapped(self) -> bool:
-        """Whether all of these parameters are of models that are neither wrapped nor prepared."""
+        """True if all parameters with these gradients are of models that nothing wraps.
+
+        That is, neither DDP nor `World.prepare`.
+        """
         unwrapped: set[str] = set()
         for rank in self.case.actual:
             unwrapped |= set(rank.unwrapped)
@@ -105,11 +113,15 @@ class LocalGradients:
 
     @property
     def reducing_calls(self) -> list[ScriptCall]:
-        """Collectives on gradients in this update. Late ones are recorded with the next update."""
+        """Collectives whose input was a gradient, in this update and the next one.
+
+        A call after the optimizer's step is recorded with the next update.
+        """
         case = self.case
         calls = []
         this_and_next = case.parallel_run[case.update_index : case.update_index + 2]
         for update in this_and_next:
+            # `gradient_of` is the name of the parameter, or empty.
             calls += [call for call in update.calls if call.gradient_of]
         return calls
 
@@ -136,7 +148,7 @@ def parameters_unknown_to_ddp(gradients: LocalGradients) -> Cause | None:
     """LS303: the parameters were made trainable after DDP had been built.
 
     Needs: `unknown_to_ddp`.
-    Applies: if DDP knows none of these parameters.
+    Applies: if DDP knows none of the parameters whose gradients differ.
     Looks the same: nothing known.
     Says: that DDP was built too early.
     """
@@ -174,8 +186,9 @@ def averages_within_groups(gradients: LocalGradients) -> Cause | None:
     Says: the ranks of each group.
     """
     ranks = gradients.case.actual
+    # For example [(0, 1), (2, 3)]: each group once, in the order of ranks.
     groups = list(dict.fromkeys(tuple(rank.ddp_ranks) for rank in ranks))
-    some_use_all_ranks = not all(groups)  # their group is recorded as ()
+    some_use_all_ranks = () in groups  # as DDP does without a group of the script's
     if len(groups) < 2 or some_use_all_ranks:
         return None
     for group in groups:
@@ -196,7 +209,10 @@ def clipping_on_some_ranks(gradients: LocalGradients) -> Cause | None:
     Says: which ranks clip, and the line.
     """
     case = gradients.case
-    clipping_ranks = [number for number, rank in enumerate(case.actual) if Update([rank]).clips]
+    clipping_ranks = []
+    for number, rank in enumerate(case.actual):
+        if Update([rank]).clips:  # the calls of this rank alone
+            clipping_ranks.append(number)
     if not clipping_ranks or case.actual.ranks_that_differ("unclipped", case.tolerance):
         return None
     text = f"they were the same until {format_ranks(clipping_ranks)} clipped them"
@@ -215,9 +231,10 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
     Says: the line of the collective, and how many times too large they are.
     """
     case = gradients.case
-    if not case.actual.in_step:
+    calls_in_step = case.actual.in_step
+    if not calls_in_step:
         return None
-    line = case.actual.in_step[0].line
+    line = calls_in_step[0].line
     exchange = f"they differ as the step begins; the optimizer exchanges them in it: {line}"
     ratio = _ratio_after_exchange(case)
     if ratio is not None and not near(ratio, 1):
@@ -232,9 +249,13 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
 
 
 def _ratio_after_exchange(case: Divergence) -> float | None:
-    """Returns how many times as large gradients are after the optimizer's own collective."""
+    """Returns how many times as large gradients are after the optimizer's own collective.
+
+    None if they are no multiple of those of one process, or if no rank recorded them.
+    """
     expected = case.expected.merged("gradients")
     reduced = case.actual.merged("reduced_in_step")
+    # The gradients that are known of both, by name.
     expected_of_reduced = {}
     actual = {}
     for name in case.names:
@@ -247,8 +268,11 @@ def _ratio_after_exchange(case: Divergence) -> float | None:
 
 
 def _optimizer_state_too_large(case: Divergence) -> list[str]:
-    """Says that state of the optimizer is N times, or N squared times, that of one process."""
-    # Adam keeps the mean of gradients, and that of their squares.
+    """Says that state of the optimizer is N times, or N squared times, that of one process.
+
+    The result is one sentence about the first such state in any step, or an empty list.
+    """
+    # Adam keeps a mean of gradients ("exp_avg"), and one of their squares ("exp_avg_sq").
     factors = {
         case.num_ranks: "the number of processes",
         case.num_ranks**2: "the number of processes, squared",
@@ -257,6 +281,7 @@ def _optimizer_state_too_large(case: Divergence) -> list[str]:
         ratios_by_key = _ratios_of_state(expected[0], actual)
         for key, ratios in ratios_by_key.items():
             for factor, text in factors.items():
+                # The same factor for all parameters.
                 if all(near(ratio, factor) for ratio in ratios):
                     return [
                         f"what the optimizer keeps as {key!r} is {factor} times as large as "
@@ -266,16 +291,27 @@ def _optimizer_state_too_large(case: Divergence) -> list[str]:
 
 
 def _ratios_of_state(expected: RankUpdate, actual: Update) -> dict[str, set[float]]:
-    """Returns how many times as large state tensors are, for each key such as "exp_avg"."""
+    """Returns how many times as large state tensors of the ranks are as those of one process.
+
+    Tensors are compared by their largest absolute value.
+
+    Args:
+        expected: one process.
+        actual: the ranks in the same update. If each keeps a part of a tensor, the largest counts.
+
+    Returns:
+        The ratios of all parameters, for each key such as "exp_avg".
+    """
     ratios_by_key: dict[str, set[float]] = defaultdict(set)
-    for name, sums in expected.optimizer_state.items():
+    # Tensors are named "Net/layer.weight/exp_avg". Three numbers stand for each.
+    for name, numbers in expected.optimizer_state.items():
         largest_of_ranks = []
         for rank in actual:
             if name in rank.optimizer_state:
                 largest_of_ranks.append(rank.optimizer_state[name][LARGEST])
-        if largest_of_ranks and sums[LARGEST]:
+        if largest_of_ranks and numbers[LARGEST]:
             key = name.rpartition("/")[2]
-            ratios_by_key[key].add(max(largest_of_ranks) / sums[LARGEST])
+            ratios_by_key[key].add(max(largest_of_ranks) / numbers[LARGEST])
     return ratios_by_key
 
 
@@ -288,7 +324,7 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
     Looks the same: noise, or weights of the ranks after the average, which have no code.
     Says: what is known of them.
     """
-    if gradients.num_local_passes:
+    if gradients.num_local_passes > 0:  # they are local: the next rules say why
         return None
     case = gradients.case
     line = case.actual.first("gradient_draw_line")
@@ -297,7 +333,7 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
         return Cause("LS308", (gradients.difference_text, *gradients.past_wrapper_texts, text))
     evidence = ["they are not what each rank's own backward passes left"]
     gradients_of_first = case.actual[0].gradients
-    ratios = []
+    ratios = []  # for each other rank, its gradients divided by those of rank 0, or None
     for rank in case.actual[1:]:
         ratios.append(constant_ratio(gradients_of_first, rank.gradients, case.max_error))
     are_multiples = None not in ratios
@@ -323,10 +359,13 @@ def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
     Says: before which step.
     """
     case = gradients.case
+    # Each update from this one on, with the one after it: parameters may be averaged only now and
+    # then.
     for before, after in pairwise(case.parallel_run[case.update_index :]):
         if not before.ranks_that_differ("parameters", case.tolerance):
             continue
         mean = mean_of([_arrays(rank.parameters, gradients.names) for rank in before])
+        # What the script wrote to the parameters after the step of `before`.
         rewritten = [_arrays(rank.rewritten_parameters, gradients.names) for rank in after]
         if all(_is_equal(arrays, mean, case.max_error) for arrays in rewritten):
             step = after[0].step + 1
@@ -336,7 +375,7 @@ def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
 
 
 def _arrays(arrays: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
-    """Returns the arrays with these names, as far as they are there."""
+    """Returns those of the arrays that have one of these names."""
     return {name: arrays[name] for name in names if name in arrays}
 
 
@@ -356,7 +395,8 @@ def forward_past_wrapper(gradients: LocalGradients) -> Cause | None:
     """
     if not gradients.past_wrapper_texts or gradients.are_unwrapped:
         return None
-    if any(rank.wrapped_passes for rank in gradients.case.actual):
+    some_passes_were_wrapped = any(rank.wrapped_passes for rank in gradients.case.actual)
+    if some_passes_were_wrapped:
         return None
     return Cause("LS302", (gradients.difference_text, *gradients.past_wrapper_texts))
 
@@ -397,23 +437,30 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
 
 
 def _averaged_names(gradients: LocalGradients) -> list[str]:
-    """Returns gradients of unwrapped models that rank 0 did not use as its passes left them."""
+    """Returns gradients that the script itself averages, unlike those that differ.
+
+    These are gradients of models that nothing wraps, by the same optimizer or of the same models as
+    those that differ. Rank 0 used something else than its backward passes left of them.
+    """
     case = gradients.case
     if not set(gradients.names) <= set(case.actual[0].unwrapped):
         return []
     optimizer = case.actual[0].optimizer
     models = {_model_of(name) for name in gradients.names}
-    # Other optimizers of the same models step shortly before this one or after it.
+    # The updates of all optimizers shortly before this update and after it: with optimizers 0, 1
+    # and 2 that step in turn, two before it and two after it.
     num_optimizers = len({update[0].optimizer for update in case.parallel_run})
     first = max(0, case.update_index - num_optimizers + 1)
     neighbouring_updates = case.parallel_run[first : case.update_index + num_optimizers]
-    averaged: dict[str, None] = {}
+    averaged: dict[str, None] = {}  # a set that keeps the order
     for update in neighbouring_updates:
         rank = update[0]
         local = sum_of_passes(rank.local_gradients, rank.unwrapped)
         for name, local_gradient in local.items():
             is_of_same_models = rank.optimizer == optimizer or _model_of(name) in models
-            if not is_of_same_models or name in gradients.names or name not in rank.unclipped:
+            if not is_of_same_models or name in gradients.names:
+                continue
+            if name not in rank.unclipped:  # this optimizer does not have the parameter
                 continue
             used = rank.unclipped[name]
             difference = norm(flat({name: used - local_gradient}))
@@ -458,14 +505,11 @@ def ddp_did_not_average(gradients: LocalGradients) -> Cause:
     Says: whether no gradient at all was averaged.
     """
     total = len(gradients.case.actual.merged("gradients"))
-    nothing = []
     all_differ = len(gradients.names) == total and total > 1
+    evidence = [gradients.difference_text, gradients.local_text, *gradients.past_wrapper_texts]
     if all_differ:
-        nothing.append("none of all was averaged, as under no_sync")
-    return Cause(
-        "LS301",
-        (gradients.difference_text, gradients.local_text, *gradients.past_wrapper_texts, *nothing),
-    )
+        evidence.append("no gradient at all was averaged, as under no_sync")
+    return Cause("LS301", tuple(evidence))
 
 
 # In the order in which they are tried. From `parameters_averaged_later` on, each rank used its

@@ -1,8 +1,9 @@
 """Rules for losses that make something else of the same outputs.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
-process and one on several: `case.expected` is what the optimizer step recorded on one process,
-`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
+process and one on several ranks: of the optimizer step that differs, `case.expected` is what one
+process recorded and `case.actual` what the ranks recorded, both as tuples of `RankUpdate`s, one for
+each rank. "Needs" names fields of `RankUpdate`. LS101 and so on are codes of `catalogue.toml`.
 """
 
 from __future__ import annotations
@@ -64,10 +65,14 @@ def terms_that_scale_differently(case: Divergence) -> Cause | None:
 def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     """Says how the terms of the loss scale, if they do not all scale alike.
 
+    A term is one of the numbers that were added up to the loss. On one process it should be the
+    mean of this term over the ranks.
+
     Returns:
         Sentences, and whether they explain the difference: they do not if some term is neither the
         mean nor the sum of the ranks' terms.
     """
+    # For each backward pass, the terms of its loss.
     terms_of_losses = case.expected[0].loss_terms
     ranks = [rank.loss_terms for rank in case.actual if rank.contributes]
     # With several backward passes, terms of one process and of the ranks do not correspond.
@@ -88,8 +93,9 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     for terms in terms_of_ranks:
         all_terms += terms
     largest_term = max(abs(term) for term in all_terms)
-    means = []
-    sums = []
+    # Numbers of the terms, from 1, that are on one process ...
+    means = []  # the mean over the ranks
+    sums = []  # the sum over the ranks
     neither = []
     for place, expected in enumerate(expected_terms):
         actual = [terms[place] for terms in terms_of_ranks]
@@ -111,7 +117,7 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
         texts.append(f"the sum of number {format_items(sums)}")
     if neither:
         texts.append(f"neither the mean nor the sum of number {format_items(neither)}")
-    if len(texts) < 2:
+    if len(texts) < 2:  # all terms scale alike
         return [], False
     sentence = f"of the loss's terms, one process has, over the ranks, {', '.join(texts)}"
     return [sentence], not neither
@@ -136,7 +142,11 @@ def local_comparison(case: Divergence) -> Cause | None:
 
 
 def _forwards_with_equal_outputs(case: Divergence) -> list[MatchedForward]:
-    """Returns all forward passes, or none if a model returned something else."""
+    """Returns the forward passes of both runs, with the rows of the same samples matched.
+
+    Empty if a model returned something else than on one process for any sample: then the loss is
+    not what differs first.
+    """
     forwards = match_forwards(case.expected, case.actual)
     if any(forward.differing_rows("outputs").any() for forward in forwards):
         return []
@@ -154,7 +164,7 @@ def other_targets(case: Divergence) -> Cause | None:
     forwards = _forwards_with_equal_outputs(case)
     if not forwards:
         return None
-    differs = forwards[0].differing_rows("targets")
+    differs = forwards[0].differing_rows("targets")  # a bool for each sample, or empty
     if not differs.any():
         return None
     count = f"{differs.sum()} of {len(differs)} samples with the same inputs"
@@ -188,13 +198,15 @@ def other_loss_arguments(case: Divergence) -> Cause | None:
     """
     if not _forwards_with_equal_outputs(case):
         return None
+    # Arrays by names such as "pos_weight of train.py:5: loss = ...".
     expected_options = case.expected.merged("loss_options")
     if expected_options.keys() != case.actual.merged("loss_options").keys():
         return None
     for name, expected in expected_options.items():
         for rank in case.actual:
-            actual = rank.loss_options.get(name)
-            if actual is not None and case.tolerance.differ(expected, actual, 0.0):
+            actual = rank.loss_options.get(name)  # None if this rank has not called that line
+            # Each argument is compared by its own size; a scale of 0 leaves that of others out.
+            if actual is not None and case.tolerance.differ(expected, actual, scale=0.0):
                 text = f"not that of one process is {name}"
                 return Cause("LS212", (text, *local_statistics(case), *loss_line(case)))
     return None
@@ -209,6 +221,7 @@ def local_statistic_in_loss(case: Divergence) -> Cause | None:
     Says: the line of the statistic, and how the samples are weighted.
     """
     forwards = _forwards_with_equal_outputs(case)
+    # Outputs that cannot be compared sample by sample are not known to be equal.
     if not forwards or any(forward.matched_rows("outputs") is None for forward in forwards):
         return None
     statistics = local_statistics(case)
@@ -216,10 +229,10 @@ def local_statistic_in_loss(case: Divergence) -> Cause | None:
         statistics = local_scalars(case)
     if not statistics or draws_that_may_differ(case):
         return None
-    same = _sample_weights(case, forwards)
-    if not same:
-        same = ("for each sample the models returned the same",)
-    return Cause("LS208", (*statistics, *same, *loss_line(case)))
+    sample_texts = _sample_weights(case, forwards)
+    if not sample_texts:
+        sample_texts = ("for each sample the models returned the same",)
+    return Cause("LS208", (*statistics, *sample_texts, *loss_line(case)))
 
 
 def other_sample_weights(case: Divergence) -> Cause | None:
@@ -251,7 +264,7 @@ def _sample_weights(case: Divergence, forwards: list[MatchedForward]) -> tuple[s
 def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[str, ...]:
     """Says by which factors the gradients of the outputs differ from those of one process.
 
-    The gradients have the shape (samples, 2); each sample has one factor, by least squares.
+    Two numbers stand for the gradient of a sample's output: the arrays have the shape (samples, 2).
     Returns nothing if a factor for each sample does not explain them, or if all factors are equal.
     """
     rows = forward.matched_rows("output_gradients")
@@ -259,20 +272,23 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
         return ()
     expected = rows[0]
     actual = rows[1] / num_ranks  # gradients are averaged over the ranks
+    # A sample counts if its gradient is not zero: an array of bools for each run.
     smallest = ZERO_GRADIENT_SHARE * max(largest(expected), largest(actual))
     counts_in_expected = np.abs(expected).max(axis=1) > smallest
     counts_in_actual = np.abs(actual).max(axis=1) > smallest
 
-    # For each sample, the factor f that brings f * expected nearest to actual.
+    # For each sample the factor f for which |actual - f * expected| is least, by least squares:
+    # f = (expected . actual) / (expected . expected), and 0 if the sample did not count.
     squares = (expected * expected).sum(axis=1)
     products = (expected * actual).sum(axis=1)
     factors = products / np.where(squares > 0, squares, 1.0)
     factors = np.where(counts_in_expected, factors, 0.0)
     remainders = np.abs(actual - factors[:, None] * expected).max(axis=1)[counts_in_expected]
     if (remainders > EQUAL_WEIGHT_SHARE * largest(actual)).any():
-        return ()
+        return ()  # the gradient of some sample has another direction
     largest_factor = np.abs(factors).max()
-    if np.ptp(factors) <= EQUAL_WEIGHT_SHARE * largest_factor:
+    spread = np.ptp(factors)  # the largest minus the smallest
+    if spread <= EQUAL_WEIGHT_SHARE * largest_factor:
         return ()
     if factors.min() < -EQUAL_WEIGHT_SHARE * largest_factor:
         return ()  # no weight turns a gradient around, but another target does
@@ -283,14 +299,15 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
     if num_dropped or num_added:
         which = f"{num_dropped} samples count on one process only, {num_added} on several only"
         return (same, which)
-    spread = f"from {factors.min():.4g} to {factors.max():.4g}"
-    return (same, f"of its own for each sample, {spread}")
+    factor_range = f"from {factors.min():.4g} to {factors.max():.4g}"
+    return (same, f"of its own for each sample, {factor_range}")
 
 
 def random_numbers_in_loss(case: Divergence) -> Cause | None:
     """LS308 or LS106: the loss was computed from random numbers; see `draws.random_loss`.
 
-    Needs, Applies, Looks the same: as there. It is tried after all other rules for losses.
+    Needs, Applies, Looks the same: as there. Random numbers may be harmless, so this is tried after
+        all other rules for losses.
     Says: the gradients, the line that drew the numbers, and the line of the loss.
     """
     cause = random_loss(case, *gradient_patterns(case))

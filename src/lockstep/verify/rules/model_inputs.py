@@ -1,11 +1,10 @@
 """Rules for gradients that differ because models were called with other inputs.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
-process and one on several: `case.expected` is what the optimizer step recorded on one process,
-`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
-
-They need no DataLoader: a sample is recognised by the inputs of a forward pass, see
-`lockstep.verify.sample_rows`.
+A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
+process and one on several: of the optimizer step that differs, `case.expected` is what one process
+recorded, `case.actual` what each rank recorded (`RankUpdate`, whose fields "Needs" names). Samples
+are recognised by the inputs of a forward pass, so they need no DataLoader: a *row* of an array
+stands for one sample. See `lockstep.verify.sample_rows`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ MAX_ERROR_OF_A_LINE = 1e-7
 def inputs_of_ranks(update: Update) -> list[Counter[str]]:
     """Returns how often each input, by its digest, was given to the models of each rank.
 
-    Returns an empty list if an input is not known.
+    There is one counter for each rank that called a model. Returns an empty list if some input is
+    not known.
     """
     counts_of_ranks = []
     for rank in update:
@@ -45,7 +45,7 @@ def inputs_of_ranks(update: Update) -> list[Counter[str]]:
             continue
         counts: Counter[str] = Counter()
         for batch in rank.model_inputs:
-            if not batch.contents:
+            if not batch.contents:  # it could not be split into samples
                 return []
             counts.update(batch.contents)
         counts_of_ranks.append(counts)
@@ -61,7 +61,10 @@ def sum_counts(counts_of_ranks: Sequence[Counter[str]]) -> Counter[str]:
 
 
 def all_ranks_had_the_same(counts_of_ranks: Sequence[Counter[str]]) -> bool:
-    """Returns whether several ranks had the same inputs, more than one, so not by chance."""
+    """Returns whether several ranks had the same inputs.
+
+    False if each had only one: a model may rightly get a constant on all ranks.
+    """
     if len(counts_of_ranks) < 2 or len(counts_of_ranks[0]) < 2:
         return False
     return all(counts == counts_of_ranks[0] for counts in counts_of_ranks)
@@ -112,7 +115,7 @@ def repeated_inputs(case: Divergence) -> Cause | None:
     if all_ranks_had_the_same(actual):
         return Cause("LS101", (numbers, "no DataLoader made them, and every rank had the same"))
     shapes = {batch.shape for batch in _batches(case)}
-    is_multiple = num_actual == num_expected * case.num_ranks and num_actual > num_expected
+    is_multiple = case.num_ranks > 1 and num_actual == num_expected * case.num_ranks
     if is_multiple and len(shapes) == 1:
         return Cause("LS110", (numbers, "no DataLoader made them"))
     return None
@@ -130,6 +133,7 @@ def other_inputs(case: Divergence) -> Cause | None:
     Looks the same: a model that rightly gets a constant looks like LS101.
     Says: how many inputs are the same.
     """
+    # Worker processes do not record what they draw, so they may have drawn something.
     if any(batch.random_draws or batch.workers for batch in _batches(case)):
         return None
     for number, forward in enumerate(_match(case)):
@@ -137,6 +141,7 @@ def other_inputs(case: Divergence) -> Cause | None:
             # What later models get may be the output of the first one.
             is_whole_input = number == 0 and _has_no_loader(case)
             return _cause_of_other_inputs(case, forward, is_whole_input)
+        # The first inputs are the same. For each sample: are the others, and are the outputs?
         differing_inputs = forward.differing_rows("other_inputs")
         outputs_differ = bool(forward.differing_rows("outputs").any())
         if differing_inputs.any() and outputs_differ:
@@ -151,7 +156,12 @@ def other_inputs(case: Divergence) -> Cause | None:
 
 
 def format_differing_other_inputs(forward: MatchedForward, differing_inputs: Array) -> str:
-    """Says for how many samples the inputs after the first one differ."""
+    """Says for how many samples the inputs after the first one differ.
+
+    Args:
+        forward: the forward pass of the model.
+        differing_inputs: for each sample, whether its other inputs differ.
+    """
     count = f"{differing_inputs.sum()} of {len(differing_inputs)}"
     return (
         f"{forward.model}: its first inputs are the same; what comes with {count} "
@@ -169,6 +179,8 @@ def _cause_of_other_inputs(
         forward: the forward pass with these inputs.
         is_whole_input: whether these are the batches themselves, which come from no DataLoader.
     """
+    # An extra input is one that a rank has beyond those of one process. For each extra input a
+    # bool: is it one of this step of one process, or one of any step?
     extra_places = forward.extra_places
     num_extra = len(extra_places)
     extra_inputs = forward.actual.inputs[extra_places]
@@ -217,9 +229,10 @@ def _cause_of_other_inputs(
 
 
 def _inputs_of_all_steps(case: Divergence, forward: Forward) -> Array:
-    """Returns the inputs that one process gave to the same model in any step."""
+    """Returns the inputs that one process gave to the same model in any step, one row each."""
     inputs = []
     for update in case.reference_run:
+        # The second value is the rank of each row, which does not matter on one process.
         for joined, _ in joined_forwards(update).values():
             if joined.model == forward.model and joined.shape == forward.shape:
                 inputs.append(joined.inputs)
@@ -227,7 +240,11 @@ def _inputs_of_all_steps(case: Divergence, forward: Forward) -> Array:
 
 
 def _orders_of_ranks(case: Divergence) -> list[str]:
-    """Says that each rank drew an order of its own, at a line where all ranks drew."""
+    """Says that each rank drew an order of its own, at a line where all ranks drew.
+
+    The result is one sentence with the first such line, or an empty list.
+    """
+    # For each rank, a digest of the numbers that were drawn at each line.
     draws_of_ranks = [dict(rank.loss_draws) for rank in case.actual if rank.contributes]
     if not draws_of_ranks:
         return []
@@ -246,6 +263,7 @@ def _is_normalized_by_rank(forward: MatchedForward) -> bool:
     The ranks must have the samples in the order of one process: either rank 0 the first ones, rank
     1 the next ones and so on, or each rank every N-th one.
     """
+    # Arrays of shape (samples, values); empty if there were too many values to record.
     rows_of_one = forward.expected.input_values
     rows_of_several = forward.actual.input_values
     if rows_of_one.shape != rows_of_several.shape or rows_of_one.size == 0:
@@ -256,7 +274,9 @@ def _is_normalized_by_rank(forward: MatchedForward) -> bool:
     if len(rows_of_rank[0]) < MIN_SAMPLES_THAT_SHOW_A_LINE:
         return False
     num_ranks = len(rows_of_rank)
-    bounds = np.cumsum([len(rows) for rows in rows_of_rank])[:-1]  # where the next rank begins
+    # The rows of one process that each rank should have, in the two orders. For ranks with 3, 3 and
+    # 2 samples, the first order is split before rows 3 and 6.
+    bounds = np.cumsum([len(rows) for rows in rows_of_rank])[:-1]
     contiguous = np.split(rows_of_one, bounds)
     interleaved = [rows_of_one[rank::num_ranks] for rank in range(num_ranks)]
     for expected_of_rank in (contiguous, interleaved):
@@ -270,12 +290,14 @@ def _is_shifted_and_scaled(expected: Array, actual: Array) -> bool:
     """Returns whether each column of `actual` is that of `expected` times a number plus another.
 
     Args:
-        expected: values with one row for each sample.
+        expected: values of shape (samples, columns).
         actual: the values of the same samples.
     """
     if expected.shape != actual.shape:
         return False
-    # For each column, the factor that brings the expected values nearest to the actual ones.
+    # actual = f * expected + shift. Subtracting the mean of each column leaves, for each column,
+    # centered_actual = f * centered_expected, which by least squares has
+    # f = (centered_expected . centered_actual) / (centered_expected . centered_expected).
     centered_expected = expected - expected.mean(axis=0)
     centered_actual = actual - actual.mean(axis=0)
     squares = (centered_expected * centered_expected).sum(axis=0)
@@ -294,18 +316,19 @@ def other_padding(case: Divergence) -> Cause | None:
     Looks the same: nothing known.
     Says: which widths there are.
     """
+    # A table has the shape (samples, width), with one padded sample in each row.
     expected_tables = _first_input_values(case.expected)
     actual_tables = _first_input_values(case.actual)
     if not expected_tables or not actual_tables:
         return None
     tables = [*expected_tables, *actual_tables]
-    if any(table.size == 0 for table in tables):
+    if any(table.size == 0 for table in tables):  # it was too large to be recorded
         return None
     widths = {table.shape[1] for table in tables}
     if len(widths) < 2:
         return None
     width = max(widths)
-    # The padding stands at the end of rows of full width; which value it is is not known.
+    # The padding value is not known, so each value at the end of a row of full width is tried.
     possible_paddings = set()
     for table in tables:
         if table.shape[1] == width:
@@ -332,7 +355,8 @@ def _count_padded_rows(
     counts: Counter[tuple[float, ...]] = Counter()
     for table in tables:
         for row in table:
-            counts[(*row, *[padding] * (width - len(row)))] += 1
+            added_padding = [padding] * (width - len(row))
+            counts[*row, *added_padding] += 1
     return counts
 
 
@@ -354,6 +378,7 @@ def unknown_inputs_code(
     actual = sum_counts(actual_of_ranks)
     num_left_out = (expected - actual).total()
     num_added = (actual - expected).total()
+    # The same inputs, none of them less often: if any is not the same, it is repeated.
     if num_left_out == 0 and set(actual) == set(expected):
         return "LS101"
     if num_left_out == 0 and actual.total() == size * expected.total():

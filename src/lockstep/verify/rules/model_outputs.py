@@ -1,8 +1,9 @@
 """Rules for models that return something else for the same inputs, and for BatchNorm.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
-process and one on several: `case.expected` is what the optimizer step recorded on one process,
-`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
+process and one on several ranks: of the optimizer step that differs, `case.expected` is what one
+process recorded and `case.actual` what the ranks recorded, both as tuples of `RankUpdate`s, one for
+each rank. "Needs" names fields of `RankUpdate`. LS101 and so on are codes of `catalogue.toml`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from lockstep.verify.cause import Cause, format_items, script_names
 from lockstep.verify.compare import Divergence
 from lockstep.verify.line_findings import describe_writes
 from lockstep.verify.rules.draws import other_random_stream, random_loss
-from lockstep.verify.rules.evidence import backward_passes, gradient_patterns
+from lockstep.verify.rules.evidence import format_backward_passes, gradient_patterns
 from lockstep.verify.rules.model_inputs import format_differing_other_inputs
 from lockstep.verify.sample_rows import match_forwards
 from lockstep.verify.tolerance import Array, scale_of
-from lockstep.verify.training_record import LARGEST
+from lockstep.verify.training_record import LARGEST, SIZE
 
 BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -37,6 +38,7 @@ def local_batchnorm(case: Divergence) -> Cause | None:
         layers |= set(rank.local_norm_layers)
     if not layers or case.num_ranks <= 1:
         return None
+    # The frozen parameter "Net/norm.weight" belongs to the layer "Net/norm".
     modules_with_frozen_parameters = {name.rpartition(".")[0] for name in case.actual[0].frozen}
     kind = "BatchNorm layers"
     if layers <= modules_with_frozen_parameters:
@@ -59,7 +61,7 @@ def batchnorm_in_other_passes(case: Divergence) -> Cause | None:
         return None
     if case.expected.backward_passes == case.actual.backward_passes:
         return None
-    return Cause("LS307", (backward_passes(case), *_patterns_of_gradients(case)))
+    return Cause("LS307", (format_backward_passes(case), *_patterns_of_gradients(case)))
 
 
 def _patterns_of_gradients(case: Divergence) -> tuple[str, ...]:
@@ -101,7 +103,7 @@ def later_inputs_of_model(case: Divergence) -> Cause | None:
     Says: for how many samples.
     """
     for forward in match_forwards(case.expected, case.actual):
-        differing_inputs = forward.differing_rows("other_inputs")
+        differing_inputs = forward.differing_rows("other_inputs")  # a bool for each sample
         if forward.matched_rows("outputs") is None and differing_inputs.any():
             return Cause("LS111", (format_differing_other_inputs(forward, differing_inputs),))
     return None
@@ -121,7 +123,7 @@ def other_outputs(case: Divergence) -> Cause | None:
     Says: for how many inputs the output differs, and why.
     """
     for forward in match_forwards(case.expected, case.actual):
-        differs = forward.differing_rows("outputs")
+        differs = forward.differing_rows("outputs")  # a bool for each sample
         if not differs.any():
             continue
         sentence = (
@@ -144,64 +146,56 @@ def _ranks_exchanged_tensors(case: Divergence) -> bool:
     """Returns whether a collective on something else than a gradient preceded a backward pass."""
     num_passes = case.actual.backward_passes
     for call in case.actual.calls:
-        if call.passes_before < num_passes and not call.gradient_of:
+        is_in_time = call.passes_before < num_passes
+        if is_in_time and not call.gradient_of:  # `gradient_of` names a parameter, or is empty
             return True
     return False
 
 
 def _kept_tensors_that_differ(case: Divergence) -> list[str]:
-    """Returns names of buffers and other tensors of modules that differ from one process."""
-    names: dict[str, None] = {}
+    """Returns names of buffers and other tensors of modules that differ from one process.
+
+    The names are without the model: "norm.running_mean".
+    """
+    names: dict[str, None] = {}  # a set that keeps the order
     for field_name in ("module_tensors_before", "module_tensors", "buffers"):
         expected_arrays = case.expected.merged(field_name)
         scale = scale_of(expected_arrays)
         for name, expected in expected_arrays.items():
-            arrays = []
+            arrays = []  # of the ranks that have the tensor
             for rank in case.actual:
                 if name in getattr(rank, field_name):
                     arrays.append(getattr(rank, field_name)[name])
-            has_size = field_name != "buffers"  # buffers are recorded themselves, others as sums
-            same_size = _have_size_of(expected, arrays, has_size)
             differs = any(case.tolerance.differ(expected, array, scale) for array in arrays)
-            is_wrong_part = (
-                has_size and case.num_ranks > 1 and _are_equal_parts(expected, arrays, case)
-            )
+            if field_name == "buffers":  # recorded with all their values
+                same_size = all(array.shape == expected.shape for array in arrays)
+                is_wrong_part = False
+            else:  # three numbers stand for each tensor, the last one is its size
+                same_size = all(array[SIZE] == expected[SIZE] for array in arrays)
+                is_wrong_part = _are_equal_parts(expected, arrays, case.num_ranks)
+            # A tensor with another number of values may rightly belong to the rank's samples.
             if (same_size and differs) or is_wrong_part:
                 names[name.partition("/")[2] or name] = None
     return list(names)
 
 
-def _have_size_of(expected: Array, arrays: Sequence[Array], has_size: bool) -> bool:
-    """Returns whether tensors have the size of one process.
-
-    Args:
-        expected: of one process.
-        arrays: of the ranks that have the tensor.
-        has_size: whether the arrays are sums with the tensor's size at the end.
-    """
-    for array in arrays:
-        if array.shape != expected.shape:
-            return False
-        if has_size and array[-1] != expected[-1]:
-            return False
-    return True
-
-
-def _are_equal_parts(expected: Array, arrays: Sequence[Array], case: Divergence) -> bool:
+def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -> bool:
     """Returns whether each rank has a part of a tensor, for its samples, and all parts are equal.
 
     Ranks with other samples should have other values in it, so these are not computed from them.
     Zeros say nothing.
 
     Args:
-        expected: sums over the tensor of one process, with its size at the end.
-        arrays: the same of the ranks that have the tensor.
-        case: the difference.
+        expected: three numbers that stand for the tensor of one process: a sum, the largest
+            absolute value, and the number of values.
+        arrays: the same for each rank that has the tensor.
+        num_ranks: number of ranks.
     """
     for array in arrays:
-        if expected[-1] <= 0 or array[-1] * case.num_ranks != expected[-1]:
+        if expected[SIZE] <= 0 or array[SIZE] * num_ranks != expected[SIZE]:
             return False
     if len(arrays) < 2 or arrays[0][LARGEST] == 0:
         return False
-    spread = np.ptp(arrays, axis=0)  # of each of the sums over the ranks
+    # For each of the three numbers, the difference between the largest and the smallest of a rank.
+    spread = np.ptp(arrays, axis=0)
     return not spread.any()

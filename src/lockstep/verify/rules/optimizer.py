@@ -1,22 +1,23 @@
 """Rules for learning rates, optimizers, and parameters that differ around a step.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
-process and one on several: `case.expected` is what the optimizer step recorded on one process,
-`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
+process and one on several ranks: of the optimizer step that differs, `case.expected` is what one
+process recorded and `case.actual` what the ranks recorded, both as tuples of `RankUpdate`s, one for
+each rank. "Needs" names fields of `RankUpdate`. LS101 and so on are codes of `catalogue.toml`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lockstep.verify.algebra import near
 from lockstep.verify.cause import Cause, format_by_process, format_items, script_names
 from lockstep.verify.compare import Divergence
 from lockstep.verify.line_findings import describe_writes
 from lockstep.verify.rules.evidence import format_ranks_that_differ
-from lockstep.verify.tolerance import scale_of
-from lockstep.verify.training_record import RankUpdate, ScriptCall, Update
+from lockstep.verify.tolerance import Array, scale_of
+from lockstep.verify.training_record import RankUpdate, ScriptCall
 
 MAX_LINES_THAT_SET_RATES = 2
 
@@ -46,21 +47,27 @@ def other_learning_rates(case: Divergence) -> Cause:
         one that follows a metric.
     Says: the rates, the numbers of scheduler steps, and the lines that set the rates.
     """
+    # The first element of these lists is that of one process, the others are those of the ranks.
     # One process may train several replicas; they have the same learning rates.
     processes = (case.expected[0], *case.actual)
-    rates = [", ".join(f"{rate:.6g}" for rate in rank.learning_rates) for rank in processes]
+    rates = []  # for each process, one text with the learning rates of all parameter groups
+    for process in processes:
+        rates.append(", ".join(f"{rate:.6g}" for rate in process.learning_rates))
     num_schedules = _count_schedules(case)
-    ranks_differ = len(set(rates[1:])) > 1 or len(set(num_schedules[1:])) > 1
+    ranks_have_equal_rates = len(set(rates[1:])) == 1
+    ranks_have_equal_schedules = len(set(num_schedules[1:])) == 1
+    ranks_agree = ranks_have_equal_rates and ranks_have_equal_schedules
     places = ["one process"]
-    if ranks_differ:
-        places += [f"rank {rank}" for rank in range(case.num_ranks)]
-    else:
+    if ranks_agree:
         places.append(str(case.num_ranks))  # "0.1 on one process, 0.2 on 4"
+    else:
+        places += [f"rank {rank}" for rank in range(case.num_ranks)]
 
     ratio = _ratio_of_first_rates(case)
     if any(num_schedules):
         how = f"steps of the scheduler until then: {_format_by_place(num_schedules, places)}"
-    elif case.update_index == 0 and not ranks_differ:
+    elif case.update_index == 0 and ranks_agree:
+        # The rates were set for another number of ranks before the training.
         how = _format_rate_ratio(ratio, case.num_ranks)
     else:
         how = "no scheduler stepped"
@@ -70,21 +77,23 @@ def other_learning_rates(case: Divergence) -> Cause:
         *_lines_that_set_rates(case),
         *_metrics_of_schedulers(case),
     )
-    ranks_agree = len(set(num_schedules[1:])) == 1
     code = "LS402"
-    if ranks_agree and num_schedules[0] != num_schedules[1]:
+    if ranks_have_equal_schedules and num_schedules[0] != num_schedules[1]:
         code = "LS401"
     return Cause(code, evidence, ratio=ratio)
 
 
 def _format_by_place(values: Sequence[object], places: Sequence[str]) -> str:
-    """Joins values with their places: "0.1 on one process, 0.2 on 4"."""
+    """Joins values with their places: "0.1 on one process, 0.2 on 4".
+
+    The second place, 4, may stand for all ranks. Then the values of the other ranks are left out.
+    """
     pairs = zip(values, places, strict=False)
     return ", ".join(f"{value} on {place}" for value, place in pairs)
 
 
 def _updates_of_processes(case: Divergence) -> list[list[RankUpdate]]:
-    """Returns the updates so far of one process, then of each rank."""
+    """Returns the updates of one process, then those of each rank, up to this one."""
     end = case.update_index + 1
     processes = [[update[0] for update in case.reference_run[:end]]]
     for rank in range(case.num_ranks):
@@ -124,10 +133,11 @@ def _format_rate_ratio(ratio: float, num_ranks: int) -> str:
 
 
 def _lines_that_set_rates(case: Divergence) -> list[str]:
-    """Names the lines that set rates which another process has not."""
-    lines: dict[str, None] = {}
+    """Names the first lines that set a learning rate to another value than some process has."""
+    lines: dict[str, None] = {}  # a set that keeps the order
     for rank in (*case.actual, *case.expected):
         for other_rank in (*case.expected, *case.actual):
+            # One element for each parameter group.
             rates = zip(
                 rank.learning_rates,
                 other_rank.learning_rates,
@@ -141,11 +151,16 @@ def _lines_that_set_rates(case: Divergence) -> list[str]:
 
 
 def _metrics_of_schedulers(case: Divergence) -> list[str]:
-    """Says that ReduceLROnPlateau was given different metrics on different processes."""
+    """Says that ReduceLROnPlateau was given different metrics on different processes.
+
+    The last call of each process counts. Empty if the metrics are equal, or if some process has not
+    called it.
+    """
     last_calls: list[ScriptCall] = []
     for updates in _updates_of_processes(case):
         calls: list[ScriptCall] = []
         for update in updates:
+            # Only calls of ReduceLROnPlateau.step(metric) have a value.
             calls += [call for call in update.calls if call.value is not None]
         if not calls:
             return []
@@ -177,7 +192,12 @@ def _only_parameters_differ() -> str:
 
 
 def _optimizer_differences(case: Divergence) -> list[str]:
-    """Names options of parameter groups that differ; if there are none, state that differs."""
+    """Names options of parameter groups that differ; if there are none, state that differs.
+
+    Each sentence is about one option: "momentum of parameter group 1: 0.9 on one process, 0 on
+    rank 0 and rank 1".
+    """
+    # The options of ranks that have not stepped, as under `Join`, are not known.
     ranks = (*case.expected, *(rank for rank in case.actual if rank.stepped))
     sentences = []
     num_groups = [len(rank.group_options) for rank in ranks]
@@ -186,10 +206,13 @@ def _optimizer_differences(case: Divergence) -> list[str]:
         sentences.append(f"parameter groups of the optimizer: {by_process}")
     for group in range(min(num_groups)):
         options_of_ranks = [rank.group_options[group] for rank in ranks]
-        keys = dict.fromkeys(key for options in options_of_ranks for key in options)
+        keys: dict[str, None] = {}  # a set that keeps the order
+        for options in options_of_ranks:
+            keys.update(dict.fromkeys(options))
         for key in keys:
             values = [options.get(key) for options in options_of_ranks]
             if any(value != values[0] for value in values):
+                # The entry "parameters" is the group's size, which is no option of torch's.
                 option = "number of parameters" if key == "parameters" else key
                 by_process = format_by_process(values)
                 sentences.append(f"{option} of parameter group {group + 1}: {by_process}")
@@ -199,13 +222,16 @@ def _optimizer_differences(case: Divergence) -> list[str]:
 
 
 def _state_difference(case: Divergence) -> list[str]:
-    """Names tensors of the optimizer's state that differ on the first rank where some do."""
+    """Names tensors of the optimizer's state that differ on the first rank where some do.
+
+    The result is one sentence, or an empty list.
+    """
     expected = case.expected.merged("optimizer_state")
     scale = scale_of(expected)
     for number, rank in enumerate(case.actual):
         names = []
         for name in sorted(expected.keys() | rank.optimizer_state.keys()):
-            if name not in expected or name not in rank.optimizer_state:
+            if name not in expected or name not in rank.optimizer_state:  # only one of them has it
                 names.append(name)
             elif case.tolerance.differ(expected[name], rank.optimizer_state[name], scale):
                 names.append(name)
@@ -271,11 +297,13 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
     step = case.actual[0].step + 1
     text = f"before step {step} parameters are other ones than on one process"
     writes = describe_writes(case, case.names)
-    update_before = Update()
-    if case.update_index:
+    parameters_after_last_step: Mapping[str, Array] = {}
+    if case.update_index > 0:
         update_before = case.parallel_run[case.update_index - 1]
-    if not update_before.merged("parameters"):  # nothing is known of them after the step before
+        parameters_after_last_step = update_before.merged("parameters")
+    if not parameters_after_last_step:  # whether the last step left the right ones is not known
         return Cause("LS210", (text, *writes))
+    # Wrong parameters after the last step would be a difference there, and this one not reported.
     if not writes:
         writes = ["something changes them between the steps, or in a forward pass"]
     return Cause("LS210", (f"{text}; the last step left the same", *writes))
@@ -290,7 +318,7 @@ def other_number_of_steps(case: Divergence) -> Cause:
     Says: the numbers of steps.
     """
     num_expected = len(case.reference_run)
-    if not case.parallel_run:
+    if not case.parallel_run:  # a step is recorded in it only if all ranks made it
         text = f"one process took {num_expected} steps, and some rank took none"
     else:
         num_actual = len(case.parallel_run)

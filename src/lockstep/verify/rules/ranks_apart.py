@@ -1,8 +1,9 @@
 """Rules for ranks whose parameters or optimizers differ from those of other ranks.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
-process and one on several: `case.expected` is what the optimizer step recorded on one process,
-`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
+process and one on several ranks: of the optimizer step that differs, `case.expected` is what one
+process recorded and `case.actual` what the ranks recorded, both as tuples of `RankUpdate`s, one for
+each rank. "Needs" names fields of `RankUpdate`. LS101 and so on are codes of `catalogue.toml`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def replicas_that_differ(case: Divergence) -> Cause:
         "held other parameters than rank 0"
     )
     writes = describe_writes(case, tuple(ranks_by_name))
-    if case.update_index == 0:
+    if case.update_index == 0:  # there was no step before
         return Cause("LS304", (sentence, *writes))
     update_before = case.parallel_run[case.update_index - 1]
     if update_before.ranks_that_differ("parameters", case.tolerance):
@@ -89,7 +90,7 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
     for names_of_rank in names_by_rank.values():
         all_names |= set(names_of_rank)
     names = sorted(all_names)
-    classes = set()
+    classes = set()  # of the optimizers that stepped with these parameters on another rank
     for update in case.parallel_run[: case.update_index]:
         for rank in update:
             if not all_names.isdisjoint(rank.optimizer_parameters):
@@ -106,28 +107,36 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
 def _unstepped_names_that_differ(case: Divergence, number: int) -> dict[int, list[str]]:
     """Returns, for each rank, parameters whose values differ from those of a rank that steps.
 
+    A rank that built an optimizer and never steps with it knows its parameters only by their places
+    in the optimizer. All ranks build their optimizers in the same order, so the number of an
+    optimizer in this order (`construction_index`) says which one it is on another rank.
+
     Args:
         case: the difference.
         number: of the update before which the values are compared.
     """
-    owners: dict[int, _OptimizerOwner] = {}  # by the optimizer's construction index
+    # By the optimizer's number, the first rank that has stepped with it while another did not.
+    owners: dict[int, _OptimizerOwner] = {}
     for update in case.parallel_run[:number]:
         all_ranks_stepped = all(rank.stepped for rank in update)
+        if all_ranks_stepped:
+            continue
         for rank_number, rank in enumerate(update):
             index = rank.construction_index
             is_known = index >= 0
-            if is_known and not all_ranks_stepped and index not in owners:
+            if is_known and index not in owners:
                 owners[index] = _OptimizerOwner(rank_number, rank.optimizer_parameters)
+    # Two numbers stand for the values of each parameter, which is named on the owner alone.
     update = case.parallel_run[number]
     names_by_rank: dict[int, list[str]] = defaultdict(list)
     for rank_number, rank in enumerate(update):
-        for (construction_index, place), sums in rank.unstepped_sums.items():
-            if construction_index not in owners:
+        for (index, place), sums in rank.unstepped_sums.items():
+            if index not in owners:
                 continue
-            owner = owners[construction_index]
-            name = ""
-            if place < len(owner.parameter_names):
-                name = owner.parameter_names[place]
+            owner = owners[index]
+            if place >= len(owner.parameter_names):  # the rank built another optimizer
+                continue
+            name = owner.parameter_names[place]
             owner_sums = update[owner.rank].parameter_sums.get(name)
             if owner_sums is not None and not np.array_equal(owner_sums, sums):
                 names_by_rank[rank_number].append(name)
@@ -152,6 +161,7 @@ def changed_between_passes(case: Divergence) -> Cause | None:
     sentence = (
         f"between the backward passes of this step {ranks} changed parameters to others than rank 0"
     )
+    # For each backward pass but the last: did its gradients stay on the rank, without an average?
     an_earlier_pass_was_local = any(any(rank.local_passes[:-1]) for rank in case.actual)
     if not an_earlier_pass_was_local:
         return Cause("LS304", (sentence, *describe_writes(case, tuple(ranks_by_name))))
@@ -171,7 +181,7 @@ def factors_of_ranks(case: Divergence) -> Cause | None:
     Says: the number of each rank, and the line that clips.
     """
     factors = [rank.gradient_factor for rank in case.actual]
-    if any(math.isnan(factor) for factor in factors):
+    if any(math.isnan(factor) for factor in factors):  # there is no one factor on some rank
         return None
     if all(near(factors[0], factor) for factor in factors):
         return None

@@ -1,8 +1,9 @@
 """Rules for batches of a DataLoader that have other samples than on one process.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is the difference between a run on one
-process and one on several: `case.expected` is what the optimizer step recorded on one process,
-`case.actual` what each rank recorded. "Needs" names those fields of `RankUpdate`.
+A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
+process and one on several ranks: of the optimizer step that differs, `case.expected` is what one
+process recorded and `case.actual` what the ranks recorded, both as tuples of `RankUpdate`s, one for
+each rank. "Needs" names fields of `RankUpdate`. LS101 and so on are codes of `catalogue.toml`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from lockstep.verify.training_record import Sample, Update
 SamplesOf = Callable[[Update], list[Sample] | None]
 
 
-def _samples_of(case: Divergence) -> SamplesOf:
-    """Returns the method that tells samples apart: by content if it is known, else by index.
+def _method_that_lists_samples(case: Divergence) -> SamplesOf:
+    """Returns `Update.contents` or `Update.indices`, which both list the samples of an update.
 
-    Ranks may have different datasets, in which the same index means different samples.
+    A sample is known by its content if possible: ranks may have different datasets, in which the
+    same index means different samples.
     """
+    # True or False if the contents are known, None if they are not.
     _, same_contents = same_samples(case.expected, case.actual)
     if same_contents is not None:
         return Update.contents
@@ -32,11 +35,11 @@ def _samples_of(case: Divergence) -> SamplesOf:
 
 def _count_samples(case: Divergence) -> tuple[Counter[Sample], Counter[Sample]]:
     """Returns how often each sample is in this update, on one process and on several."""
-    samples_of = _samples_of(case)
+    samples_of = _method_that_lists_samples(case)
     return Counter(samples_of(case.expected)), Counter(samples_of(case.actual))
 
 
-def _numbers(case: Divergence) -> str:
+def _format_numbers_of_samples(case: Divergence) -> str:
     """Says how many samples were trained in this step, on one process and on several."""
     expected, actual = _count_samples(case)
     return (
@@ -54,18 +57,21 @@ def skipped_steps(case: Divergence) -> Cause | None:
     Looks the same: a loop that accumulates gradients over a varying number of batches.
     Says: the numbers of backward passes.
     """
+    # Of one process first, then of each rank whose losses count.
     ranks = [*case.expected, *(rank for rank in case.actual if rank.contributes)]
     num_passes = [len(rank.losses) for rank in ranks]
     some_made_none = 0 in num_passes
     if len(set(num_passes)) == 1 or some_made_none:
         return None
+    # The numbers may differ in every step, as 4 passes on one process and 2 on each of two ranks.
+    # Only a number that varies from step to step shows that a step was skipped.
     if not _num_passes_varies(case.reference_run) and not _num_passes_varies(case.parallel_run):
         return None
     on_ranks = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(num_passes[1:]))
     return Cause(
         "LS405",
         (
-            _numbers(case),
+            _format_numbers_of_samples(case),
             f"backward passes since the step before: {num_passes[0]} on one process, {on_ranks}",
         ),
     )
@@ -89,7 +95,7 @@ def repeated_samples(case: Divergence) -> Cause | None:
         LS101 too.
     Says: which samples are repeated, or that every rank trained the same ones.
     """
-    samples_of = _samples_of(case)
+    samples_of = _method_that_lists_samples(case)
     expected, actual = _count_samples(case)
     samples_before = _count_all(case.parallel_run[: case.update_index], samples_of)
     # Samples that one process trains in this step again are no mistake.
@@ -99,6 +105,7 @@ def repeated_samples(case: Divergence) -> Cause | None:
         is_trained_more_often = count > max(1, expected[sample])
         if is_trained_more_often or sample in trained_before:
             repeated.append(sample)
+    # If the ranks also have samples too many that are new, another rule explains them.
     too_many = set(actual - expected)
     if not repeated or not too_many <= set(repeated):
         return None
@@ -114,7 +121,7 @@ def repeated_samples(case: Divergence) -> Cause | None:
     return Cause(
         "LS108" if is_stream else "LS101",
         (
-            _numbers(case),
+            _format_numbers_of_samples(case),
             f"{len(repeated)} of them were trained before, or by several ranks: {which}",
         ),
     )
@@ -131,10 +138,13 @@ def larger_global_batch(case: Divergence) -> Cause | None:
     expected, actual = _count_samples(case)
     num_expected = expected.total()
     num_actual = actual.total()
-    if not num_expected or num_actual <= num_expected or num_actual % num_expected != 0:
+    if num_expected == 0 or num_actual <= num_expected:
+        return None
+    is_multiple = num_actual % num_expected == 0
+    if not is_multiple:
         return None
     text = f"the global batch is {num_actual // num_expected} times as large, in as few steps"
-    return Cause("LS110", (_numbers(case), text))
+    return Cause("LS110", (_format_numbers_of_samples(case), text))
 
 
 def left_out_samples(case: Divergence) -> Cause | None:
@@ -146,9 +156,11 @@ def left_out_samples(case: Divergence) -> Cause | None:
     Says: which samples are left out.
     """
     expected, actual = _count_samples(case)
-    if actual.total() >= expected.total() or actual - expected:
+    added = actual - expected  # samples that the ranks have more often than one process
+    if actual.total() >= expected.total() or added:
         return None
-    return Cause("LS102", (_numbers(case), f"left out: {_format_samples(expected - actual, case)}"))
+    left_out = _format_samples(expected - actual, case)
+    return Cause("LS102", (_format_numbers_of_samples(case), f"left out: {left_out}"))
 
 
 def samples_of_several_ranks(case: Divergence) -> Cause | None:
@@ -159,15 +171,16 @@ def samples_of_several_ranks(case: Divergence) -> Cause | None:
     Looks the same: nothing known.
     Says: how many samples were trained by several ranks.
     """
-    samples_of = _samples_of(case)
+    samples_of = _method_that_lists_samples(case)
 
     def samples_of_ranks(update: Update) -> list[list[Sample]]:
+        """Returns the samples of each rank; an empty list for a rank whose samples are unknown."""
         return [samples_of(Update([rank])) or [] for rank in update]
 
     sentences = trained_by_several_ranks(case, samples_of_ranks)
     if not sentences:
         return None
-    return Cause("LS105", (_numbers(case), *sentences))
+    return Cause("LS105", (_format_numbers_of_samples(case), *sentences))
 
 
 def other_order(case: Divergence) -> Cause:
@@ -178,18 +191,18 @@ def other_order(case: Divergence) -> Cause:
     Looks the same: samples that none of the rules before explains, such as another dataset.
     Says: whether all steps together have the same samples.
     """
-    samples_of = _samples_of(case)
+    samples_of = _method_that_lists_samples(case)
     if _count_all(case.reference_run, samples_of) == _count_all(case.parallel_run, samples_of):
         text = "over all steps compared they are the same samples"
     else:
         expected, actual = _count_samples(case)
         num_other = (actual - expected).total()
         text = f"{num_other} of them are in another step of one process, or in none"
-    return Cause("LS109", (_numbers(case), text))
+    return Cause("LS109", (_format_numbers_of_samples(case), text))
 
 
 def _count_all(updates: Sequence[Update], samples_of: SamplesOf) -> Counter[Sample]:
-    """Returns how often each sample is in several updates."""
+    """Returns how often each sample is in several updates; unknown samples are not counted."""
     counts: Counter[Sample] = Counter()
     for update in updates:
         counts.update(samples_of(update) or ())
@@ -197,12 +210,19 @@ def _count_all(updates: Sequence[Update], samples_of: SamplesOf) -> Counter[Samp
 
 
 def _format_samples(samples: Iterable[Sample], case: Divergence) -> str:
-    """Names samples by their indices on one process, if these are known."""
+    """Names samples by their indices on one process, if these are known: "3, 5 and 8 more".
+
+    Args:
+        samples: to be named, each known by its index or by a digest of its content.
+        case: the difference.
+    """
     index_of_content: dict[Sample, Sample] = {}
     for update in case.reference_run:
+        # Two lists with one element for each sample, in the same order; None if not known.
         contents = update.contents() or ()
         indices = update.indices() or ()
         index_of_content.update(zip(contents, indices, strict=False))
+    # A sample that one process never had, or that is known by its index already, stays as it is.
     return format_items([index_of_content.get(sample, sample) for sample in samples])
 
 
@@ -217,12 +237,12 @@ def trained_by_several_ranks(
         case: the difference.
         samples_of_ranks: returns the samples of each rank in an update.
     """
-    known: Counter[Any] = Counter()
+    counts_of_one: Counter[Any] = Counter()  # how often one process has trained each sample
     trained_by_rank: list[set[Any]] = [set() for _ in range(case.num_ranks)]
     for expected, actual in zip(case.reference_run, case.parallel_run, strict=False):
         for samples in samples_of_ranks(expected):
-            known.update(samples)
-        is_second_pass = max(known.values(), default=0) > 1
+            counts_of_one.update(samples)
+        is_second_pass = max(counts_of_one.values(), default=0) > 1
         if is_second_pass:
             break
         for rank, samples in enumerate(samples_of_ranks(actual)):
@@ -258,13 +278,14 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
     Looks the same: nothing known.
     Says: how many have another index.
     """
+    # The indices whose content is not that of one process under the same index.
     indices = contents_that_differ(case.expected, case.actual)
-    known_digests: set[str] = set()
+    known_digests: set[str] = set()  # of all samples of one process, in any step
     for update in case.reference_run:
         for rank in update:
             for batch in rank.batches:
                 known_digests.update(batch.contents)
-    digests = []
+    digests = []  # of the ranks' samples with these indices
     for rank in case.actual:
         for batch in rank.batches:
             for index, digest in zip(batch.ids or (), batch.contents, strict=False):
@@ -279,7 +300,10 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
 
 
 def _draws_of_ranks(case: Divergence) -> list[dict[str, str]]:
-    """Returns what each rank drew from while its first batch was read."""
+    """Returns the random streams that each rank drew from while its first batch was read.
+
+    They are dictionaries of digests by stream. Ranks without a batch are left out.
+    """
     return [dict(rank.batches[0].random_draws) for rank in case.actual if rank.batches]
 
 
@@ -292,9 +316,11 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
         reads first.
     Says: that rank 0 alone is right.
     """
-    if any(_draws_of_ranks(case)) or case.num_ranks <= 1:
+    some_rank_drew = any(_draws_of_ranks(case))
+    if some_rank_drew or case.num_ranks <= 1:
         return None
-    if contents_that_differ(case.expected, case.actual[:1]):
+    rank_0_differs = bool(contents_that_differ(case.expected, case.actual[:1]))
+    if rank_0_differs:
         return None
     text = "rank 0 has the content of one process, other ranks have not"
     return Cause("LS104", (_contents_differ(case), text))
@@ -321,6 +347,7 @@ def random_contents(case: Divergence) -> Cause:
         )
         return Cause("LS107", (sentence, text))
     streams = "; ".join(recorded_draws[0])
+    # Equal digests: the streams of all ranks were in the same state.
     digests_of_ranks = [list(draws.values()) for draws in draws_of_ranks]
     all_the_same = all(digests == digests_of_ranks[0] for digests in digests_of_ranks)
     if len(draws_of_ranks) > 1 and all_the_same:
