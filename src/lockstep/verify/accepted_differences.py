@@ -1,26 +1,25 @@
-"""Differences inside of steps that leave the right parameters, and therefore are accepted.
+"""Decides which differences between two runs are accepted, because both train the same model.
 
-A script may compute a step in another way on several processes and still train the same model: it
-may average parameters instead of gradients, or average gradients inside of `optimizer.step()`, or
-halve the loss and double the learning rate. Then the values that no training depends on are left
-out of both runs before they are compared. What counts are the parameters with which the next
-forward pass begins.
+The *reference run* is on one process, the *parallel run* on several. Both are lists of `Update`s,
+one for each optimizer step, with a `RankUpdate` (the record) of every rank. If a script averages
+parameters instead of gradients, for example, its gradients differ and do not matter, so they are
+left out of both runs. What counts are the parameters with which the next forward pass begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from lockstep.verify.compare import learning_rates_differ, tensor_differences
 from lockstep.verify.joined_parts import is_in_no_model
 from lockstep.verify.tolerance import FLOAT64, Array, Tolerance, scale_of
-from lockstep.verify.training_record import LARGEST, SIZE, RankUpdate, Update
+from lockstep.verify.training_record import LARGEST, SIZE, Update
 
-# For each rank, sums over the parameters with which it would have gone on.
+# For each rank, sums over its parameters after the last update, by name. The *sums* of a tensor are
+# two numbers that change when any of its values does. Empty if a rank has not come to its end.
 FinalSums = Sequence[Mapping[str, Array]]
 
 
@@ -30,7 +29,7 @@ class AcceptedDifference:
 
     reference_run: list[Update]
     parallel_run: list[Update]
-    # What differs, in words.
+    # Describes for the user what differs and is accepted; empty if nothing is.
     text: str
 
 
@@ -40,78 +39,83 @@ def accept_differences(
     final_sums: tuple[FinalSums, FinalSums],
     tolerance: Tolerance,
 ) -> AcceptedDifference:
-    """Leaves out of both runs what differs in steps that leave the right parameters.
+    """Leaves out of both runs the values that differ although both train the same model.
+
+    Three kinds of differences are accepted. The first one that is found decides what is left out.
 
     Args:
-        reference_run: on one process.
-        parallel_run: on several.
-        final_sums: of both runs.
+        reference_run: the updates of one process.
+        parallel_run: the updates of several processes.
+        final_sums: the parameters after the last update, of the reference and of the parallel run.
         tolerance: what counts as equal.
+
+    Returns:
+        Both runs with fewer values, or unchanged and without a text if nothing is accepted.
     """
     accepted = _parameters_changed_after_steps(reference_run, parallel_run, tolerance)
-    if accepted is None:
-        accepted = _losses_and_rates_that_cancel(reference_run, parallel_run, tolerance)
+    if accepted is not None:
+        return accepted
+    accepted = _losses_and_rates_that_cancel(reference_run, parallel_run, tolerance)
     if accepted is not None:
         return accepted
     if (
-        optimizers_get_values_of_their_rank(parallel_run)
+        # Each rank's optimizer was given other values, so these cannot be what was trained with,
+        _optimizers_get_different_values(parallel_run)
+        # they are not those of one process, so that there is something to accept,
         and _steps_differ(reference_run, parallel_run, tolerance)
+        # and all the same each update left the right parameters.
         and updates_leave_same_parameters(reference_run, parallel_run, final_sums, tolerance)
     ):
         return AcceptedDifference(
-            _without_values_of_steps(reference_run),
-            _without_values_of_steps(parallel_run),
-            "where an optimizer's step begins each rank has gradients or tensors of its own; "
+            reference_run=[_without_values_of_step(update) for update in reference_run],
+            parallel_run=[_without_values_of_step(update) for update in parallel_run],
+            text="where an optimizer's step begins each rank has gradients or tensors of its own; "
             "before every next forward pass the parameters of all ranks are those of one process",
         )
-    return AcceptedDifference(list(reference_run), list(parallel_run), "")
+    return AcceptedDifference(list(reference_run), list(parallel_run), text="")
 
 
-# Parameters that are changed by hand after a step
+# Parameters that the script changes after a step, such as by averaging them over the ranks
 
 
 def _parameters_changed_after_steps(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
 ) -> AcceptedDifference | None:
-    """Compares the parameters before the next forward pass instead of those after a step.
+    """Accepts parameters that differ after a step and agree before the next forward pass.
 
-    It applies to updates whose parameters differ after the step and agree before the next forward
-    pass, as if parameters are averaged instead of gradients. Gradients of such updates are left
-    out. After the last step of such an optimizer, no next forward pass is known.
+    So it is if a script averages parameters instead of gradients. In both runs such an update gets
+    the parameters of the next forward pass instead of its own, and loses its gradients.
 
     Returns:
-        None if there is no such update.
+        Both runs with these updates replaced, or None if there is no such update.
     """
     pairs = list(zip(reference_run, parallel_run, strict=False))
-    # Updates before which the parameters are known once more; the first one follows no step.
-    numbers_after_forward = []
-    for number, (expected, actual) in enumerate(pairs):
-        both_began_with_forward = expected[0].began_with_forward and actual[0].began_with_forward
-        if number and both_began_with_forward:
-            numbers_after_forward.append(number)
-
+    # The updates that replace those of both runs, by number.
     replaced: dict[int, tuple[Update, Update]] = {}
-    optimizers_replaced: set[int] = set()
+    accepted_optimizers: set[int] = set()
     for number, (expected, actual) in enumerate(pairs):
         if not tensor_differences("parameters", expected, actual, tolerance):
             continue
         optimizer = expected[0].optimizer
-        later_numbers = [later for later in numbers_after_forward if later > number]
-        if not later_numbers:
-            # No forward pass follows. If earlier steps of this optimizer were accepted, this one
-            # is too, and its parameters are not compared.
-            if optimizer in optimizers_replaced:
-                replaced[number] = _with_next_parameters(expected), _with_next_parameters(actual)
+        next_pair = _first_pair_with_forward_pass(pairs[number + 1 :])
+        if next_pair is None:
+            # This was the last step, so no record says what the script made of the parameters. If
+            # earlier steps of this optimizer were accepted, its parameters are not compared.
+            if optimizer in accepted_optimizers:
+                replaced[number] = (
+                    _with_next_parameters(expected, next_update=None),
+                    _with_next_parameters(actual, next_update=None),
+                )
             continue
         names = expected[0].parameters.keys()
         if not all(rank.parameters.keys() == names for rank in actual):
             continue  # some rank has only a part of the parameters
-        next_expected, next_actual = pairs[later_numbers[0]]
+        next_expected, next_actual = next_pair
         new_expected = _with_next_parameters(expected, next_expected)
         new_actual = _with_next_parameters(actual, next_actual)
         if not tensor_differences("parameters", new_expected, new_actual, tolerance):
             replaced[number] = new_expected, new_actual
-            optimizers_replaced.add(optimizer)
+            accepted_optimizers.add(optimizer)
     if not replaced:
         return None
     new_reference = list(reference_run)
@@ -122,33 +126,57 @@ def _parameters_changed_after_steps(
     return AcceptedDifference(
         new_reference,
         new_parallel,
-        "gradients differ, and parameters right after a step; before every next forward pass the "
-        "parameters agree (after the last step they are not compared)",
+        text="gradients differ, and parameters right after a step; before every next forward pass "
+        "the parameters agree (after the last step they are not compared)",
     )
 
 
-def _with_next_parameters(update: Update, next_update: Update | None = None) -> Update:
+def _first_pair_with_forward_pass(
+    pairs: Sequence[tuple[Update, Update]],
+) -> tuple[Update, Update] | None:
+    """Returns the first pair of updates before which both runs made a forward pass.
+
+    Only there the parameters were recorded again. Between two steps without a forward pass, as of
+    two optimizers after one backward pass, they were not.
+
+    Args:
+        pairs: the same update of the reference and of the parallel run.
+    """
+    for expected, actual in pairs:
+        if expected[0].began_with_forward and actual[0].began_with_forward:
+            return expected, actual
+    return None
+
+
+def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
     """Returns an update without gradients, with the parameters before the next forward pass.
 
     Args:
-        update: the update.
-        next_update: the next one that begins with a forward pass; None: the parameters are not
-            known.
+        update: the update; `RankUpdate.parameters` is what its step left.
+        next_update: the next one that begins with a forward pass. Its `rewritten_parameters` are
+            those that the script has changed since the last step. None if there is no next one:
+            then the parameters are not known and are left out.
     """
     ranks = []
-    for number, rank in enumerate(update):
+    for rank_number, rank in enumerate(update):
         parameters: dict[str, Array] = {}
         if next_update is not None:
-            rewritten = next_update[number].rewritten_parameters
-            for name, array in rank.parameters.items():
-                parameters[name] = rewritten.get(name, array)
-        # Between two steps without a forward pass, the parameters do not count.
-        parameter_sums = rank.parameter_sums if rank.began_with_forward else {}
+            rewritten = next_update[rank_number].rewritten_parameters
+            for name, array_after_step in rank.parameters.items():
+                if name in rewritten:
+                    parameters[name] = rewritten[name]
+                else:
+                    parameters[name] = array_after_step
+        # These sums are over the parameters before the update. They matter only if a forward pass
+        # used those parameters; otherwise nothing has, and they may differ.
+        parameter_sums: Mapping[str, Array] = {}
+        if rank.began_with_forward:
+            parameter_sums = rank.parameter_sums
         ranks.append(
             replace(
                 rank,
                 gradients={},
-                unclipped={},
+                unclipped={},  # the gradients before they were clipped
                 parameter_sums=parameter_sums,
                 parameters=parameters,
             )
@@ -162,12 +190,13 @@ def _with_next_parameters(update: Update, next_update: Update | None = None) -> 
 def _losses_and_rates_that_cancel(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
 ) -> AcceptedDifference | None:
-    """Leaves out gradients, losses and learning rates if together they give the same parameters.
+    """Accepts gradients and learning rates that differ and together give the same parameters.
 
     For example, the loss is half as large, and the learning rate twice as high.
 
     Returns:
-        None if parameters differ, or if there is no step with both other gradients and other rates.
+        Both runs without gradients, losses and learning rates. None if parameters differ, or if
+        in no step both gradients and learning rates differ.
     """
     some_cancel = False
     for expected, actual in zip(reference_run, parallel_run, strict=False):
@@ -179,32 +208,30 @@ def _losses_and_rates_that_cancel(
     if not some_cancel:
         return None
     return AcceptedDifference(
-        _without_losses_and_rates(reference_run),
-        _without_losses_and_rates(parallel_run),
-        "gradients and learning rates differ, and make the same parameters in every step",
+        reference_run=[_without_losses_and_rates(update) for update in reference_run],
+        parallel_run=[_without_losses_and_rates(update) for update in parallel_run],
+        text="gradients and learning rates differ, and make the same parameters in every step",
     )
 
 
-def _without_losses_and_rates(updates: Sequence[Update]) -> list[Update]:
-    """Returns the updates without gradients, losses and learning rates."""
-    new_updates = []
-    for update in updates:
-        ranks = [
-            replace(rank, gradients={}, unclipped={}, losses=[], learning_rates=())
-            for rank in update
-        ]
-        new_updates.append(Update(ranks))
-    return new_updates
+def _without_losses_and_rates(update: Update) -> Update:
+    """Returns an update without gradients, losses and learning rates."""
+    ranks = []
+    for rank in update:
+        # `unclipped` holds the gradients before they were clipped.
+        ranks.append(replace(rank, gradients={}, unclipped={}, losses=[], learning_rates=()))
+    return Update(ranks)
 
 
-# Updates that use something else than what the optimizer was given
+# Values that optimizers were given and did not use
 
 
-def optimizers_get_values_of_their_rank(parallel_run: Sequence[Update]) -> bool:
-    """Returns whether optimizers were given other values on each rank, so not what they used.
+def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
+    """Returns whether the optimizers of the ranks were given different values in some update.
 
-    So it is if gradients are averaged inside of `optimizer.step()`, if each optimizer has a slice
-    of the parameters, if ranks leave the step to another one, or if a rank has joined.
+    Then the recorded gradients or parameters are not what was trained with in the end. So it is if
+    gradients are averaged only inside of `optimizer.step()`, if the optimizer of each rank has a
+    slice of the parameters, or if some ranks leave a step to others.
     """
     for update in parallel_run:
         if not all(rank.stepped for rank in update):
@@ -213,10 +240,11 @@ def optimizers_get_values_of_their_rank(parallel_run: Sequence[Update]) -> bool:
             return True
         if update.ranks_that_differ("parameters", FLOAT64):
             return True
-        names_of_first = update[0].gradients.keys()
+        names_of_first_rank = update[0].gradients.keys()
         for rank in update:
-            if rank.gradients.keys() != names_of_first:
+            if rank.gradients.keys() != names_of_first_rank:
                 return True
+            # A parameter that is in no model, such as a slice of a flat buffer.
             if any(is_in_no_model(name) for name in rank.gradients):
                 return True
     return False
@@ -245,29 +273,29 @@ def updates_leave_same_parameters(
     state where both runs have it under the same name.
 
     Args:
-        reference_run: on one process.
-        parallel_run: on several.
-        final_sums: of both runs.
+        reference_run: the updates of one process.
+        parallel_run: the updates of several processes.
+        final_sums: the parameters after the last update, of the reference and of the parallel run.
         tolerance: what counts as equal.
     """
     if not parallel_run or len(reference_run) != len(parallel_run):
         return False
     reference_final, parallel_final = final_sums
-    # Both lists have the sums before each update, and at the end those after the last one.
-    expected_sums = [update[0].parameter_sums for update in reference_run]
-    expected_sums.append(reference_final[0] if reference_final else {})
-    sums_of_ranks: list[Sequence[Mapping[str, Array]]] = []
-    for update in parallel_run:
-        sums_of_ranks.append([rank.parameter_sums for rank in update])
-    sums_of_ranks.append(parallel_final)
+    # The sums after an update are those before the next one. After the last, they are the final
+    # ones, which are not known if the script has failed.
+    expected_sums_after = [update[0].parameter_sums for update in reference_run[1:]]
+    expected_sums_after.append(reference_final[0] if reference_final else {})
+    sums_of_ranks_after: list[Sequence[Mapping[str, Array]]] = []
+    for update in parallel_run[1:]:
+        sums_of_ranks_after.append([rank.parameter_sums for rank in update])
+    sums_of_ranks_after.append(parallel_final)
 
     num_compared = 0
-    # Those before the first update are no outcome of an update.
-    for expected, sums_of_rank in zip(expected_sums[1:], sums_of_ranks[1:], strict=True):
-        expected_of_models = _of_models(expected)
-        for sums in sums_of_rank:
-            actual_of_models = _of_models(sums)
-            if not actual_of_models:  # the rank had joined
+    for expected, sums_of_ranks in zip(expected_sums_after, sums_of_ranks_after, strict=True):
+        expected_of_models = _arrays_of_models(expected)
+        for sums in sums_of_ranks:
+            actual_of_models = _arrays_of_models(sums)
+            if not actual_of_models:  # the rank had joined (`Join`), so nothing was recorded
                 continue
             if not _are_equal(expected_of_models, actual_of_models, tolerance):
                 return False
@@ -275,35 +303,39 @@ def updates_leave_same_parameters(
     for expected_update, actual_update in zip(reference_run, parallel_run, strict=True):
         if not _optimizer_states_agree(expected_update, actual_update, tolerance):
             return False
-    return num_compared > 0 and _parameters_change(expected_sums)
+    # If nothing was compared, or if training changes nothing, it says nothing that all agree.
+    sums_before_first_update = reference_run[0][0].parameter_sums
+    return num_compared > 0 and _parameters_change(sums_before_first_update, expected_sums_after)
 
 
 def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Tolerance) -> bool:
     """Returns whether optimizers have the state of one process, where it can be compared.
 
-    A tensor of the state is known by a sum, its largest absolute value and its size. Sums over
-    slices of a tensor say nothing of the whole one, but the largest value of all slices does.
+    Of a tensor of the state three numbers are recorded: a sum, the largest absolute value and the
+    size. A rank may have the whole tensor, of which all three are compared. Or each rank has a
+    slice of it: the sums of slices say nothing of the whole tensor, but the largest value does.
     """
     for name, expected_state in expected[0].optimizer_state.items():
-        states = []
+        states = []  # of the ranks that have this tensor or a slice of it
         for rank in actual:
             if name in rank.optimizer_state:
                 states.append(rank.optimizer_state[name])
         for state in states:
             is_whole = state[SIZE] == expected_state[SIZE]
-            if is_whole and tolerance.differ(expected_state, state, 0.0):
+            # With a scale of 0, a tensor is judged by its own values and not by those of others.
+            if is_whole and tolerance.differ(expected_state, state, scale=0.0):
                 return False
         slices_are_complete = sum(state[SIZE] for state in states) == expected_state[SIZE]
         if slices_are_complete:
             largest_of_slices = max(state[LARGEST] for state in states)
-            if tolerance.differ(expected_state[LARGEST], largest_of_slices, 0.0):
+            if tolerance.differ(expected_state[LARGEST], largest_of_slices, scale=0.0):
                 return False
     return True
 
 
-def _of_models(sums: Mapping[str, Array]) -> dict[str, Array]:
-    """Leaves out parameters that only an optimizer has."""
-    return {name: array for name, array in sums.items() if not is_in_no_model(name)}
+def _arrays_of_models(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Leaves out the arrays of parameters that are in no model and only an optimizer has."""
+    return {name: array for name, array in arrays.items() if not is_in_no_model(name)}
 
 
 def _are_equal(
@@ -316,37 +348,41 @@ def _are_equal(
     return not any(tolerance.differ(expected[name], actual[name], scale) for name in expected)
 
 
-def _parameters_change(sums_of_updates: Sequence[Mapping[str, Array]]) -> bool:
+def _parameters_change(
+    sums_before: Mapping[str, Array], sums_after_updates: Sequence[Mapping[str, Array]]
+) -> bool:
     """Returns whether training changes the parameters. If it does not, they agree in any case.
 
     Args:
-        sums_of_updates: sums over the parameters before each update, and after the last one; these
-            are empty if they are not known.
+        sums_before: sums over the parameters before the first update.
+        sums_after_updates: the sums after each update; empty if they are not known.
     """
-    first = sums_of_updates[0]
-    last = sums_of_updates[-1]
-    if not last:
-        last = sums_of_updates[-2]
-    for name in first:
-        if name in last and not np.array_equal(last[name], first[name]):
+    last_sums = sums_before
+    for sums in sums_after_updates[-2:]:  # only the last ones may be unknown
+        if sums:
+            last_sums = sums
+    for name in sums_before:
+        if name in last_sums and not np.array_equal(last_sums[name], sums_before[name]):
             return True
     return False
 
 
-def _without_values_of_steps(updates: Sequence[Update]) -> list[Update]:
-    """Leaves out what optimizers were given, and what ranks held right after a step."""
-    return [Update(_without_step(rank) for rank in update) for update in updates]
+def _without_values_of_step(update: Update) -> Update:
+    """Returns an update without gradients and without the parameters right after the step.
 
-
-def _without_step(rank: RankUpdate) -> RankUpdate:
-    """Returns what a rank recorded, without gradients and without parameters after the step."""
-    empty: dict[str, Any] = {}
-    return replace(
-        rank,
-        gradients=empty,
-        unclipped=empty,
-        reduced_in_step=empty,
-        parameters=empty,
-        initial=_of_models(rank.initial),
-        parameter_sums=_of_models(rank.parameter_sums),
-    )
+    Parameters that only an optimizer has are left out everywhere, as they are values of the step.
+    """
+    ranks = []
+    for rank in update:
+        ranks.append(
+            replace(
+                rank,
+                gradients={},
+                unclipped={},  # the gradients before they were clipped
+                reduced_in_step={},  # those that collectives inside of the step left
+                parameters={},
+                initial=_arrays_of_models(rank.initial),
+                parameter_sums=_arrays_of_models(rank.parameter_sums),
+            )
+        )
+    return Update(ranks)

@@ -1,8 +1,9 @@
 """Joins tensors that the ranks hold in parts, so that they can be compared with one process.
 
-Ranks may rightly hold different tensors: slices of a flat buffer for an optimizer of each rank's
-own, parts of a layer (tensor parallelism), stages, experts. If the parts of all ranks together are
-the tensor of one process, they are joined and compared as one. If not, nothing is known of them.
+A run is a list of `Update`s (optimizer steps), each with a `RankUpdate` of every rank: its tensors
+by name. Ranks may rightly hold different tensors: slices of an optimizer's flat buffer, parts of a
+layer (tensor parallelism), stages of a pipeline, experts. If the parts of all ranks, one after the
+other, are the tensor of one process, they are joined. If not, nothing is known of them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _SENDING_CALLS = {"send", "recv", "isend", "irecv", "all_to_all", "all_to_all_si
 
 
 def is_in_no_model(name: str) -> bool:
-    """Returns whether a parameter is known only by its optimizer; its name begins with "/"."""
+    """Returns whether a parameter is in no model, so that only its optimizer knows it.
+
+    Such a parameter is named "/parameter 1 of optimizer 1". Those of models are named "Net/weight".
+    """
     return name.startswith("/")
 
 
@@ -47,22 +51,21 @@ class JoinedRuns:
     parallel_run: list[Update]
     # Names of tensors of models that were joined from parts.
     joined_names: tuple[str, ...] = ()
-    # Says which different tensors the ranks hold that cannot be joined; empty if there are none.
+    # Says for the user which tensors differ between the ranks by design and cannot be joined; empty
+    # if there are none.
     unknown: str = ""
 
 
 @dataclass(frozen=True)
 class _Concatenation:
-    """How parts make a tensor: one after the other in a dimension, cut to the tensor's size.
-
-    A flat buffer may end with zeros that make its size divisible by the number of ranks.
-    """
+    """How the parts of all ranks make the whole tensor: one after the other in a dimension."""
 
     dimension: int
+    # Of the whole tensor, in this dimension.
     size: int
 
     def join(self, parts: Sequence[Array]) -> Array:
-        """Returns the whole tensor."""
+        """Returns the whole tensor, without the padding that the last parts may end with."""
         concatenated = np.concatenate(parts, axis=self.dimension)
         whole: Array = concatenated.take(range(self.size), axis=self.dimension)
         return whole
@@ -71,44 +74,39 @@ class _Concatenation:
 def join_parts(reference_run: Sequence[Update], parallel_run: Sequence[Update]) -> JoinedRuns:
     """Joins the tensors of the parallel run that its ranks hold in parts.
 
-    What is no part and yet differs between ranks by design, as the stages of a pipeline do, is
-    named in `JoinedRuns.unknown`.
+    What is a part is seen in the parameters before the first update.
+
+    Args:
+        reference_run: the updates of one process.
+        parallel_run: the updates of several processes.
+
+    Returns:
+        Both runs, with whole tensors for every rank. Tensors that differ between ranks by design
+        and are no parts, as in the stages of a pipeline, are named in `JoinedRuns.unknown`.
     """
     unchanged = JoinedRuns(list(reference_run), list(parallel_run))
-    if not reference_run or not parallel_run or len(parallel_run[0]) < 2:
+    has_several_ranks = bool(parallel_run) and len(parallel_run[0]) > 1
+    if not reference_run or not has_several_ranks:
         return unchanged
     whole_tensors = reference_run[0].merged("initial")
-    first_update = parallel_run[0]
-    concatenations: dict[str, _Concatenation] = {}
-    unknown_names: list[str] = []
-    for name in first_update.merged("initial"):
-        all_ranks_have_it = all(name in rank.initial for rank in first_update)
-        if name not in whole_tensors or not all_ranks_have_it:
-            continue
-        whole = whole_tensors[name]
-        parts = [rank.initial[name] for rank in first_update]
-        are_copies = all(np.array_equal(part, parts[0]) for part in parts)
-        if are_copies and whole.shape == parts[0].shape:  # every rank has the whole tensor
-            continue
-        concatenation = _find_concatenation(parts, whole)
-        if concatenation is not None:
-            concatenations[name] = concatenation
-        elif _shapes_differ(name, parts, whole) or _differ_by_design(name, parallel_run):
-            unknown_names.append(name)
+    concatenations, unknown_names = _find_parts(whole_tensors, parallel_run)
     if not concatenations and not unknown_names:
         return unchanged
 
+    # Buffers of an optimizer that cannot be joined are dropped: the parameters of the models show
+    # whether they were right.
     dropped_names = {name for name in unknown_names if is_in_no_model(name)}
-    joined_names = tuple(name for name in concatenations if not is_in_no_model(name))
+    whole_run = [_with_whole(update, concatenations, dropped_names) for update in reference_run]
     joined_run = [_with_joined(update, concatenations, dropped_names) for update in parallel_run]
+    joined_names = tuple(name for name in concatenations if not is_in_no_model(name))
     if joined_names:
         joined_run = [_count_same_samples_once(update) for update in joined_run]
-    whole_run = [_with_whole(update, concatenations, dropped_names) for update in reference_run]
+
     unknown_of_models = [name for name in unknown_names if not is_in_no_model(name)]
     unknown = ""
     if unknown_of_models:
         first_name = unknown_of_models[0]
-        shapes = {rank.initial[first_name].shape for rank in first_update}
+        shapes = {rank.initial[first_name].shape for rank in parallel_run[0]}
         shapes.add(whole_tensors[first_name].shape)
         how = "of other shapes than one process" if len(shapes) > 1 else "with other values"
         names = format_items(script_names(unknown_of_models))
@@ -116,8 +114,45 @@ def join_parts(reference_run: Sequence[Update], parallel_run: Sequence[Update]) 
     return JoinedRuns(whole_run, joined_run, joined_names, unknown)
 
 
+def _find_parts(
+    whole_tensors: Mapping[str, Array], parallel_run: Sequence[Update]
+) -> tuple[dict[str, _Concatenation], list[str]]:
+    """Finds the tensors that the ranks hold in parts.
+
+    Args:
+        whole_tensors: the initial parameters of one process.
+        parallel_run: the updates of several processes.
+
+    Returns:
+        For each tensor that can be joined, how; and the names of those that differ between the
+        ranks by design and cannot be joined. Copies of one process's tensor are in neither.
+    """
+    concatenations: dict[str, _Concatenation] = {}
+    unknown_names: list[str] = []
+    first_update = parallel_run[0]
+    for name in first_update.merged("initial"):
+        all_ranks_have_it = all(name in rank.initial for rank in first_update)
+        if name not in whole_tensors or not all_ranks_have_it:
+            continue
+        whole = whole_tensors[name]
+        parts = [rank.initial[name] for rank in first_update]
+        are_equal = all(np.array_equal(part, parts[0]) for part in parts)
+        if are_equal and whole.shape == parts[0].shape:  # every rank has the whole tensor
+            continue
+        concatenation = _find_concatenation(parts, whole)
+        if concatenation is not None:
+            concatenations[name] = concatenation
+        elif _cannot_be_copies(name, parts, whole) or _differ_by_design(name, parallel_run):
+            unknown_names.append(name)
+    return concatenations, unknown_names
+
+
 def _find_concatenation(parts: Sequence[Array], whole: Array) -> _Concatenation | None:
-    """Finds the dimension in which the ranks' parts, one after the other, are the whole tensor."""
+    """Finds the dimension in which the ranks' parts, one after the other, are the whole tensor.
+
+    Returns:
+        None if there is no such dimension.
+    """
     if any(part.ndim != whole.ndim for part in parts):
         return None
     for dimension in range(whole.ndim):
@@ -126,9 +161,9 @@ def _find_concatenation(parts: Sequence[Array], whole: Array) -> _Concatenation 
             continue
         size = whole.shape[dimension]
         padding = sum(part.shape[dimension] for part in parts) - size
-        # A flat buffer is padded until its size is divisible by the number of ranks.
-        may_be_padded = whole.ndim == 1 and 0 < padding < len(parts)
-        if padding != 0 and not may_be_padded:
+        # A flat buffer may be padded until its size is divisible by the number of ranks.
+        is_padded_buffer = whole.ndim == 1 and 0 < padding < len(parts)
+        if padding != 0 and not is_padded_buffer:
             continue
         concatenation = _Concatenation(dimension, size)
         if np.array_equal(concatenation.join(parts), whole):
@@ -137,53 +172,59 @@ def _find_concatenation(parts: Sequence[Array], whole: Array) -> _Concatenation 
 
 
 def _sizes_without(array: Array, dimension: int) -> list[int]:
-    """Returns the sizes of all other dimensions."""
+    """Returns the shape of an array without one of its dimensions."""
     sizes = list(array.shape)
     del sizes[dimension]
     return sizes
 
 
-def _shapes_differ(name: str, parts: Sequence[Array], whole: Array) -> bool:
-    """Returns whether the shapes alone say that the tensors are no copies of one process's.
+def _cannot_be_copies(name: str, parts: Sequence[Array], whole: Array) -> bool:
+    """Returns whether the ranks' tensors cannot be meant as copies of the one process's tensor.
 
-    A tensor that only an optimizer has is a buffer of its own making, whatever its shape.
+    Args:
+        name: of the tensor.
+        parts: the tensors of the ranks.
+        whole: the tensor of one process.
     """
-    shapes = {part.shape for part in parts}
-    return len(shapes) > 1 or is_in_no_model(name) or whole.shape not in shapes
+    if is_in_no_model(name):  # a buffer of an optimizer, which may differ on each rank
+        return True
+    return any(part.shape != whole.shape for part in parts)
 
 
 def _differ_by_design(name: str, parallel_run: Sequence[Update]) -> bool:
-    """Returns whether ranks keep values of their own in a tensor and exchange what they compute.
+    """Returns whether it is intended that the ranks hold different values in a tensor.
 
-    Stages of a pipeline, experts and parts of a layer do so. Copies of a model that began with
-    other values, by mistake, are in DDP, or their gradients are averaged, or the ranks exchange
-    nothing.
+    So it is for stages of a pipeline, experts and parts of a layer: their ranks exchange what the
+    models compute, not gradients. Copies of one model may differ too, but by mistake, because they
+    began with different values; those are recognised by what averages their gradients.
     """
     for update in parallel_run:
         if any(call.gradient_of == name for call in update.calls):
-            return False
+            return False  # the script averages this gradient itself: they are copies
     if not all(name in rank.unwrapped for rank in parallel_run[0]):
-        return False
+        return False  # DDP or Lockstep averages it
     for update in parallel_run:
         gradients = [rank.gradients[name] for rank in update if name in rank.gradients]
         all_ranks_have_it = len(gradients) == len(update)
         if all_ranks_have_it and all(np.array_equal(gradients[0], g) for g in gradients):
-            return False
+            return False  # something else has averaged it
     return any(_ranks_exchange_outputs(update) for update in parallel_run)
 
 
 def _ranks_exchange_outputs(update: Update) -> bool:
     """Returns whether ranks exchanged what a loss was computed from, before the backward pass.
 
-    What is only shown, such as the losses of all ranks, is gathered too, but no loss is computed
-    from it.
+    A gather alone proves nothing: it may be of losses that are only shown. So it counts only if it
+    is known that a loss was computed from what it returned.
     """
     if update.first("gather_line") or update.first("detached_gather_line"):
         return True
-    num_passes = update.backward_passes
     for call in update.calls:
-        is_before_backward = call.passes_before < num_passes and not call.gradient_of
-        if is_before_backward and (call.name in _SENDING_CALLS or call.in_function):
+        is_before_backward = call.passes_before < update.backward_passes
+        if not is_before_backward or call.gradient_of:
+            continue
+        # `in_function`: the call is in an autograd function that has its own backward pass.
+        if call.name in _SENDING_CALLS or call.in_function:
             return True
     return False
 
@@ -191,8 +232,14 @@ def _ranks_exchange_outputs(update: Update) -> bool:
 def _with_joined(
     update: Update, concatenations: Mapping[str, _Concatenation], dropped_names: set[str]
 ) -> Update:
-    """Returns an update of the parallel run with joined tensors, without those that are dropped."""
-    whole_tensors: dict[str, dict[str, Array]] = {}
+    """Returns an update of the parallel run in which every rank has the joined tensors.
+
+    Args:
+        update: the update, with a part of each tensor on each rank.
+        concatenations: how tensors are joined, by name.
+        dropped_names: tensors that are left out.
+    """
+    whole_tensors: dict[str, dict[str, Array]] = {}  # by field and name
     for field_name in _TENSOR_FIELDS:
         whole_tensors[field_name] = {}
         for name, concatenation in concatenations.items():
@@ -201,53 +248,59 @@ def _with_joined(
                 arrays = getattr(rank, field_name)
                 if name in arrays:
                     parts.append(arrays[name])
-            if len(parts) == len(update):
+            if len(parts) == len(update):  # every rank has recorded its part
                 whole_tensors[field_name][name] = concatenation.join(parts)
     names = {*concatenations, *dropped_names}
     return Update(_with_tensors(rank, whole_tensors, names) for rank in update)
 
 
-def _with_whole(update: Update, concatenations: Iterable[str], dropped_names: set[str]) -> Update:
+def _with_whole(update: Update, joined_names: Iterable[str], dropped_names: set[str]) -> Update:
     """Returns an update of the reference run without what cannot be compared with joined tensors.
 
-    Its tensors are whole already, if all replicas have them.
+    Args:
+        update: the update, whose tensors are whole already. If the reference trains several
+            replicas, it has a `RankUpdate` for each of them.
+        joined_names: tensors that were joined in the parallel run.
+        dropped_names: tensors that are left out.
     """
-    whole_tensors: dict[str, dict[str, Array]] = {}
+    whole_tensors: dict[str, dict[str, Array]] = {}  # by field and name
     for field_name in _TENSOR_FIELDS:
         whole_tensors[field_name] = {}
-        for name in concatenations:
+        for name in joined_names:
             arrays = [getattr(rank, field_name).get(name) for rank in update]
-            if all(array is not None for array in arrays):
+            if all(array is not None for array in arrays):  # every replica has recorded it
                 whole_tensors[field_name][name] = arrays[0]
-    names = {*concatenations, *dropped_names}
+    names = {*joined_names, *dropped_names}
     return Update(_with_tensors(rank, whole_tensors, names) for rank in update)
 
 
 def _with_tensors(
     rank: RankUpdate, whole_tensors: Mapping[str, Mapping[str, Array]], names: set[str]
 ) -> RankUpdate:
-    """Replaces the tensors with these names, or leaves them out where there are no whole ones.
+    """Returns the record of a rank in which parts of tensors are replaced by whole ones.
 
     Args:
-        rank: what one rank recorded.
-        whole_tensors: by field and name.
-        names: of all tensors that are replaced or left out.
+        rank: what the rank recorded.
+        whole_tensors: the whole tensors, by field of `RankUpdate` and by name.
+        names: of all tensors that are parts. If there is no whole tensor, a part is left out.
     """
     fields: dict[str, Any] = {}
     for field_name in _TENSOR_FIELDS:
         arrays = getattr(rank, field_name)
-        kept = {name: array for name, array in arrays.items() if name not in names}
+        new_arrays = {name: array for name, array in arrays.items() if name not in names}
         for name in arrays:
             if name in whole_tensors[field_name]:
-                kept[name] = whole_tensors[field_name][name]
-        fields[field_name] = kept
+                new_arrays[name] = whole_tensors[field_name][name]
+        fields[field_name] = new_arrays
+    # The sums over a whole tensor cannot be computed from those over its parts.
     for field_name in _SUM_FIELDS:
         fields[field_name] = {}
         for name, sums in getattr(rank, field_name).items():
-            # State of an optimizer is named "PARAMETER/KEY".
+            # The state of an optimizer is named "PARAMETER/KEY", such as "Net/weight/exp_avg".
             parameter = name.rpartition("/")[0]
             if name not in names and parameter not in names:
                 fields[field_name][name] = sums
+    # The gradients that each backward pass left, before they were averaged.
     local_gradients = []
     for gradients in rank.local_gradients:
         local_gradients.append({n: array for n, array in gradients.items() if n not in names})
@@ -255,7 +308,7 @@ def _with_tensors(
 
 
 def _count_same_samples_once(update: Update) -> Update:
-    """Leaves out the samples of all ranks but the first, if all ranks have the same ones.
+    """Lets only the first rank contribute its samples and losses, if all have the same samples.
 
     Ranks that hold parts of one model are given the same samples.
     """
@@ -263,4 +316,5 @@ def _count_same_samples_once(update: Update) -> Update:
     for rank in update:
         if [batch.contents for batch in rank.batches] != contents_of_first:
             return update
-    return Update([update[0], *(replace(rank, contributes=False) for rank in update[1:])])
+    others = [replace(rank, contributes=False) for rank in update[1:]]
+    return Update([update[0], *others])

@@ -1,8 +1,9 @@
 """Lines up the optimizer steps of all ranks, so that steps which belong together form an `Update`.
 
-Usually step 1 of rank 0 belongs to step 1 of rank 1. But ranks may leave the steps of an optimizer
-to others, as with a probe that is trained on rank 0 and sent to the others. A *shared* optimizer is
-one with which all ranks step. A rank that has *missed* a step has a record that says so.
+A `Step` is what one rank recorded of one optimizer step: a list of `RankUpdate`s, usually of one.
+Usually step 1 of rank 0 belongs to step 1 of rank 1. But ranks may leave steps to others, as with a
+probe that is trained on rank 0 and sent to the others. Such a rank has *missed* the step, and gets
+a `RankUpdate` that says so. A *shared* optimizer is one with which all ranks step.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import RankUpdate, Update
 from lockstep.wording import group_by_key
 
-# What a rank has recorded of one step of one optimizer. If it trains several replicas in turn, each
-# replica has a record.
+# What a rank has recorded of one step of one optimizer: one record, or one for each replica if it
+# trains several replicas in turn.
 Step = list[RankUpdate]
 
 # The number of an optimizer, and of its step.
@@ -27,7 +28,7 @@ StepKey = tuple[int, int]
 
 
 def group_by_step(updates: Sequence[RankUpdate]) -> list[Step]:
-    """Groups the records of one rank by optimizer and step."""
+    """Returns the steps that a rank has made, from its records in their order."""
     pairs = [((update.optimizer, update.step), update) for update in updates]
     return list(group_by_key(pairs).values())
 
@@ -35,9 +36,10 @@ def group_by_step(updates: Sequence[RankUpdate]) -> list[Step]:
 def line_up(ranks: Sequence[list[Step]]) -> list[Update]:
     """Returns the updates that the steps of all ranks form.
 
-    If all ranks step with the same optimizers, their n-th steps form an update. If a rank never
-    steps with some optimizer, this optimizer's steps come after the step of a shared optimizer
-    (one with which all ranks step) that they followed, and the rank has missed them.
+    If all ranks step with the same optimizers, their n-th steps form an update. If some rank never
+    steps with some optimizer, the steps of this optimizer are updates which that rank has missed.
+    They stand after the step of a shared optimizer (one with which all ranks step) that came before
+    them.
 
     Args:
         ranks: the steps of each rank.
@@ -47,67 +49,85 @@ def line_up(ranks: Sequence[list[Step]]) -> list[Update]:
     renumbered_ranks = _with_shared_numbers(ranks)
     optimizers_of_ranks = []
     for steps in renumbered_ranks:
-        optimizers_of_ranks.append({_key_of(step)[0] for step in steps})
+        optimizers_of_ranks.append({step[0].optimizer for step in steps})
     shared_optimizers = set.intersection(*optimizers_of_ranks)
     all_are_shared = all(optimizers == shared_optimizers for optimizers in optimizers_of_ranks)
+    # Without any shared optimizer there is nothing by which steps could be lined up.
     if not shared_optimizers or all_are_shared:
         return _line_up_in_order(ranks)
+    return _line_up_at_shared_steps(renumbered_ranks, shared_optimizers)
 
-    # Each section of a rank begins with a step of a shared optimizer. The first one has only steps
-    # that came before all of those.
-    sections_of_ranks = []
-    for steps in renumbered_ranks:
-        sections_of_ranks.append(_split_into_sections(steps, shared_optimizers))
+
+def _line_up_at_shared_steps(
+    ranks: Sequence[list[Step]], shared_optimizers: set[int]
+) -> list[Update]:
+    """Returns the updates of ranks of which some leave steps to others.
+
+    For example, if `A` is a step of a shared optimizer and `b` one of rank 0's own, then rank 0
+    with `A b A` and rank 1 with `A A` make three updates, of which rank 1 has missed the second.
+
+    Args:
+        ranks: the steps of each rank.
+        shared_optimizers: the numbers of the optimizers with which all ranks step.
+    """
+    # Each section begins with a step of a shared optimizer, except the first, which has the steps
+    # before all of those.
+    sections_of_ranks = [_split_into_sections(steps, shared_optimizers) for steps in ranks]
     num_sections = min(len(sections) for sections in sections_of_ranks)
-    updates = _line_up_steps_of_some_ranks([sections[0] for sections in sections_of_ranks])
+    first_sections = [sections[0] for sections in sections_of_ranks]
+    updates = _line_up_steps_of_some_ranks(first_sections)
     for number in range(1, num_sections):
-        sections = [of_rank[number] for of_rank in sections_of_ranks]
-        shared_steps = [section[0] for section in sections]  # one of each rank
-        shared_update = Update(chain(*shared_steps))
+        section_of_rank = [sections[number] for sections in sections_of_ranks]
+        shared_step_of_rank = [section[0] for section in section_of_rank]
+        shared_update = Update(chain(*shared_step_of_rank))
         if updates and _share_a_backward_pass(updates[-1], shared_update):
             updates[-1] = _with_inputs_of_missing_ranks(updates[-1], shared_update)
-            shared_update = _without_inputs(shared_update)
+            shared_update = _without_losses_and_parameter_sums(shared_update)
         updates.append(shared_update)
-        updates += _line_up_steps_of_some_ranks([section[1:] for section in sections])
+        other_steps_of_rank = [section[1:] for section in section_of_rank]
+        updates += _line_up_steps_of_some_ranks(other_steps_of_rank)
     return _with_all_initial_parameters(updates)
 
 
 def _line_up_in_order(ranks: Sequence[list[Step]]) -> list[Update]:
-    """Forms an update of the n-th steps of all ranks, up to the rank with the fewest."""
-    return [Update(chain(*steps)) for steps in zip(*ranks, strict=False)]
-
-
-def _key_of(step: Step) -> StepKey:
-    """Returns the numbers of a step's optimizer and of the step."""
-    return step[0].optimizer, step[0].step
+    """Returns an update of the n-th steps of all ranks, for each n that all ranks have reached."""
+    updates = []
+    for step_of_rank in zip(*ranks, strict=False):
+        updates.append(Update(chain(*step_of_rank)))
+    return updates
 
 
 def _first_updates(steps: Sequence[Step]) -> dict[int, RankUpdate]:
-    """Returns the first record of each optimizer of a rank, by the optimizer's number."""
+    """Returns the record of the first step of each optimizer of a rank, by optimizer number."""
     first_updates: dict[int, RankUpdate] = {}
     for step in steps:
-        update = step[0]
+        update = step[0]  # the records of several replicas are of the same optimizer
         if update.optimizer not in first_updates:
             first_updates[update.optimizer] = update
     return first_updates
 
 
 def _have_same_optimizer_classes(ranks: Sequence[list[Step]]) -> bool:
-    """Returns whether all ranks step with optimizers of the same classes."""
+    """Returns whether all ranks step with optimizers of the same classes, in the same order."""
     classes_of_ranks = []
     for steps in ranks:
-        classes = {}
+        classes = {}  # by the number of the optimizer, in the order of their first steps
         for number, update in _first_updates(steps).items():
             classes[number] = update.optimizer_class
         classes_of_ranks.append(classes)
     return all(classes == classes_of_ranks[0] for classes in classes_of_ranks)
 
 
-# One number for what is one optimizer on several ranks
+# One number for the optimizer of a model on all ranks
 
 
 def _with_shared_numbers(ranks: Sequence[list[Step]]) -> list[list[Step]]:
-    """Renumbers the optimizers, so that an optimizer has the same number on all ranks."""
+    """Returns the steps of all ranks, with the same number for the same optimizer on each rank.
+
+    Each rank has numbered its optimizers in the order of their first steps, so ranks that step with
+    different ones have different numbers.
+    """
+    # The first record of every optimizer that has a shared number, by that number.
     known: dict[int, RankUpdate] = {}
     renumbered_ranks = []
     for steps in ranks:
@@ -124,30 +144,33 @@ def _with_shared_numbers(ranks: Sequence[list[Step]]) -> list[list[Step]]:
 def _match_optimizers(
     first_updates: dict[int, RankUpdate], known: dict[int, RankUpdate]
 ) -> dict[int, int]:
-    """Returns the shared number of each optimizer of a rank, by its own number.
+    """Finds the shared number of each optimizer of a rank, by the number that the rank gave it.
 
-    Optimizers are the same if they hold the same parameters; of several, the one that is most
-    alike. Optimizers that hold a part each have no parameter in common, but the same number and
-    class.
+    Optimizers are the same if they hold the same parameters; of several such, the most alike. If
+    each rank's optimizer holds a part of the parameters, they have none in common; then they are
+    the same if they have the same number and class. All others get new numbers.
 
     Args:
-        first_updates: the first record of each optimizer of the rank.
-        known: the same of optimizers of other ranks, by shared number; new ones are added.
+        first_updates: the first record of each optimizer of the rank, by the rank's number.
+        known: the first record of each optimizer of the ranks before, by shared number. Optimizers
+            with new numbers are added to it.
     """
-    candidates = []
+    pairs = []
     for number, update in first_updates.items():
         for shared_number, known_update in known.items():
             num_parameters = len(update.parameters.keys() & known_update.parameters.keys())
             if num_parameters:
                 likeness = (num_parameters, *_likeness(update, known_update))
-                # Of several that are equally alike, the lowest numbers come first.
-                candidates.append((likeness, -shared_number, -number))
+                pairs.append((likeness, shared_number, number))
+    # The most alike pairs first. Among pairs that are equally alike, the lowest numbers come first,
+    # since sorting keeps their order, also in reverse.
+    pairs.sort(key=lambda pair: (pair[1], pair[2]))
+    pairs.sort(key=lambda pair: pair[0], reverse=True)
     shared_numbers: dict[int, int] = {}
-    for _, negative_shared_number, negative_number in sorted(candidates, reverse=True):
-        number = -negative_number
-        shared_number = -negative_shared_number
+    for _, shared_number, number in pairs:
         if number not in shared_numbers and shared_number not in shared_numbers.values():
             shared_numbers[number] = shared_number
+
     for number, update in first_updates.items():
         if number in shared_numbers:
             continue
@@ -155,15 +178,16 @@ def _match_optimizers(
         if is_free and _may_have_same_class(known[number], update):
             shared_numbers[number] = number
         else:
-            shared_numbers[number] = max(known, default=-1) + 1
-            known[shared_numbers[number]] = update
+            new_number = max(known, default=-1) + 1
+            shared_numbers[number] = new_number
+            known[new_number] = update
     return shared_numbers
 
 
 def _may_have_same_class(first: RankUpdate, second: RankUpdate) -> bool:
-    """Returns whether two optimizers have one class, as far as it is known.
+    """Returns whether two optimizers have the same class, or the class of one is not known.
 
-    A rank without an optimizer, which is sent what others have updated, knows no class.
+    It is not known on a rank that has no optimizer and is sent what others have updated.
     """
     if not first.optimizer_class or not second.optimizer_class:
         return True
@@ -173,8 +197,12 @@ def _may_have_same_class(first: RankUpdate, second: RankUpdate) -> bool:
 def _likeness(first: RankUpdate, second: RankUpdate) -> tuple[bool, bool, bool]:
     """Returns in what the first steps of two optimizers are alike, the most important first.
 
-    Ranks that train together have the same parameters after a step. But a rank may have trained
-    them before, by another optimizer of the same class.
+    A rank may train the same parameters by several optimizers of one class, such as one for
+    pretraining. Ranks that train together have the same parameters after a step.
+
+    Returns:
+        Whether the classes are the same, the parameters after the step, and the options. Such
+        tuples are compared to find the most alike optimizers.
     """
     same_class = first.optimizer_class == second.optimizer_class
     same_parameters = True
@@ -188,7 +216,7 @@ def _likeness(first: RankUpdate, second: RankUpdate) -> tuple[bool, bool, bool]:
 
 def _are_close(first: Array, second: Array) -> bool:
     """Returns whether two arrays are equal within float32's rounding."""
-    if first.shape != second.shape:
+    if first.shape != second.shape:  # numpy would broadcast them
         return False
     return np.allclose(first, second, rtol=1e-6, equal_nan=True)
 
@@ -199,12 +227,12 @@ def _are_close(first: Array, second: Array) -> bool:
 def _split_into_sections(steps: Sequence[Step], shared_optimizers: set[int]) -> list[list[Step]]:
     """Splits the steps of a rank before each step of a shared optimizer.
 
-    The first section has the steps that came before all of those; it may be empty.
+    If `A` is a step of a shared optimizer, `b A b b A` becomes `[b]`, `[A b b]`, `[A]`. The first
+    section is empty if a rank begins with `A`.
     """
     sections: list[list[Step]] = [[]]
     for step in steps:
-        optimizer, _ = _key_of(step)
-        if optimizer in shared_optimizers:
+        if step[0].optimizer in shared_optimizers:
             sections.append([])
         sections[-1].append(step)
     return sections
@@ -216,16 +244,18 @@ def _line_up_steps_of_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
     Args:
         ranks: the steps of each rank between two updates that all have made.
     """
-    step_of_rank_by_key: dict[StepKey, dict[int, Step]] = defaultdict(dict)
+    # Steps of several ranks belong together if optimizer and step have the same numbers.
+    step_by_rank_of_key: dict[StepKey, dict[int, Step]] = defaultdict(dict)
     for rank, steps in enumerate(ranks):
         for step in steps:
-            step_of_rank_by_key[_key_of(step)][rank] = step
+            key = (step[0].optimizer, step[0].step)
+            step_by_rank_of_key[key][rank] = step
     updates = []
-    for step_of_rank in step_of_rank_by_key.values():
-        first_step = next(iter(step_of_rank.values()))
-        missed = [missed_by(first_step[0])]
-        steps_of_all = [step_of_rank.get(rank, missed) for rank in range(len(ranks))]
-        updates.append(Update(chain(*steps_of_all)))
+    for step_by_rank in step_by_rank_of_key.values():
+        some_step = next(iter(step_by_rank.values()))
+        missed_step = [missed_by(some_step[0])]
+        steps_of_all_ranks = [step_by_rank.get(rank, missed_step) for rank in range(len(ranks))]
+        updates.append(Update(chain(*steps_of_all_ranks)))
     return updates
 
 
@@ -249,13 +279,14 @@ def with_idle_ranks(updates: Sequence[Update], idle_ranks: Collection[int]) -> l
     """Adds ranks that have missed all updates.
 
     Args:
-        updates: of the ranks that trained.
-        idle_ranks: the numbers of the ranks that did not.
+        updates: what the ranks recorded that trained. In these, ranks are numbered without the
+            idle ones.
+        idle_ranks: the numbers of the ranks that recorded nothing.
     """
     new_updates = []
     for update in updates:
         ranks = list(update)
-        # In ascending order, so that each one is inserted at its own number.
+        # In ascending order, so that all lower ranks are there when one is inserted.
         for idle_rank in sorted(idle_ranks):
             ranks.insert(idle_rank, missed_by(update[0]))
         new_updates.append(Update(ranks))
@@ -268,8 +299,11 @@ def with_idle_ranks(updates: Sequence[Update], idle_ranks: Collection[int]) -> l
 def _share_a_backward_pass(earlier: Update, later: Update) -> bool:
     """Returns whether some ranks made two updates after one backward pass.
 
+    Those ranks step with an optimizer of their own and then with a shared one, without another
+    backward pass in between, so they record the same losses for both.
+
     Args:
-        earlier: an update that some ranks have missed.
+        earlier: an update that some ranks may have missed.
         later: the next one, which all ranks have made.
     """
     some_missed_it = any(not rank.stepped for rank in earlier)
@@ -282,9 +316,10 @@ def _share_a_backward_pass(earlier: Update, later: Update) -> bool:
 
 
 def _with_inputs_of_missing_ranks(earlier: Update, later: Update) -> Update:
-    """Adds to the earlier of two such updates what the ranks that missed it began with.
+    """Returns the earlier of two updates after one backward pass, with the inputs of all ranks.
 
-    Losses are left out: those of two updates cannot be told apart if some ranks made only one.
+    The ranks that missed the update had inputs too, which they recorded for the later one. Losses
+    are left out, since it is not known to which of the two updates a loss belongs.
     """
     ranks = []
     for before, after in zip(earlier, later, strict=True):
@@ -304,8 +339,12 @@ def _with_inputs_of_missing_ranks(earlier: Update, later: Update) -> Update:
     return Update(ranks)
 
 
-def _without_inputs(update: Update) -> Update:
-    """Leaves out of the later of two such updates what is compared with the earlier one."""
+def _without_losses_and_parameter_sums(update: Update) -> Update:
+    """Returns the later of two updates after one backward pass, without what may not be its own.
+
+    The losses may be those of the earlier update. The sums over the parameters before the update
+    were moved to the earlier one, for ranks that missed it.
+    """
     return Update(replace(rank, losses=[], parameter_sums={}) for rank in update)
 
 
@@ -313,35 +352,37 @@ def _without_inputs(update: Update) -> Update:
 
 
 def _with_all_initial_parameters(updates: list[Update]) -> list[Update]:
-    """Moves the parameters with which each rank began to the first update.
+    """Returns the updates with the initial parameters of every rank in the first one.
 
-    A rank that makes its first step after others is recorded only then.
+    A rank records them with its own first step, which may be part of a later update.
     """
     new_updates = []
     for number, update in enumerate(updates):
         ranks = []
         for rank_number, rank in enumerate(update):
-            initial = _initial_parameters(updates, rank_number) if number == 0 else {}
+            initial: dict[str, Array] = {}
+            if number == 0:
+                initial = _initial_parameters(updates, rank_number)
             ranks.append(replace(rank, initial=initial))
         new_updates.append(Update(ranks))
     return new_updates
 
 
 def _initial_parameters(updates: Sequence[Update], rank_number: int) -> dict[str, Array]:
-    """Returns the parameters with which a rank began, as far as they are known.
+    """Returns the parameters with which a rank began, by name; empty if it recorded none.
 
-    If other ranks have trained parameters before this rank is recorded, it may have been sent the
-    new ones. Then the values with which the others began stand for its own. Models that the others
-    did not know at their first step are left out.
+    If other ranks have trained a parameter before this rank recorded it, this rank may have been
+    sent the new values, so the values with which the others began are taken instead. Parameters
+    that no rank had at the first update are left out then.
     """
     initial_of_others = updates[0].merged("initial")
-    trained_names: set[str] = set()
+    trained_names: set[str] = set()  # by other ranks, before this rank recorded anything
     for number, update in enumerate(updates):
         recorded = update[rank_number].initial
-        if not recorded:  # the rank has not begun: only others have trained so far
+        if not recorded:
             trained_names |= update.merged("parameters").keys()
             continue
-        if number == 0:
+        if number == 0:  # nothing was trained before
             return dict(recorded)
         initial = {}
         for name, array in recorded.items():

@@ -1,8 +1,9 @@
 """Runs a script once and reads what its ranks have recorded.
 
 A `RunConfig` says how the script is run. Each rank writes a `RankUpdate` for every optimizer step,
-and a `RankEnd` when its script has ended. The steps of all ranks are lined up to `Update`s, and
-together they are the `RunRecord` of the run.
+and a `RankEnd` when its script has ended: with which error, if any, and what is known only then.
+The steps of all ranks are lined up to `Update`s, one for each step on all ranks, and together these
+are the `RunRecord` of the run. *Sums* over a tensor are numbers that change when its values do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lockstep.verify.rank_files import RankEnd, read_end, read_updates
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.run_failure import find_idle_ranks, first_failure, most_steps
 from lockstep.verify.tolerance import Array
-from lockstep.verify.training_record import Place, Update
+from lockstep.verify.training_record import Place, RankUpdate, Update
 from lockstep.verify.unsupported import recording_failed_error
 
 MAX_OUTPUT_LINES = 15
@@ -27,15 +28,15 @@ MAX_OUTPUT_LINES = 15
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run did."""
+    """What a run of the script did, on all ranks."""
 
     config: RunConfig
     updates: list[Update]
-    # What the script ended with; empty if nothing went wrong.
+    # The error that ended the script; empty if nothing went wrong.
     error: str = ""
-    # The code of the catalogue that the error carries.
+    # The code of the catalogue that the error carries, such as LS303; empty if it has none.
     code: str = ""
-    # The last lines that were printed, unless the error says it all.
+    # The last lines that were printed; empty if the error says it all.
     output: str = ""
     # What was switched off for the comparison.
     switched_off: tuple[str, ...] = ()
@@ -43,11 +44,12 @@ class RunRecord:
     uses_lockstep: bool = False
     # Where the script was stopped; empty if it came to its end.
     stopped_at: str = ""
-    # What the script has chosen that gives other numbers, and was left out.
+    # What the script has chosen that gives other numbers, such as compression, and that was left
+    # out of the run; empty if there is nothing.
     by_choice: str = ""
-    # The line that started the first process of the script's own.
+    # The line at which the script started a process itself, whose steps are not recorded.
     own_process_line: str = ""
-    # The line of a DataLoader whose batches could not be made larger.
+    # The line of a DataLoader whose batches could not be made larger; empty if all could.
     unenlarged_loader_line: str = ""
     # Number of torch's DataLoaders that were iterated to train.
     num_loaders: int = 0
@@ -82,43 +84,44 @@ def record_run(
     try:
         output = start(folder, config)
     finally:
-        restore(folder)
+        restore(folder)  # files that the script has changed
+
     rank_folders = [folder / f"rank{rank}" for rank in range(config.nproc)]
-    ends: dict[int, RankEnd] = {}
+    updates_of_ranks = [list(read_updates(rank_folder)) for rank_folder in rank_folders]
+    ends: dict[int, RankEnd] = {}  # by rank, without ranks that were killed
     for rank, rank_folder in enumerate(rank_folders):
         end = read_end(rank_folder)
         if end is not None:
             ends[rank] = end
-    updates_of_ranks = [list(read_updates(rank_folder)) for rank_folder in rank_folders]
 
     internal_error = _first_text(ends, "internal_error")
     if internal_error:
         raise recording_failed_error(f"{config.name} of {config.script.path}", internal_error)
 
-    failure = first_failure(ends, updates_of_ranks, config.steps)
-    if failure is None and len(ends) < config.nproc:
-        failure = RankEnd(error="the loss of a process", exited=True)
+    failure = _find_failure(config, ends, updates_of_ranks)
     idle_ranks: tuple[int, ...] = ()
-    if failure is None and len(ends) == config.nproc:
+    if failure is None:
         idle_ranks = find_idle_ranks(ends, updates_of_ranks)
+    # Idle ranks have no steps to line up. They are put back as ranks that missed all updates.
     steps_of_trained_ranks = []
     for rank, updates in enumerate(updates_of_ranks):
         if rank not in idle_ranks:
             steps_of_trained_ranks.append(group_by_step(updates))
+    all_updates = with_idle_ranks(line_up(steps_of_trained_ranks), idle_ranks)
 
-    switched_off: dict[str, None] = {}
+    last_lines = output.splitlines()[-MAX_OUTPUT_LINES:]
+    # An exception says what went wrong, but an error with which a script called `sys.exit` says
+    # little, so the output is kept too.
+    needs_output = failure is None or failure.exited
+    switched_off: dict[str, None] = {}  # in the order of ranks, each once
     for end in ends.values():
         switched_off |= dict.fromkeys(end.switched_off)
-    last_lines = output.splitlines()[-MAX_OUTPUT_LINES:]
-    # The error of a script that exits by `sys.exit` says little, so its output is shown as well.
-    shows_output = failure is None or failure.exited
-    ends_in_order = [ends[rank] for rank in sorted(ends)]
     return RunRecord(
         config,
-        with_idle_ranks(line_up(steps_of_trained_ranks), idle_ranks),
+        all_updates,
         error=failure.error if failure else "",
         code=failure.code if failure else "",
-        output="\n".join(last_lines) if shows_output else "",
+        output="\n".join(last_lines) if needs_output else "",
         switched_off=tuple(switched_off),
         uses_lockstep=any(end.uses_lockstep for end in ends.values()),
         stopped_at=_first_text(ends, "stopped_at"),
@@ -126,14 +129,37 @@ def record_run(
         own_process_line=_first_text(ends, "own_process_line"),
         unenlarged_loader_line=_first_text(ends, "unenlarged_loader_line"),
         num_loaders=max((end.num_loaders for end in ends.values()), default=0),
-        final_sums=[_arrays(end.final_sums) for end in ends_in_order],
-        branch_outcomes=[_outcomes(end.branch_outcomes) for end in ends_in_order],
+        final_sums=[_arrays(end.final_sums) for end in ends.values()],
+        branch_outcomes=[_outcomes(end.branch_outcomes) for end in ends.values()],
         idle_ranks=idle_ranks,
     )
 
 
+def _find_failure(
+    config: RunConfig, ends: Mapping[int, RankEnd], updates_of_ranks: Sequence[list[RankUpdate]]
+) -> RankEnd | None:
+    """Returns how the rank that failed first has ended; None if nothing went wrong.
+
+    Args:
+        config: how the script was run.
+        ends: how the script has ended on each rank that has come to an end.
+        updates_of_ranks: what each rank has recorded.
+    """
+    failure = first_failure(ends, updates_of_ranks, config.steps)
+    a_rank_was_killed = len(ends) < config.nproc
+    if failure is None and a_rank_was_killed:
+        # As after `sys.exit`, the error says little, and the output is shown with it.
+        return RankEnd(error="the loss of a process", exited=True)
+    return failure
+
+
 def _first_text(ends: Mapping[int, RankEnd], field_name: str) -> str:
-    """Returns a field of the first rank that has it."""
+    """Returns a text field of `RankEnd` from the first rank where it is not empty; else "".
+
+    Args:
+        ends: how the script has ended, by rank.
+        field_name: name of the field, such as "stopped_at".
+    """
     for end in ends.values():
         text: str = getattr(end, field_name)
         if text:
@@ -142,11 +168,17 @@ def _first_text(ends: Mapping[int, RankEnd], field_name: str) -> str:
 
 
 def _arrays(sums: Mapping[str, Sequence[float]]) -> dict[str, Array]:
+    """Returns sums over tensors, by name, as the arrays that they were before JSON."""
     return {name: np.array(numbers) for name, numbers in sums.items()}
 
 
 def _outcomes(pairs: Sequence[tuple[Place, int]]) -> dict[Place, int]:
-    """Returns outcomes by place. JSON has made lists of the places."""
+    """Returns the outcomes of the script's tests (`if` and `while`) by their place in the source.
+
+    Args:
+        pairs: places with their outcomes. JSON has made a list of each place, so it could not be
+            the key of a dictionary.
+    """
     outcomes: dict[Place, int] = {}
     for (file, first_line, last_line), outcome in pairs:
         outcomes[file, first_line, last_line] = outcome

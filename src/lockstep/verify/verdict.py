@@ -1,7 +1,9 @@
 """The verdict on a run: all differences from the reference, the first one first.
 
-The *reference* is the run on one process, the *parallel* run the one that is judged. `judge`
-compares them and returns a `Verdict`, which can be shown to people or written as JSON.
+The *reference* is the run on one process, the *parallel* run the one that is judged. A `RunRecord`
+holds what a run did, as a list of `Update`s (optimizer steps). `judge` compares both. A *case* is a
+difference between them (`Divergence`), a *cause* explains it by a code of the catalogue, such as
+LS205, and a `Finding` is a cause with its case. A `Verdict` has all findings, for people or JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from lockstep.verify.rules.evidence import gradient_patterns
 from lockstep.verify.run_record import RunRecord
 from lockstep.verify.sample_rows import without_rows_that_are_no_samples
 from lockstep.verify.self_checks import cause_or_failure, findings_without_reference
-from lockstep.verify.tolerance import FLOAT64
+from lockstep.verify.tolerance import FLOAT64, Tolerance
 from lockstep.verify.unsupported import recording_failed_error
 from lockstep.wording import format_ranks
 
@@ -36,7 +38,7 @@ from lockstep.wording import format_ranks
 # hidden behind them, unless both runs train on the same samples.
 CODES_OF_SAMPLE_ORDER = {"LS107", "LS109", "LS110"}
 
-# Kinds of differences whose rules need whole tensors on each rank.
+# Kinds of differences whose rules need whole tensors on every rank.
 KINDS_THAT_NEED_WHOLE_TENSORS = ("gradients", "unclipped", "kept", "parameters")
 
 
@@ -45,24 +47,27 @@ class Verdict:
     """What a comparison with the reference has found."""
 
     reference: RunRecord
+    # The parallel run.
     other: RunRecord
     # The first difference first, then what is known without the reference.
     findings: tuple[Finding, ...] = ()
     # What differs but is no finding, because the parameters are equal all the same.
     accepted: str = ""
-    # Why nothing can be said; empty if something can.
+    # Why nothing can be said of the run; empty if something can.
     unknown: str = ""
-    # What to do then.
+    # What the user can do if nothing can be said.
     unknown_advice: str = ""
 
     @property
     def word(self) -> str:
-        """`EQUAL`, `DIFFERENT`, `NOT KNOWN`, or `FAILED`: the script ended with another error."""
+        """The verdict in one word: `EQUAL`, `DIFFERENT`, `NOT KNOWN` or `FAILED`."""
         if self.unknown:
             return "NOT KNOWN"
         if self.other.error:
+            # An error with a code is known to come from running on several processes.
             return "DIFFERENT" if self.other.code else "FAILED"
-        if any(finding.case for finding in self.findings):
+        # A finding without a case is a fault of the script by which the runs do not differ.
+        if any(finding.case is not None for finding in self.findings):
             return "DIFFERENT"
         return "EQUAL"
 
@@ -78,13 +83,17 @@ class Verdict:
             "switched_off": list(self.other.switched_off),
             "by_choice": self.other.by_choice,
             "not_known": self.unknown,
-            "batch_per_process": self.batch_not_enlarged,
+            "batch_per_process": self.reason_batch_not_enlarged,
             "findings": [finding.as_json() for finding in self.findings],
         }
 
     @property
-    def batch_not_enlarged(self) -> str:
-        """What `--batch-per-process` could not do, in words; empty if it did what it is for."""
+    def reason_batch_not_enlarged(self) -> str:
+        """Why `--batch-per-process` did not enlarge the batches of one process; empty if it did.
+
+        It is empty, too, if the option was not given, or if the script uses Lockstep, whose batch
+        size is that of all processes together.
+        """
         run = self.reference
         if run.config.batch_times == 1 or run.uses_lockstep:
             return ""
@@ -96,13 +105,19 @@ class Verdict:
         return ""
 
     @property
-    def _other_samples_may_hide_differences(self) -> bool:
-        """Whether `--same-samples` would help: the first difference is one of sample order."""
-        has_same_samples = self.reference.config.batches_folder is not None
-        if self.word != "DIFFERENT" or self.reference.uses_lockstep or has_same_samples:
+    def _same_samples_may_help(self) -> bool:
+        """Whether with `--same-samples` more of the runs could be compared.
+
+        So it is if they differ first in the order, the number or the augmentation of samples, which
+        come from DataLoaders of torch.
+        """
+        if self.word != "DIFFERENT":
             return False
-        first_code = self.findings[0].cause.code
-        return first_code in CODES_OF_SAMPLE_ORDER and self.reference.num_loaders > 0
+        was_given_already = self.reference.config.batches_folder is not None
+        has_torch_loaders = self.reference.num_loaders > 0 and not self.reference.uses_lockstep
+        if was_given_already or not has_torch_loaders:
+            return False
+        return self.findings[0].cause.code in CODES_OF_SAMPLE_ORDER
 
     def lines(self) -> list[str]:
         """Returns the verdict in lines for people."""
@@ -113,19 +128,23 @@ class Verdict:
             lines = self._lines_of_equal_runs(head)
         else:
             lines = self._lines_of_findings(head)
-        if self._other_samples_may_hide_differences:
+        if self._same_samples_may_help:
             lines.append(
                 "  then    with --same-samples one process trains on the batches of all ranks, so "
                 "that the rest is compared too"
             )
-        if self.batch_not_enlarged:
-            lines.append(f"  note    --batch-per-process: {self.batch_not_enlarged}")
+        if self.reason_batch_not_enlarged:
+            lines.append(f"  note    --batch-per-process: {self.reason_batch_not_enlarged}")
         return lines
 
     def _lines_of_equal_runs(self, head: str) -> list[str]:
-        """Returns the lines for runs without a difference: what was compared, and what was not."""
+        """Returns the lines for runs without a difference: what was compared, and what was not.
+
+        Args:
+            head: how the line with the verdict begins: "EQUAL      2 processes".
+        """
         lines = []
-        if self.other.by_choice:
+        if self.other.by_choice:  # such as "gradients are sent as bf16", which was left out
             lines.append(
                 f"DIFFERENT by choice: {self.other.by_choice}; all else is compared without"
             )
@@ -136,38 +155,42 @@ class Verdict:
         if self.reference.stopped_at:
             until = self.reference.stopped_at
             lines.append(f"  until   {until}; what comes later is not compared")
-        for finding in self.findings:
+        for finding in self.findings:  # faults of the script by which the runs do not differ
             lines += finding.lines("also")
         return lines
 
     def _lines_of_findings(self, head: str) -> list[str]:
-        """Returns the lines for runs that differ: the first finding in full, then the others."""
+        """Returns the lines for runs that differ: the first finding in full, then the others.
+
+        Args:
+            head: how the first line begins: "DIFFERENT  2 processes".
+        """
         first, *others = self.findings
         lines = [head]
         if first.place:
             lines = [f"{head}, first in {first.place}"]
         lines += first.lines(by_lockstep=self.reference.uses_lockstep)
-        if first.case is not None:
+        if first.case is not None:  # the values of both runs were found to differ
             lines += self._tolerance_line()
         for finding in others:
             if finding.place:
                 lines.append(f"  and in  {finding.place}")
                 lines += finding.lines("cause")
-            else:
+            else:  # a fault by which the runs do not differ
                 lines += finding.lines("also")
-        if self.word == "FAILED":
+        if self.word == "FAILED":  # nothing is known of the error, so its output is shown
             lines += [f"  | {line}" for line in self.other.output.splitlines()]
         return lines
 
     def _tolerance_line(self) -> list[str]:
-        """Says what counted as equal, unless it is the tolerance of float64."""
+        """Returns one line that says what counted as equal, or no line if all was in float64."""
         tolerance = tolerance_of(self.reference.updates, self.other.updates)
         if tolerance is FLOAT64:
             return []
-        text = (
-            f"{tolerance.relative:g} of a tensor's largest value, as what they are made of has been"
-        )
-        return [f"  equal   within {text} in {tolerance.dtype}"]
+        return [
+            f"  equal   within {tolerance.relative:g} of a tensor's largest value, "
+            f"because some values were computed in {tolerance.dtype}"
+        ]
 
 
 def _describe_compared_values(reference: RunRecord) -> str:
@@ -175,7 +198,7 @@ def _describe_compared_values(reference: RunRecord) -> str:
     updates = reference.updates
     if not updates:
         return "nothing was compared"
-    first = updates[0]
+    first = updates[0]  # stands for all: later ones have the same tensors
     which = "the first" if reference.stopped_at else "all"
     values = [f"{which} {len(updates)} optimizer steps"]
     if first.samples:
@@ -186,10 +209,9 @@ def _describe_compared_values(reference: RunRecord) -> str:
     if num_gradients:
         values.append(f"{num_gradients} gradients")
     parameters = first.merged("parameters")
-    if not parameters:  # those before each step were compared instead
+    if not parameters:  # they were left out, and those before each step were compared instead
         parameters = first.merged("parameter_sums")
-    num_parameters = len(parameters)
-    values.append(f"{num_parameters} parameters")
+    values.append(f"{len(parameters)} parameters")
     num_buffers = len(first.merged("buffers"))
     if num_buffers:
         values.append(f"{num_buffers} buffers")
@@ -217,15 +239,19 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
     """Compares a run with the reference, from the names of tensors to ranks that did nothing."""
     tolerance = tolerance_of(reference.updates, parallel.updates)
 
-    # Bring the updates of both runs into a form in which they can be compared.
+    # 1. Bring the updates of both runs into a form in which they can be compared.
     reference_run = reference.updates
     parallel_run = align_names(reference_run, parallel.updates)
     joined = join_parts(
         without_rows_that_are_no_samples(reference_run, parallel_run),
         without_rows_that_are_no_samples(parallel_run, reference_run),
     )
-    final_sums = reference.final_sums, parallel.final_sums
-    accepted = accept_differences(joined.reference_run, joined.parallel_run, final_sums, tolerance)
+    accepted = accept_differences(
+        joined.reference_run,
+        joined.parallel_run,
+        final_sums=(reference.final_sums, parallel.final_sums),
+        tolerance=tolerance,
+    )
     reference = replace(reference, updates=accepted.reference_run)
     parallel = replace(parallel, updates=accepted.parallel_run)
     if joined.unknown and not parallel.error:
@@ -236,36 +262,36 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
         )
         return Verdict(reference, parallel, unknown=joined.unknown, unknown_advice=advice)
 
-    # Compare them as long as rounding does not hide differences.
-    num_updates = num_comparable_updates(reference.updates, parallel.updates, tolerance)
-    if num_updates < max(len(reference.updates), len(parallel.updates)):
-        until = f"step {num_updates}, as rounding has grown since to more than is passed over"
-        reference = replace(reference, updates=reference.updates[:num_updates], stopped_at=until)
-        parallel = replace(parallel, updates=parallel.updates[:num_updates])
+    # 2. Find the differences, and explain them.
+    reference, parallel = _until_rounding_grows(reference, parallel, tolerance)
     cases = find_divergences(reference.updates, parallel.updates, tolerance)
     if parallel.error:
-        cases = [case for case in cases if case.kind != "length"]  # it ended before its end
+        # The script was ended by the error, so it says nothing that it made fewer steps.
+        cases = [case for case in cases if case.kind != "length"]
     findings = _explain(cases, joined.joined_names)
-
-    is_only_loss = {finding.cause.code for finding in findings} == {"LS501"}
-    accepted_text = accepted.text
-    if is_only_loss and not parallel.error:
-        accepted_text = f"the loss is {findings[0].cause.evidence[0]} and parameters"
-        findings = []
     if parallel.error:
-        return Verdict(reference, parallel, _with_failure(findings, parallel))
+        return Verdict(reference, parallel, findings=_with_failure(findings, parallel))
+    accepted_text = accepted.text
+    only_the_loss_differs = {finding.cause.code for finding in findings} == {"LS501"}
+    if only_the_loss_differs:
+        # The script shows another loss, but trains the same model.
+        both_losses = findings[0].cause.evidence[0]  # it ends in "with equal gradients"
+        accepted_text = f"the loss is {both_losses} and parameters"
+        findings = []
 
+    # 3. Add faults that can be known without a reference.
     more_findings: list[Finding] = []
-    if not joined.joined_names:
-        was_stopped = bool(parallel.stopped_at)
+    if not joined.joined_names:  # ranks that hold parts rightly differ from each other
         more_findings += findings_without_reference(
-            parallel.updates, tolerance, was_stopped=was_stopped
+            parallel.updates, tolerance, was_stopped=bool(parallel.stopped_at)
         )
     more_findings += _gather_in_reference(reference)
-    _add_new_findings(findings, more_findings, cases)
+    findings += _new_findings(more_findings, findings, cases)
+
+    # 4. Nothing was found, but some ranks made no step.
     if parallel.idle_ranks and not findings:
         idle = format_ranks(parallel.idle_ranks)
-        if parallel.stopped_at:
+        if parallel.stopped_at:  # they may have come to train later
             return Verdict(
                 reference,
                 parallel,
@@ -274,21 +300,36 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
                 unknown_advice="compare more steps (`--steps`), so that all ranks come to train",
             )
         accepted_text = f"neither backward() nor an optimizer step of {idle} was seen"
-    return Verdict(reference, parallel, tuple(findings), accepted_text)
+    return Verdict(reference, parallel, findings=tuple(findings), accepted=accepted_text)
+
+
+def _until_rounding_grows(
+    reference: RunRecord, parallel: RunRecord, tolerance: Tolerance
+) -> tuple[RunRecord, RunRecord]:
+    """Returns both runs without the updates in which rounding could hide a difference."""
+    num_updates = num_comparable_updates(reference.updates, parallel.updates, tolerance)
+    if num_updates == max(len(reference.updates), len(parallel.updates)):
+        return reference, parallel
+    until = f"step {num_updates}, as rounding has grown since to more than is passed over"
+    return (
+        replace(reference, updates=reference.updates[:num_updates], stopped_at=until),
+        replace(parallel, updates=parallel.updates[:num_updates]),
+    )
 
 
 def _explain(cases: Sequence[Divergence], joined_names: Sequence[str]) -> list[Finding]:
-    """Returns a finding for each difference. A cause that was found already is left out.
+    """Returns a finding for each difference whose cause was not found already.
 
     Args:
         cases: the differences.
-        joined_names: tensors that the ranks hold in parts. Rules for copies of a model say nothing
-            of them.
+        joined_names: the tensors that the ranks hold in parts, which were joined to be compared.
     """
     findings: list[Finding] = []
     for case in cases:
         cause = cause_or_failure(case)
         if joined_names and case.kind in KINDS_THAT_NEED_WHOLE_TENSORS:
+            # The rules are for copies of a model on all ranks, so the cause that they gave is
+            # replaced by LS210: not known.
             names = format_items(script_names(joined_names))
             text = f"of these tensors the ranks hold parts, which were joined: {names}"
             cause = Cause("LS210", (text, *gradient_patterns(case)))
@@ -298,29 +339,35 @@ def _explain(cases: Sequence[Divergence], joined_names: Sequence[str]) -> list[F
 
 
 def _with_failure(findings: Sequence[Finding], parallel: RunRecord) -> tuple[Finding, ...]:
-    """Adds the error with which the script ended.
+    """Returns the findings together with the error with which the script ended.
 
     An error without a code comes first: nothing is known of its cause, so it decides the verdict.
     """
+    if not parallel.code:
+        return (_finding_of_failure(parallel), *findings)
     if parallel.code in {finding.cause.code for finding in findings}:
-        failure = []
-    else:
-        if parallel.code == "LS304":  # the text says what happened, not how the script ended
-            text = parallel.error
-        else:
-            nproc = parallel.config.nproc
-            text = f"on {nproc} processes the script ended with: {parallel.error}"
-        branches: Sequence[str] = ()
-        if parallel.code == "LS405":
-            branches = splitting_branches(parallel.branch_outcomes)
-        failure = [Finding(Cause(parallel.code, (text, *branches)))]
-    if parallel.code:
-        return (*findings, *failure)
-    return (*failure, *findings)
+        return tuple(findings)
+    return (*findings, _finding_of_failure(parallel))
+
+
+def _finding_of_failure(parallel: RunRecord) -> Finding:
+    """Returns the error with which the script ended, as a finding."""
+    text = f"on {parallel.config.nproc} processes the script ended with: {parallel.error}"
+    if parallel.code == "LS304":
+        # The replicas have diverged. The text says that, and not how the script ended.
+        text = parallel.error
+    branches: Sequence[str] = ()
+    if parallel.code == "LS405":
+        # Ranks made different numbers of steps: perhaps because an `if` went two ways.
+        branches = splitting_branches(parallel.branch_outcomes)
+    return Finding(Cause(parallel.code, (text, *branches)))
 
 
 def _gather_in_reference(reference: RunRecord) -> list[Finding]:
-    """Returns LS207 if the loss lacks a gradient on one process too, so that nothing differs."""
+    """Returns LS207, in a list, if an all-gather of the reference carries no gradient.
+
+    Then a gradient is missing on one process as well, and no comparison shows it.
+    """
     for update in reference.updates:
         line = update.first("gather_line")
         if line:
@@ -329,24 +376,27 @@ def _gather_in_reference(reference: RunRecord) -> list[Finding]:
     return []
 
 
-def _add_new_findings(
-    findings: list[Finding], more_findings: Sequence[Finding], cases: Sequence[Divergence]
-) -> None:
-    """Adds findings that are known without the reference and say something new.
+def _new_findings(
+    candidates: Sequence[Finding], findings: Sequence[Finding], cases: Sequence[Divergence]
+) -> list[Finding]:
+    """Returns those of the candidates that say something new.
 
     Args:
-        findings: by comparison with the reference; more are added to it.
-        more_findings: known without the reference.
+        candidates: findings that are known without the reference.
+        findings: findings by comparison with the reference.
         cases: all differences from the reference.
     """
-    places = {(case.kind, case.update_index) for case in cases}
-    for finding in more_findings:
-        if finding.cause.code in {known.cause.code for known in findings}:
+    known_codes = {finding.cause.code for finding in findings}
+    known_differences = {(case.kind, case.update_index) for case in cases}
+    new_findings = []
+    for candidate in candidates:
+        if candidate.cause.code in known_codes:
             continue
-        case = finding.case
-        if case is not None:
-            is_known_difference = (case.kind, case.update_index) in places
-            is_perhaps_rounding = not cases  # no rank differs from one process
-            if is_known_difference or is_perhaps_rounding:
+        if candidate.case is not None:  # the ranks differ from each other
+            difference = (candidate.case.kind, candidate.case.update_index)
+            no_rank_differs_from_reference = not cases  # so it can only be rounding
+            if difference in known_differences or no_rank_differs_from_reference:
                 continue
-        findings.append(finding)
+        new_findings.append(candidate)
+        known_codes.add(candidate.cause.code)
+    return new_findings
