@@ -187,9 +187,10 @@ def working_fraction(start: Start) -> float | None:
     phases = phases_by_rank(start)
     if len(phases) < 2:
         return None
+    # Both are sums over the ranks, of the seconds of a step.
     worked = sum(work_by_rank(start).values())
     waited = sum(seconds["communication"] for seconds in phases.values())
-    return worked / max(worked + waited, 1e-12)
+    return worked / max(worked + waited, 1e-12)  # no division by 0 if nothing took time
 
 
 def find(record: Record) -> list[Finding]:
@@ -256,7 +257,8 @@ def _when(lines: Sequence[LauncherLine], in_starts: str) -> str:
     first = lines[0]
     last = lines[-1]
     text = f"said by the launcher on {first['host']}, {clock_time(first['time'])}{in_starts}"
-    # The lines of one launcher are counted, since the others wrote the message as often.
+    # Each launcher writes a file. Only the lines of one are counted, since the other launchers
+    # wrote the message as often.
     times = sum(1 for line in lines if line["file"] == last["file"])
     if times > 1:
         text += f"; {times} times, the last {clock_time(last['time'])}"
@@ -331,7 +333,7 @@ def _loss_findings(start: Start) -> Iterator[Finding]:
     """Yields an error if the loss became NaN or infinite, with the two losses before it."""
     steps, losses = start.loss()
     is_finite = np.isfinite(losses)
-    if is_finite.all():
+    if is_finite.all():  # also if there are no losses
         return
     first_bad = int(np.argmin(is_finite))  # the index of the first False
     evidence = []
@@ -342,17 +344,21 @@ def _loss_findings(start: Start) -> Iterator[Finding]:
 
 
 def _straggler_findings(start: Start) -> Iterator[Finding]:
-    """Yields a warning for each rank that works longer than the others, which wait for it."""
+    """Yields a warning for each rank that works longer than the others, which wait for it.
+
+    All times are seconds of a step. A rank is slow if it works longer than is usual by a certain
+    fraction of the step, which consists of working and of waiting for other ranks.
+    """
     phases = phases_by_rank(start)
     work = work_by_rank(start)
     if len(work) < 2:
         return
-    # The slowest rank is left out, so that of two ranks the faster one is usual.
+    # The median without the slowest rank, so that of two ranks the faster one is usual.
     usual_work = float(np.median(sorted(work.values())[:-1]))
     slow_ranks = []
-    for rank, seconds in work.items():
-        step_seconds = seconds + phases[rank]["communication"]
-        if seconds - usual_work >= STRAGGLER_MIN_EXCESS * step_seconds:
+    for rank, work_s in work.items():
+        step_s = work_s + phases[rank]["communication"]
+        if work_s - usual_work >= STRAGGLER_MIN_EXCESS * step_s:
             slow_ranks.append(rank)
     usual_ranks = [rank for rank in phases if rank not in slow_ranks]
     if not usual_ranks:
@@ -390,10 +396,11 @@ def _phase_findings(start: Start) -> Iterator[Finding]:
     if not phases:
         return
     for phase, limit in LONG_PHASES.items():
-        fractions = [
-            seconds[phase] / max(sum(seconds.values()), 1e-12) for seconds in phases.values()
-        ]
-        fraction = min(fractions)
+        fraction_of_rank = []
+        for seconds in phases.values():
+            step_seconds = max(sum(seconds.values()), 1e-12)  # no division by 0
+            fraction_of_rank.append(seconds[phase] / step_seconds)
+        fraction = min(fraction_of_rank)
         if fraction >= limit.min_fraction:
             yield Finding(
                 "warning",
@@ -402,7 +409,11 @@ def _phase_findings(start: Start) -> Iterator[Finding]:
 
 
 def _warning_findings(record: Record) -> Iterator[Finding]:
-    """Yields the first warnings that the run gave on rank 0, each different one once."""
+    """Yields the first warnings that the run gave on rank 0, each different one once.
+
+    A finding has the first line of a warning as its text. Its evidence is the other lines, and the
+    steps after which the warning was given.
+    """
     steps_by_text: dict[str, list[str]] = {}
     for start in record.starts:
         for warning in start.main.warnings:

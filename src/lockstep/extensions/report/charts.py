@@ -82,7 +82,7 @@ def chart(name: str, height: float, draw: Callable[[Axes], Any], width: float = 
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
+    svg = svg[svg.index("<svg") :]  # without the XML declaration, since it goes into HTML
     svg = _METADATA.sub("", svg)
     # Ids must differ from those of the page's other charts.
     svg = _ID_OR_REFERENCE.sub(rf"\1{name}-", svg)
@@ -101,7 +101,8 @@ def averaged(values: Floats, weights: Floats, max_points: int = MAX_POINTS) -> F
     """
     if len(values) <= max_points:
         return values
-    # The indices at which the groups of neighbours begin; each group becomes one value.
+    # The indices at which the groups of neighbours begin, shape (max_points,): for 5 values and 2
+    # points they are 0 and 2. Each group becomes one value; `reduceat` sums up each group.
     group_begins = np.linspace(0, len(values), max_points + 1).astype(int)[:-1]
     weighted_sums = np.add.reduceat(values * weights, group_begins)
     weight_sums = np.add.reduceat(weights, group_begins)
@@ -173,15 +174,17 @@ def by_rank(start: Start) -> str:
 
     def draw(axes: Axes) -> None:
         """Stacks the phases: a bar for each rank, or areas if there are many ranks."""
+        # `bottom` and `height` have a value for each rank, in milliseconds.
         bottom = np.zeros(len(ranks))
         for phase in STACKED_PHASES:
             height = np.array([seconds[phase] for seconds in phases.values()]) * 1e3
-            if not height.any():
+            if not height.any():  # no rank spent time on it, so it is not in the legend either
                 continue
             color = _PLACEHOLDER_COLORS[phase]
             if len(ranks) <= MAX_BARS:
                 axes.bar(ranks, height, 0.8, bottom=bottom, color=color, label=phase)
             else:
+                # One outline of all ranks; each rank is as wide as the step from one to the next.
                 edges = np.append(ranks - 0.5, ranks[-1] + 0.5)
                 top = bottom + height
                 axes.stairs(top, edges, baseline=bottom, fill=True, color=color, label=phase)
@@ -211,10 +214,10 @@ def over_time(start: Start) -> str:
 
     def draw(axes: Axes) -> None:
         """Stacks the phases as areas over the steps."""
-        heights: dict[str, Floats] = {}
+        heights: dict[str, Floats] = {}  # milliseconds of a step, one value for each point
         for phase in STACKED_PHASES:
             by_record = [record.column(phase)[:num_rows] for record in records]
-            seconds_of_row = np.mean(by_record, axis=0)
+            seconds_of_row = np.mean(by_record, axis=0)  # over the ranks
             heights[phase] = averaged(seconds_of_row / steps_of_row, steps_of_row) * 1e3
         shown = {phase: height for phase, height in heights.items() if height.any()}
         axes.stackplot(
@@ -261,9 +264,10 @@ def slow_ranks(start: Start) -> str:
     for record in records:
         seconds_per_step = record.seconds(WORK_PHASES)[:num_rows] / steps_of_row
         work_of_rank.append(averaged(seconds_per_step, steps_of_row, MAX_COLUMNS))
-    work = np.array(work_of_rank)
-    usual = np.maximum(np.median(work, axis=0), 1e-12)
-    percent = np.clip(work / usual - 1, -1, 1) * 100
+    work = np.array(work_of_rank)  # shape (ranks, columns), as `percent` below
+    median_over_ranks = np.median(work, axis=0)
+    usual = np.maximum(median_over_ranks, 1e-12)  # shape (columns,); no division by 0
+    percent = np.clip(work / usual - 1, -1, 1) * 100  # 20: a fifth longer than usual
     first_step = step_numbers[0]
     last_step = max(step_numbers[-1], first_step + 1)  # a single column needs some width
 
@@ -274,8 +278,9 @@ def slow_ranks(start: Start) -> str:
             aspect="auto",
             interpolation="nearest",
             cmap="RdBu_r",
-            vmin=-60,
+            vmin=-60,  # percent at which the colours end
             vmax=60,
+            # Left, right, bottom, top: the first rank is on top.
             extent=(first_step, last_step, ranks[-1] + 0.5, ranks[0] - 0.5),
         )
         axes.set_xlabel("step")
@@ -324,7 +329,11 @@ def _has_finite_value(curve: Curve) -> bool:
 
 
 def _logged_curves(starts: Sequence[Start]) -> list[Curve]:
-    """Returns a curve for each name that the script logged, in training and in evaluations."""
+    """Returns a curve for each name that the script logged, in training and in evaluations.
+
+    What was logged under one name in training and in an evaluation are different curves. They are
+    told apart by their titles, such as "accuracy (validation)".
+    """
     lines_by_title: dict[str, list[Line]] = {}
     for start_index, start in enumerate(starts):
         points_by_title: dict[str, list[tuple[float, float]]] = {}

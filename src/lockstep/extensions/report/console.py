@@ -159,19 +159,21 @@ def choice_rows(
     rows = [("", line, "") for line in _wrap(title, width)]
     longest_name = max((len(choice.name) for choice in choices), default=0)
     name_width = max(MIN_NAME_WIDTH, longest_name) + GAP
+    # Reasons stand below each other, in a column behind the values. Very long values do not push
+    # this column to the right: their reasons follow them directly.
     value_lengths = [len(choice.value) for choice in choices]
     aligned_lengths = [length for length in value_lengths if length <= MAX_ALIGNED_VALUE_WIDTH]
     value_width = max(aligned_lengths, default=0) + GAP
     if width is None:
         remaining = None  # the columns for value and reason are not limited
-        reasons_fit_beside = True
+        has_column_of_reasons = True
     else:
         remaining = width - INDENT - name_width
-        reasons_fit_beside = remaining - value_width >= MIN_REASON_WIDTH
+        has_column_of_reasons = remaining - value_width >= MIN_REASON_WIDTH
     for name, value, reason in choices:
-        if reasons_fit_beside and len(value) + GAP <= value_width:
+        if has_column_of_reasons and len(value) + GAP <= value_width:
             text = value.ljust(value_width) + reason
-            hanging_indent = value_width
+            hanging_indent = value_width  # more lines of the reason begin where it begins
         else:
             text = value + " " * GAP + reason
             hanging_indent = GAP
@@ -187,7 +189,10 @@ def choice_rows(
 def _wrap(text: str, width: int | None, hanging_indent: int = 0) -> list[str]:
     """Splits the text into lines between words; all but the first are indented.
 
-    With a width of None the text stays one line.
+    Args:
+        text: one line.
+        width: the number of columns of a line; None: the text stays one line.
+        hanging_indent: the blanks at the beginning of all lines but the first.
     """
     if width is None:
         return [text]

@@ -157,7 +157,12 @@ class RunningMeans:
     def _pack(self, names: list[str]) -> Tensor:
         """Returns the float64 tensor of shape `(PACKED_SIZE,)` that a reduction sums up.
 
-        It has a hash of the names, since ranks that log different names must not be averaged.
+        It has a hash of the names, since ranks that log different names must not be averaged. For
+        the hash `h` and the `k` names that this rank has logged, its values are
+
+            1, h, h ** 2, samples, weights of k names, 0, ..., weighted sums of k names, 0, ...
+
+        where each of the two rows of zeros fills up the places of `MAX_NAMES` names.
         """
         # A rank without samples may have logged nothing; that does not make the ranks differ.
         logs = bool(names) or self.samples > 0
@@ -172,6 +177,7 @@ class RunningMeans:
         numbers += [0.0] * (PACKED_SIZE - len(numbers))
         packed = torch.tensor(numbers, dtype=torch.float64, pin_memory=self._on_cuda)
         packed = packed.to(self._device, non_blocking=True)
+        # The weighted sums are on the device already. Reading them here would wait for it.
         if sums:
             start = HEADER_SIZE + MAX_NAMES
             packed[start : start + len(sums)] = torch.stack([entry.total for entry in sums])
@@ -195,7 +201,11 @@ class RunningMeans:
         return _Reduction(names, on_host, arrived.query, arrived.synchronize)
 
     def _read(self, *, wait: bool) -> None:
-        """Reads the reductions that have arrived, in order; all of them if `wait`."""
+        """Reads the reductions that have arrived, in order, and sets the means by each of them.
+
+        Args:
+            wait: wait for those that have not arrived, so that all are read.
+        """
         while self._pending and (wait or self._pending[0].has_arrived()):
             reduction = self._pending.popleft()
             reduction.wait()
@@ -222,7 +232,8 @@ class RunningMeans:
             )
         weights = numbers[HEADER_SIZE : HEADER_SIZE + MAX_NAMES]
         totals = numbers[HEADER_SIZE + MAX_NAMES :]
-        self.values = {}
+        self.values = {}  # a new dict, by which others see that the means are new
+        # There are fewer names than places for them; the rest of the places hold zeros.
         for name, weight, total in zip(reduction.names, weights, totals, strict=False):
             if weight != 0:
                 self.values[name] = total / weight

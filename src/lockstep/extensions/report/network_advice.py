@@ -60,14 +60,18 @@ class NetworkAdvice(Extension):
 
     def step_finished(self, number: int) -> None:
         """Reads the clocks after a step; after the last measured step the advice is printed."""
-        if len(self._clocks) == WARMUP_STEPS + MEASURED_STEPS:
+        if len(self._clocks) == WARMUP_STEPS + MEASURED_STEPS:  # the advice was printed
             return
         self._clocks.append(_ClocksAfterStep(time.perf_counter(), traffic.waited_s, run_delay_s()))
         if len(self._clocks) == WARMUP_STEPS + MEASURED_STEPS:
             self._print_advice()
 
     def _print_advice(self) -> None:
-        """Exchanges how long each rank waited, and prints the advice on rank 0."""
+        """Exchanges how long each rank waited in a step, and prints the advice on rank 0.
+
+        Each of `_clocks` has the readings of three clocks after a step: a wall clock, how long
+        this rank has waited for other machines, and how long it was without a core.
+        """
         step_times = []
         waiting_times = []
         run_delays = []
@@ -125,7 +129,9 @@ class NetworkAdvice(Extension):
             waiting_s=waiting_s,
             gradient_bytes=BYTES_PER_GRADIENT * num_trained,
             local_size=self._run.topology.size // self._link.machines,
+            # The ranks of a machine sum up in shared memory, if they have it.
             hierarchical=routing.shared_memory() is not None,
+            # A model under DDP has this attribute; it is None without compression.
             compressed=any(getattr(model, "compressed", None) is not None for model in models),
             run_delay_s=min(delay_s, compute_s),
         )

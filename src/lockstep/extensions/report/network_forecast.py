@@ -99,7 +99,8 @@ def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCo
     Returns:
         The cost by method of compression.
     """
-    # Fewer values are tried if there are many, and always whole blocks.
+    # Fewer values are tried if there are many, and always whole blocks, since a block of values
+    # has a scale of its own when it is encoded.
     num_values = min(count, MAX_VALUES_TRIED) // BLOCK * BLOCK
     num_values = max(num_values, BLOCK)
     values = torch.ones(1, num_values)
@@ -120,11 +121,12 @@ def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCo
             encode_s = encoded_s - copied_s
             decode_s = end_s - encoded_s
             # Three copies: gradients are put together, summed up, and taken apart. A rank encodes
-            # its gradients, then the sum of its chunk (one of `peers`); it decodes both.
+            # its gradients, then the sum of its chunk, which is one of `peers` parts of all
+            # gradients. It decodes the chunks of its peers, and then the sums: all gradients twice.
             seconds = 3 * copy_s + (1 + 1 / peers) * encode_s + 2 * decode_s
             cost = CompressionCost(
                 sent_share=encoded.nbytes / values.nbytes,
-                encode_s=seconds * count / num_values,
+                encode_s=seconds * count / num_values,  # for all `count` gradients
             )
             shortest = costs.get(method)
             if shortest is None or cost.encode_s < shortest.encode_s:
@@ -162,11 +164,13 @@ def forecast_methods(
     """
     if network.compressed:
         return []
-    # How long the sending really took, and how much of it was hidden.
+    # How long the sending of a step really takes (`sending_s`), of which `waiting_s` is waited for
+    # and the rest is hidden behind the backward pass: sending_s = waiting_s + hidden_s.
     sent_now = network.sent_bytes(link.machines, hierarchical=network.hierarchical)
+    # By the speed of the link that was measured before the training; see `step_seconds`.
     measured_sending_s = sent_now / link.bandwidth + 2 * link.latency_s
-    # The sending took at least as long as was waited for it. About half of the computing is the
-    # backward pass, so no more of the sending than that can have been hidden.
+    # It takes at least as long as is waited for it. About half of the computing is the backward
+    # pass, so no more of the sending than that can be hidden.
     sending_s = max(measured_sending_s, network.waiting_s)
     sending_s = min(sending_s, network.waiting_s + network.compute_s / 2)
     hidden_s = sending_s - network.waiting_s
@@ -175,6 +179,7 @@ def forecast_methods(
     link_in_training = Link(link.latency_s * slowdown, link.bandwidth / slowdown, link.machines)
     sent_by_machine = network.sent_bytes(link.machines, hierarchical=True)
     step_now_s = network.compute_s + network.waiting_s
+    # For each method: the seconds `step_s` of a step with it, and the speedup step_now_s / step_s.
     forecasts: list[Forecast] = []
     if network.local_size > 1 and not network.hierarchical:
         step_s = step_seconds(
@@ -189,7 +194,8 @@ def forecast_methods(
         sent_bytes = sent_by_machine * cost.sent_share
         step_s = step_seconds(compute_s, sent_bytes, link_in_training, hidden_s=hidden_s)
         forecasts.append(Forecast(name, step_now_s / step_s, same_numbers=False))
-    # DiLoCo exchanges once in many steps, and nothing hides that exchange.
+    # DiLoCo exchanges once in many steps, and nothing hides that exchange. The time in which the
+    # training has no core comes from sending, so it too comes once in many steps.
     exchange_s = network.run_delay_s + step_seconds(0.0, sent_by_machine, link_in_training)
     step_s = network.compute_s - network.run_delay_s + exchange_s / DILOCO_STEPS_BETWEEN_EXCHANGES
     name = f"diloco every={DILOCO_STEPS_BETWEEN_EXCHANGES}"

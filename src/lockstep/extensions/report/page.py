@@ -60,7 +60,7 @@ def render(
         SettingError: matplotlib is not installed.
     """
     try:
-        import matplotlib as _  # noqa: F401
+        import matplotlib as _  # noqa: F401  # `charts` uses it; here it is only asked for
         from jinja2 import Environment
     except ImportError as error:
         raise SettingError(
@@ -141,7 +141,8 @@ def _state(start: Start) -> str:
     if not start.reached_init:
         return f"not at lockstep.init, {clock(silent_s)} after its start"
     # No end was written: the start runs, or all its ranks were killed. A row is written when its
-    # last step has ended, so a run may be silent for as long as the steps of a row take.
+    # last step has ended, so a run may be silent for as long as the steps of a row take. It counts
+    # as running until the time of four such rows, with steps as long as the longest, has passed.
     longest_step_s = 0.0
     steps_per_row = 1.0
     for record in start.records.values():
@@ -154,7 +155,12 @@ def _state(start: Start) -> str:
 
 
 def _key_numbers(record: Record, last: Start) -> list[tuple[str, str]]:
-    """Returns the numbers at the top of the page, each with its name."""
+    """Returns the numbers at the top of the page: pairs of a name and a text.
+
+    Args:
+        record: the record of the run.
+        last: its last start, whose `main` is the record of rank 0.
+    """
     hosts = {str(rank_record.header.get("host")) for rank_record in last.records.values()}
     on_hosts = f" on {count_noun(len(hosts), 'host')}" if last.reached_init else ""
     numbers = [("ranks", f"{last.num_ranks}{on_hosts}")]
@@ -298,13 +304,17 @@ def _working_sentence(start: Start) -> str:
 
 
 def _rank_row(record: RankRecord) -> dict[str, Any]:
-    """Returns the cells of a rank in the table of times; those of times are empty without rows."""
+    """Returns the cells of a rank in the table of times; those of times are empty without rows.
+
+    "phases" has the milliseconds of a step in each phase, and "longest" the longest step.
+    """
     phase_cells = [""] * len(PHASES)
     phases = analysis.seconds_per_step(record)
     if phases:
         phase_cells = [f"{phases[phase] * 1e3:.3g}" for phase in PHASES]
     longest = ""
-    longest_s = record.column("longest_s")[analysis.steady_rows(record)]
+    steady_rows = analysis.steady_rows(record)  # the first steps are always long
+    longest_s = record.column("longest_s")[steady_rows]
     if len(longest_s):
         longest = milliseconds_or_seconds(float(longest_s.max()))
     memory = ""
@@ -363,15 +373,23 @@ def ledger_text(record: Record) -> str:
         if not folder.is_dir():
             # The record is read on another machine; the ledger may have come with it.
             folder = record.folder
-        files = sorted(folder.glob(f"*{LEDGER_SUFFIX}"))
-        return _judge_ledger(folder, tuple((path, path.stat().st_size) for path in files))
+        # The sizes say whether the ledger has grown since it was judged last.
+        files_and_sizes: list[tuple[Path, int]] = []
+        for path in sorted(folder.glob(f"*{LEDGER_SUFFIX}")):
+            files_and_sizes.append((path, path.stat().st_size))
+        return _judge_ledger(folder, tuple(files_and_sizes))
     except CheckpointError as error:
         return error.parts
 
 
 @lru_cache(maxsize=1)
 def _judge_ledger(folder: Path, files_and_sizes: tuple[tuple[Path, int], ...]) -> str:
-    """Judges a ledger. The sizes make the cache forget the result when a file has grown."""
+    """Returns the lines of the report on a ledger, judged again only if a file has grown.
+
+    Args:
+        folder: of the ledger.
+        files_and_sizes: the key of the cache, which is another one when a file has grown.
+    """
     from lockstep.extensions.ledger.judge import judge
 
     lines = []

@@ -93,10 +93,11 @@ def bar_layout(state: PassState, width: int) -> BarLayout:
     out, except for the number of global batches.
     """
     words = _state_words(state, str(state.done))
-    available = width
+    available = width  # columns for the bar and the text
     if state.description:
         available -= len(state.description) + len(GAP)
-    # Without a total it is not known how much of a bar to fill, so there is none.
+    # Without a total it is not known how much of a bar to fill, so there is none. An empty loader
+    # with a total of 0 has none either.
     needed_for_bar = MIN_BAR_WIDTH + len(GAP) if state.total else 0
     while len(words) > 1 and needed_for_bar + len(GAP.join(words)) > available:
         words.pop()
@@ -105,7 +106,7 @@ def bar_layout(state: PassState, width: int) -> BarLayout:
         return BarLayout(state.description, fraction=None, bar_width=0, text=text)
     fraction = min(1.0, state.done / state.total)
     bar_width = min(MAX_BAR_WIDTH, available - len(text) - len(GAP))
-    if bar_width < MIN_BAR_WIDTH:
+    if bar_width < MIN_BAR_WIDTH:  # even the first word alone leaves no room for it
         bar_width = 0
     return BarLayout(state.description, fraction, bar_width, text)
 
@@ -132,7 +133,7 @@ def summary_line(state: PassState, *, is_complete: bool) -> str:
         of_total = "" if state.total is None else f" of {state.total}"
         words.append(f"stopped after {state.done}{of_total} global batches")
     words += mean_words(state.means)
-    if state.samples:
+    if state.samples:  # 0 if no global batch was done
         words.append(rate(state.samples, state.seconds))
         words.append(duration(state.seconds))
     return GAP.join(words)

@@ -199,9 +199,10 @@ class Start:
     def loss(self) -> tuple[Floats, Floats]:
         """Returns the steps and the loss of their global batches: the mean over the ranks.
 
-        Ranks that only repeat the work of another rank, as in a pipeline, are left out. So are rows
-        that some rank has not written yet. Both arrays are empty if the file of a rank is missing,
-        or if the script never called `World.backward`, which is given the loss.
+        Both arrays have one value for each row of the record, in which steps are averaged. Ranks
+        that only repeat the work of another rank, as in a pipeline, are left out. So are rows that
+        some rank has not written yet. Both arrays are empty if the file of a rank is missing, or if
+        the script never called `World.backward`, which is given the loss.
         """
         no_loss = (np.empty(0), np.empty(0))
         records = self._records_with_header()
@@ -224,7 +225,8 @@ class Start:
                 last_step, _ = row
                 steps.append(last_step)
                 means.append(np.mean([loss_of_row[row] for loss_of_row in losses_of_ranks]))
-        # A loss that was never given is NaN in every row. This is also True if there are no rows.
+        # A loss that was never given to `World.backward` is NaN in every row. The condition is also
+        # True if there are no rows.
         if np.isnan(means).all():
             return no_loss
         return np.array(steps), np.array(means)
@@ -278,8 +280,17 @@ class Record:
         return num_lines > 0
 
     def _read_file(self, path: Path) -> int:
-        """Adds the new lines of one file; returns how many were understood."""
-        lines = self._files.setdefault(path.name, _GrowingFile(path)).read_new_lines()
+        """Adds the new lines of one file to what is known of its rank or launcher.
+
+        Returns:
+            How many of them were understood.
+
+        Raises:
+            CheckpointError: the file is of a later version.
+        """
+        if path.name not in self._files:
+            self._files[path.name] = _GrowingFile(path)
+        lines = self._files[path.name].read_new_lines()
         # A rank's file: 01764318000000000000-1f2e3d4c.rank3.record. Others are launchers' files.
         start_name, _, rank = path.name.removesuffix(RECORD_SUFFIX).rpartition(RANK_INFIX)
         nanoseconds, _, _ = start_name.partition("-")
@@ -292,6 +303,7 @@ class Record:
         num_lines = 0
         for line in lines:
             num_lines += 1
+            # The first line of the file has its version under the key "record".
             if isinstance(line, dict) and line.get("record", FORMAT_VERSION) != FORMAT_VERSION:
                 raise CheckpointError(
                     f"the record of a run in {self.folder}",
@@ -306,20 +318,20 @@ class Record:
         known = self._launcher_lines.setdefault(file_name, [])
         num_lines = 0
         for line in lines:
-            if "kind" in line:
+            if "kind" in line:  # every line of a launcher has this key
                 known.append({**line, "file": file_name})
                 num_lines += 1
         return num_lines
 
     def _assign_launcher_lines(self) -> None:
-        """Gives each start the lines that launchers wrote from its beginning to the next start."""
+        """Sets the `launcher_lines` of each start: what was written from it to the next start."""
         lines = [line for line in self._all_launcher_lines() if line["kind"] != "start"]
         lines.sort(key=lambda line: line["time"])
-        for number, start in enumerate(self.starts):
+        for index, start in enumerate(self.starts):
             # What was written before the first start belongs to the first.
-            begin = start.time if number > 0 else -math.inf
-            is_last = number == len(self.starts) - 1
-            end = math.inf if is_last else self.starts[number + 1].time
+            begin = start.time if index > 0 else -math.inf
+            is_last = index == len(self.starts) - 1
+            end = math.inf if is_last else self.starts[index + 1].time
             start.launcher_lines = [line for line in lines if begin <= line["time"] < end]
 
     def _all_launcher_lines(self) -> list[LauncherLine]:
@@ -362,7 +374,8 @@ class Record:
                 reached_init = any(begin <= time <= end for time in times_of_ranks)
                 if reached_init:
                     continue
-                # The launcher's line stands in for the header of rank 0, with the same fields.
+                # The launcher's line stands in for the header of rank 0, with the same fields. The
+                # name has as many digits as those of ranks' files, so that names sort by time.
                 name = f"{int(begin * 1e9):020d}-{line['file']}"
                 records = {0: RankRecord(rank=0, header=line)}
                 yield Start(name, records, reached_init=False)
@@ -378,12 +391,15 @@ def _time_of_end(lines: Sequence[LauncherLine]) -> float:
 
 def _no_record(folder: Path) -> CheckpointError:
     """Returns the error of a folder without a record, with advice on what was meant instead."""
-    found = "the folder holds none" if folder.is_dir() else "there is no such folder"
     advice = "train with lockstep run --report FOLDER, and give that folder"
-    subfolders = sorted({path.parent.name for path in folder.glob(f"*/*{RECORD_SUFFIX}")})
-    if subfolders:
-        advice = f"give one of the folders in it that hold one: {join_first(subfolders)}"
-    if folder.is_file():
+    if folder.is_file():  # a file of a record, perhaps
         found = "it is a file"
         advice = f"give its folder: {folder.parent}"
+    elif not folder.is_dir():
+        found = "there is no such folder"
+    else:
+        found = "the folder holds none"
+        subfolders = sorted({path.parent.name for path in folder.glob(f"*/*{RECORD_SUFFIX}")})
+        if subfolders:
+            advice = f"give one of the folders in it that hold one: {join_first(subfolders)}"
     return CheckpointError(f"the record of a run in {folder}", found, advice)

@@ -120,7 +120,8 @@ class Recorder(Extension):
             # After a failure a GPU may never finish its work, so the loss is not waited for.
             device_may_hang = failed and self._device.type == "cuda"
             if self._num_steps > 0 and not device_may_hang:
-                self._end_row(self._step.number - 1)
+                number_of_last_step = self._step.number - 1
+                self._end_row(number_of_last_step)
             self._finish_pending_row(wait=not failed)
             self._write({"end": "failed" if failed else "ok", "time": time.time()})
             self._close_file()
@@ -146,7 +147,14 @@ class Recorder(Extension):
         self._write({"choices": choices})
 
     def means_logged(self, description: str, means: Mapping[str, float], *, complete: bool) -> None:
-        """Writes down the means of `world.log`: once per row, and at the end of a pass."""
+        """Writes down the means of `world.log`: once per row, and at the end of a pass.
+
+        Args:
+            description: of the pass, such as `epoch 3`.
+            means: over all ranks, by name.
+            complete: True at the end of a pass. Otherwise the means are only kept: those that were
+                logged last are written when the present row ends.
+        """
         if not self._is_main or not means:
             return
         self._logged = {
@@ -171,19 +179,22 @@ class Recorder(Extension):
         if self._training_has_begun:
             self._end_phase()
             self._phase = phase
-        elif phase in ("data", "backward", "optimizer"):
-            self._training_has_begun = True
-            now = time.perf_counter()
-            self._last_step_end_s = now
-            self._phase = phase
-            self._phase_begin_s = now
-            self._blocked_before_phase_s = traffic.blocked_s
+            return
+        # An evaluation or a checkpoint may come first; a training begins with one of these phases.
+        if phase not in ("data", "backward", "optimizer"):
+            return
+        self._training_has_begun = True
+        now = time.perf_counter()
+        self._last_step_end_s = now
+        self._phase = phase
+        self._phase_begin_s = now
+        self._blocked_before_phase_s = traffic.blocked_s
 
     def _end_phase(self) -> None:
-        """Adds the time up to now to the present phase.
+        """Adds the time up to now to the present phase, which goes on from now.
 
         The time in which this rank waited for others counts as communication, in whichever phase
-        it waited.
+        it waited. `traffic.blocked_s` is the sum of all such times since the start.
         """
         now = time.perf_counter()
         begin_s = self._phase_begin_s
@@ -196,9 +207,14 @@ class Recorder(Extension):
         self._phase_begin_s = now
 
     def _end_row(self, number: int) -> None:
-        """Ends the present row with the step of this number, counted from 0."""
+        """Ends the present row with the step of this number, counted from 0.
+
+        The row becomes the pending one, which waits for its loss, and the next row begins with all
+        sums at 0. Once a second, lines that are ready are written.
+        """
         # The present phase goes on, but its time up to now belongs to this row.
         self._end_phase()
+        # The row before this one must come first in the file.
         self._finish_pending_row(wait=True)
         now_s = self._phase_begin_s - self._begin_s
         if now_s - self._memory_measured_at_s >= MEMORY_INTERVAL_S:
@@ -218,7 +234,7 @@ class Recorder(Extension):
             **self._phase_seconds,
         }
         self._pending_row = self._start_copying_loss([row[name] for name in COLUMNS])
-        self._finish_pending_row(wait=False)
+        self._finish_pending_row(wait=False)  # on the CPU the loss is there already
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._num_steps = 0
         self._num_samples = 0
@@ -239,6 +255,9 @@ class Recorder(Extension):
         """Returns the row with the mean loss of its steps.
 
         If the loss is on a GPU, only its copy to the host is started, and not waited for.
+
+        Args:
+            row: a value for each of `COLUMNS`. The loss is put in when the row is finished.
         """
         if self._num_losses == 0:
             return _PendingRow(row, loss=None, copied=None)
@@ -254,7 +273,7 @@ class Recorder(Extension):
     def _finish_pending_row(self, *, wait: bool) -> None:
         """Puts the loss into the pending row, if there is one and its loss has arrived.
 
-        The row is then ready to be written.
+        The row is then appended to `_unwritten_lines`, and no row is pending.
 
         Args:
             wait: wait for the copy if it has not arrived.

@@ -124,7 +124,12 @@ def parse_line(line: bytes) -> list[float] | dict[str, Any] | None:
 
 
 def _parse_row(values: list[Any]) -> list[float] | None:
-    """Returns the values of a row as floats, None as NaN; or None if it is not a whole row."""
+    """Returns the values of a row as floats, JSON's null as NaN.
+
+    Returns:
+        None if it is not a whole row: it was cut off, covers no step, or has NaN or infinity where
+        only the loss and the learning rate may have them.
+    """
     row = [math.nan if value is None else float(value) for value in values]
     if len(row) != len(COLUMNS) or row[COLUMN_INDEX["steps"]] <= 0:
         return None
@@ -136,13 +141,15 @@ def _parse_row(values: list[Any]) -> list[float] | None:
 def _is_known_object(value: dict[str, Any]) -> bool:
     """Returns True if an object has all fields of its kind.
 
-    The first line of a file of a later version is known too, so that the reader can refuse it.
+    The first key of `_FIELDS_BY_KEY` that the object has says which kind that is. The first line of
+    a file of a later version is known too, so that the reader can refuse it.
     """
     for key, fields in _FIELDS_BY_KEY.items():
         if key not in value:
             continue
         if is_of_later_version(value):
             return True
+        # With this line a launcher starts the ranks. It has more fields than its other lines.
         if key == "kind" and value["kind"] == "start":
             fields = _FIELDS_OF_A_LAUNCHER_START
         return all(is_valid(value.get(name)) for name, is_valid in fields.items())

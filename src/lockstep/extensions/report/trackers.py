@@ -30,8 +30,12 @@ class Scalar(NamedTuple):
 
 
 def scalars(start: Start) -> list[Scalar]:
-    """Returns all values of one start of the run, sorted by step and name."""
+    """Returns all values of one start of the run, sorted by step and name.
+
+    These are the curves of rank 0, the loss over all ranks, and the means that the script logged.
+    """
     record = start.main
+    # The file's own time; it has none if its first line is missing.
     begin = float(record.header.get("time", start.time))
     steps = record.column("step").tolist()
     times = (begin + record.column("at")).tolist()
@@ -43,7 +47,9 @@ def scalars(start: Start) -> list[Scalar]:
                 found.append(Scalar(int(step), name, float(value), time_of_step[step]))
     loss_steps, losses = start.loss()
     for step, loss in zip(loss_steps, losses, strict=True):
-        found.append(Scalar(int(step), "loss", float(loss), time_of_step.get(step, begin)))
+        # Rank 0 may not have written its row of this step yet.
+        loss_time = time_of_step.get(step, begin)
+        found.append(Scalar(int(step), "loss", float(loss), loss_time))
     for logged in record.logged:
         kind = "training" if logged["training"] else evaluation_name(logged)
         # The values get the time of the last row before the script logged them.
