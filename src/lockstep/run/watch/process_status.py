@@ -42,7 +42,11 @@ class ProcessStatus(NamedTuple):
 
 
 def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
-    """Reads `/proc/PID/stat`, `/proc/PID/task/PID/stat` and `/proc/PID/status`.
+    """Reads what the kernel says of a process, and of its main thread alone.
+
+    Args:
+        pid: the process.
+        root: the folder `/proc`.
 
     Returns:
         None if there is no such process, or if the system has no `/proc`.
@@ -55,11 +59,12 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
         return None
     main_cpu_s = None
     main_switches = None
-    main_folder = folder / "task" / str(pid)
+    main_folder = folder / "task" / str(pid)  # the main thread has the number of its process
     with contextlib.suppress(OSError, ValueError, IndexError):
         state, main_cpu_s = _state_and_cpu_s(main_folder / "stat")
         main_status_text = (main_folder / "status").read_text()
         main_switches = int(_status_field(main_status_text, "voluntary_ctxt_switches"))
+    # Masks in hexadecimal, of the signals that the process handles and of those that it blocks.
     caught_signals = int(_status_field(status_text, "SigCgt") or "0", 16)
     blocked_signals = int(_status_field(status_text, "SigBlk") or "0", 16)
     shows_stacks = (
@@ -78,12 +83,17 @@ def _has_signal(mask: int, number: int) -> bool:
 def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, float]:
     """Returns the processor time of the descendants of processes, also of those that have ended.
 
+    Args:
+        pids: the processes.
+        root: the folder `/proc`.
+
     Returns:
         Seconds by process. Processes that are gone are left out; without `/proc` all are.
     """
+    # Three tables of all processes of the machine, by their number. Time is in clock ticks.
     children: dict[int, list[int]] = {}
     own_ticks: dict[int, int] = {}
-    ended_children_ticks: dict[int, int] = {}
+    ended_children_ticks: dict[int, int] = {}  # of children that the process has waited for
     for path in root.glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = _stat_fields(path)
@@ -96,7 +106,7 @@ def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, f
             )
     cpu_s: dict[int, float] = {}
     for pid in own_ticks.keys() & set(pids):
-        ticks = ended_children_ticks[pid]
+        ticks = ended_children_ticks[pid]  # without its own time
         descendants = list(children.get(pid, ()))
         while descendants:
             descendant = descendants.pop()
@@ -141,14 +151,15 @@ def harmless_stack_signal(
         return None
     if status is None:
         return None
-    in_futex = kernel_function.startswith("futex")
+    in_futex = kernel_function.startswith("futex")  # the kernel's function that it sleeps in
     # False for a main thread that sleeps for short times: its next sleep could be interrupted.
     main_did_not_switch = (
         earlier_main_switches is not None and status.main_switches == earlier_main_switches
     )
-    all_sleep = thread_states <= {"S", "D"}
-    # A main thread that waits for the interpreter's lock wakes up every 5 ms, so it does switch.
-    # It is known by the futex that it sleeps in.
+    all_sleep = thread_states.issubset({"S", "D"})
+    # That a main thread does not switch shows that it does not only sleep for a moment. One that
+    # waits for the interpreter's lock does switch, as it wakes up every 5 ms to ask for it. But it
+    # sleeps in a futex, so that it is known by this.
     if answers and all_sleep and (in_futex or main_did_not_switch):
         return ALL_THREADS_SIGNAL
     main_computes = status.state == "R"
@@ -161,17 +172,23 @@ def harmless_stack_signal(
 def _may_have_timeout(thread: Path) -> bool:
     """True if a thread in a futex sleeps with a timeout, or if that cannot be read.
 
-    The system call's fourth argument points at the timeout: `202 0x7f5c 0x189 0x0 0x0 ...`.
+    Args:
+        thread: the folder of the thread in `/proc`. Its file `syscall` has the number of the system
+            call and its arguments: `202 0x7f5c 0x189 0x0 0x0 ...`. The fourth argument points at
+            the timeout, see futex(2).
     """
     try:
-        fields = (thread / "syscall").read_text().split()
-        return fields[4] != "0x0"
+        number_and_arguments = (thread / "syscall").read_text().split()
+        return number_and_arguments[4] != "0x0"
     except (OSError, IndexError):  # reading it may be forbidden
         return True
 
 
 def _status_field(text: str, name: str) -> str:
-    """Returns a field of `/proc/PID/status`; empty if there is no such field."""
+    """Returns a field of `/proc/PID/status`; empty if there is no such field.
+
+    The text has a line for each: `SigCgt: 0000000180014202`.
+    """
     for line in text.splitlines():
         if line.startswith(f"{name}:"):
             return line.split()[1]
@@ -186,6 +203,7 @@ def _stat_fields(path: Path) -> list[str]:
 
 
 def _state_and_cpu_s(path: Path) -> tuple[str, float]:
+    """Returns the state of a process or thread, and its processor time in seconds."""
     fields = _stat_fields(path)
     ticks = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
     return fields[_STATE], ticks / os.sysconf("SC_CLK_TCK")

@@ -41,9 +41,9 @@ def watch_script_processes(folder: Path) -> None:
     Args:
         folder: the rank's folder, in which theirs are created.
     """
-    numbers = itertools.count()
+    numbers = itertools.count()  # of the folders, one for each group of processes
     script_pid = os.getpid()
-    batch_folder = folder
+    batch_folder = folder  # for the present group of processes; `start_process` sets it
     original_start = multiprocessing.process.BaseProcess.start
 
     def start_spawned(
@@ -57,7 +57,10 @@ def watch_script_processes(folder: Path) -> None:
         return start_processes(watched_fn, args, nprocs, *more, **options)
 
     def start_process(process: multiprocessing.process.BaseProcess) -> None:
-        """Replaces `Process.start`: adds a probe to a process that the script starts."""
+        """Replaces `Process.start`: adds a probe to a process that the script starts.
+
+        Processes that are started while earlier ones run belong to the same group.
+        """
         nonlocal batch_folder
         if os.getpid() != script_pid:  # a rank starts it, such as a DataLoader worker
             original_start(process)
@@ -65,6 +68,7 @@ def watch_script_processes(folder: Path) -> None:
         if not multiprocessing.active_children():
             # The earlier processes have ended, so this is the first of another group of ranks.
             batch_folder = folder / f"own_{next(numbers):06}"
+        # An attribute of the object, which hides the method. The child is started with it.
         process.run = partial(_run_process, batch_folder, process.run)  # type: ignore[method-assign]
         original_start(process)
         del process.run  # it refers to the process, and would keep it alive
@@ -83,16 +87,25 @@ def replace_start_processes(replacement: Callable[..., Any]) -> None:
     module: Any = import_module("torch.multiprocessing.spawn")
     original = module.start_processes
     replaced = wraps(original)(partial(replacement, original))
-    module.start_processes = replaced
-    package.start_processes = replaced
+    module.start_processes = replaced  # `mp.spawn` looks it up here
+    package.start_processes = replaced  # this is `mp.start_processes`
 
 
 def _run_spawned(
     folder: Path, size: int, program: Callable[..., object], index: int, *args: Any
 ) -> None:
-    """Runs the program of a process that `mp.spawn` has started."""
+    """Runs the program of a process that `mp.spawn` has started, with a probe.
+
+    Args:
+        folder: for the processes that were started together; each has a folder in it.
+        size: how many they are.
+        program: what the script has given to `mp.spawn`.
+        index: the number of this process among them, which is taken for its rank.
+        args: the program's arguments.
+    """
 
     def check_group(group: Any) -> None:
+        """Called with each default group that the program opens: is the index really its rank?"""
         if (group.rank(), group.size()) != (index, size):
             (folder / NOT_ONE_GROUP_FILE).touch()
 
@@ -100,17 +113,20 @@ def _run_spawned(
     probe.install(Evidence.in_folder(rank_folder), spawn_index=index)
     torch_compat.on_default_group(check_group)
     program(index, *args)
-    (rank_folder / RETURNED_FILE).touch()
+    (rank_folder / RETURNED_FILE).touch()  # not if the program raises: then it has failed
 
 
 def _run_process(batch_folder: Path, run: Callable[[], object]) -> None:
     """Runs the program of a `Process` that the script has started.
 
+    It gets a probe as soon as it opens a process group, which says how many ranks there are.
+
     Args:
-        batch_folder: the beginning of the folder's name; the size of the group is added to it.
+        batch_folder: the folder of the processes that belong together. The size of their group is
+            added to its name: `own_000000` becomes `own_000000_2`.
         run: the original `Process.run`.
     """
-    rank_folders: list[Path] = []
+    rank_folders: list[Path] = []  # that of this process, once it has opened its group
 
     def install_probe(group: Any) -> None:
         """Called when this process has opened its default group, which says what rank it is."""
@@ -127,5 +143,6 @@ def _run_process(batch_folder: Path, run: Callable[[], object]) -> None:
 
     torch_compat.on_default_group(install_probe)
     run()
+    # This is not reached if the program raises.
     for rank_folder in rank_folders:
         (rank_folder / RETURNED_FILE).touch()

@@ -95,7 +95,7 @@ class NewGroup:
         return f"{ranks} ({', '.join(details)})" if details else ranks
 
     def is_same(self, other: NewGroup) -> bool:
-        """True if two ranks create the same group, as far as that is known."""
+        """True if two ranks may be creating the same group: nothing that is known of it differs."""
         if self.name != other.name or self.ranks != other.ranks:
             return False
         # The default backend may be the very one that the other rank names.
@@ -154,12 +154,13 @@ class RankState:
         With Gloo these may be too many: what it names as its last completed call may be an older
         one.
         """
-        completed = self.completed or {}
+        completed = self.completed or {}  # None: it is not known of any call that it has completed
         pending = []
         for call in self.calls or ():
             if call.state == "completed":
                 continue
             is_collective = not call.p2p  # `completed` says nothing about sends and receives
+            # Calls are numbered from 1, so that 0 means: none of this group has completed.
             if is_collective and call.seq <= completed.get(call.key, 0):
                 continue
             pending.append(call)
@@ -192,7 +193,10 @@ def shorten(snapshot: Snapshot, max_calls: int) -> Snapshot:
 
 
 def merge(parts: Sequence[Snapshot]) -> Snapshot:
-    """Joins the snapshots that several machines took at about the same time."""
+    """Joins the snapshots that several machines took at about the same time.
+
+    The ranks are in the order of their numbers; the time is that of the last snapshot.
+    """
     ranks: list[RankState] = []
     for part in parts:
         ranks.extend(part.ranks)
@@ -204,11 +208,11 @@ def merge(parts: Sequence[Snapshot]) -> Snapshot:
 
 
 def with_unique_group_names(snapshot: Snapshot) -> Snapshot:
-    """Renames process groups so that every name stands for one set of ranks.
+    """Returns the snapshot, with process groups renamed so that each name means one set of ranks.
 
     Each rank numbers the groups that it creates, and torch uses the numbers as names. If ranks
     create different groups, or create them in another order, one name stands for several groups.
-    Those groups get their ranks as a part of the name.
+    Those groups get their ranks as a part of the name: `1 of ranks 0-1`.
     """
     ranks_by_name: dict[str, set[tuple[int, ...]]] = {}
     for state in snapshot.ranks:
@@ -222,21 +226,29 @@ def with_unique_group_names(snapshot: Snapshot) -> Snapshot:
 
 
 def _rename_groups(state: RankState, ambiguous_names: Collection[str]) -> RankState:
-    """Adds the ranks of the groups with these names to their names, wherever one rank uses them."""
-    new_names: dict[str, str] = {}
+    """Returns one rank's state with other names for some of its groups, see
+    `with_unique_group_names`.
+
+    The groups are renamed wherever the state mentions them: in `groups`, `calls` and `completed`.
+    """
+    new_names: dict[str, str] = {}  # by the present name
     groups: list[Group] = []
     for group in state.groups or ():
         if group.name in ambiguous_names:
             new_names[group.name] = f"{group.name} of {format_ranks(group.ranks)}"
+            # A description would be shown instead of the name, and may be the same for all.
             group = replace(group, name=new_names[group.name], description="")
         groups.append(group)
     calls: list[CollectiveCall] = []
     for call in state.calls or ():
-        calls.append(replace(call, group=new_names.get(call.group, call.group)))
+        new_name = new_names.get(call.group, call.group)  # the present one, if it is not ambiguous
+        calls.append(replace(call, group=new_name))
     completed: dict[str, int] = {}
     for key, seq in (state.completed or {}).items():
-        backend, _, name = key.partition(":")
-        completed[f"{backend}:{new_names.get(name, name)}"] = seq
+        backend, _, name = key.partition(":")  # the key is `backend:group`
+        new_name = new_names.get(name, name)
+        completed[f"{backend}:{new_name}"] = seq
+    # What was not obtained stays None: that is not the same as empty.
     return replace(
         state,
         groups=None if state.groups is None else tuple(groups),
@@ -251,13 +263,15 @@ def _rename_groups(state: RankState, ambiguous_names: Collection[str]) -> RankSt
 def to_json(snapshot: Snapshot) -> str:
     """Writes a snapshot as JSON text, in which every frame and every group stands once.
 
-    All ranks list the members of their groups, so the text would otherwise grow with the square of
-    the number of ranks. For the same reason members are written as ranges.
+    They stand in two tables, and everywhere else as their number in the table. All ranks list the
+    members of their groups, so the text would otherwise grow with the square of the number of
+    ranks. For the same reason members are written as ranges.
     """
     number_of_frame: dict[Frame, int] = {}
     number_of_group: dict[Group, int] = {}
 
     def encode(value: Any) -> object:
+        """Called by json.dumps with each dataclass. Numbers the frames and groups it comes upon."""
         if isinstance(value, Frame):
             return number_of_frame.setdefault(value, len(number_of_frame))
         if isinstance(value, Group):
@@ -277,10 +291,11 @@ def to_json(snapshot: Snapshot) -> str:
 def from_json(text: str) -> Snapshot:
     """Reads a snapshot that `to_json` has written."""
     data = json.loads(text)
+    # The two tables are taken out. What stays are the fields of `Snapshot`.
     frames = [Frame(*fields) for fields in data.pop("frames")]
     groups = []
     for name, description, ranges in data.pop("groups"):
-        ranks = _from_ranges(tuple(tuple(bounds) for bounds in ranges))
+        ranks = _from_ranges(tuple(tuple(bounds) for bounds in ranges))  # tuples can be cached
         groups.append(Group(name, description, ranks))
     return from_values(Snapshot, data, numbered={Frame: frames, Group: groups})
 
@@ -290,12 +305,15 @@ RangeBounds = tuple[int, int, int]
 
 
 def _to_ranges(ranks: Sequence[int]) -> list[RangeBounds]:
-    """Returns the ranges that these ranks consist of; the ranks of a group need only a few."""
+    """Returns the ranges that these ranks consist of, in the same order.
+
+    The ranks of a group need only a few: 0, 2, 4, 6 are one range from 0 to 7 with step 2.
+    """
     ranges: list[range] = []
     for rank in ranks:
         if ranges:
             last = ranges[-1]
-            # The second rank of a range determines its step.
+            # A range of one rank has no step yet: its second rank determines it.
             step = rank - last.start if len(last) == 1 else last.step
             continues_last = step > 0 and rank == last[-1] + step
             if continues_last:
@@ -307,6 +325,7 @@ def _to_ranges(ranks: Sequence[int]) -> list[RangeBounds]:
 
 @functools.lru_cache(64)  # all machines send the same groups
 def _from_ranges(ranges: tuple[RangeBounds, ...]) -> tuple[int, ...]:
+    """Returns the ranks that `_to_ranges` has written as ranges."""
     ranks: list[int] = []
     for start, stop, step in ranges:
         ranks.extend(range(start, stop, step))

@@ -77,12 +77,13 @@ class SnapshotExchange:
         if self._nodes == 1:
             return self._take(lines)
         # A launcher of lower rank takes snapshots of its own now, which is enough to find a hang.
-        # One that has found a hang already asks all the same, for the lines of its report.
+        # A launcher that has found a hang itself asks all the same, for the lines of its report.
         is_led = time.monotonic() < self._led_until
         if is_led and not lines:
             return None
         if not self._rendezvous.can_publish:
             return None
+        # The number tells answers to this question from late answers to an earlier one.
         self._last_question += 1
         question = {"number": self._last_question, "lines": lines}
         self._rendezvous.publish(_ASK_TOPIC, question)
@@ -102,7 +103,11 @@ class SnapshotExchange:
         return merge([own_part, *other_parts])
 
     def answer(self) -> None:
-        """Takes a snapshot of this machine's ranks if another launcher asks. Call it often."""
+        """Takes a snapshot of this machine's ranks if another launcher asks, and sends it there.
+
+        Call it often. Each question is answered once. If it came from a launcher of lower rank,
+        this launcher does not ask for a while.
+        """
         if self._nodes == 1:
             return
         questions = self._new_questions()
@@ -112,6 +117,7 @@ class SnapshotExchange:
             self._led_until = time.monotonic() + _LED_FOR_S
         for node, question in questions.items():
             self._answered_questions[node] = question["number"]
+        # One snapshot answers them all, with lines if one of them wants these.
         lines = any(question["lines"] for question in questions.values())
         snapshot = self._take(lines)
         # Fewer calls of each rank are sent until the message is short enough.
@@ -123,6 +129,7 @@ class SnapshotExchange:
     def _new_questions(self) -> dict[int, Question]:
         """Returns the questions of other launchers that were not answered yet, by machine."""
         questions = {}
+        # `published` has the last question of each machine, this one included.
         for node, question in self._rendezvous.published(_ASK_TOPIC).items():
             is_new = question["number"] > self._answered_questions.get(node, 0)
             if node != self._node and is_new:
@@ -130,7 +137,15 @@ class SnapshotExchange:
         return questions
 
     def _send_answers(self, questions: Mapping[int, Question], text: str) -> bool:
-        """Sends a snapshot to all launchers that asked. Returns False if it is too long to send."""
+        """Sends a snapshot to all launchers that asked.
+
+        Args:
+            questions: what was asked, by the machine that asked.
+            text: the snapshot as JSON.
+
+        Returns:
+            False if it is too long to send.
+        """
         for node, question in questions.items():
             answer = {"to": question["number"], "snapshot": text}
             if not self._rendezvous.publish(_ANSWER_TOPIC, answer, to=node):
@@ -138,7 +153,7 @@ class SnapshotExchange:
         return True
 
     def _answers(self) -> list[str]:
-        """Returns the snapshots that came in answer to this launcher's last question."""
+        """Returns the snapshots, as JSON, that came in answer to this launcher's last question."""
         texts = []
         for answer in self._rendezvous.published(_ANSWER_TOPIC).values():
             if answer["to"] == self._last_question:

@@ -41,6 +41,7 @@ def parse_frames(text: str) -> tuple[Frame, ...]:
     for text_line in text.splitlines():
         match = _FRAME.fullmatch(text_line)
         if match is not None:
+            # Faulthandler writes ??? if it cannot tell the line.
             line = 0 if match["line"] == "???" else int(match["line"])
             frames.append(Frame(match["file"], line, match["function"]))
     return tuple(frames)
@@ -56,16 +57,18 @@ def parse_stack(text: str, thread: int = 0) -> Stack | None:
         thread: the thread's identifier, needed where the stacks of all threads were written.
 
     Returns:
-        None if the text has no stack of this thread.
+        The stack, the innermost frame first; None if the text has no stack of this thread.
     """
+    # The headings of stacks. The first one has no identifier, as it is the only thread's:
     # Stack (most recent call first):
     # Thread 0x00007f5c2a7fc640 (most recent call first):
     # Current thread 0x00007f5c2a7fc640 (most recent call first):
     heading = rf"(?:Stack|.*hread 0x0*{thread:x}\b.*) \(most recent call first\):\n"
     parts = re.split(heading, text)
-    if len(parts) == 1:
+    if len(parts) == 1:  # there is no heading
         return None
     after_last_heading = parts[-1]
+    # An empty line ends the stack; those of other threads may follow.
     stack_text, _, _ = after_last_heading.partition("\n\n")
     return parse_frames(stack_text)
 
@@ -100,11 +103,12 @@ def user_frame(stack: Stack | None) -> Frame | None:
         None if there is no stack, or only the launcher's frames.
     """
     program_frames = _without_launcher(stack or ())
-    candidates = []
+    candidates = []  # what may be the user's code, the innermost frame first
     for frame in program_frames:
         if not frame.file.startswith(_NEVER_USER_CODE):
             candidates.append(frame)
     script = _started_file(candidates)
+    # First all installed packages are skipped, and if nothing is left, only torch.
     for skipped_folders in (_LIBRARY_FOLDERS, _TORCH_FOLDERS):
         for frame in candidates:
             is_skipped = any(folder in frame.file for folder in skipped_folders)
@@ -114,6 +118,7 @@ def user_frame(stack: Stack | None) -> Frame | None:
 
 
 def _without_launcher(stack: Stack) -> Stack:
+    """Returns the frames inside of the launcher's, which stand at the end of the stack."""
     for index, frame in enumerate(stack):
         if frame.file in _LAUNCHER_FILES:
             return stack[:index]
@@ -121,7 +126,11 @@ def _without_launcher(stack: Stack) -> Stack:
 
 
 def _started_file(frames: list[Frame]) -> str | None:
-    """Returns the file of the outermost frame that is module code, which is the script."""
+    """Returns the script's file, or None: that of the outermost frame that runs a module's code.
+
+    Args:
+        frames: those of a stack, the innermost first.
+    """
     for frame in reversed(frames):
         if frame.function == "<module>":
             return frame.file
@@ -220,14 +229,16 @@ def find_wait(stack: Stack | None) -> Wait | None:
     stack = _without_liveness_check(stack)
     innermost = stack[0]
     if _is_waiting(innermost):
-        return Wait(_called_op(stack), _context(stack))
+        return Wait(op=_called_op(stack), context=_context(stack))
     if _is_in(innermost, *_COMPUTING_OR_WAITING):
-        return Wait("", _context(stack), certain=False)
+        return Wait(op="", context=_context(stack), certain=False)
     return None
 
 
 def _without_liveness_check(stack: Stack) -> Stack:
-    """Removes what a wait in shared memory calls now and then: are the other ranks still there?"""
+    """Returns the stack without what a wait in shared memory calls now and then, to see whether the
+    other ranks are still there: the stack then begins in the wait.
+    """
     for index, frame in enumerate(stack):
         if frame.function == "_wait" and _is_in(frame, _SHARED_MEMORY):
             return stack[index:]
@@ -239,24 +250,31 @@ def _called_op(stack: Stack) -> str:
 
     The innermost function is often only a part of it: `broadcast_object_list` waits in `broadcast`.
     So the stack is followed outwards as long as its frames belong to the communication.
+
+    Returns:
+        The name of a function; empty if the user has called none that waits, but `backward`, say.
     """
     innermost = stack[0]
-    if _is_in(innermost, _PIPELINE_WIRE):
+    if _is_in(innermost, _PIPELINE_WIRE):  # there the user has called the model, not an operation
         return _OP_OF_WIRE_FUNCTION[innermost.function]
     # The function of a link between two ranks is part of every collective, and names none.
     op = "" if _is_in(innermost, _TRAFFIC) else innermost.function
     for frame in stack[1:]:
         is_waiting = _is_waiting(frame)
+        # torch wraps its operations in a logger, and Lockstep's methods call them for the user.
         is_wrapper = _is_in(frame, _C10D_LOGGER) or frame.file.startswith(LOCKSTEP_FOLDER)
         if not is_waiting and not is_wrapper:
             break
         if is_waiting and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING):
             op = frame.function
-    return "" if op.startswith("_") else op
+    return "" if op.startswith("_") else op  # a private name says nothing to the user
 
 
 def _context(stack: Stack) -> str:
-    """Returns the context of the innermost frame that has one; empty if none has."""
+    """Returns the part of torch that a stack is in, such as "in backward"; empty if in none.
+
+    It is that of the innermost frame for which `_CONTEXTS` has a text.
+    """
     for frame in stack:
         for path, functions, context in _CONTEXTS:
             if _is_in(frame, path) and (functions is None or frame.function in functions):
@@ -286,8 +304,9 @@ def _is_in(frame: Frame, *paths: str) -> bool:
 def may_continue_alone(stack: Stack) -> bool:
     """True if a thread may continue even though no other thread and no other rank does anything.
 
-    It cannot where it waits for one of them without a timeout. In Python's library that is seen in
-    `threading`, by the line, and in the workers of `concurrent.futures`.
+    It may not if it waits for one of them without a timeout. Such waits are known in
+    `torch.distributed`, in Python's `threading`, and in the workers of `concurrent.futures`, which
+    wait for work. Of any other stack it is assumed that it may continue.
     """
     if not stack:
         return False
@@ -295,8 +314,9 @@ def may_continue_alone(stack: Stack) -> bool:
     if wait is not None and wait.certain:
         return False
     innermost = stack[0]
+    # Whether there is a timeout is seen in the source of the line: `waiter.acquire()` waits without
+    # one, `waiter.acquire(True, timeout)` with one.
     source = linecache.getline(innermost.file, innermost.line).rstrip()
-    # `waiter.acquire()` waits without a timeout, `waiter.acquire(True, timeout)` with one.
     has_no_timeout = source.endswith(".acquire()")
     if _is_in(innermost, "threading.py") and has_no_timeout:
         return False
@@ -305,6 +325,7 @@ def may_continue_alone(stack: Stack) -> bool:
 
 def is_at_exit(stack: Stack | None) -> bool:
     """True if the program has ended and the interpreter waits for its other threads."""
+    # `_shutdown` joins the other threads, and may be one or two calls inside of that.
     innermost_frames = (stack or ())[:3]
     return any(
         frame.function == "_shutdown" and _is_in(frame, "threading.py")
@@ -314,5 +335,6 @@ def is_at_exit(stack: Stack | None) -> bool:
 
 def waits_for_data_loader(stack: Stack | None) -> bool:
     """True if the stack waits for the next batch of a DataLoader."""
+    # Up to a dozen frames may lie inside of the DataLoader's own: it waits in queues and pipes.
     innermost_frames = (stack or ())[:12]
     return any(_is_in(frame, "torch/utils/data/dataloader.py") for frame in innermost_frames)

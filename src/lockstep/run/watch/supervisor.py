@@ -91,7 +91,11 @@ class Supervisor:
         """Why the run cannot go on."""
 
     def check(self) -> bool:
-        """Returns True if the run is to be stopped. Call it often."""
+        """Looks after the ranks, if it is time to. Call it often.
+
+        Returns:
+            True if the run cannot go on, as `verdict` says, and is to be stopped.
+        """
         now = time.monotonic()
         if self.verdict is None and now >= self._next_heartbeats_at:
             self._next_heartbeats_at = now + _HEARTBEAT_INTERVAL_S
@@ -99,9 +103,11 @@ class Supervisor:
         return self.verdict is not None and self._rules.on_hang == "stop"
 
     def _do_what_is_due(self, now: float) -> None:
-        """Reads the heartbeats, then takes a snapshot, judges, or looks for stragglers if due."""
+        """Reads the heartbeats, and does the one thing that is due, if any: takes the first
+        snapshot of a pair, judges it by a second one, or looks for stragglers.
+        """
         quiet_s = self._read_heartbeats(now)
-        if self._first_snapshot is not None:
+        if self._first_snapshot is not None:  # the ranks are left alone until the second one
             if now - self._first_snapshot_at >= _BETWEEN_SNAPSHOTS_S:
                 self._judge(now, self._first_snapshot)
                 self._first_snapshot = None
@@ -112,10 +118,11 @@ class Supervisor:
             self._check_for_stragglers(now)
 
     def _read_heartbeats(self, now: float) -> float:
-        """Notes when a rank last made a step. Returns for how long the quietest rank made none.
+        """Notes in `_moved_at` when a rank last made a step.
 
-        For a rank whose steps are slow, less is returned: it is only quiet when some of its own
-        steps would have passed.
+        Returns:
+            For how many seconds the quietest rank has made no step. For a rank whose steps are
+            slow, less than that: it is only quiet when some of its own steps would have passed.
         """
         longest_s = 0.0
         for process in self._processes:
@@ -123,10 +130,11 @@ class Supervisor:
             last_step = 0.0 if heartbeat is None else heartbeat.last_step
             step_s = 0.0 if heartbeat is None else heartbeat.took_s
             self._moved_at = max(self._moved_at, last_step)
-            quiet_s = now - max(self._began_at, last_step)
-            slow_steps_s = _QUIET_AFTER_STEPS * step_s
-            if slow_steps_s > self._rules.after:
-                quiet_s -= slow_steps_s - self._rules.after
+            quiet_s = now - max(self._began_at, last_step)  # before its first step, since the start
+            # A rank may be quiet for `allowed_s`. What this is longer than the usual time is taken
+            # off, as the caller compares with the usual time, `HangRules.after`.
+            allowed_s = max(_QUIET_AFTER_STEPS * step_s, self._rules.after)
+            quiet_s -= allowed_s - self._rules.after
             longest_s = max(longest_s, quiet_s)
         return longest_s
 
@@ -137,10 +145,18 @@ class Supervisor:
         return self._exchange.take_of_all_ranks(lines=lines)
 
     def _judge(self, now: float, earlier: Snapshot) -> None:
-        """Takes the second snapshot, and acts on what both of them show."""
+        """Takes the second snapshot of a pair, and acts on what both of them show.
+
+        If the ranks move, it notes that in `_moved_at`. If the run cannot go on and is to be
+        stopped, it sets `verdict`. Any other verdict is reported, if that is due.
+
+        Args:
+            now: the present time.
+            earlier: the first snapshot.
+        """
         self._next_snapshot_at = now + self._pause_s
         later = self._take_snapshot()
-        if later is None:
+        if later is None:  # another machine did not answer: the next pair may show more
             return
         verdict = hang.find(earlier, later, waited_s=now - self._moved_at)
         if verdict is None:
@@ -154,19 +170,26 @@ class Supervisor:
             verdict = replace(verdict, found_at=time.time())
             self.verdict = self._complete(verdict, earlier, later)
             return
+        # From here on the run is left alone: `on_hang` is "report", or the wait may end by itself.
+        # A wait that may end is reported only when it has lasted somewhat longer.
         has_lasted = verdict.waited_s >= self._rules.after + _EXTRA_PATIENCE_S
-        if (verdict.fatal or has_lasted) and self._is_report_due(verdict, verdict.waited_s):
+        may_be_reported = verdict.fatal or has_lasted
+        if may_be_reported and self._is_report_due(verdict, verdict.waited_s):
             if verdict.fatal:
-                # Something outside may free the run, and it may hang again, so it goes on.
                 verdict = self._complete(verdict, earlier, later)
             self._report(render(verdict))
 
     def _complete(self, verdict: Verdict, earlier: Snapshot, later: Snapshot) -> Verdict:
-        """Returns a fatal verdict with the lines of earlier calls, and writes its report."""
+        """Returns a fatal verdict with the lines of earlier calls, and writes its report.
+
+        To obtain the lines stops the ranks for some tenths of a second, so it is done only now. If
+        they are not obtained, the verdict is returned as it is.
+        """
         snapshot_with_lines = self._take_snapshot(lines=True)
         if snapshot_with_lines is not None:
             waited_s = time.monotonic() - self._moved_at
             verdict_with_lines = hang.find(earlier, snapshot_with_lines, waited_s)
+            # If it is of another kind, a rank has moved or ended meanwhile: the first one counts.
             if verdict_with_lines is not None and verdict_with_lines.kind == verdict.kind:
                 verdict = replace(verdict_with_lines, found_at=verdict.found_at)
                 later = snapshot_with_lines
@@ -177,17 +200,23 @@ class Supervisor:
         return verdict
 
     def _is_report_due(self, verdict: Verdict, lasted_s: float) -> bool:
-        """True if a verdict that does not stop the run is to be reported.
+        """True if a verdict that does not stop the run is to be reported. Then it is taken as
+        reported: `_reported_s` says for how long.
 
         A rank may often work alone, so the same wait is reported again only when it is much longer.
         Waits are the same if all ranks are at the same lines. They are also the same if nothing has
         moved between them: a rank for which the others wait may both work and be blocked.
+
+        Args:
+            verdict: what keeps the ranks waiting.
+            lasted_s: for how long they have waited.
         """
+        # The two keys by which an earlier report of the same wait is found.
         lines = tuple(row.line for row in verdict.rows)
         key_by_lines = (verdict.kind, verdict.ranks, lines)
         kind: str = verdict.kind
         if kind in _KINDS_OF_AWAITED_RANKS:
-            kind = "awaited"
+            kind = "awaited"  # one word for all of them, as the rank may change between them
         key_by_last_move = (kind, verdict.ranks, self._moved_at)
         reported_s = 0.0  # how long the same wait had lasted when it was last reported
         for key in (key_by_lines, key_by_last_move):
@@ -201,7 +230,8 @@ class Supervisor:
     def _check_for_stragglers(self, now: float) -> None:
         """Takes a snapshot and reports a straggler that the last check has found as well.
 
-        Any rank can be late for a while. So if a new one is found, the next check follows soon.
+        Any rank can be late for a while. So if a new one is found, the next check follows soon;
+        otherwise the pauses between the checks grow.
         """
         self._straggler_pause_s = min(2.0 * self._straggler_pause_s, _MAX_STRAGGLER_PAUSE_S)
         self._next_straggler_check_at = now + self._straggler_pause_s
@@ -212,6 +242,7 @@ class Supervisor:
             return
         if verdict.ranks != self._slow_ranks:
             self._next_straggler_check_at = now + _SECOND_STRAGGLER_CHECK_S
+        # It always counts as 1 s long, so that one straggler at the same lines is reported once.
         elif self._is_report_due(verdict, lasted_s=1.0):
             self._report(render(verdict))
         self._slow_ranks = verdict.ranks

@@ -49,11 +49,14 @@ def take_snapshot(
             This stops a rank's Python for some tenths of a second.
         timeout_s: how long to wait for the answers; by default 1 s, and 4 s with `lines`. It
             returns earlier if all have answered.
+
+    Returns:
+        The state of each rank, in the order of `processes`. What was not obtained is None.
     """
     if timeout_s is None:
         timeout_s = ANSWER_WITH_LINES_TIMEOUT_S if lines else ANSWER_TIMEOUT_S
     signal_after_s = min(_SIGNAL_AFTER_S, timeout_s / 2)
-    number = next(_request_numbers)
+    number = next(_request_numbers)  # tells the answers from those to an earlier request
     requests = [_Request(process, number) for process in processes]
     for request in requests:
         request.send(lines)
@@ -69,6 +72,8 @@ def take_snapshot(
             for request in incomplete:
                 request.send_signal()
         time.sleep(_POLL_INTERVAL_S)
+    # The processor time of DataLoader workers and others that a rank has started. It is read for
+    # all ranks at once, as it is found in the list of all processes of the machine.
     children_cpu_s = cpu_of_descendants([request.state.pid for request in requests])
     states = []
     for request in requests:
@@ -115,15 +120,22 @@ class _Request:
     @property
     def is_complete(self) -> bool:
         """True if everything has come that the rank was asked for."""
-        was_asked = self.state.answered is not None
-        if was_asked:
-            return self.state.answered is True
-        # Without an answering thread, a stack by signal is all that the rank can give.
+        # `answered` is False from the request to the answer, then True. It is None for a rank that
+        # could not be asked, or whose answer could not be read.
+        if self.state.answered is not None:
+            return self.state.answered
+        # A stack by signal is all that such a rank can give, if it handles the signal.
         return not self._shows_stacks or self.state.stack is not None
 
     def send(self, lines: bool) -> None:
-        """Sends the request to the thread that answers in the rank, if the rank has one."""
-        has_answering_thread = self.state.steps is not None
+        """Sends the request to the thread that answers in the rank, if the rank has one.
+
+        Then `state.answered` becomes False, until `collect` finds the answer.
+
+        Args:
+            lines: asks for the lines of earlier collectives too.
+        """
+        has_answering_thread = self.state.steps is not None  # a rank with a heartbeat has a probe
         if self._cannot_react or not has_answering_thread:
             return
         try:
@@ -137,7 +149,11 @@ class _Request:
         os.close(pipe)
 
     def send_signal(self) -> None:
-        """Sends the rank a stack signal, once, at a moment when that does no harm."""
+        """Sends the rank a stack signal, once, at a moment when that does no harm.
+
+        If it would do harm now, nothing is sent, and this is to be called again later. Once it is
+        sent, `_stacks_offset` says where in their file the stacks begin.
+        """
         if not self._shows_stacks or self._stacks_offset is not None:
             return
         with contextlib.suppress(OSError):
@@ -151,7 +167,7 @@ class _Request:
                 self._stacks_offset = offset
 
     def collect(self) -> None:
-        """Reads what the rank has written so far."""
+        """Reads what the rank has written so far into `state`."""
         if self._stacks_offset is not None and self.state.stack is None:
             with contextlib.suppress(OSError):
                 self._read_stacks(self._stacks_offset)
@@ -160,17 +176,24 @@ class _Request:
                 self._read_answer()
 
     def _read_stacks(self, offset: int) -> None:
-        """Reads the stacks that the signal handler has written, once they are complete."""
+        """Reads the stacks that the signal handler has written. Once they are complete, the main
+        thread's is put into `state`.
+
+        Args:
+            offset: where they begin in their file.
+        """
         with open(self._evidence.stacks, "rb") as file:
             file.seek(offset)
             text = file.read().decode(errors="replace")
-        # The signal handler writes piece by piece: it is ready when nothing more has come.
+        # The signal handler writes piece by piece. It is ready when nothing more has come since the
+        # last look, some hundredths of a second ago.
         if len(text) == self._stacks_length:
             stack = parse_stack(text, self._main_thread)
             self.state = replace(self.state, stack=stack)
         self._stacks_length = len(text)
 
     def _read_answer(self) -> None:
+        """Reads the answer into `state`, if that of this request is there already."""
         beginning = f'{{"request": {self._number},'
         with open(self._evidence.answer) as file:
             # An answer may be megabytes long, so an old one is not read to its end.
