@@ -1,7 +1,8 @@
 """Linear algebra on dictionaries of gradients: is one a multiple, a mean, or a sum of others?
 
-A *remainder* is what is left of a gradient after its best explanation by others has been
-subtracted. It counts as rounding if its norm is at most `max_error` times the gradient's norm.
+All arrays of a dictionary are taken as one long vector (`flat`). If a vector is explained by others
+(`b` by `c * a`, say), the *remainder* is what the best explanation leaves of it, here `b - c * a`.
+It counts as rounding if its norm is at most `max_error` times the norm of the vector.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ def constant_ratio(
     b = flat(tensors)
     if a.shape != b.shape:
         return None
+    # The c for which the norm of b - c * a is the smallest: c = (a . b) / (a . a).
     square = float(a @ a)
     if square == 0.0:
         return None
     ratio = float(a @ b) / square
-    if ratio == 0.0:
+    if ratio == 0.0:  # b is zero, or has nothing of a
         return None
     remainder = norm(b - ratio * a)
     is_rounding = remainder <= max_error * norm(b)  # False for NaN
@@ -46,51 +48,61 @@ def constant_ratio(
 def weights(
     target: Mapping[str, Array], parts: Sequence[Mapping[str, Array]], max_error: float = 1e-7
 ) -> tuple[float, ...] | None:
-    """Returns the weights with which `parts` add up to `target`, by least squares.
+    """Returns the weights with which `parts` add up to `target`: `target = w1 * part1 + ...`.
 
     Args:
-        target: a gradient.
-        parts: what each backward pass left; a tensor that a part lacks counts as zero.
+        target: a gradient, as tensors by name.
+        parts: gradients that may be its parts, such as what each backward pass left. A tensor that
+            a part lacks counts as zero.
         max_error: the largest remainder, relative to `target`, that counts as rounding.
 
     Returns:
-        One weight for each part, or None if there is no such sum, or if it could fit by chance.
+        One weight for each part, by least squares; 0 for a part that is zero. None if there is no
+        such sum, or if it could fit by chance.
     """
     goal = flat(target)
     if not parts or goal.size < MIN_VALUES_PER_WEIGHT * len(parts):
         return None
     columns = []
     for part in parts:
-        whole_part = {}
+        tensors_of_part = {}  # those of the target, in the same order
         for name, array in target.items():
-            whole_part[name] = part.get(name, np.zeros_like(array))
-        columns.append(flat(whole_part))
-    matrix = np.stack(columns, axis=1)
+            tensors_of_part[name] = part.get(name, np.zeros_like(array))
+        columns.append(flat(tensors_of_part))
+    matrix = np.stack(columns, axis=1)  # shape (values of the target, parts)
     column_norms = np.linalg.norm(matrix, axis=0)
-    nonzero = column_norms > 0
-    if not nonzero.any():
+    is_nonzero = column_norms > 0  # for each part
+    if not is_nonzero.any():
         return None
-    # Parts may be of very different sizes, and lstsq judges the rank against the largest column.
-    normalized = matrix[:, nonzero] / column_norms[nonzero]
+    # Solve goal = normalized @ solution, where each column is a part divided by its norm: parts may
+    # be of very different sizes, and lstsq judges the rank against the largest column.
+    nonzero_norms = column_norms[is_nonzero]
+    normalized = matrix[:, is_nonzero] / nonzero_norms
     solution, _, rank, _ = np.linalg.lstsq(normalized, goal, rcond=1e-10)
-    is_unique = rank >= nonzero.sum()
-    if not is_unique or norm(goal - normalized @ solution) > max_error * norm(goal):
+    has_one_solution = rank >= len(nonzero_norms)
+    if not has_one_solution:
         return None
-    result = np.zeros(len(parts))
-    result[nonzero] = solution / column_norms[nonzero]
-    return tuple(result.tolist())
+    remainder = norm(goal - normalized @ solution)
+    if remainder > max_error * norm(goal):
+        return None
+    weights_of_parts = np.zeros(len(parts))
+    weights_of_parts[is_nonzero] = solution / nonzero_norms
+    return tuple(weights_of_parts.tolist())
 
 
 def proportional(first: Sequence[float], second: Sequence[float]) -> bool:
     """Returns whether two lists of numbers are multiples of each other."""
-    ratio = constant_ratio({"": np.array(first)}, {"": np.array(second)}, 1e-5)
+    ratio = constant_ratio({"": np.array(first)}, {"": np.array(second)}, max_error=1e-5)
     return ratio is not None
 
 
 def mean_of(ranks: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-    """Returns the mean over ranks of the arrays with each name.
+    """Returns, for each name, the mean of the arrays of all ranks.
 
     An array that a rank lacks counts as zero.
+
+    Args:
+        ranks: the arrays of each rank by name.
     """
     arrays_by_name: dict[str, list[Array]] = defaultdict(list)
     for arrays in ranks:
@@ -114,10 +126,10 @@ def all_near(values: Sequence[float], max_error: float) -> bool:
 
 def flat(arrays: Mapping[str, Array]) -> Array:
     """Returns all values of the arrays as one float64 vector."""
-    rows = [np.zeros(0)]
+    vectors = [np.zeros(0)]  # `np.concatenate` needs at least one
     for array in arrays.values():
-        rows.append(array.ravel().astype(np.float64))
-    return np.concatenate(rows)
+        vectors.append(array.ravel().astype(np.float64))
+    return np.concatenate(vectors)
 
 
 def norm(values: Array) -> float:
@@ -126,14 +138,14 @@ def norm(values: Array) -> float:
 
 
 def sum_of_passes(passes: Sequence[Mapping[str, Array]], names: Iterable[str]) -> dict[str, Array]:
-    """Returns what all backward passes together left of each gradient.
+    """Returns the sum of each gradient over all backward passes.
 
     Args:
-        passes: the gradients that each backward pass left.
-        names: of the gradients.
+        passes: the gradients that each backward pass left, by name.
+        names: the names of the gradients that are summed.
 
     Returns:
-        The sums by name; empty if no pass left a gradient of one of the names.
+        The sums by name; nothing at all if one of the gradients was left by no pass.
     """
     sums = {}
     for name in names:

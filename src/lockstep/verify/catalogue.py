@@ -1,7 +1,8 @@
 """The catalogue of findings: what can make N processes compute other numbers than one, by code.
 
-Every error or warning that belongs to an entry carries its code. `lockstep explain CODE` prints the
-entry, and docs/findings.md holds all of them. The texts are in `catalogue.toml`.
+An *entry* has a code, such as LS303, a title, a cause, and a cure. Every error or warning that
+belongs to an entry carries its code. `lockstep explain CODE` prints the entry, and docs/findings.md
+holds all of them. The texts are in `catalogue.toml`.
 """
 
 from __future__ import annotations
@@ -71,30 +72,37 @@ ENTRIES = _read_entries()
 
 
 def cure_lines(entry: Entry, *, by_lockstep: bool) -> list[str]:
-    """Returns what to write instead, for scripts that use Lockstep or for others.
+    """Returns the lines of an entry's cure for one kind of script.
 
-    A paragraph that begins with "With Lockstep" or "With plain DDP" is for one kind of script. What
+    A paragraph that begins with "With Lockstep" or "With plain DDP" is for one kind only. What
     follows belongs to it, up to the next such paragraph.
+
+    Args:
+        entry: the entry.
+        by_lockstep: whether the script uses Lockstep.
     """
+    has_advice_for_ddp = "With plain DDP" in entry.cure
     lines: list[str] = []
-    is_wanted = True
+    is_for_this_script = True
     for paragraph in entry.cure.split("\n\n"):
         if paragraph.startswith("With Lockstep"):
             # Scripts without Lockstep get this advice too if the entry has no other.
-            is_wanted = by_lockstep or "With plain DDP" not in entry.cure
+            is_for_this_script = by_lockstep or not has_advice_for_ddp
         elif paragraph.startswith("With plain DDP"):
-            is_wanted = not by_lockstep
-        if is_wanted:
+            is_for_this_script = not by_lockstep
+        if is_for_this_script:
             lines += [*paragraph.splitlines(), ""]
-    return lines[:-1]
+    return lines[:-1]  # without the empty line after the last paragraph
 
 
 def find(words: str) -> list[Entry]:
     """Returns the entries that are meant: by code, by words in their texts, or by similar words.
 
     Args:
-        words: a code (`LS303`, `303`), the beginning of one (`LS3`), or words; empty: all entries.
+        words: a code (`LS303`, `303`), the beginning of one (`LS3`), or words; empty for all
+            entries, since a text without words fits every entry.
     """
+    # One to three digits, with or without LS before them.
     code = re.fullmatch(r"(?:LS)?(\d{1,3})", words.strip(), re.IGNORECASE)
     if code is not None:
         return _find_by_code(f"LS{code[1]}")
@@ -102,7 +110,7 @@ def find(words: str) -> list[Entry]:
 
 
 def _find_by_code(beginning: str) -> list[Entry]:
-    """Returns the entries whose codes begin like this, or those with the most similar codes."""
+    """Returns the entries whose codes begin like this, or at most two with similar codes."""
     entries = [entry for entry in ENTRIES.values() if entry.code.startswith(beginning)]
     if entries:
         return entries
@@ -110,17 +118,24 @@ def _find_by_code(beginning: str) -> list[Entry]:
 
 
 def _find_by_words(words: list[str]) -> list[Entry]:
-    """Returns the entries with all words in their titles, else in their texts.
+    """Returns the entries that have all of the words, in lower case.
 
-    If there are none, words of the catalogue that are spelled similarly are looked for.
+    The words are looked for in the titles first, then in the texts. If no entry has them, the texts
+    are searched for words of the catalogue that are spelled similarly.
     """
     titles = {code: entry.title.lower() for code, entry in ENTRIES.items()}
     texts = {code: entry.text.lower() for code, entry in ENTRIES.items()}
+    # Words of at least four letters, such as "batchnorm" and "no_sync".
     catalogue_words = set(re.findall(r"[a-z_]{4,}", "\n".join(texts.values())))
-    # For each word, the spellings that are looked for.
-    exact = [[word] for word in words]
-    similar = [_similar(word, catalogue_words) for word in words]
-    for text_of_code, spellings_of_words in ((titles, exact), (texts, exact), (texts, similar)):
+    # For each word, a list of its spellings. A text has the word if it has any of them.
+    exact_spellings = [[word] for word in words]
+    similar_spellings = [_similar(word, catalogue_words) for word in words]
+    attempts = (
+        (titles, exact_spellings),
+        (texts, exact_spellings),
+        (texts, similar_spellings),
+    )
+    for text_of_code, spellings_of_words in attempts:
         codes = []
         for code, text in text_of_code.items():
             if _has_all_words(text, spellings_of_words):
@@ -139,7 +154,7 @@ def _has_all_words(text: str, spellings_of_words: list[list[str]]) -> bool:
 
 
 def _similar(word: str, known_words: Iterable[str]) -> list[str]:
-    """Returns at most two of the known words that are spelled similarly."""
+    """Returns at most two known words that are spelled like the word, the most similar first."""
     return difflib.get_close_matches(word, list(known_words), n=2, cutoff=0.75)
 
 
@@ -149,7 +164,7 @@ def as_markdown() -> str:
     for group, heading in GROUPS.items():
         page += f"\n## {heading}\n"
         for entry in ENTRIES.values():
-            if not entry.code.startswith(group):
+            if not entry.code.startswith(group):  # a group is the beginning of its codes: "LS1"
                 continue
             title = entry.title[0].upper() + entry.title[1:]
             page += f"\n### {entry.code}\n\n**{title}.**\n{entry.cause}\n"

@@ -38,10 +38,16 @@ class Cause:
 
 
 def format_items(items: Sequence[object]) -> str:
-    """Joins the first items with commas: "a, b and 3 more". Of a tuple the last element counts."""
+    """Joins the first items with commas: "a, b and 3 more".
+
+    Args:
+        items: texts, numbers, or tuples. A tuple, such as a sample by (loader, epoch, index), is
+            shown by its last element.
+    """
     words = []
     for item in items[:MAX_ITEMS_IN_TEXT]:
-        words.append(str(item[-1]) if isinstance(item, tuple) else str(item))
+        shown = item[-1] if isinstance(item, tuple) else item
+        words.append(str(shown))
     text = ", ".join(words)
     num_left_out = len(items) - len(words)
     if num_left_out:
@@ -53,7 +59,7 @@ def script_names(names: Iterable[str]) -> list[str]:
     """Returns tensor names as the script knows them: "Net/module.fc.weight" is "fc.weight"."""
     short_names = []
     for name in names:
-        name_in_model = name.partition("/")[2] or name
+        name_in_model = name.partition("/")[2] or name  # a name may have no model in front
         short_names.append(_WRAPPER_PREFIX.sub("", name_in_model))
     return short_names
 
@@ -62,8 +68,8 @@ def format_by_process(values: Sequence[object], *, with_reference: bool = True) 
     """Says which processes have which value: "0.1 on one process and rank 0, 0.2 on rank 1".
 
     Args:
-        values: of one process, then of each rank.
-        with_reference: False if the values are those of the ranks alone.
+        values: the value on one process, then that on each rank; they may be numbers or texts.
+        with_reference: False if there is no value of one process before those of the ranks.
     """
     processes = [f"rank {rank}" for rank in range(len(values))]
     if with_reference:

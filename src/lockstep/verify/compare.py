@@ -1,9 +1,10 @@
 """Finds where two recorded trainings of the same script differ.
 
 The *reference run* is on one process, the *parallel run* on several. Both are lists of `Update`s
-that are compared one by one, in the order in which values follow from each other: initial
-parameters, samples, gradients and loss, learning rates, parameters, buffers. The result is a list
-of `Divergence`s. `lockstep.verify.causes` explains them.
+(optimizer steps, with a `RankUpdate` of every rank), which are compared one by one, in the order in
+which values follow from each other: initial parameters, samples, gradients and loss, learning
+rates, parameters, buffers. The result is a list of `Divergence`s, which `lockstep.verify.causes`
+explains.
 """
 
 from __future__ import annotations
@@ -89,7 +90,11 @@ class Divergence:
 
     @property
     def max_error(self) -> float:
-        """The largest remainder, relative to a gradient, that counts as rounding."""
+        """How much of a gradient may stay unexplained and counts as rounding, relative to it.
+
+        It is for rules that explain a gradient by others, as by a multiple of the reference's. Such
+        a rule computes with several rounded values, so it is larger than the tolerance of one.
+        """
         return max(1e-7, 10 * self.tolerance.relative)
 
 
@@ -106,9 +111,11 @@ def tolerance_of(*runs: Sequence[Update]) -> Tolerance:
     """Returns the tolerance for the lowest precision that any rank of the runs computed in."""
     dtypes = set()
     for updates in runs:
-        for update in updates[-1:]:  # the last one, if any, has the lowest precision so far
-            dtypes |= {rank.dtype for rank in update}
+        if updates:
+            # `dtype` is that of the lowest precision so far, so the last update tells all.
+            dtypes |= {rank.dtype for rank in updates[-1]}
     tolerances = [tolerance_for_dtype(dtype) for dtype in dtypes]
+    # The lowest precision has the largest tolerance.
     return max(tolerances, key=lambda tolerance: tolerance.relative, default=FLOAT64)
 
 
@@ -117,18 +124,19 @@ def num_comparable_updates(
 ) -> int:
     """Returns how many updates can be compared before rounding grows beyond the tolerance.
 
-    A real difference appears at once. If two runs were nearly as far apart in the update before,
-    the difference is rounding that has grown, and the comparison ends before that update.
+    Where two runs differ first, this is a real difference or rounding. A real one appears at once.
+    Rounding grows from update to update, so the runs were nearly as far apart in the update before,
+    and the comparison has to end there.
     """
-    all_updates = max(len(reference_run), len(parallel_run))
-    share_before = 0.0
+    num_updates = max(len(reference_run), len(parallel_run))
+    share_before = 0.0  # differences in the update before, as a share of the tolerance
     for number, (expected, actual) in enumerate(zip(reference_run, parallel_run, strict=False)):
         share = _largest_used_share(expected, actual, tolerance)
         if share > 1:
-            rounding_grew = share_before > MIN_SHARE_OF_GROWING_ROUNDING
-            return number if rounding_grew else all_updates
+            is_rounding = share_before > MIN_SHARE_OF_GROWING_ROUNDING
+            return number if is_rounding else num_updates
         share_before = share
-    return all_updates
+    return num_updates
 
 
 def _largest_used_share(expected: Update, actual: Update, tolerance: Tolerance) -> float:
@@ -150,12 +158,12 @@ def find_divergences(
 ) -> list[Divergence]:
     """Returns the differences of two runs in their order, each kind once.
 
-    What only follows from an earlier difference is left out. Samples and learning rates do not
-    depend on what was trained before, so they are compared in all updates; trained values are not
-    compared any more once something that they follow from has differed.
+    What only follows from an earlier difference is left out: once gradients differ, so do the
+    parameters after that step, and everything that is trained later. Samples and learning rates do
+    not depend on what was trained before, so they are compared in all updates.
     """
-    divergences: dict[str, Divergence] = {}
-    kinds_that_follow: set[str] = set()
+    divergences: dict[str, Divergence] = {}  # by kind
+    kinds_that_follow: set[str] = set()  # from differences that were found
     for number, (expected, actual) in enumerate(zip(reference_run, parallel_run, strict=False)):
         for difference in _differences(expected, actual, tolerance):
             kind = difference.kind
@@ -171,14 +179,15 @@ def find_divergences(
                 num_compared=difference.num_compared,
             )
             kinds_that_follow |= _KINDS_THAT_FOLLOW.get(kind, set())
-        # In later updates trained values follow from any difference, except of the loss alone: the
-        # gradients were equal then, so the script only shows another number.
-        if divergences.keys() - {"loss"}:
+        # In later updates all trained values follow from a difference in this one. Only if nothing
+        # but the loss differs they do not: the gradients are equal then.
+        found_more_than_loss = bool(divergences.keys() - {"loss"})
+        if found_more_than_loss:
             kinds_that_follow |= _TRAINED_VALUES
     if len(reference_run) != len(parallel_run) and "length" not in kinds_that_follow:
-        length = min(len(reference_run), len(parallel_run))
+        first_missing = min(len(reference_run), len(parallel_run))
         divergences["length"] = Divergence(
-            reference_run, parallel_run, tolerance, update_index=length, kind="length"
+            reference_run, parallel_run, tolerance, update_index=first_missing, kind="length"
         )
     return list(divergences.values())
 
@@ -191,17 +200,12 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
     if replica_names:
         yield Difference("replicas", list(replica_names), len(actual.merged("parameter_sums")))
 
-    # Each is True, False, or None if it is not known. If contents are known, they decide.
-    same_indices, same_contents = same_samples(expected, actual)
-    if same_indices:
-        # The same indices may stand for other contents.
-        if same_contents is not True and contents_that_differ(expected, actual):
-            yield Difference("contents")
-    else:
-        samples_are_same = same_indices if same_contents is None else same_contents
-        if samples_are_same is False:
-            yield Difference("samples", num_compared=expected.samples)
+    difference_of_samples = _compare_samples(expected, actual)
+    if difference_of_samples is not None:
+        yield difference_of_samples
 
+    # Parameters before the step, by their sums. Only those that both runs recorded are compared: a
+    # rank has no sums of parameters of which it holds a part.
     expected_sums = expected.merged("parameter_sums")
     actual_sums = actual.merged("parameter_sums")
     scale = scale_of(expected_sums)
@@ -212,7 +216,8 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
     if names_before_step:
         yield Difference("kept", names_before_step, len(expected_sums))
 
-    # If each rank clips gradients of its own, the gradients after clipping are compared instead.
+    # Gradients before clipping are compared too, unless each rank clips different ones: a script
+    # may clip before it averages.
     is_clipped = bool(expected.clips or actual.clips)
     if is_clipped and not actual.ranks_that_differ("unclipped", tolerance):
         yield from tensor_differences("unclipped", expected, actual, tolerance)
@@ -225,13 +230,38 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
     yield from tensor_differences("buffers", expected, actual, tolerance)
 
 
+def _compare_samples(expected: Update, actual: Update) -> Difference | None:
+    """Returns how the samples of an update differ: in which they are (`samples`), or in content.
+
+    Returns None if they do not differ, or if it is not known.
+    """
+    same_indices, same_contents = same_samples(expected, actual)
+    if same_contents is True:
+        return None
+    if same_indices is True:
+        # The same indices may stand for other contents, as with random augmentation.
+        if contents_that_differ(expected, actual):
+            return Difference("contents")
+        return None
+    # Without the same indices, the samples differ if either is known to.
+    if same_indices is False or same_contents is False:
+        return Difference("samples", num_compared=expected.samples)
+    return None
+
+
 def tensor_differences(
     field_name: str, expected: Update, actual: Update, tolerance: Tolerance
 ) -> list[Difference]:
-    """Compares the arrays of one field. Returns one difference with their names, or none."""
+    """Compares the arrays of one field of `RankUpdate`, such as "gradients".
+
+    Returns:
+        A list with one difference, which names all arrays that differ on any rank; or an empty
+        list.
+    """
     expected_arrays = expected.merged(field_name)
     actual_arrays = actual.merged(field_name)
     scale = scale_of(expected_arrays)
+    # Arrays that only one of the runs has differ in any case.
     names_that_differ = expected_arrays.keys() ^ actual_arrays.keys()
     for rank in actual:
         for name, array in getattr(rank, field_name).items():
@@ -239,19 +269,20 @@ def tensor_differences(
                 names_that_differ.add(name)
     if not names_that_differ:
         return []
+    # In the order of the reference; then those that only the parallel run has.
     all_names = [*expected_arrays, *sorted(actual_arrays.keys() - expected_arrays.keys())]
     ordered_names = [name for name in all_names if name in names_that_differ]
     return [Difference(field_name, ordered_names, len(all_names))]
 
 
 def _losses_differ(expected: Update, actual: Update, tolerance: Tolerance) -> bool:
-    """Returns whether the loss of one process is neither the mean nor the sum of the ranks'.
+    """Returns whether the loss of one process is neither the mean nor the sum of the ranks' losses.
 
-    Which of the two it is depends on whether the script averages gradients or adds them up.
+    Which of the two it should be depends on whether the script averages gradients or adds them up.
     """
     expected_loss = expected.loss
     losses_of_ranks = actual.losses
-    if expected_loss is None or not losses_of_ranks:
+    if expected_loss is None or not losses_of_ranks:  # not recorded, so nothing can be said
         return False
     total = sum(losses_of_ranks)
     mean = total / len(losses_of_ranks)
@@ -266,7 +297,7 @@ def learning_rates_differ(expected: Update, actual: Update, tolerance: Tolerance
     """Returns whether a rank's learning rates are not those of one process."""
     expected_rates = expected[0].learning_rates
     for rank in actual:
-        if not rank.stepped:
+        if not rank.stepped:  # it leaves the step to other ranks
             continue
         if len(rank.learning_rates) != len(expected_rates):
             return True
@@ -278,16 +309,17 @@ def learning_rates_differ(expected: Update, actual: Update, tolerance: Tolerance
 def same_samples(expected: Update, actual: Update) -> tuple[bool | None, bool | None]:
     """Compares the samples of two updates by their indices and by their contents.
 
-    Contents are compared only if all samples have one shape: batches that are padded to their
-    longest sample have several. Where both are known the contents decide, since ranks may have
-    different datasets, in which the same index means different samples.
+    Where both are known the contents should decide: ranks may have different datasets, in which the
+    same index means different samples.
 
     Returns:
         Whether the indices are the same, and whether the contents are; None where it is not known.
     """
     same_indices = _same_counts(expected.indices(), actual.indices())
-    batches = Update((*expected, *actual)).batches
-    shapes = {batch.shape for batch in batches if batch.contents}
+    batches_of_both = Update((*expected, *actual)).batches
+    shapes = {batch.shape for batch in batches_of_both if batch.contents}
+    # Contents can be compared only if all samples have one shape. If batches are padded to their
+    # longest sample, the same sample has several.
     if len(shapes) != 1:
         return same_indices, None
     return same_indices, _same_counts(expected.contents(), actual.contents())
@@ -307,21 +339,25 @@ def contents_that_differ(expected: Sequence[RankUpdate], actual: Sequence[RankUp
     """
     expected_digests = _digests_by_index(expected)
     indices = []
-    for key, digests in _digests_by_index(actual).items():
-        if key in expected_digests and digests != expected_digests[key]:
-            indices.append(key[-1])
+    for sample, digests in _digests_by_index(actual).items():
+        if sample in expected_digests and digests != expected_digests[sample]:
+            _loader, _epoch, _shape, index = sample
+            indices.append(index)
     return indices
 
 
 def _digests_by_index(
     update: Sequence[RankUpdate],
 ) -> Mapping[tuple[int, int, str, int], set[str]]:
-    """Returns the digests of the samples by loader, epoch, shape and index."""
+    """Returns the digests of the samples of all ranks by loader, epoch, shape and index.
+
+    A sample has several digests if it was read several times with different contents.
+    """
     digests: dict[tuple[int, int, str, int], set[str]] = defaultdict(set)
     for rank in update:
         for batch in rank.batches:
             if batch.ids is None or len(batch.ids) != len(batch.contents):
-                continue
+                continue  # it is not known which digest is of which index
             for index, digest in zip(batch.ids, batch.contents, strict=True):
                 digests[batch.loader, batch.epoch, batch.shape, index].add(digest)
     return digests

@@ -37,22 +37,29 @@ class Tolerance:
         return self.used_share(a, b, scale) > 1
 
     def used_share(self, a: Array, b: Array, scale: float) -> float:
-        """Returns the difference of two arrays as a share of what is allowed.
+        """Returns the largest difference of two arrays as a share of what is allowed.
 
-        Above 1 they differ; it is infinite if the shapes differ or only one of them is finite.
-        Where both have the same infinity, or both have NaN, they count as equal.
+        Above 1 the arrays differ. The share is infinite if their shapes differ, or if somewhere
+        only one of them is finite. Where both have the same infinity, or both have NaN, they count
+        as equal.
+
+        Args:
+            a: the first array.
+            b: the second array.
+            scale: the largest absolute value of all tensors that are compared with these.
         """
         if a.shape != b.shape:
             return math.inf
         both_nan = np.isnan(a) & np.isnan(b)
         unequal = ~((a == b) | both_nan)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore"):  # an overflow gives infinity, which is handled below
             # As complex numbers any two dtypes can be subtracted, booleans and unsigned ones too.
             difference = a[unequal].astype(np.complex128) - b[unequal]
         if not np.isfinite(difference).all():
             return math.inf
         if difference.size == 0:
             return 0.0
+        # Above 0, since of two unequal numbers at most one is 0.
         allowed = self.relative * max(largest(a), largest(b)) + self.absolute * scale
         return largest(difference) / allowed
 

@@ -1,10 +1,10 @@
 """What is recorded of a training: one `RankUpdate` for each optimizer step on each rank.
 
-An *update* is one step of one optimizer. `RankUpdate` holds what one rank recorded of it; `Update`
-is a tuple with the `RankUpdate` of every rank. *Sums* of a tensor are two numbers that change when
-any of its values does; they stand for tensors that are too large to be written at every step. A
-*line* is a text such as "train.py:12: loss.backward()". All values are plain: numbers, text and
-numpy arrays.
+An *update* is one step of one optimizer. `RankUpdate` holds what one rank recorded of it, in fields
+of plain values: numbers, text, and numpy arrays by name. `Update` is a tuple with the `RankUpdate`
+of every rank. *Sums* of a tensor are two numbers that change when any of its values does; they
+stand for tensors that are too large to be written at every step. A *line* is a text such as
+"train.py:12: loss.backward()".
 """
 
 from __future__ import annotations
@@ -318,7 +318,10 @@ class Update(tuple[RankUpdate, ...]):
     __slots__ = ()
 
     def first(self, field_name: str) -> str:
-        """Returns a text field of the first rank that has it, such as a line; empty: none has."""
+        """Returns a text field, such as a line, of the first rank where it is not empty.
+
+        Returns "" if it is empty on all ranks.
+        """
         for rank in self:
             text: str = getattr(rank, field_name)
             if text:
@@ -326,9 +329,12 @@ class Update(tuple[RankUpdate, ...]):
         return ""
 
     def merged(self, field_name: str) -> dict[str, Any]:
-        """Returns the arrays of all ranks by name. If several ranks have one, the first counts."""
+        """Returns a field that holds arrays by name, with the arrays of all ranks.
+
+        If several ranks have an array of one name, that of the first one is returned.
+        """
         arrays: dict[str, Any] = {}
-        for rank in reversed(self):
+        for rank in reversed(self):  # arrays of lower ranks replace those of higher ones
             arrays.update(getattr(rank, field_name))
         return arrays
 
@@ -349,16 +355,16 @@ class Update(tuple[RankUpdate, ...]):
 
     @property
     def losses(self) -> list[float]:
-        """For each rank that has losses that count, their sum."""
+        """The sum of the losses of each rank, without ranks whose losses are left out."""
         return [sum(rank.losses) for rank in self if rank.contributes and rank.losses]
 
     @property
     def loss(self) -> float | None:
         """The mean over ranks of the sums of their losses; None if no rank had a loss."""
-        sums = self.losses
-        if not sums:
+        sums_of_ranks = self.losses
+        if not sums_of_ranks:
             return None
-        return sum(sums) / len(sums)
+        return sum(sums_of_ranks) / len(sums_of_ranks)
 
     @property
     def backward_passes(self) -> int:
@@ -367,7 +373,7 @@ class Update(tuple[RankUpdate, ...]):
 
     @property
     def batches(self) -> list[Batch]:
-        """The batches of all ranks, in the order of ranks."""
+        """The batches of all ranks that contribute some, in the order of ranks."""
         return [batch for rank in self if rank.contributes for batch in rank.batches]
 
     @property
@@ -375,7 +381,7 @@ class Update(tuple[RankUpdate, ...]):
         """The number of samples in the update."""
         total = 0
         for rank in self:
-            if rank.contributes:
+            if rank.contributes:  # False if its samples are those of another rank
                 total += _count_samples(rank)
         return total
 
@@ -392,23 +398,29 @@ class Update(tuple[RankUpdate, ...]):
     def contents(self) -> list[Sample] | None:
         """Returns all samples by a digest of their content, in the order of ranks.
 
-        Returns None if a batch could not be split into samples, or if random numbers were drawn
-        while it was read, so that every process has other contents.
+        Returns None if the contents say nothing of which samples these are.
         """
         samples: list[Sample] = []
         for batch in self.batches:
             if batch.random_draws:
-                return None
+                return None  # as by augmentation, so that the contents are others in every process
             if batch.ids is not None and len(batch.ids) != len(batch.contents):
-                return None
+                return None  # it could not be split into samples
             for digest in batch.contents:
                 samples.append((batch.loader, batch.epoch, digest))
         return samples
 
     def ranks_that_differ(self, field_name: str, tolerance: Tolerance) -> dict[str, list[int]]:
-        """Returns, by array name, the ranks whose array is not that of the first rank with it."""
+        """Returns the ranks whose arrays in a field, such as "gradients", differ from other ranks'.
+
+        Each array is compared with that of the first rank that has one of this name.
+
+        Returns:
+            By name of an array, the numbers of the ranks that have a different one. Arrays that are
+            equal on all ranks are not in it.
+        """
         first = self.merged(field_name)
-        scale = max(scale_of(getattr(rank, field_name)) for rank in self)
+        scale = max(scale_of(getattr(rank, field_name)) for rank in self)  # of all arrays
         ranks_by_name: dict[str, list[int]] = defaultdict(list)
         for number, rank in enumerate(self):
             for name, array in getattr(rank, field_name).items():
@@ -427,13 +439,13 @@ class Update(tuple[RankUpdate, ...]):
 def _count_samples(rank: RankUpdate) -> int:
     """Returns the number of samples of one rank.
 
-    Without a loader, the batches are the models' inputs. A rank may compute the same samples in
-    several passes; then each sample counts as often as in the pass that has it most often.
+    Without a loader, the inputs of the models stand for batches. A rank may compute the same inputs
+    in several passes; then each sample counts as often as in the pass that has it most often.
     """
-    no_loader = rank.batches == rank.model_inputs
-    if no_loader and all(batch.contents for batch in rank.batches):
-        largest_counts: Counter[str] = Counter()
+    has_no_loader = rank.batches == rank.model_inputs
+    if has_no_loader and all(batch.contents for batch in rank.batches):
+        count_of_sample: Counter[str] = Counter()
         for batch in rank.batches:
-            largest_counts |= Counter(batch.contents)  # keeps the larger count of each sample
-        return largest_counts.total()
+            count_of_sample |= Counter(batch.contents)  # keeps the larger count of each sample
+        return count_of_sample.total()
     return sum(len(batch.ids or batch.contents) for batch in rank.batches)
