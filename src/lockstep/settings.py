@@ -101,10 +101,10 @@ def _setting(
     Args:
         default: the value if nothing is set.
         name: of the argument of `init`, if it is not the name of the field.
-        reader: see `Declaration`. So with the next three.
-        metavar: see `Declaration`.
-        help: see `Declaration`.
-        agreement: see `Declaration`.
+        reader: reads the value of the environment variable; None: there is no variable.
+        metavar: how `lockstep run --help` shows the value.
+        help: what `lockstep run --help` says; empty: there is no option.
+        agreement: what must be equal on all ranks.
     """
     metadata = {
         "name": name,
@@ -211,8 +211,8 @@ class Settings:
 
 
 def _declaration_of(setting: Field[Any]) -> Declaration:
-    """Returns the declaration of a field that `_setting` has made."""
-    values = dict(setting.metadata)
+    """Returns the declaration of a field of `Settings` that `_setting` has made."""
+    values = dict(setting.metadata)  # the arguments of `Declaration`
     if not values["name"]:  # the argument of `init` has the name of the field
         values["name"] = setting.name
     return Declaration(**values)
@@ -225,7 +225,11 @@ DECLARATIONS: dict[str, Declaration] = {
 
 
 def settings_of_ranks(settings: Settings) -> dict[str, object]:
-    """Returns what must be equal on all ranks, by the names of the settings."""
+    """Returns what must be equal on all ranks, by the names of the settings.
+
+    For most settings that is the value. For a folder, which may differ between machines, it is only
+    whether there is one; and some settings may differ altogether.
+    """
     compared: dict[str, object] = {}
     for field_name, declaration in DECLARATIONS.items():
         value = getattr(settings, field_name)
@@ -254,7 +258,7 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
     for declaration in DECLARATIONS.values():
         name = declaration.name
         outside = _read_variable(declaration, environ)
-        if outside is None:
+        if outside is None:  # there is no variable, or it is not set
             continue
         if name not in values:
             values[name] = outside
@@ -298,6 +302,7 @@ def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:
     try:
         return declaration.reader(text)
     except ValueError:
+        # The reader is named after what it reads: "whole number or auto".
         kind = declaration.reader.__name__.replace("_", " ")
         raise SettingError(
             f"{declaration.variable}={text}", f"it is not a valid {kind}", "correct or unset it"

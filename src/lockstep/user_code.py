@@ -71,12 +71,14 @@ def user_stack() -> tuple[Location, ...]:
 
 def user_call() -> str | None:
     """Returns what the user's line has called of Lockstep: "checkpoint.save()"; None: unknown."""
-    function_names: list[str] = []  # Lockstep's functions, the innermost first
+    # Lockstep's functions that run now, such as "Checkpoint.save", the innermost first.
+    function_names: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
             function_names.append(frame.f_code.co_qualname)
         frame = frame.f_back
+    # What the user has called is the outermost one that is public.
     for name in reversed(function_names):
         class_name, _, method = name.partition(".")
         if class_name in USUAL_VARIABLE_OF_CLASS and method.isidentifier():
@@ -102,6 +104,7 @@ def format_source_line(file: str, line: int, if_no_source: str = "") -> str:
 
 
 def _innermost_user_frame() -> FrameType | None:
+    """Returns the innermost frame of the call stack that is in the user's own code, or None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):

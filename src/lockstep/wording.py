@@ -70,7 +70,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
     """Names the ranks: "rank 3", "ranks 0-2, 5", or "310 ranks (0, 2, 4, ...)" if they are many."""
     ordered = sorted(set(ranks))
     ranges = format_ranges(ordered, MAX_RANGES_OF_RANKS)
-    if ranges.endswith("..."):
+    if ranges.endswith("..."):  # not all of them are listed, so their number is given
         return f"{len(ordered)} ranks ({ranges})"
     if len(ordered) > 1:
         return f"ranks {ranges}"
@@ -86,9 +86,11 @@ def format_ranges(numbers: Sequence[int], max_ranges: int | None = None) -> str:
     """
     ranges: list[tuple[int, int]] = []  # the first and the last number of each
     for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
+        if ranges and number == ranges[-1][1] + 1:  # it continues the last range
             ranges[-1] = (ranges[-1][0], number)
         else:
             ranges.append((number, number))
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
-    return join_first(texts, len(texts) if max_ranges is None else max_ranges)
+    if max_ranges is None:
+        return ", ".join(texts)
+    return join_first(texts, max_ranges)

@@ -1,12 +1,13 @@
 """A communication hook for DDP that sends gradients compressed.
 
+A *unit* is a fixed set of gradients that are sent together. Each unit has a *sum* of its own
+(`QuantizedSum` or `LowRankSum`), which sends their values and keeps what compression has lost in
+one step for the next. DDP's buckets are not always the same: DDP makes them anew after the first
+step, and in a run that is resumed.
+
 Torch has hooks of this kind (`torch.distributed.algorithms.ddp_comm_hooks`). With Gloo those for
 bf16 are refused, that for PowerSGD hung with many buckets (its callbacks wait in Gloo's own
 threads), and the quantizing ones raise; nor is their state part of a checkpoint.
-
-DDP makes its buckets anew after the first step, and in a run that is resumed. What is lost by
-compression in one step is needed in the next, so gradients are put together in *units* here, always
-the same ones, each with a sum of its own.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class _Place(NamedTuple):
     """The place of a gradient among those that are sent."""
 
     unit: int
+    """The number of its unit."""
     values: Tensor
-    """Its part of the values of the unit's sum."""
+    """Its part of the values of the unit's sum: a view, in the shape of the gradient."""
 
 
 class CompressedMeans:
@@ -83,7 +85,8 @@ class CompressedMeans:
         """Takes a bucket of gradients; DDP calls it for each bucket of a backward pass.
 
         The gradients are copied into the sums of their units. A unit's sum is started as soon as
-        all of its gradients have come.
+        all of its gradients have come. The last bucket waits for all sums, and then the means are
+        copied back into all buckets.
 
         Returns:
             The future of the bucket's buffer with the means; it is done when the last bucket of the
@@ -92,7 +95,7 @@ class CompressedMeans:
         if bucket.index() == 0:
             self._begin_backward()  # an earlier backward pass may have raised
         buffer = bucket.buffer()
-        gradients = bucket.gradients()
+        gradients = bucket.gradients()  # views of the buffer
         places = [self._place_of_parameter[parameter] for parameter in bucket.parameters()]
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         means = torch.futures.Future[Tensor](devices=devices)
@@ -168,6 +171,7 @@ def _divide_into_units(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """
     trained = list(parameters)
     total_bytes = sum(parameter.nbytes for parameter in trained)
+    # A unit is full when it has so many bytes.
     unit_bytes = min(max(total_bytes // NUM_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
     # A kind is a dtype and a device. New parameters go into the last unit of their kind.
     units_of_kind: dict[Any, list[list[Tensor]]] = {}

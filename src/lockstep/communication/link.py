@@ -56,8 +56,10 @@ def measure(
             if seconds < MAX_REPEATED_MESSAGE_S:
                 seconds = min(seconds, agree(shift(nbytes)))
         if seconds >= LONG_MESSAGE_S or nbytes >= MAX_MESSAGE_BYTES:
-            # The difference of two messages counts, as TCP takes a while to fill a link.
-            bandwidth = (nbytes - previous_bytes) / max(seconds - previous_s, 1e-9)
+            # The difference of two messages counts, as TCP takes a while to fill a link. It is not
+            # 0 even if the longer message took no longer.
+            additional_s = max(seconds - previous_s, 1e-9)
+            bandwidth = (nbytes - previous_bytes) / additional_s
             return Link(latency_s, bandwidth, machines)
         previous_bytes = nbytes
         previous_s = seconds

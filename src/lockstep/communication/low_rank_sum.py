@@ -84,14 +84,16 @@ class LowRankSum:
         return bool(self.state["times"] < self._num_uncompressed_sums)
 
     def start(self) -> None:
-        """Begins to send. `advance` and `end` follow; other vectors' may come between them.
+        """Begins to send `values`. `advance` and `end` follow; other sums' may come between them.
 
         All ranks call all of them in the same order.
         """
         if self._sends_whole:
             self._finish = routing.start_all_reduce(self.values)
             return
-        # P = (M + residual) Q, and in the same message the tensors that are sent as they are.
+        # M += residual, and P = M Q. With `rows`, `columns` and `narrow` columns, M has the shape
+        # (rows, columns), Q (columns, narrow) and P (rows, narrow). In one message with all P go
+        # the tensors that are sent as they are.
         for matrix, residual in zip(self._matrices, self._residuals(), strict=True):
             matrix += residual
         self._lefts = []
@@ -107,29 +109,32 @@ class LowRankSum:
         if self._sends_whole:  # `values` is the sum already
             self._finish = do_nothing
             return
+        # The message has the sum of each P, then those of the tensors that were sent as they are.
         sizes = [part.numel() for part in (*self._lefts, *self._sent_whole)]
         sums = torch.split(self._sent, sizes)
-        num_matrices = len(self._matrices)  # the first ones are sums of P
+        num_matrices = len(self._matrices)
         for part, sum_of_part in zip(self._sent_whole, sums[num_matrices:], strict=True):
             part.copy_(sum_of_part)
+        # P: an orthonormal basis of the columns of the sum.
         for index in range(num_matrices):
             sum_of_left = sums[index].view_as(self._lefts[index])
             self._lefts[index] = torch.linalg.qr(sum_of_left).Q
+        # Q = M^T P, with this rank's M; written to the state, which has all Q in one tensor.
         for matrix, left, right in zip(self._matrices, self._lefts, self._rights(), strict=True):
             torch.mm(matrix.T, left, out=right)
         self._finish = routing.start_all_reduce(self.state["right"])
 
     def end(self) -> None:
-        """Returns when `values` is the sum."""
+        """Waits for the sums of Q, and makes `values` the sum over all ranks."""
         self._finish()
-        if not self._sends_whole:
+        if not self._sends_whole:  # otherwise `values` is the sum already
             num_ranks = dist.get_world_size()
-            rights = self._rights()
+            rights = self._rights()  # summed over the ranks
             residuals = self._residuals()
             for index, matrix in enumerate(self._matrices):
+                # The sum of M over the ranks is about S = P Q^T. Each rank is taken to have given
+                # S / num_ranks, so its residual is M - S / num_ranks.
                 sum_of_matrix = self._lefts[index] @ rights[index].T
-                # In the sum, the mean stands for the matrix of each rank. What it lacks of this
-                # rank's matrix is the residual.
                 residual = residuals[index]
                 torch.sub(matrix, sum_of_matrix, alpha=1.0 / num_ranks, out=residual)
                 # A value that is not finite shows in the sum, and must not come back in every step.
@@ -154,6 +159,7 @@ class LowRankSum:
         """
         if not states_of_ranks or not have_same_shapes(states_of_ranks[0], self.state):
             return False
+        # The matrices Q and the number of sums are the same on all ranks.
         for name in ("right", "times"):
             self.state[name].copy_(states_of_ranks[0][name])
         num_ranks = dist.get_world_size()

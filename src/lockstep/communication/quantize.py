@@ -43,9 +43,13 @@ def encode(values: Tensor, method: Method, lost: Tensor | None = None) -> Tensor
     """
     if method == "bf16":
         return values.to(torch.bfloat16).view(torch.uint8)
+    # For each block, with the whole numbers -L to L as codes:
+    #     scale = max(abs(values)) / L
+    #     code = round(value / scale)
+    #     lost = value - code * scale
+    # The result consists of the codes and the scales. They are written into views of these tensors
+    # in which each block is a row.
     num_rows, length = values.shape
-    # The result has these two parts. What is computed goes into views of them in which each block
-    # of values is a row.
     codes = values.new_empty(num_rows, length, dtype=torch.int8)
     scales = values.new_empty(num_rows, length // BLOCK, dtype=torch.float32)
     blocks = values.view(-1, BLOCK)
@@ -80,23 +84,25 @@ def encode(values: Tensor, method: Method, lost: Tensor | None = None) -> Tensor
 
 
 def decode(encoded: Tensor, method: Method, out: Tensor) -> Tensor:
-    """Fills `out`, of shape `(rows, n)`, with the numbers that `encode` made bytes of.
+    """Fills a tensor with the numbers of which `encode` made bytes, and returns it.
 
-    Returns:
-        `out`.
+    Args:
+        encoded: as `encode` has returned it: a row has its codes, then a scale for each block.
+        method: as it was given to `encode`.
+        out: the tensor, `(rows, n)`.
     """
     if method == "bf16":
         return out.copy_(encoded.view(torch.bfloat16))
     code_bytes_of_block = BLOCK if method == "int8" else BLOCK // 2
     num_blocks = encoded.shape[1] // (code_bytes_of_block + SCALE_BYTES)
     num_code_bytes = num_blocks * code_bytes_of_block
-    codes = encoded[:, :num_code_bytes].view(torch.int8)  # a row has its codes, then its scales
+    codes = encoded[:, :num_code_bytes].view(torch.int8)
     if method == "int4":
         # The low four bits of a byte are a code of the first half of the row, the high four one of
         # the second half. Shifting left and back extends the sign of a code of four bits.
         codes = torch.cat([(codes << 4) >> 4, codes >> 4], dim=1)
     scales = encoded[:, num_code_bytes:].contiguous().view(torch.float32)
-    scales = scales.to(wide_dtype(out.dtype))
-    code_blocks = codes.view(len(encoded), -1, BLOCK)
+    scales = scales.to(wide_dtype(out.dtype))  # (rows, blocks)
+    code_blocks = codes.view(len(encoded), -1, BLOCK)  # (rows, blocks, values of a block)
     torch.mul(code_blocks, scales.unsqueeze(2), out=out.view(code_blocks.shape))
     return out

@@ -47,10 +47,15 @@ def find_peers(device: torch.device) -> Peers:
     """Returns who sends tensors of a device to whom."""
     shared = routing.shared_memory() if device.type == "cpu" else None
     if shared is None or shared.across is None:  # no shared memory, or all ranks on one machine
-        return Peers(dist.get_world_size(), dist.get_rank())
+        return Peers(size=dist.get_world_size(), number=dist.get_rank())
+    # The group `across` has one rank of each machine.
     num_machines = dist.get_world_size(shared.across)
-    machine = dist.get_rank(shared.across)
-    return Peers(num_machines, machine, shared, dist.get_world_size() // num_machines)
+    return Peers(
+        size=num_machines,
+        number=dist.get_rank(shared.across),
+        shared=shared,
+        local_size=dist.get_world_size() // num_machines,
+    )
 
 
 def describe_peers(device: torch.device) -> str:
@@ -103,7 +108,7 @@ class QuantizedSum:
         """This rank's shard of its peer's vector, (peers, values): the chunk of each peer."""
 
     def start(self) -> None:
-        """Begins to send. `advance` and `end` follow; other vectors' may come between them.
+        """Begins to send `values`. `advance` and `end` follow; other sums' may come between them.
 
         All ranks call all of them in the same order.
         """
@@ -113,14 +118,17 @@ class QuantizedSum:
         if shared is None:
             self._finish = self._start_exchange(self._padded)
         else:
+            # The ranks of this machine sum up in their memory, each a part of the vector. `between`
+            # is called with the part of this rank, and sums it up over the machines.
             self._finish = shared.start_all_reduce(self._padded, between=self._start_exchange)
 
     def advance(self) -> None:
         """Waits for what the other peers have sent of this peer's chunk, and sends them its sum."""
         peers = self._peers
         self._wait_for_exchange()
-        # Added in the order of the peers; this peer's own part is not quantized.
-        total = torch.zeros_like(self._chunks[:1])
+        # `_received` has a row for each peer: its part of this peer's chunk, encoded. The parts are
+        # added in the order of the peers; this peer's own part is not quantized.
+        total = torch.zeros_like(self._chunks[:1])  # (1, values)
         decoded = torch.empty_like(self._chunks[:1])
         for peer, encoded in enumerate(torch.split(self._received, 1)):
             if peer == peers.number:
@@ -129,13 +137,14 @@ class QuantizedSum:
                 total += decode(encoded, self._method, decoded)
         own_chunk = slice(peers.number, peers.number + 1)
         encoded_total = encode(total, self._method, self._residual_of_chunks(own_chunk))
+        # Every peer is sent the same: the sum of this peer's chunk. From now on `_received` has the
+        # sum of each peer's chunk.
+        sent = encoded_total.expand(peers.size, -1)
         self._received = encoded_total.new_empty(peers.size, encoded_total.numel())
-        self._wait_for_exchange = routing.start_all_to_all(
-            self._received, encoded_total.expand(peers.size, -1), peers.group
-        )
+        self._wait_for_exchange = routing.start_all_to_all(self._received, sent, peers.group)
 
     def end(self) -> None:
-        """Returns when `values` is the sum."""
+        """Waits for the sums of all chunks, and makes `values` the sum over all ranks."""
         self._finish()
         self._finish = do_nothing
 
@@ -169,10 +178,12 @@ class QuantizedSum:
             A function that waits for the sums, and writes them to the shard.
         """
         peers = self._peers
-        self._chunks = shard.view(peers.size, -1)
-        if "residual" in self.state:
+        self._chunks = shard.view(peers.size, -1)  # (peers, values): a view
+        if "residual" in self.state:  # not with bf16
             shard += self.state["residual"]
-        all_chunks = slice(None)  # `advance` replaces the residual of the peer's own chunk
+        # The rounding errors become the new residual. `advance` replaces those of this peer's own
+        # chunk, which is not sent here, by those of its sum.
+        all_chunks = slice(None)
         encoded = encode(self._chunks, self._method, self._residual_of_chunks(all_chunks))
         self._received = torch.empty_like(encoded)
         self._wait_for_exchange = routing.start_all_to_all(self._received, encoded, peers.group)

@@ -49,9 +49,11 @@ def all_reduce(
     """Reduces a tensor over a group, in place, as `torch.distributed.all_reduce` does."""
     shared = _shared_memory
     if shared is not None and shared.takes(tensor, op):
-        if group is None:  # all ranks, on one machine or several
+        # All ranks: within each machine through its memory, and over the network between machines.
+        if group is None:
             shared.all_reduce(tensor, op)
             return
+        # The ranks of this machine alone.
         if _is_group_of_machine(group, shared):
             wait = shared.start_all_reduce(tensor, op, between=_no_other_machines)
             wait()
@@ -70,8 +72,10 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
     """
     shared = _shared_memory
     if shared is not None and shared.takes(tensor):
+        # All ranks: within each machine through its memory, and over the network between machines.
         if group is None:
             return shared.start_all_reduce(tensor)
+        # The ranks of this machine alone.
         if _is_group_of_machine(group, shared):
             return shared.start_all_reduce(tensor, between=_no_other_machines)
     work = cast(dist.Work, dist.all_reduce(tensor, group=group, async_op=True))
@@ -82,10 +86,15 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
 def start_all_to_all(
     received: Tensor, sent: Tensor, group: dist.ProcessGroup | None = None
 ) -> Callable[[], None]:
-    """Begins to send row r of `sent` to rank r of the group.
+    """Begins to send row r of a tensor to rank r of the group, for all r.
+
+    Args:
+        received: `(ranks, *)`; row r is filled with what rank r sends to this rank.
+        sent: `(ranks, *)`.
+        group: the ranks.
 
     Returns:
-        A function that waits until `received` has in row r what rank r has sent to this rank.
+        A function that waits until `received` is filled.
     """
     own_rank = dist.get_rank(group)
     num_ranks = len(sent)
@@ -101,7 +110,7 @@ def start_all_to_all(
         other_ranks = [(own_rank + distance) % num_ranks for distance in range(1, num_ranks)]
         works = []
         for rank in other_ranks:
-            row = received[rank]
+            row = received[rank]  # a view, which is written to
             works.append(dist.irecv(row, group=group, group_src=rank, tag=ALL_TO_ALL_TAG))
         for rank in other_ranks:
             works.append(dist.isend(sent[rank], group=group, group_dst=rank, tag=ALL_TO_ALL_TAG))
@@ -109,27 +118,31 @@ def start_all_to_all(
     # `run.watch.stacks` knows this function by its name.
     def exchange() -> None:
         """Waits for everything that was started."""
-        for work in works:
+        for work in works:  # torch gives None only to ranks that are not in the group
             traffic.wait(cast(dist.Work, work).wait)
 
     return exchange
 
 
 def all_gather(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fills `rows`, one for each rank of the group, with the ranks' tensors."""
-    shared = _shared_memory
-    if (
-        shared is not None
-        and _is_group_of_machine(group, shared)
-        and shared.takes(tensor)
-        and shared.takes(rows)
-    ):
+    """Fills a tensor with the tensors of all ranks of the group.
+
+    Args:
+        rows: `(ranks, *)`; row r is filled with the tensor of rank r.
+        tensor: this rank's, `(*)`.
+        group: the ranks.
+    """
+    # Shared memory carries contiguous tensors of the CPU. Both what this rank gives and what it
+    # receives must be such tensors.
+    shared = _memory_of_group(group)
+    if shared is not None and shared.takes(tensor) and shared.takes(rows):
         shared.all_gather(rows, tensor)
-    # Not in a ring, in which each rank waits for the one before.
-    elif len(rows) > MAX_RING_RANKS and _is_small(tensor):
+        return
+    # Many ranks, and not much to send: not in a ring, in which each rank waits for the one before.
+    if len(rows) > MAX_RING_RANKS and _is_small(tensor):
         traffic.block(partial(_all_gather_by_first_rank, rows, tensor, group))
-    else:
-        traffic.block(partial(dist.all_gather, list(rows), tensor, group))
+        return
+    traffic.block(partial(dist.all_gather, list(rows), tensor, group))
 
 
 def _is_small(tensor: Tensor) -> bool:
@@ -148,20 +161,36 @@ def _all_gather_by_first_rank(
 
 
 def broadcast(tensor: Tensor, source: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Copies the tensor of a rank of the group to the others, as `torch.distributed.broadcast`."""
-    shared = _shared_memory
-    if shared is not None and _is_group_of_machine(group, shared) and shared.takes(tensor):
+    """Copies the tensor of a rank of the group to the others, as `torch.distributed.broadcast`.
+
+    Args:
+        tensor: what is sent by rank `source`, and is written to on the others. It has one dtype and
+            shape on all ranks, and is contiguous on all or none, so that all go the same way.
+        source: the number of the rank in the group.
+        group: the ranks.
+    """
+    shared = _memory_of_group(group)
+    if shared is not None and shared.takes(tensor):
         shared.broadcast(tensor, source)
     else:
         traffic.block(partial(dist.broadcast, tensor, group=group, group_src=source))
 
 
+def _memory_of_group(group: dist.ProcessGroup | None) -> SharedMemory | None:
+    """Returns the memory that all ranks of a group share; None: they do not share any."""
+    if _shared_memory is not None and _is_group_of_machine(group, _shared_memory):
+        return _shared_memory
+    return None
+
+
 def _is_group_of_machine(group: dist.ProcessGroup | None, shared: SharedMemory) -> bool:
     """Returns True if a group consists of all ranks that share the memory.
 
-    `group=None` does if there is one machine: then no group across machines exists.
+    Args:
+        group: the group; None: all ranks of the run.
+        shared: the memory of the ranks of this machine.
     """
-    if group is None:
+    if group is None:  # then there must be one machine, and so no group across machines
         return shared.across is None
     return dist.get_process_group_ranks(group) == shared.ranks
 

@@ -99,7 +99,7 @@ def open_group(
         _open_mpi_group(topology, timeout)
         return "MPI's own", "the backend is mpi"
     timeout_or_default = timeout or default_pg_timeout
-    store.set_timeout(timeout_or_default)  # that of the join is too short for what follows
+    store.set_timeout(timeout_or_default)  # it has the timeout of the join, which may be too short
     name, reason = interface.choose_interface(
         os.environ,
         network.local_addresses(),
@@ -140,10 +140,15 @@ def _open_mpi_group(topology: Topology, timeout: timedelta | None) -> None:
 
 
 def _wait_until_all_are_connected(store: Store, size: int, timeout: timedelta) -> None:
-    """Returns when all ranks have opened the group.
+    """Returns when all ranks have opened the group, or after the timeout.
 
     A rank that left earlier, because its strategy is refused, would close connections that other
     ranks have yet to accept. They would then report this instead of the real error.
+
+    Args:
+        store: the one that the ranks share. Each rank adds 1 to the key "connected".
+        size: the number of ranks.
+        timeout: how long to wait.
     """
     store.add("connected", 1)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -171,7 +176,8 @@ def carrier_device(device: torch.device, group: dist.ProcessGroup | None = None)
     """
     if device.type == "cpu":
         return device
-    # The configuration is text such as "cpu:gloo,cuda:nccl".
+    # The configuration is text such as "cpu:gloo,cuda:nccl". If it has no NCCL for this type of
+    # device, Gloo or MPI serves it, and they send from the CPU.
     for part in dist.get_backend_config(group).split(","):
         device_type, backend = part.split(":")
         if device_type == device.type and backend == "nccl":

@@ -40,9 +40,11 @@ def choose_device(
     Raises:
         SettingError: no such device, or fewer GPUs than processes.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0  # visible ones
+    # 1. Nothing is wanted, and there is no GPU.
     if wanted is None and num_gpus == 0:
         return torch.device("cpu"), "no CUDA device is visible"
+    # 2. A device is wanted that is no GPU, or is a certain GPU.
     if wanted is not None:
         try:
             device = torch.device(wanted)
@@ -60,7 +62,8 @@ def choose_device(
             )
         if device.index is not None:
             _check_given_gpu(device, topology, num_gpus)
-            return device, "as set" + physical(device.index, environ)
+            return device, "as set" + _format_physical_gpu(device.index, environ)
+    # 3. Any GPU: each process of the machine takes one, by its local rank.
     index = topology.local_rank % num_gpus
     reason = f"local rank {topology.local_rank}"
     if topology.local_size > num_gpus and not may_share:
@@ -71,8 +74,9 @@ def choose_device(
                 f"{visible_gpus}{_format_cuda_visible_devices(environ)}; NCCL needs one for each",
                 f"start {num_gpus}, or use device='cpu', or backend='gloo' to share GPUs",
             )
+        # Although each process sees too few GPUs for all, it sees others than the other processes.
         reason = "the one that this process is shown"
-    return torch.device("cuda", index), reason + physical(index, environ)
+    return torch.device("cuda", index), reason + _format_physical_gpu(index, environ)
 
 
 def _every_process_sees_another_gpu(
@@ -108,9 +112,17 @@ def _check_given_gpu(device: torch.device, topology: Topology, num_gpus: int) ->
         )
 
 
-def physical(index: int, environ: Mapping[str, str]) -> str:
-    """Returns " (physical GPU 2)" if CUDA_VISIBLE_DEVICES renumbers the GPUs; else ""."""
-    visible_gpus = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+def _format_physical_gpu(index: int, environ: Mapping[str, str]) -> str:
+    """Returns " (physical GPU 2)" if CUDA_VISIBLE_DEVICES renumbers the GPUs; else "".
+
+    Args:
+        index: the number of a GPU as this process sees it.
+        environ: with CUDA_VISIBLE_DEVICES="2,3", GPU 0 of the process is physical GPU 2.
+    """
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    if not value:
+        return ""
+    visible_gpus = value.split(",")
     if index >= len(visible_gpus):
         return ""
     physical_gpu = visible_gpus[index].strip()
@@ -143,6 +155,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Returns True if the error says that a device, or the CPU, has no memory left."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
+    # Some errors of Lockstep's are RuntimeErrors too, and their texts may speak of memory.
     if isinstance(error, LockstepError) or not isinstance(error, RuntimeError):
         return False
     message = str(error)
@@ -160,7 +173,7 @@ def add_memory_advice(error: BaseException | None, samples: int, devices: int = 
     if error is None or not is_out_of_memory(error):
         return
     for note in getattr(error, "__notes__", ()):
-        if note.startswith(ADVICE_BEGINNING):
+        if note.startswith(ADVICE_BEGINNING):  # it has the advice already
             return
     text = f"{ADVICE_BEGINNING} with {count_noun(samples, 'sample')} at a time on this rank"
     if devices > 1:
@@ -205,7 +218,7 @@ def add_memory_advice_at_end(
         previous_hook(kind, error, traceback)
 
     def undo() -> None:
-        if sys.excepthook is hook:
+        if sys.excepthook is hook:  # nobody has set another one since
             sys.excepthook = previous_hook
 
     sys.excepthook = hook

@@ -66,7 +66,7 @@ def _check_not_stale(path: Path, timeout_s: float) -> None:
     """Raises StaleInitFileError if the file is left over from an earlier run.
 
     It is if a process that wrote to it has ended, or if it was last changed long before this
-    process was started.
+    process was started. What processes write is a `JoinRequest`, and then rank 0's decision.
     """
     try:
         modified = path.stat().st_mtime
@@ -77,9 +77,9 @@ def _check_not_stale(path: Path, timeout_s: float) -> None:
         return
     own_start = psutil.Process().create_time()
     ended = [request for request in _find_requests(content) if _has_ended(request)]
-    if ERROR_MARK.encode() in content:
-        # If all of them were started together with this process, they have failed already and
-        # left the decision here, which this process shall read.
+    if ERROR_MARK.encode() in content:  # rank 0 has decided that the run fails
+        # If those that have ended were started together with this process, they were ranks of the
+        # same run: they have read the decision already, and this process shall read it too.
         if all(abs(request.started - own_start) < SAME_START_S for request in ended):
             return
     age_s = max(0.0, _file_system_time(path.parent) - modified)
@@ -100,14 +100,19 @@ def _check_not_stale(path: Path, timeout_s: float) -> None:
 
 
 def _find_requests(content: bytes) -> list[JoinRequest]:
-    """Returns the join requests in the content of a store's file."""
+    """Returns the join requests in the content of a store's file.
+
+    Between other bytes, a request is a JSON object that begins with `REQUEST_MARK`:
+    `{"number": 1, "rank": 0, ...}`.
+    """
     text = content.decode(errors="replace")
-    # Every part but the first begins behind a mark, with the rest of a request.
+    # Each part but the first is what follows a mark: the rest of a request, then other bytes.
     parts = text.split(REQUEST_MARK)[1:]
     requests = []
     for part in parts:
         # ValueError: it is still being written. TypeError: it is of another version of Lockstep.
         with suppress(ValueError, TypeError):
+            # `raw_decode` ends with the object and ignores what follows.
             fields, _ = json.JSONDecoder().raw_decode(REQUEST_MARK + part)
             requests.append(JoinRequest(**fields))
     return requests

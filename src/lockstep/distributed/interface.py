@@ -57,18 +57,21 @@ def choose_interface(
         name, _ = from_environment
         # Several names, separated by commas, are not in `addresses`; they are left to Gloo.
         is_loopback = name in addresses and all(map(means_loopback, addresses[name]))
+        # If it is what is chosen for one machine anyway, the reason that follows says more.
         if not (one_node and is_loopback):
             return from_environment
     if one_node:
         loopback = find_interface(addresses, is_loopback_address)
         return loopback, "all ranks are on this machine: nothing is reachable from outside"
 
+    # Several machines. The address of the host name is good enough unless it is a loopback one.
     if hostname_address is None:
         problem = "the host name does not resolve"
     elif is_loopback_address(hostname_address):
         problem = f"the host name resolves to {hostname_address}, which only this machine can reach"
     else:
         return None, f"the host name resolves to {hostname_address}, which other machines can reach"
+    # Otherwise it is the interface that reaches the master, or the only one to the outside.
     interface = find_interface(addresses, lambda address: address == address_reaching_master)
     if interface is not None and not is_loopback_address(addresses[interface][0]):
         return interface, f"{problem}; {interface} ({address_reaching_master}) reaches the master"
@@ -105,7 +108,7 @@ def _interface_from_environment(
     matching = [name for name in addresses if nccl_matches(nccl_pattern, name)]
     if not matching:
         raise _no_such_interface(NCCL_INTERFACE, nccl_pattern, addresses)
-    if len(matching) > 1:
+    if len(matching) > 1:  # NCCL can use several, and Gloo one
         return None
     return matching[0], f"{NCCL_INTERFACE} is set to {nccl_pattern}"
 
@@ -126,7 +129,7 @@ def nccl_matches(pattern: str, name: str) -> bool:
         is_listed = name in items
     else:
         is_listed = any(name.startswith(item) for item in items if item)
-    return is_listed != is_exclusion
+    return not is_listed if is_exclusion else is_listed
 
 
 def _no_such_interface(variable: str, value: str, addresses: Addresses) -> SettingError:
@@ -138,9 +141,9 @@ def _no_such_interface(variable: str, value: str, addresses: Addresses) -> Setti
 
 
 def use_gloo_interface(name: str | None, ranks: int = 1) -> None:
-    """Makes the process groups of this process talk over an interface.
+    """Makes the process groups of this process talk over an interface, by environment variables.
 
-    Variables that the user has set stay as they are.
+    Variables that an earlier call has set are removed first; those of the user stay as they are.
 
     Args:
         name: the interface; None: Gloo chooses, as it did before the first call.

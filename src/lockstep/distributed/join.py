@@ -148,7 +148,11 @@ class Join:
     # On every rank but rank 0
 
     def _await_decision(self, request: JoinRequest) -> list[str]:
-        """Waits for rank 0's decision; returns the host of each rank, or raises its error."""
+        """Waits for rank 0's decision; returns the host of each rank, or raises its error.
+
+        Args:
+            request: what this process has written.
+        """
         advice_on_file = ""
         if self.file is not None:
             advice_on_file = f"; remove {self.file} before the next try"
@@ -170,6 +174,7 @@ class Join:
             error: JoinFailure = getattr(errors, error_name)(was_set, found, do)
             raise error
 
+        # The decision has each host once, with the number of its consecutive ranks.
         hosts = []
         for host, num_ranks in decision["hosts"]:
             hosts += [host] * num_ranks
@@ -195,8 +200,15 @@ class Join:
         )
 
     def _check_is_member(self, request: JoinRequest, num_members: int) -> None:
-        """Raises DuplicateRankError if the run has started with another process of this rank."""
-        # A process of a second run may have a rank that this run does not have.
+        """Raises DuplicateRankError if the run has started with another process of this rank.
+
+        Args:
+            request: what this process has written.
+            num_members: the number of ranks of the run, for each of which the store has the number
+                of the request that counts.
+        """
+        # A process of a second, larger run may have a rank that this run does not have. Any member
+        # will do then: its number is another one than this request's.
         member_rank = request.rank % num_members
         member_number = int(self.store.get(f"member/{member_rank}"))
         if member_number == request.number:
@@ -212,7 +224,18 @@ class Join:
     # On rank 0
 
     def _decide(self, own_request: JoinRequest) -> list[str]:
-        """Waits for the other ranks, writes the decision, and acts on it as the other ranks do."""
+        """Waits for the other ranks, writes the decision, and acts on it as the other ranks do.
+
+        Args:
+            own_request: what this process, which has rank 0, has written.
+
+        Returns:
+            The host of each rank.
+
+        Raises:
+            JoinError, RanksDifferError: the run does not start. Once the other ranks have read
+                that, the file of the store, if it has one, is removed.
+        """
         self.store.set("rank 0", json.dumps(vars(own_request)))
         wait_until(self._can_decide, time.monotonic() + self.timeout_s)
         # If several processes have one rank, the first one is the member.
@@ -221,6 +244,7 @@ class Join:
             first_request_of_rank.setdefault(request.rank, request)
         members = [first_request_of_rank[rank] for rank in sorted(first_request_of_rank)]
 
+        # Only if all ranks have come, once each, can their manifests be compared.
         error = self._find_contradiction() or self._find_absence() or self._find_mismatch(members)
         error_fields = None
         if error is not None:
@@ -314,7 +338,13 @@ class Join:
         )
 
     def _wait_for_readers(self, own_request: JoinRequest, error: JoinFailure) -> None:
-        """Waits, up to `GRACE_S`, until all processes that may still come have read the error."""
+        """Waits, up to `GRACE_S`, until all processes that may still come have read the error.
+
+        Args:
+            own_request: that of rank 0, which need not read its own error.
+            error: what the decision says.
+        """
+        # These ranks are not waited for: they have had the whole timeout to come.
         ranks_are_missing = isinstance(error, errors.MissingRankError)
 
         def all_have_read() -> bool:

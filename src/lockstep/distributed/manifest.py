@@ -68,7 +68,8 @@ def mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
         Lines such as "arguments: rank 0 has '--lr 0.1', rank 1 has '--lr 0.2'". Ranks with the
         same value are grouped.
     """
-    field_names: dict[str, None] = {}  # a dict keeps the order
+    # The fields that any rank has, in the order in which they come; a set would lose the order.
+    field_names: dict[str, None] = {}
     for manifest in manifests:
         field_names.update(dict.fromkeys(manifest))
     lines = []

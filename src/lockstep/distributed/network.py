@@ -92,7 +92,7 @@ def address_reaching(host: str | None = ANY_OUTSIDE_ADDRESS) -> str | None:
     """
     if host is None:
         return None
-    any_port = 9
+    any_port = 9  # nothing is sent there
     try:
         info = socket.getaddrinfo(host, any_port, type=socket.SOCK_DGRAM)[0]
         family, kind, _, _, target = info
@@ -185,7 +185,10 @@ class Endpoint:
         return f"{self.host}:{self.port}"
 
     def addresses(self) -> list[str]:
-        """Returns the addresses to connect to; empty if the host name does not resolve."""
+        """Returns the addresses to connect to; empty if the host name does not resolve.
+
+        If all processes are on this machine, and the host too, it is a loopback address.
+        """
         addresses = resolve(self.host)
         if self.one_node and any(is_here(address) for address in addresses):
             for address in addresses:
@@ -213,10 +216,12 @@ def serving_address(endpoint: Endpoint, local_addr: str | None = None) -> str:
     """
     endpoint_addresses = endpoint.addresses()
     if endpoint.one_node:
+        # All processes are on this machine, so loopback is enough.
         for address in endpoint_addresses:
             if is_loopback_address(address):
                 return address
     else:
+        # The addresses of this machine that other machines may reach.
         outside_addresses = []
         for addresses_of_interface in local_addresses().values():
             for address in addresses_of_interface:
@@ -225,17 +230,21 @@ def serving_address(endpoint: Endpoint, local_addr: str | None = None) -> str:
         for address in endpoint_addresses:
             if address in outside_addresses:
                 return address
+        # This machine does not have the endpoint's address itself.
         if local_addr:
             return own_address(local_addr)
-        default_route_address = address_reaching()
         if len(outside_addresses) == 1:
             return outside_addresses[0]
+        default_route_address = address_reaching()
         if default_route_address is not None and default_route_address in outside_addresses:
             return default_route_address
-    found = ", ".join(endpoint_addresses) or "the name does not resolve, and it"
+    if endpoint_addresses:
+        subject = ", ".join(endpoint_addresses)
+    else:
+        subject = "the name does not resolve, and it"
     raise MasterUnreachableError(
         f"this machine serves the run at {endpoint}",
-        f"{found} is not an address of this machine, which has {listing(local_addresses())}",
+        f"{subject} is not an address of this machine, which has {listing(local_addresses())}",
         "give the address of this machine (MASTER_ADDR, --master-addr, or the host of tcp:// and "
         "--rdzv-endpoint), or --local-addr for the one that the others reach",
     )
@@ -275,13 +284,14 @@ def listening_socket(address: str, port: int) -> socket.socket:
 
 
 def _check_loopback(address: str, family: socket.AddressFamily) -> None:
-    """Connects to a loopback address; raises SettingError if it cannot be reached."""
+    """Raises SettingError if a loopback address cannot be reached: a connection to it is tried."""
     try:
         with socket.create_server((address, 0), family=family) as server:
             host_and_port = server.getsockname()[:2]
             socket.create_connection(host_and_port, timeout=LOOPBACK_TIMEOUT_S).close()
     except OSError as error:
-        # None: the connection timed out.
+        # These say that the interface does not work; a connection that timed out has no number.
+        # Other errors, such as too many open files, have nothing to do with it.
         if error.errno not in (None, errno.ENETUNREACH, errno.EADDRNOTAVAIL):
             raise
         raise SettingError(
@@ -319,7 +329,12 @@ def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:
 
 
 def cannot_listen(error: OSError, endpoint: Endpoint) -> PortTakenError | SettingError | OSError:
-    """Returns the error to raise for a socket that could not be bound."""
+    """Returns the error to raise for a socket that could not be bound.
+
+    Args:
+        error: what the operating system raised; it is returned itself if it is of another kind.
+        endpoint: where the socket should be.
+    """
     if error.errno == errno.EADDRINUSE:
         return port_taken(endpoint)
     if error.errno == errno.EACCES:
@@ -356,7 +371,7 @@ def owner_of(port: int) -> str:
     try:
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-            if listens and connection.pid:
+            if listens and connection.pid:  # None for processes of other users
                 command = " ".join(psutil.Process(connection.pid).cmdline())
                 return f"process {connection.pid}: {command[:200]}"
     except psutil.Error:

@@ -118,9 +118,10 @@ def run_of(module: nn.Module) -> Run | None:
     run = _current_run
     if run is None:
         return None
+    # Look for the module itself, then for the one that was given to `torch.compile`, and so on.
     while not any(reference() is module for reference in run.prepared):
         inner_module = without_compile(module)
-        if inner_module is module:
+        if inner_module is module:  # it is not compiled
             return None
         module = inner_module
     return run
@@ -190,7 +191,17 @@ def join_run(
 def _find_topology(
     environ: Mapping[str, str], init_method: str | None, rank: int | None, world_size: int | None
 ) -> Topology:
-    """Returns this process's place, from the environment or from the arguments of `init`."""
+    """Returns this process's place, from the environment or from the arguments of `init`.
+
+    Args:
+        environ: the environment variables, in which a launcher has set the place.
+        init_method: the argument of `init`, such as `tcp://host:port`.
+        rank: the argument of `init`; None if it was not given.
+        world_size: the argument of `init`; None if it was not given.
+
+    Raises:
+        SettingError: only one of `rank` and `world_size` is given, or a launcher says otherwise.
+    """
     detected = detect(environ, sys.argv[1:]) or Topology()
     if (rank is None) != (world_size is None):
         raise SettingError(
@@ -228,7 +239,14 @@ def _find_topology(
 
 
 def _meet_other_ranks(topology: Topology, settings: Settings, environ: Mapping[str, str]) -> Joined:
-    """Waits for the other ranks at the store and compares settings and versions with theirs."""
+    """Waits for the other ranks at the store and compares settings and versions with theirs.
+
+    Returns:
+        The store, and who is where.
+
+    Raises:
+        JoinError, RanksDifferError, SettingError: see `rendezvous.join`.
+    """
     from lockstep.distributed.rendezvous import join  # not needed by a single process
 
     global _num_joins
@@ -326,7 +344,11 @@ def _set_up_run(
 def _exchange_on_this_machine(joined: Joined | None, timeout_s: float, text: str) -> list[str]:
     """Returns the texts of all processes of this machine, this one's included.
 
-    A process that gives no text in time counts as one that gives the same text.
+    Args:
+        joined: the store that the ranks met at; None on one process.
+        timeout_s: how long to wait for the texts of the others. If one does not come in time, the
+            result is `[text, text]`, as if another process had the same text.
+        text: of this process.
     """
     if joined is None:
         return [text]
@@ -363,15 +385,18 @@ def _measure_link(collectives: Collectives) -> Link | None:
     Messages go round in a ring of machines: each machine sends to the next one.
     """
     node_of_rank = collectives.exchange(collectives.topology.node_rank)
-    first_ranks = [node_of_rank.index(node) for node in dict.fromkeys(node_of_rank)]
+    nodes = list(dict.fromkeys(node_of_rank))  # each once, in order
+    first_ranks = [node_of_rank.index(node) for node in nodes]  # of each node its first rank
     num_machines = len(first_ranks)
     if num_machines == 1:  # although the environment says that there are several
         return None
     rank = collectives.topology.rank
-    ring_position = first_ranks.index(rank) if rank in first_ranks else None
+    ring_position = None  # this rank is not the first of its machine, and only waits
+    if rank in first_ranks:
+        ring_position = first_ranks.index(rank)
 
     def shift(size: int) -> float:
-        """Sends so many bytes to the next machine; returns the seconds that it took."""
+        """Sends `size` bytes to the next machine; returns the seconds that it took."""
         if ring_position is None:
             return 0.0
         data_to_send = torch.zeros(size, dtype=torch.uint8)
@@ -383,7 +408,7 @@ def _measure_link(collectives: Collectives) -> Link | None:
         receiving = dist.irecv(received_data, previous_rank)
         sending = dist.isend(data_to_send, next_rank)
         for work in (receiving, sending):
-            if work is not None:
+            if work is not None:  # torch returns None to a process outside of the group
                 work.wait()
         return time.perf_counter() - begin
 
@@ -398,7 +423,7 @@ def leave(run: Run, *, failed: bool) -> None:
         failed: this process ends with an error, so the others cannot be counted on.
     """
     global _current_run
-    if _current_run is not run:
+    if _current_run is not run:  # it was left before
         return
     _current_run = None
     # The stack calls these in reverse order: the extensions are closed first. It calls all of
@@ -410,9 +435,14 @@ def leave(run: Run, *, failed: bool) -> None:
 
 
 def _leave_group(run: Run, failed: bool) -> None:
-    """Closes the process groups and the store of a run."""
+    """Closes the process groups and the store of a run.
+
+    Args:
+        run: the run.
+        failed: this process ends with an error, so the others cannot be counted on.
+    """
     run.groups.clear()
-    if run.joined is None:
+    if run.joined is None:  # one process
         return
     # NCCL would wait for outstanding work of ranks that may never do theirs.
     nccl_may_hang = failed and run.device.type == "cuda"

@@ -52,7 +52,11 @@ def open_rank_file(
 
 
 def _agree_on_start_name(folder: Path, collectives: Collectives) -> str:
-    """Returns a name for this start of the run that sorts after all names in the folder."""
+    """Returns a name for this start of the run that sorts after all names in the folder.
+
+    It is the same on all ranks: rank 0's clock and random text, but with a later time if some rank
+    sees a file in the folder that is not older.
+    """
     latest_time_ns = 0
     for path in folder.glob("*-*"):
         time_in_name = path.name.partition("-")[0]

@@ -34,6 +34,7 @@ def all_reduced_copy(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tens
         tensor: of any dtype that `find_problem` accepts.
         operation: SUM, MAX or MIN.
     """
+    # The memory of a conjugated or negated view holds other numbers than the tensor.
     contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if contiguous.dtype is torch.uint64:
         return _all_reduced_uint64(contiguous, operation)
@@ -63,13 +64,17 @@ def _extreme_or_nan(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tenso
     A backend returns NaN or the number, depending on the order in which ranks arrive. So a second
     tensor travels with the numbers and marks where a rank has NaN: 1 for a maximum, -1 for a
     minimum, since such a mark survives the reduction with the 0 of the other ranks.
+
+    Args:
+        tensor: of a floating-point dtype, any shape.
+        operation: MAX or MIN.
     """
     is_nan = tensor.isnan()
     nan_mark = 1 if operation == dist.ReduceOp.MAX else -1
     # Infinity of the opposite sign never wins the reduction.
     numbers = tensor.masked_fill(is_nan, -nan_mark * torch.inf)
     marks = nan_mark * is_nan.to(tensor.dtype)
-    numbers_and_marks = torch.stack([numbers, marks])
+    numbers_and_marks = torch.stack([numbers, marks])  # shape (2, *)
     routing.all_reduce(numbers_and_marks, operation)
     reduced_numbers, reduced_marks = numbers_and_marks
     return torch.where(reduced_marks == 0, reduced_numbers, torch.nan)
@@ -137,6 +142,7 @@ def number_like(leaf: Any, number: Number, descriptions: Sequence[LeafDescriptio
     if not isinstance(leaf, Tensor):
         return number
     dtype = leaf.dtype
+    # One rank may have passed an integer and another one a float.
     any_floating_point = any(description.is_floating_point for description in descriptions)
     if any_floating_point and not dtype.is_floating_point:
         dtype = torch.get_default_dtype()
@@ -153,10 +159,10 @@ def check_fits(name: str, number: Number, descriptions: Sequence[LeafDescription
         number: the result of the reduction.
         descriptions: the leaf as each rank passed it.
     """
-    if type(number) is not int:
+    if type(number) is not int:  # a float or bool fits
         return
     for description in descriptions:
-        is_tensor = description.kind == "tensor"
+        is_tensor = description.kind == "tensor"  # a Python number has no limits
         if not is_tensor or description.is_floating_point or description.dtype == "bool":
             continue
         limits = torch.iinfo(getattr(torch, description.dtype))
@@ -179,6 +185,7 @@ def min_or_nan(numbers: list[Number]) -> Number:
 
 
 def _nan_or(choose: Callable[[list[Number]], Number], numbers: list[Number]) -> Number:
+    """Returns NaN if any number is NaN, otherwise what `choose` (max or min) returns."""
     if any(math.isnan(number) for number in numbers):
         return math.nan
     return choose(numbers)

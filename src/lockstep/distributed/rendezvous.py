@@ -242,10 +242,11 @@ def _serve_or_connect(
         found = _look_for_store(endpoint, time.monotonic() + ATTEMPT_TIMEOUT_S)
         if not found.is_store:
             raise
+    # The port has a store already. Is the process that serves it rank 0 of this run?
     store = connect(endpoint, timeout)
     run_store = _store_of_run(store, attempt)
     deadline = time.monotonic() + min(RANK_0_ANNOUNCEMENT_S, timeout)
-    if not wait_until(lambda: run_store.check(["rank 0"]), deadline):
+    if not wait_until(lambda: run_store.check(["rank 0"]), deadline):  # it is no run of Lockstep's
         raise network.port_taken(endpoint)
     other = read_request(run_store, "rank 0")
     arguments = other.manifest.get("arguments")
@@ -310,6 +311,8 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
             timeout=timedelta(seconds=remaining_s),
         )
     except RuntimeError as error:
+        # torch says, for example, "The client socket has timed out after 2000ms while trying to
+        # connect to (10.0.0.5, 29500)". Its other errors are of a connection that was closed.
         reason = network.NO_ANSWER if "timed out" in str(error) else network.CUT
         raise network.unreachable("rank 0", endpoint, reason, address=found.address) from None
 
@@ -330,7 +333,15 @@ class LookupResult:
 
 
 def _look_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:
-    """Tries each address of the endpoint once, until a store answers."""
+    """Tries each address of the endpoint once, until a store answers.
+
+    Args:
+        endpoint: where a store should be.
+        deadline: in the seconds of `time.monotonic()`; the attempts are shorter close to it.
+
+    Returns:
+        The address of the store; or the last address, and why there is no store.
+    """
     result = LookupResult("", network.UNRESOLVED)
     for address in endpoint.addresses():
         timeout_s = min(ATTEMPT_TIMEOUT_S, max(deadline - time.monotonic(), 0.1))
@@ -343,8 +354,9 @@ def _look_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:
             result = LookupResult(address, network.NO_ANSWER)
             continue
         with connection:
+            # A later torch may have another greeting. Then whatever listens is taken for a store.
             if answers_as_store(connection) or not _greeting_is_current():
-                return LookupResult(address, "")
+                return LookupResult(address, why_no_store="")
         result = LookupResult(address, NOT_A_STORE)
     return result
 

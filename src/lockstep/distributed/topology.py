@@ -130,6 +130,7 @@ def detect(environ: Environ, argv: Sequence[str] = ()) -> Topology | None:
         topology = read_topology(environ, argv)
         if topology is not None:
             return topology
+    # Nothing says that there are several processes. These would, if RANK were set too.
     for name in ("WORLD_SIZE", "LOCAL_RANK"):
         if environ.get(name):
             raise _half_set(name, environ[name], "RANK")
@@ -161,6 +162,7 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         local_rank = rank % local_size
     node_rank = _optional_number(environ, "GROUP_RANK")
     if node_rank is None:
+        # rank - local_rank is the first rank of this machine; those before it fill whole machines.
         node_rank = (rank - local_rank) // local_size
     by_torch_elastic = "TORCHELASTIC_RUN_ID" in environ
     source = environ.get("LOCKSTEP_LAUNCHER")
@@ -201,7 +203,7 @@ def _check_agrees_with_scheduler(topology: Topology, environ: Environ) -> None:
         "Slurm": _read_slurm_task(environ),
     }
     for scheduler, task in tasks.items():
-        if task is None or task.size == 1:
+        if task is None or task.size == 1:  # one task may start ranks of any numbers
             continue
         ranks_per_task = topology.size // task.size
         is_multiple = topology.size % task.size == 0
@@ -239,7 +241,10 @@ def _local_rank(environ: Environ, argv: Sequence[str]) -> int | None:
 
 
 def _read_mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
-    """Reads the variables of Open MPI's or MPICH's `mpirun`."""
+    """Reads the variables of Open MPI's or MPICH's `mpirun`; returns None if it set none.
+
+    A `Task` is a rank and the number of ranks that belong to it.
+    """
     task = _read_task(environ, OPEN_MPI_VARIABLES)
     if task is not None:
         source = "Open MPI"
@@ -288,9 +293,12 @@ def _read_mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
 
 
 def _read_slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
-    """Reads the variables that `srun` sets for each task."""
+    """Reads the variables that `srun` sets for each task; returns None if it set none.
+
+    A `Task` is a rank and the number of ranks that belong to it.
+    """
     task = _read_slurm_task(environ)
-    if task is None or task.size == 1:
+    if task is None or task.size == 1:  # a single task is an ordinary process
         return None
     _check_world_size(environ, task.size, "Slurm")
     for name in ("SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID", "SLURM_LOCALID"):
@@ -382,6 +390,8 @@ def _check_consecutive_ranks(topology: Topology, command: str) -> None:
         topology: this process's place.
         command: how to start the processes, so that the ranks are consecutive.
     """
+    # If ranks are consecutive, this is the rank of local rank 0 of this machine. If all machines
+    # have equally many ranks, it is a multiple of their number.
     first_rank_here = topology.rank - topology.local_rank
     nodes_are_equal = topology.size % topology.local_size == 0
     starts_a_node = first_rank_here % topology.local_size == 0
@@ -422,7 +432,11 @@ def _optional_number(environ: Environ, name: str) -> int | None:
 
 
 def _number(environ: Environ, name: str) -> int:
-    """Returns the value of a variable that is set as a number."""
+    """Returns the value of a variable, which must be set, as a number of at least 0.
+
+    Raises:
+        SettingError: it is not a whole number of at least 0.
+    """
     text = environ[name]
     if not text.strip().isdecimal():
         raise SettingError(f"{name}={text}", "it is not a whole number of at least 0", "correct it")

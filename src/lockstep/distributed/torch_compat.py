@@ -277,10 +277,10 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
     replicate: Any = type(module)._replicate_for_data_parallel
     if replicate is not nn.Module._replicate_for_data_parallel:
-        # The module has its own way to make a replica; an RNN copies its list of weights.
+        # The class has its own way to make a replica; an RNN copies its list of weights.
         replica: nn.Module = replicate(module)
         return replica
-    # The same as torch's method does, in a third of the time.
+    # What torch's own method does, in a third of the time: `__init__` is not called.
     copy = type(module).__new__(type(module))
     vars(copy).update(vars(module), _is_replica=True)
     return copy
@@ -324,7 +324,7 @@ def let_compile_again(module: nn.Module) -> None:
     Args:
         module: the attributes of this module and of all its submodules are removed.
     """
-    if not compiler_is_loaded():
+    if not compiler_is_loaded():  # nothing can have been compiled
         return
     for part in module.modules():
         if COMPILED_CHILD_NAME in part._modules:
@@ -418,7 +418,7 @@ def watch_data_loaders(on_batch: Callable[[Any, Any, Any, Any], None]) -> Callab
 
     def watched_next(iterator: Any) -> Any:
         sampler = iterator._index_sampler
-        if type(sampler) is BatchSampler:
+        if type(sampler) is BatchSampler:  # torch's own, around the sampler of the samples
             sampler = sampler.sampler
         try:
             batch = original_next(iterator)
@@ -429,7 +429,7 @@ def watch_data_loaders(on_batch: Callable[[Any, Any, Any, Any], None]) -> Callab
         return batch
 
     def stop_watching() -> None:
-        if iterator_class.__next__ is watched_next:
+        if iterator_class.__next__ is watched_next:  # nobody has replaced it since
             iterator_class.__next__ = original_next
 
     iterator_class.__next__ = watched_next
@@ -607,8 +607,12 @@ def flight_record(*, lines: bool) -> str:
 def _compiler_is_fully_imported() -> bool:
     """Returns True if torch's compiler is loaded, and no thread is importing it just now."""
     compiler = sys.modules.get("torch._dynamo")
+    if compiler is None:
+        return False
+    # Python's import system sets this attribute while a module is being imported.
     import_spec = getattr(compiler, "__spec__", None)
-    return not getattr(import_spec, "_initializing", True)
+    is_being_imported = getattr(import_spec, "_initializing", True)
+    return not is_being_imported
 
 
 def take_gpu(index: int | None = None) -> None:
@@ -623,7 +627,7 @@ def take_gpu(index: int | None = None) -> None:
     """
     cuda = sys.modules.get("torch.cuda")
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    if cuda is None or c10d is None or not cuda.is_initialized():
+    if cuda is None or c10d is None or not cuda.is_initialized():  # the process uses no GPU
         return
     device_of_group = getattr(c10d.GroupMember.WORLD, "bound_device_id", None)
     if device_of_group is not None:
