@@ -46,6 +46,8 @@ def gather(
 ) -> dict[str, Facts]:
     """Returns the facts of this machine, by the name of the check. All checks run at once.
 
+    The facts of a check that failed or was given up are a dict with the one key `UNKNOWN`.
+
     Args:
         folder: where checkpoints are to go.
         checks: the names of the checks to run.
@@ -74,10 +76,11 @@ def run_within(seconds: float, functions: Mapping[str, Callable[[], Any]]) -> di
         except Exception as error:  # a broken machine may raise anything; the others still count
             results[name] = {UNKNOWN: f"{type(error).__name__}: {error}"}
 
+    # A function may hang for ever. As daemons, such threads do not keep this process from ending.
     threads = [threading.Thread(target=call, args=(name,), daemon=True) for name in functions]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds  # for all of them together
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     too_late = {UNKNOWN: f"no answer within {seconds:.3g} s"}
@@ -98,7 +101,14 @@ def _judge_check(check: str, facts: Facts) -> Finding:
 
 
 def fix(facts: Mapping[str, Facts]) -> list[str]:
-    """Repairs what can be repaired without root; returns a line about each repair."""
+    """Repairs what can be repaired without root.
+
+    Args:
+        facts: those of each check, by the name of the check.
+
+    Returns:
+        A line about each repair, and about each that failed.
+    """
     done: list[str] = []
     for check, facts_of_check in facts.items():
         if not _can_fix(check) or UNKNOWN in facts_of_check:
@@ -117,7 +127,8 @@ def _can_fix(check: str) -> bool:
 def examine(
     folder: Path, *, repair: bool, deadline_s: float = DEADLINE_S
 ) -> tuple[dict[str, Facts], list[str]]:
-    """Gathers the facts of this machine, after repairs if these are wanted.
+    """Gathers the facts of this machine. If repairs are wanted, they are made first, and the facts
+    are those after them.
 
     Args:
         folder: where checkpoints are to go.
@@ -135,7 +146,8 @@ def examine(
     if done:
         # Only the checks that can repair something may have other facts now.
         fixable = [check for check in facts if _can_fix(check)]
-        facts.update(gather(folder, fixable, end - time.monotonic()))
+        remaining_s = end - time.monotonic()
+        facts.update(gather(folder, fixable, remaining_s))
     return facts, done
 
 
@@ -146,7 +158,13 @@ def exit_code(findings: Mapping[str, Finding]) -> int:
 
 
 def lines(findings: Mapping[str, Finding]) -> list[str]:
-    """Returns a line for each finding, and below it what to do if something is wrong."""
+    """Returns a line for each finding, and below it what to do if something is wrong.
+
+    The columns are the level, the name of the check and what was found:
+
+        warning  clock          2026-11-28 07:45:46 UTC, not kept right by the network: logs of ...
+                                do: timedatectl set-ntp true, or start chrony, as root
+    """
     name_width = max(len(name) for name in findings) + 2
     text = []
     for name, finding in findings.items():

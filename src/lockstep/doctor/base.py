@@ -27,7 +27,9 @@ class Finding(NamedTuple):
 
 
 def verdict(summary: str, problems: Sequence[Finding]) -> Finding:
-    """Joins several problems into one finding of the worst level among them.
+    """Joins several problems into one finding, of the worst level among them.
+
+    Without a problem the level is `OK`. A problem may be of that level, too: it is only mentioned.
 
     Args:
         summary: what is said first, whether there are problems or not; may be empty.

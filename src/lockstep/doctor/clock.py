@@ -18,10 +18,13 @@ EARLIEST_TIME = datetime(2025, 1, 1, tzinfo=UTC).timestamp()
 
 
 def gather(folder: Path) -> Facts:
-    """Reads the time, and whether the kernel calls the clock synchronised (None: not known)."""
+    """Reads the time in seconds since 1970, and whether the kernel calls the clock synchronised.
+
+    `synchronised` is None if that is not known. The folder is not needed.
+    """
     timex = ctypes.create_string_buffer(TIMEX_SIZE)  # all zero, so that nothing is changed
     try:
-        state = ctypes.CDLL(None).adjtimex(timex)
+        state = ctypes.CDLL(None).adjtimex(timex)  # returns the state of the clock, or -1
     except AttributeError:  # only Linux has this function
         state = -1
     has_failed = state < 0
@@ -34,7 +37,8 @@ def judge(facts: Facts) -> Finding:
     now = f"{datetime.fromtimestamp(facts['time'], UTC):%Y-%m-%d %H:%M:%S} UTC"
     do = "timedatectl set-ntp true, or start chrony, as root"
     if facts["time"] < EARLIEST_TIME:
-        return Finding(ERROR, f"{now}, which is past: certificates and logs will not fit", do)
+        found = f"{now}, which is years ago: certificates and the times in logs will be wrong"
+        return Finding(ERROR, found, do)
     if facts["synchronised"] is False:
         found = f"{now}, not kept right by the network: logs of several machines may not fit"
         return Finding(WARNING, found, do)

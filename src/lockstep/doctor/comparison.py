@@ -40,7 +40,10 @@ ADVICE_ON_DATA = "copy it from one machine to the others (rsync -a), or mount th
 
 
 def judge(machines: Machines) -> dict[str, Finding]:
-    """Returns all findings, by the name of what was compared."""
+    """Returns all findings about the machines of a run, by the name of what was compared.
+
+    The script and the data set are compared only if the user has named them.
+    """
     findings = {
         "versions": _judge_versions(machines),
         "packages": _judge_packages(machines),
@@ -61,10 +64,12 @@ def judge(machines: Machines) -> dict[str, Finding]:
 def _differences(values_of_machine: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Describes each value that differs between machines: `numpy 2.1 on a, 2.2 on b, c`.
 
+    A value that a machine lacks counts as "none".
+
     Args:
         values_of_machine: for each machine, by its name, its values by their names.
     """
-    names: dict[str, None] = {}  # an ordered set
+    names: dict[str, None] = {}  # a set that keeps the order
     for values in values_of_machine.values():
         names.update(dict.fromkeys(values))
     differences = []
@@ -84,14 +89,14 @@ def _differences(values_of_machine: Mapping[str, Mapping[str, Any]]) -> list[str
 
 
 def _name_machines(machines: Sequence[str]) -> str:
-    """Returns `a, b, c and 2 more`."""
+    """Names the first machines, and says how many more there are: `a, b, c and 2 more`."""
     names = ", ".join(machines[:MAX_SHOWN_MACHINES])
     num_more = len(machines) - MAX_SHOWN_MACHINES
     return f"{names} and {num_more} more" if num_more > 0 else names
 
 
 def _join_differences(differences: Sequence[str]) -> str:
-    """Joins the first differences, and says how many more there are."""
+    """Joins the first differences, and says how many more there are: `...; ...; and 2 more`."""
     text = "; ".join(differences[:MAX_SHOWN_DIFFERENCES])
     num_more = len(differences) - MAX_SHOWN_DIFFERENCES
     return f"{text}; and {num_more} more" if num_more > 0 else text
@@ -100,7 +105,9 @@ def _join_differences(differences: Sequence[str]) -> str:
 def _compare(
     facts_of_machine: Mapping[str, Facts], *, level: str, do: str, if_equal: str
 ) -> Finding:
-    """Compares facts that should be equal on all machines.
+    """Compares facts that should be equal on all machines, and returns a finding about them.
+
+    Machines whose facts are not known are named in it, as a warning.
 
     Args:
         facts_of_machine: the facts of each machine, by the name of the machine.
@@ -141,9 +148,10 @@ def _facts_of_check(machines: Machines, check: str) -> dict[str, Facts]:
 
 
 def _select(facts: Facts, name: str) -> Facts:
-    """Returns one of the facts as a mapping, which is what `_compare` compares.
+    """Returns one of a machine's facts, as a mapping, since `_compare` compares mappings.
 
-    Facts that are not known are returned as they are, with the reason.
+    A fact that is one value becomes a mapping with that value: {"digest": "12ab"}. If the facts are
+    not known, they are returned as they are: their one key is `UNKNOWN`, which `_compare` knows.
     """
     if UNKNOWN in facts:
         return facts
@@ -157,6 +165,7 @@ def _judge_versions(machines: Machines) -> Finding:
     """Finds versions of Python, torch, CUDA, NCCL and Lockstep that differ."""
     compared = {}
     for name, software in _facts_of_check(machines, "software").items():
+        # Facts that are not known have only the key `UNKNOWN`, which `_compare` must see.
         keys = [key for key in software if key in VERSIONS or key == UNKNOWN]
         compared[name] = {key: software[key] for key in keys}
     return _compare(
@@ -172,6 +181,7 @@ def _judge_packages(machines: Machines) -> Finding:
     packages = {}
     for name, software in _facts_of_check(machines, "software").items():
         packages[name] = _select(software, "packages")
+    # This number is said only if all machines have the same packages.
     num_packages = max(len(versions) for versions in packages.values())
     return _compare(
         packages,
@@ -186,17 +196,23 @@ def _judge_variables(machines: Machines) -> Finding:
     return _compare(
         _facts_of_check(machines, "variables"),
         level=WARNING,
-        do="set them alike; what lockstep run --hosts sends from here is counted as theirs",
+        do="set them to the same values; those that lockstep run --hosts sends from here count as "
+        "set on each machine",
         if_equal="those of torch and its libraries are the same everywhere",
     )
 
 
 def _judge_clocks(machines: Machines) -> Finding:
-    """Finds clocks that differ from that of this machine, which asks the others."""
+    """Finds clocks that differ from that of this machine, which asks the others.
+
+    A fact `clock` is by how many seconds a machine is ahead of this one. A machine that stopped
+    answering may lack it.
+    """
     offset_s = {name: facts["clock"] for name, facts in machines.items() if "clock" in facts}
     largest_s = max((abs(seconds) for seconds in offset_s.values()), default=0.0)
     if largest_s <= MAX_CLOCK_OFFSET_S:
-        return Finding("ok", f"within {max(largest_s, 0.001):.3f} s of this machine")
+        measured_s = max(largest_s, 0.001)  # it is not measured better than to a millisecond
+        return Finding("ok", f"within {measured_s:.3f} s of this machine")
     wrong_clocks = []
     for name, seconds in offset_s.items():
         if abs(seconds) > MAX_CLOCK_OFFSET_S:
@@ -212,13 +228,14 @@ def _judge_clocks(machines: Machines) -> Finding:
 def _judge_names(machines: Machines) -> Finding:
     """Finds names of machines that some machine cannot look up, or takes for loopback.
 
-    A run uses the address that a machine has told itself, and its name only if it told none. So a
-    name that cannot be looked up matters only then.
+    A run uses the address that a machine has told itself (its fact `own`), and its name only if it
+    told none. So a name that cannot be looked up matters only then.
     """
     problems: list[Finding] = []
     unknown = []
-    reached_by_address: dict[str, None] = {}  # an ordered set
+    reached_by_address: dict[str, None] = {}  # names; a set that keeps the order
     for machine, facts in machines.items():
+        # The addresses of each machine's name, as this machine has looked them up.
         resolved = facts.get("resolved", NO_ANSWER)
         if UNKNOWN in resolved:
             unknown.append(machine)
@@ -258,12 +275,16 @@ class _MeasuredLink:
 
 
 def _judge_links(machines: Machines) -> Finding:
-    """Finds links on which nothing arrives, or long messages do not, or one that is very slow."""
+    """Finds links on which nothing arrives, or long messages do not, or one that is very slow.
+
+    Each machine has tried to connect to every other, and has measured the link to a few of them.
+    """
     problems = []
     measured = []
-    interfaces = set()
+    interfaces = set()  # the network interfaces that the links go through
     num_tried = 0
     for machine, facts in machines.items():
+        # A link has the key `error`, empty if it works. If it was measured, it has others instead.
         for other_machine, link in facts["links"].items():
             num_tried += 1
             direction = f"{machine} to {other_machine}"
@@ -284,7 +305,7 @@ def _judge_links(machines: Machines) -> Finding:
     summary = (
         f"at least {Link(latency_s, slowest.bandwidth)} (and {latency_s * 1e3:.2g} ms) each way"
     )
-    num_links = len(machines) * (len(machines) - 1)
+    num_links = len(machines) * (len(machines) - 1)  # one in each direction
     if len(measured) != num_links:
         summary += f", {num_tried} of {num_links} ways tried, {len(measured)} measured"
     if interfaces:
@@ -292,7 +313,7 @@ def _judge_links(machines: Machines) -> Finding:
     if slowest.bandwidth * MAX_BANDWIDTH_RATIO < fastest.bandwidth:
         ratio = fastest.bandwidth / slowest.bandwidth
         found = f"{slowest.direction} is {ratio:.0f} times as slow as {fastest.direction}"
-        problems.append(Finding(WARNING, found, "see to its cable, port and interface"))
+        problems.append(Finding(WARNING, found, "check its cable, port and network interface"))
     return verdict(summary, problems)
 
 
@@ -302,14 +323,17 @@ def _link_problem(direction: str, link: Facts) -> Finding | None:
         do = "let the machines reach each other at all ports: Gloo and NCCL choose them"
         return Finding(ERROR, f"{direction}: {link['error']}", do)
     if link.get("stalled"):
-        found = f"{direction}: short messages arrive, long ones do not, as where the MTU is wrong"
-        do = "set the MTU of the interfaces to what the way between them carries"
+        found = f"{direction}: short messages arrive, long ones do not; perhaps the MTU is wrong"
+        do = "set the MTU of the interfaces to what the network between them carries"
         return Finding(ERROR, found, do)
     return None
 
 
 def _shorten(problems: Sequence[Finding]) -> list[Finding]:
-    """Replaces the texts of all but the first problems by their number; their advice stays."""
+    """Replaces the texts of all but the first problems by their number: `and 3 more`.
+
+    Their level and their advice stay, so that the joined finding is the same but for the texts.
+    """
     shown = list(problems[:MAX_SHOWN_DIFFERENCES])
     hidden = problems[MAX_SHOWN_DIFFERENCES:]
     for problem in hidden:
@@ -320,7 +344,11 @@ def _shorten(problems: Sequence[Finding]) -> list[Finding]:
 
 
 def _judge_folder(machines: Machines) -> Finding:
-    """Finds machines that do not see what the first machine wrote into the folder."""
+    """Finds machines that do not see what the first machine wrote into the folder for checkpoints.
+
+    The fact `shared` is True if a machine has seen it and False if not. It is None on the machine
+    that was to write and could not, and missing if a machine did not answer.
+    """
     no_answer = []
     not_shared = []
     for name, facts in machines.items():
@@ -330,7 +358,7 @@ def _judge_folder(machines: Machines) -> Finding:
         sees_file = facts["shared"]
         if sees_file is None:  # this is the machine that was to write the file
             found = f"not known: {name} cannot write there"
-            return Finding(WARNING, found, "name another")
+            return Finding(WARNING, found, "name another folder")
         if not sees_file:
             not_shared.append(name)
     problems = []
@@ -343,7 +371,7 @@ def _judge_folder(machines: Machines) -> Finding:
 
 
 def _judge_script(machines: Machines) -> Finding:
-    """Finds machines that lack the script, or have another one."""
+    """Finds machines that lack the script (its facts are None there), or have another one."""
     script = {name: facts.get("script", NO_ANSWER) for name, facts in machines.items()}
     missing = [name for name, facts in script.items() if facts is None]
     if missing:
@@ -352,7 +380,10 @@ def _judge_script(machines: Machines) -> Finding:
 
 
 def _judge_token(machines: Machines) -> Finding:
-    """Finds tokens that differ, by a few digits of their digests."""
+    """Finds tokens that differ: secrets that the machines of a run show each other.
+
+    Only a few digits of their digests are compared, as the token itself is not sent.
+    """
     digests = {}
     for name, token in _facts_of_check(machines, "token").items():
         digests[name] = _select(token, "digest")
@@ -364,7 +395,9 @@ def _judge_token(machines: Machines) -> Finding:
 
 
 def _judge_data(machines: Machines) -> Finding:
-    """Compares the data set, and reports the first kind of difference: numbers, sizes, ..."""
+    """Compares the data set, and reports only the first kind of difference: the number of files,
+    their sizes, their names, or pieces of their contents.
+    """
     data = {name: facts.get("data", NO_ANSWER) for name, facts in machines.items()}
     missing = [name for name, facts in data.items() if facts is None]
     if missing:

@@ -15,7 +15,12 @@ MAX_LOAD_PER_CORE = 1.5
 
 
 def gather(folder: Path) -> Facts:
-    """Reads the numbers of cores, and how many processes wanted one in the last minute (`load`)."""
+    """Reads how many cores there are, and how many processes wanted one in the last minute.
+
+    `machine` is the number of all cores and `allowed` of those that this process may use; `quota`
+    is how many of them its control group (the limit of a container or job) lets it keep busy, or
+    None; `load` is the mean number of processes that ran or wanted to.
+    """
     return {
         "machine": os.cpu_count() or 1,
         "allowed": cores_allowed(),
@@ -31,8 +36,8 @@ def judge(facts: Facts) -> Finding:
     load = facts["load"]
     problems = []
     if quota is not None and quota < machine:
-        found = f"the control group allows {quota:g}, and libraries that count see {machine}"
-        do = "lockstep run sets OMP_NUM_THREADS by it; give num_workers by hand"
+        found = f"the control group allows {quota:g}, but libraries count {machine}"
+        do = "lockstep run sets OMP_NUM_THREADS to fit; choose num_workers of loaders yourself"
         problems.append(Finding(WARNING, found, do))
     # The load is that of the whole machine, so it is compared with all of its cores.
     if load > MAX_LOAD_PER_CORE * machine:

@@ -43,22 +43,27 @@ def gather(path: Path) -> dict[str, Any] | None:
 
 
 def _spread(names: Sequence[str], count: int) -> list[str]:
-    """Returns `count` names at equal distances, from the first to the last; some may be equal."""
+    """Returns `count` names at equal distances, from the first to the last.
+
+    If there are fewer than `count` names, some are returned several times.
+    """
     if not names:
         return []
     last = len(names) - 1
+    # Choice k of n is at k * last / (n - 1), rounded down: the first at 0, the last at `last`.
     return [names[number * last // (count - 1)] for number in range(count)]
 
 
 def _files(path: Path) -> Iterator[tuple[str, int]]:
-    """Yields the name and size of each file below a folder, in order.
+    """Yields the relative path and the size in bytes of each file below a folder, in order.
 
-    If the path is a file, its name is empty. The size of a broken link is -1.
+    The order is the same on all machines. If the path is itself a file, its name is empty, so that
+    `path / name` is that file. The size of a broken link is -1.
     """
     if path.is_file():
         yield "", path.stat().st_size
     for folder, subfolders, names in os.walk(path, followlinks=True):
-        subfolders.sort()  # os.walk visits them in this order
+        subfolders.sort()  # in place: os.walk then visits them in this order
         for name in sorted(names):
             file = Path(folder, name)
             size = file.stat().st_size if file.exists() else -1
@@ -74,6 +79,8 @@ def _digest(path: Path, size: int) -> str:
     last_piece_begin = max(size - PIECE_SIZE, 0)
     try:
         with path.open("rb") as file:
+            # Of 3 pieces they begin at 0, at half of `last_piece_begin`, and there. In a small file
+            # they overlap.
             for number in range(PIECES_PER_FILE):
                 file.seek(number * last_piece_begin // (PIECES_PER_FILE - 1))
                 digest.update(file.read(PIECE_SIZE))

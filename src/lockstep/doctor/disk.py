@@ -32,10 +32,11 @@ MIN_NEW_FILES = 1000
 def gather(folder: Path) -> Facts:
     """Reads the room for bytes and files, and measures the speed with a temporary file.
 
-    If the folder does not exist, the nearest existing folder above it is measured.
+    If the folder does not exist, the nearest existing folder above it is measured. `speed` is in
+    bytes a second, or None if the folder cannot be written: then `problem` says why.
     """
     places = [folder, *folder.absolute().parents]
-    nearest_path = _first(places, os.path.lexists)
+    nearest_path = _first(places, os.path.lexists)  # of any kind
     nearest_folder = _first(places, os.path.isdir)
     usage = shutil.disk_usage(nearest_folder)
     file_system = os.statvfs(nearest_folder)
@@ -50,11 +51,13 @@ def gather(folder: Path) -> Facts:
         "speed": None,
         "problem": None,
     }
-    if nearest_folder != nearest_path:  # a file, or a link that leads nowhere
+    # What stands in the way of the folder is a file, or a link that leads nowhere.
+    if nearest_folder != nearest_path:
         facts["problem"] = f"{nearest_path} is no folder"
         return facts
     try:
-        # The folder may be missing, but a stale network mount raises another error here.
+        # A folder that is missing is no problem. But `isdir` also takes a folder on a dead network
+        # mount for missing. Here that raises another error.
         with contextlib.suppress(FileNotFoundError):
             folder.stat()
         facts["speed"] = _measure_speed(nearest_folder)
@@ -64,7 +67,7 @@ def gather(folder: Path) -> Facts:
 
 
 def _first(places: list[Path], is_wanted: Callable[[Path], bool]) -> Path:
-    """Returns the first place for which the function is true; the last one, /, always is."""
+    """Returns the first place for which the function is true; the last, which is /, if none is."""
     for place in places:
         if is_wanted(place):
             return place
@@ -88,7 +91,7 @@ def judge(facts: Facts) -> Finding:
     """Finds a disk without room, one that may not be written, and a slow one."""
     summary = f"{gib(facts['free'])} of {gib(facts['total'])} free in {facts['folder']}"
     problems = []
-    if facts["problem"] is not None:
+    if facts["problem"] is not None:  # then the speed is not known
         found = f"{facts['folder']} cannot be written: {facts['problem']}"
         problems.append(Finding(ERROR, found, "name another by --folder, or make it writable"))
     elif facts["speed"] < MIN_SPEED:
@@ -96,7 +99,7 @@ def judge(facts: Facts) -> Finding:
         problems.append(Finding(WARNING, found, "choose a faster disk, or save less often"))
     else:
         summary += f", {facts['speed'] / 1e6:.0f} MB/s"
-    if facts["problem"] is None and not facts["exists"]:
+    if facts["problem"] is None and not facts["exists"]:  # only mentioned: it can be created
         do = "it is made with the first checkpoint, or by --fix"
         problems.append(Finding("ok", "the folder is not there yet", do))
     if facts["free"] < MIN_FREE:

@@ -27,7 +27,12 @@ THROTTLE_REASONS = {
 
 
 def gather(folder: Path) -> Facts:
-    """Reads facts about each visible GPU, and computes a product on each."""
+    """Reads facts about each visible GPU, and multiplies two matrices on each.
+
+    Returns:
+        `gpus`, a dict for each GPU. Its `difference` from the CPU is None if computing raised
+        `error`. `nvml` says why NVML cannot be used, and is None if it can.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -81,9 +86,20 @@ def _load_nvml() -> tuple[Any, str | None]:
 
 
 def _ask_nvml(nvml: Any, uuid: str) -> dict[str, Any]:
-    """Returns what NVML knows of a GPU; None for what it does not know of this model."""
+    """Returns what NVML knows of a GPU; nothing if it does not know the GPU.
+
+    Args:
+        nvml: the module.
+        uuid: of the GPU. Its index would not do, as torch counts only the visible ones.
+
+    Returns:
+        `total` and `free` memory in bytes, `processes` (the numbers of other processes on it),
+        `ecc` (uncorrected memory errors since the last start), and `throttled` (the bits of the
+        reasons for a lower clock). Each is None if NVML does not tell it of this model.
+    """
 
     def ask(function: str, *args: Any) -> Any:
+        """Calls a function of NVML; returns None if this GPU does not support it."""
         try:
             return getattr(nvml, function)(*args)
         except nvml.NVMLError:
@@ -128,7 +144,11 @@ def judge(facts: Facts) -> Finding:
 
 
 def _problems(gpu: Facts) -> list[Finding]:
-    """Returns what is wrong with one GPU; the texts go on from "GPU 0"."""
+    """Returns what is wrong with one GPU.
+
+    The texts begin with a verb, such as `is slowed down`: the caller writes `GPU 0` before it.
+    What NVML has not told is missing in the facts, or None.
+    """
     problems = []
     if gpu["error"] is not None:
         do = "see nvidia-smi and the kernel's log; leave it out by CUDA_VISIBLE_DEVICES"
@@ -152,5 +172,5 @@ def _problems(gpu: Facts) -> list[Finding]:
     reasons = [reason for bit, reason in THROTTLE_REASONS.items() if throttle_bits & bit]
     if reasons:
         found = f"is slowed down: {', '.join(reasons)}"
-        problems.append(Finding(WARNING, found, "see to its cooling and power"))
+        problems.append(Finding(WARNING, found, "check its cooling and its power supply"))
     return problems

@@ -18,13 +18,15 @@ MAX_LOOKUP_S = 1.0
 
 
 def gather(folder: Path) -> Facts:
-    """Reads the name and its addresses, and measures how long it takes to look an address up."""
+    """Reads the name of this machine and the addresses that it stands for, and measures how long it
+    takes to find the name of the machine's own address.
+    """
     name = socket.gethostname()
-    address = address_reaching() or LOOPBACK
+    address = address_reaching() or LOOPBACK  # the address by which it reaches other machines
     if ":" not in address:
         address = f"::ffff:{address}"  # an IPv4 address as torch's IPv6 sockets write it
     begin = time.monotonic()
-    with suppress(OSError):
+    with suppress(OSError):  # only the time matters: not having a name is no problem
         socket.getnameinfo((address, 0, 0, 0), 0)
     lookup_s = time.monotonic() - begin
     return {"name": name, "addresses": resolve(name), "address": address, "waited_s": lookup_s}

@@ -89,12 +89,15 @@ class _Examination:
     async def _ask(
         self, request: Request, timeout_s: float, names: Iterable[str] | None = None
     ) -> Answers:
-        """Asks machines at the same time; those that fail or are late become failures.
+        """Asks machines at the same time; adds those that fail or are late to `failures`.
 
         Args:
             request: asks one machine.
             timeout_s: how long a machine may take to answer.
-            names: which machines; None for all. Machines that have failed are left out.
+            names: which machines; None for all. Machines that have failed before are not asked.
+
+        Returns:
+            The answers of the others, by the name of the machine.
         """
         if names is None:
             names = self._remotes
@@ -103,7 +106,7 @@ class _Examination:
             remote.answer_timeout_s = timeout_s
         answers, problems = await run_on_all(remotes, request)
         for remote, problem in problems.items():
-            found, do = problem.args
+            found, do = problem.args  # what went wrong with the machine, and what to do about it
             self.failures[remote.host.name] = Finding(ERROR, found, do)
         return {remote.host.name: answer for remote, answer in answers.items()}
 
@@ -119,16 +122,21 @@ class _Examination:
             await asyncio.gather(*(remote.close() for remote in self._remotes.values()))
 
     async def _connect(self) -> None:
-        """Starts the process on each machine, and learns the address of each."""
+        """Starts the process on each machine, and learns the address of each.
+
+        For each machine that answers, `facts` gets its address and empty `links` and `checks`. A
+        machine without the working folder is a failure.
+        """
 
         async def connect(remote: Remote) -> dict[str, Any]:
+            # The answer is that of `lockstep.run.machines.remote.describe_machine`.
             return await remote.connect(
                 ask="look", folder=working_folder(), script=None, here=remote.here
             )
 
         answers = await self._ask(connect, self._remaining_s() / 2)
         for name, answer in answers.items():
-            if answer["missing"]:
+            if answer["missing"]:  # a text that says what is missing
                 self.failures[name] = Finding(
                     ERROR, answer["missing"], "the folder must be there, too"
                 )
@@ -141,19 +149,24 @@ class _Examination:
             self.facts[name] = {"own": address, "links": {}, "checks": {}}
 
     async def _read_clocks(self) -> None:
+        """Adds to the facts of each machine by how many seconds its clock is ahead: `clock`."""
         answers = await self._ask(_read_clock, self._remaining_s() / 12)
         for name, answer in answers.items():
             self.facts[name].update(answer)
 
     async def _try_links(self) -> None:
-        """Connects each machine to every other, and measures the links to the next few."""
+        """Connects each machine to every other, and measures the links to the next few.
+
+        The fact `links` of a machine then has an entry for each other machine: its `error`, which
+        is empty if the connection works, or what was measured.
+        """
         token = self._token
         answers = await self._ask(
             lambda remote: remote.ask(ask="serve", token=token), self._remaining_s() / 4
         )
-        places: dict[str, tuple[str, int]] = {}  # the address and port of each machine that serves
+        places: dict[str, tuple[str, int]] = {}  # the address and port of each machine that listens
         for name, answer in answers.items():
-            if "port" in answer:
+            if "port" in answer:  # otherwise it could not listen
                 address = self.facts[name]["own"] or self._remotes[name].host.address
                 places[name] = (address, answer["port"])
 
@@ -161,6 +174,7 @@ class _Examination:
             others = {name: place for name, place in places.items() if name != remote.host.name}
             return await remote.ask(ask="reach", places=others)
 
+        # `reach` answers only for the machines that were not reached.
         errors_of_machine = await self._ask(reach, self._remaining_s() / 3)
         for name, errors in errors_of_machine.items():
             links = {other: {"error": errors.get(other, "")} for other in places if other != name}
@@ -169,6 +183,8 @@ class _Examination:
 
     async def _measure_links(self, places: Mapping[str, tuple[str, int]]) -> None:
         """Measures the link of each machine to the next one, then to the one after that, ...
+
+        The last machine is followed by the first. Links that do not work are left out.
 
         Args:
             places: the address and port of each machine.
@@ -186,7 +202,7 @@ class _Examination:
     async def _measure_links_to(
         self, neighbors: Mapping[str, str], places: Mapping[str, tuple[str, int]]
     ) -> None:
-        """Measures one link of each machine, all at the same time.
+        """Measures one link of each machine, all at the same time; puts the results into `links`.
 
         Args:
             neighbors: for each machine, by its name, the name of the machine at the other end.
@@ -202,7 +218,12 @@ class _Examination:
             self.facts[name]["links"][neighbors[name]] = link
 
     async def _run_checks(self, files: Mapping[str, str], fix: bool) -> None:
-        """Runs the checks of `lockstep doctor` on each machine."""
+        """Runs the checks of `lockstep doctor` on each machine, and adds their facts to `facts`.
+
+        Args:
+            files: what to compare: `script`, a file; `data`, a file or folder.
+            fix: repair on each machine what can be repaired.
+        """
         addresses = {name: self._remotes[name].host.address for name in self.facts}
         # The answer needs time to arrive, and so do the requests that come after this one.
         checks_s = min(DEADLINE_S, self._remaining_s(2 * ANSWER_TRANSFER_S))
@@ -218,7 +239,9 @@ class _Examination:
             )
 
         answers = await self._ask(run_checks, self._remaining_s(ANSWER_TRANSFER_S))
-        forwarded = {}  # `lockstep run --hosts` sends these variables to each machine
+        # `lockstep run --hosts` sends these variables from here to each machine, so in a run they
+        # have the same values everywhere.
+        forwarded = {}
         for name, value in variables.gather(self._folder).items():
             if name.startswith(FORWARDED_PREFIXES):
                 forwarded[name] = value
@@ -231,6 +254,7 @@ class _Examination:
 
         The fact `shared` of a machine is True or False, or None if the first machine cannot write.
         """
+        # The name is new and is also the text of the file, so that no other file is taken for it.
         path = str(self._folder / f".lockstep-doctor-{secrets.token_hex(8)}")
         able = [name for name in self.facts if name not in self.failures]
         if not able:
@@ -243,12 +267,17 @@ class _Examination:
         )
         if writer not in answers:  # it failed
             return
-        self.facts[writer]["shared"] = None
+        self.facts[writer]["shared"] = None  # unless it could write: then it also reads
         if answers[writer]["error"] is None:
             await self._read_shared_file(answers[writer]["path"], expected_text=path)
 
     async def _read_shared_file(self, path: str, expected_text: str) -> None:
-        """Lets all machines read the file; sets their fact `shared`."""
+        """Lets all machines read the file; their fact `shared` says whether they see it.
+
+        Args:
+            path: the file that the first machine has written.
+            expected_text: what it has written.
+        """
         answers = await self._ask(
             lambda remote: remote.ask(ask="read", path=path), self._remaining_s()
         )
@@ -257,7 +286,12 @@ class _Examination:
 
 
 def _address_of_this_machine(answers: Iterable[Mapping[str, Any]]) -> str | None:
-    """Returns the address from which this machine reached another one, or None."""
+    """Returns the address from which this machine reached another one; None if none tells it.
+
+    Args:
+        answers: those of `describe_machine`, whose `first` is the address from which ssh came. That
+            may be a machine on the way.
+    """
     for answer in answers:
         if answer["first"] and is_here(answer["first"]):
             return str(answer["first"])
@@ -265,9 +299,12 @@ def _address_of_this_machine(answers: Iterable[Mapping[str, Any]]) -> str | None
 
 
 async def _read_clock(remote: Remote) -> dict[str, Any]:
-    """Returns by how many seconds a machine's clock is ahead of this one's.
+    """Returns, as `clock`, by how many seconds a machine's clock is ahead of this one's.
 
-    The reading with the shortest round trip counts, since it is the most exact.
+    The reading with the shortest round trip counts, since it is the most exact. The other clock is
+    taken to be read in the middle of the round trip:
+
+        ahead = other - (begin + end) / 2
     """
     shortest_s = float("inf")
     ahead_s = 0.0

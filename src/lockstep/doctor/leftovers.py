@@ -37,7 +37,10 @@ FileAndSize = tuple[str, int]
 
 
 def gather(folder: Path) -> Facts:
-    """Lists the files of shared memory and the folders of logs that could be removed."""
+    """Lists the files of shared memory and the folders of logs that could be removed.
+
+    `sees_all` is False if processes of containers may use them without being seen here.
+    """
     return {
         "shared": [[path, size] for path, size in _abandoned_shared_memory()],
         "sees_all": sees_all_processes(),
@@ -51,7 +54,7 @@ def _abandoned_shared_memory() -> list[FileAndSize]:
         return []
     abandoned = []
     for path in SHARED_MEMORY.glob("torch_*"):
-        match = TORCH_FILE.match(path.name)
+        match = TORCH_FILE.match(path.name)  # its first group is the process that made the file
         if match is None:
             continue
         try:
@@ -62,7 +65,7 @@ def _abandoned_shared_memory() -> list[FileAndSize]:
         is_old = time.time() - status.st_mtime > SHARED_MIN_AGE_S
         if is_ours and is_old and not _is_running(int(match[1])):
             abandoned.append((str(path), status.st_size))
-    if not abandoned:
+    if not abandoned:  # then the maps of all processes need not be read
         return []
     mapped = _mapped_shared_memory()
     # The number of its process means nothing here if that one runs in another container.
@@ -70,15 +73,19 @@ def _abandoned_shared_memory() -> list[FileAndSize]:
 
 
 def _old_logs() -> list[FileAndSize]:
-    """Returns the folders of logs in which no file is young, with the size of all their files."""
+    """Returns the folders of logs in which no file is young, each with the size of all its files.
+
+    Each run has a folder in one folder of this user's.
+    """
     logs = Path(tempfile.gettempdir(), f"lockstep-logs-{os.getuid()}")
     if not logs.is_dir() or logs.stat().st_uid != os.getuid():
         return []
     old = []
     for run in logs.iterdir():
-        files = []
+        files = []  # the size and time of each file and folder in it
         if run.is_dir():
             files = [path.lstat() for path in run.rglob("*")]
+        # A folder without files is as old as itself.
         newest_time = max((file.st_mtime for file in files), default=run.lstat().st_mtime)
         if time.time() - newest_time > LOGS_MIN_AGE_S:
             old.append((str(run), sum(file.st_size for file in files)))
@@ -90,7 +97,7 @@ def sees_all_processes() -> bool:
 
     A container has a namespace of processes of its own, in which they have other numbers.
     """
-    namespaces = set()
+    namespaces = set()  # their inode numbers
     for process in PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it is another user's, or it has ended
             namespaces.add(os.stat(process / "ns/pid").st_ino)
@@ -146,7 +153,10 @@ def judge(facts: Facts) -> Finding:
 
 
 def fix(facts: Facts) -> list[str]:
-    """Removes the shared memory, and the old logs if they are large."""
+    """Removes the shared memory, and the old logs if they are large; returns a line about each.
+
+    Shared memory stays if processes that are not seen here may use it.
+    """
     done = []
     if facts["sees_all"]:
         for path, _ in facts["shared"]:

@@ -18,7 +18,11 @@ MIN_LOCKED_MEMORY = 2**33  # bytes
 
 
 def gather(folder: Path) -> Facts:
-    """Reads the limits (None: there is none), of open files also the limit for the user himself."""
+    """Reads the limits; None where there is none.
+
+    `files` is the present limit of open files (the soft limit), and `most_files` up to where a user
+    who is not root may raise it (the hard limit). `locked` is in bytes.
+    """
     soft_files, hard_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes = None
     if hasattr(resource, "RLIMIT_NPROC"):  # not every system limits the number of processes
@@ -33,6 +37,7 @@ def gather(folder: Path) -> Facts:
 
 
 def _limit(number: int) -> int | None:
+    """Returns the limit, or None if the system's number stands for no limit."""
     return None if number == resource.RLIM_INFINITY else number
 
 
@@ -55,7 +60,11 @@ def judge(facts: Facts) -> Finding:
 
 
 def _how_to_raise_open_files(hard_limit: int | None) -> str:
-    """Says how to raise the limit; up to the hard limit the user can do it himself."""
+    """Says how to raise the limit; up to the hard limit a user who is not root can do it.
+
+    Args:
+        hard_limit: None if there is none.
+    """
     if hard_limit is None:
         return f"ulimit -n {MIN_OPEN_FILES}"
     if hard_limit < MIN_OPEN_FILES:

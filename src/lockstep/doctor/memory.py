@@ -62,6 +62,8 @@ def available_in_group(root: Path) -> int | None:
             usage = int((folder / files.usage).read_text())
         except (OSError, ValueError):  # there is no such group, or its limit is "max"
             continue
+        # The kernel gives back what caches files, so it is available as well:
+        #     available = limit - usage + freeable
         cached = read_field(folder / "memory.stat", files.cache_field) or 0
         # The files are not read at the same moment, so more may be cached than was used before.
         freeable = min(usage, cached)
@@ -73,13 +75,15 @@ def judge(facts: Facts) -> Finding:
     """Finds too little memory to load torch and a model on each rank."""
     available = facts["available"]
     group = facts["group"]
+    do = "end the programs that take it"
     problems = []
+    # The tighter of the two counts: what the machine has, and what the control group allows.
     if group is not None and group < available:
         available = group
         problems.append(Finding("ok", f"its control group leaves {gib(group)}"))
     if available < MIN_FOR_TORCH:
-        problems.append(Finding(ERROR, "no process with torch fits", "end what takes it"))
+        problems.append(Finding(ERROR, "no process with torch fits", do))
     elif available < MIN_FOR_A_MODEL:
         found = "a process with torch takes about half a GiB before there is a model"
-        problems.append(Finding(WARNING, found, "start few processes, or end what takes it"))
+        problems.append(Finding(WARNING, found, f"start few processes, or {do}"))
     return verdict(f"{gib(facts['available'])} of {gib(facts['total'])} available", problems)

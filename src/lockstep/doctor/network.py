@@ -28,10 +28,14 @@ MIN_MTU = 1280  # bytes of a packet
 
 
 def gather(folder: Path) -> Facts:
-    """Reads the interfaces, which one has the default route, and the variables that name one."""
+    """Reads the interfaces, which one has the default route, and the variables that name one.
+
+    The default route leads to other machines. `interface` and `address` are None if there is none;
+    `mtu` (the longest packet in bytes) and `mbits` (its speed) are None if they are not known.
+    """
     import psutil
 
-    address = address_reaching()
+    address = address_reaching()  # the address from which packets to other machines leave
     interface = None if address is None else interface_of(address)
     mtu = None
     megabits = None
@@ -75,9 +79,9 @@ def judge(facts: Facts) -> Finding:
     for variable, value in facts["variables"].items():
         if not _names_interfaces(variable, value, interfaces):
             found = f"{variable}={value}, and there is no such interface"
-            do = f"choose of {', '.join(interfaces)}, or unset it"
+            do = f"set it to one of {', '.join(interfaces)}, or unset it"
             problems.append(Finding(ERROR, found, do))
-    if facts["interface"] is None:
+    if facts["interface"] is None:  # no packet to other machines would leave
         other_interfaces = facing_outward(interfaces)
         if other_interfaces:
             summary = f"no default route: {listing(other_interfaces)}"
@@ -96,7 +100,14 @@ def judge(facts: Facts) -> Finding:
 
 
 def _names_interfaces(variable: str, value: str, interfaces: Iterable[str]) -> bool:
-    """Returns True if the interfaces that the variable names exist."""
+    """Returns True if the interfaces that the variable names exist.
+
+    Args:
+        variable: Gloo's, whose value is a list of names, or NCCL's, whose value is a list of
+            patterns of which one must match.
+        value: of the variable.
+        interfaces: the names of this machine's interfaces.
+    """
     if variable == GLOO_VARIABLE:
         return all(name in interfaces for name in value.split(","))
     return any(nccl_matches(value, name) for name in interfaces)

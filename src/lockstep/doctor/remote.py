@@ -50,6 +50,9 @@ def facts(
 ) -> dict[str, Any]:
     """Runs all checks of `lockstep doctor` on this machine, and reads what is to be compared.
 
+    Answers `checks`, the facts of each check; `fixed`, a line about each repair; `resolved`, the
+    addresses of each machine's name; and what `files` asks for.
+
     Args:
         folder: where checkpoints are to go.
         names: the address or host name of each machine, by the name that the user gave it.
@@ -63,6 +66,7 @@ def facts(
     if "data" in files:
         functions["data"] = partial(data.gather, Path(files["data"]))
     functions["resolved"] = partial(_resolve_all, names)
+    # The checks run meanwhile in this thread, as both have the same time.
     with ThreadPoolExecutor(1) as pool:
         compared = pool.submit(doctor.run_within, seconds, functions)
         checks, fixed = doctor.examine(Path(folder), repair=fix, deadline_s=seconds)
@@ -80,7 +84,10 @@ def _resolve_all(names: dict[str, str]) -> dict[str, Any]:
 
 
 def serve(token: str) -> dict[str, Any]:
-    """Listens for processes that know the token, until this process ends; answers the port."""
+    """Listens for processes that know the token, until this process ends.
+
+    Answers `port`, or `error` if it cannot listen.
+    """
     listener, port_or_error = listen(0, any_port_if_taken=False)
     if listener is not None:
         threading.Thread(target=_accept, args=(listener, token.encode()), daemon=True).start()
@@ -102,7 +109,7 @@ def acknowledge(connection: socket.socket, token: bytes) -> None:
         try:
             if not secrets.compare_digest(receive(connection, TOKEN_SIZE), token):
                 return
-            while True:
+            while True:  # until the other end closes the connection, which raises here
                 remaining = int.from_bytes(receive(connection, 8))
                 if remaining == 0:  # no message is empty: this is somebody else's connection
                     return
@@ -132,10 +139,14 @@ def reach(places: dict[str, tuple[str, int]]) -> dict[str, str]:
     """Answers which machines cannot be connected to, and why.
 
     Args:
-        places: the address and port of each machine.
+        places: the address and port of each machine, by its name.
+
+    Returns:
+        The reason by name, for those machines only.
     """
 
     def try_to_connect(place: tuple[str, int]) -> str:
+        """Returns why a machine cannot be connected to, and an empty text if it can."""
         address, port = place
         try:
             socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S).close()
@@ -169,7 +180,7 @@ def measure(address: str, port: int, token: str) -> dict[str, Any]:
         connection.settimeout(ANSWER_TIMEOUT_S)
         try:
             connection.sendall(token.encode())
-            _send_message(connection, 1)
+            _send_message(connection, 1)  # not counted: the other end starts a thread first
             round_trips = [_send_message(connection, 1) for _ in range(NUM_PINGS)]
         except OSError as error:
             return {"error": _describe(error, ANSWER_TIMEOUT_S)}
@@ -189,18 +200,24 @@ def _send_message(connection: socket.socket, size: int) -> float:
 
 
 def _measure_bandwidth(connection: socket.socket, latency_s: float) -> float | None:
-    """Returns the bytes a second of the longest messages that were acknowledged, None if none."""
+    """Returns the bytes a second of the longest messages that were acknowledged; None if none was.
+
+    Args:
+        connection: to the other machine.
+        latency_s: the seconds that a short message takes in one direction.
+    """
     bandwidth: float | None = None
     for size in MESSAGE_SIZES:
-        if bandwidth is not None and size / bandwidth > MAX_MESSAGE_S:
+        if bandwidth is not None and size / bandwidth > MAX_MESSAGE_S:  # it would take too long
             break
         try:
             # The shorter of two times, since a busy machine may have delayed one.
             seconds = min(_send_message(connection, size), _send_message(connection, size))
-        except OSError:
+        except OSError:  # it was not acknowledged in time: what shorter ones have shown stays
             break
-        # The message arrived one latency before its acknowledgement did. A latency that is more
-        # than half of the time was measured too long.
+        # The acknowledgement took one latency to come back, so the message arrived that much
+        # earlier. It took half of the time or more: a longer latency was measured wrongly.
+        #     bandwidth = size / max(seconds - latency_s, seconds / 2)
         sending_s = max(seconds - latency_s, seconds / 2)
         bandwidth = size / sending_s
     return bandwidth
@@ -209,8 +226,9 @@ def _measure_bandwidth(connection: socket.socket, latency_s: float) -> float | N
 def write(path: str, text: str) -> dict[str, Any]:
     """Writes a small file, which is removed when this process ends.
 
-    If its folder does not exist it is written into the nearest existing folder above; the answer
-    has the path that it got.
+    If its folder does not exist, it is written into the nearest existing folder above.
+
+    Answers `error`, the system's text, or None if the file was written, to `path`.
     """
     folder = Path(path).parent
     while not os.path.isdir(folder):
@@ -225,7 +243,7 @@ def write(path: str, text: str) -> dict[str, Any]:
 
 
 def read(path: str) -> dict[str, Any]:
-    """Answers the text of a small file, or None if it cannot be read."""
+    """Answers `text`, that of a small file, or None if it cannot be read."""
     try:
         return {"text": Path(path).read_text()}
     except OSError:

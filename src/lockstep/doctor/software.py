@@ -20,11 +20,15 @@ MIN_TORCH = (2, 11)
 
 
 def gather(folder: Path) -> Facts:
-    """Reads the versions; those of torch and its libraries only if torch can be imported."""
+    """Reads the versions.
+
+    If torch cannot be imported, `torch` is None and `problem` says why; the facts of torch's
+    libraries are then missing. `cuda`, `nccl` and `driver` are None if there are none.
+    """
     packages = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
-        if name:
+        if name:  # a broken installation may have none
             packages[name] = distribution.version
     facts: dict[str, Any] = {
         "python": platform.python_version(),
@@ -51,7 +55,9 @@ def gather(folder: Path) -> Facts:
 
 
 def _nvidia_driver() -> str | None:
-    """Returns the version of NVIDIA's kernel module, or None if there is none."""
+    """Returns the version of NVIDIA's kernel module: None if there is no such module, "unknown" if
+    its text has another form.
+    """
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -93,9 +99,10 @@ def judge(facts: Facts) -> Finding:
 
 
 def _major_and_minor(version: str) -> tuple[int, ...]:
-    """Returns (2, 11) for `2.11.0+cu128`."""
+    """Returns the first two numbers of a version: (2, 11) for `2.11.0+cu128`."""
     numbers = []
-    for part in version.partition("+")[0].split(".")[:2]:
-        digits = re.sub(r"\D", "", part)
+    public_version, _, _ = version.partition("+")
+    for part in public_version.split(".")[:2]:
+        digits = re.sub(r"\D", "", part)  # of "12rc1", for example
         numbers.append(int(digits or 0))
     return tuple(numbers)

@@ -18,7 +18,11 @@ MODE_FOR_OTHERS = 0o077  # the bits of a file's mode that let other users do any
 
 
 def gather(folder: Path) -> Facts:
-    """Reads where the token comes from, what is wrong with it, and a little of its digest."""
+    """Reads where the token comes from, what is wrong with it, and a little of its digest.
+
+    `source` is a text such as the path of its file, or None if there is no token yet. `open` is
+    True if the user has chosen to have none. `problem` and `do` say what is wrong.
+    """
     facts: dict[str, Any] = {
         "source": None,
         "problem": None,
@@ -28,7 +32,7 @@ def gather(folder: Path) -> Facts:
     }
     path = token_file(os.environ)
     if not os.environ.get(TOKEN_VARIABLE) and not path.exists():
-        return facts  # `find_token` would make one
+        return facts  # there is none yet, and `find_token` would create one
     try:
         token = find_token(os.environ)
     except SettingError as error:
@@ -45,7 +49,7 @@ def gather(folder: Path) -> Facts:
 
 def judge(facts: Facts) -> Finding:
     """Finds a token that other users may read, and a run that is open to everybody."""
-    if facts["problem"]:
+    if facts["problem"]:  # such as other users being able to read the file
         return Finding(ERROR, f"{facts['source']}: {facts['problem']}", facts["do"])
     if facts["open"]:
         found = f"{TOKEN_VARIABLE}=none: whoever reaches the port of a run may join it"
@@ -56,7 +60,11 @@ def judge(facts: Facts) -> Finding:
 
 
 def fix(facts: Facts) -> list[str]:
-    """Makes the file readable for this user alone, if others may read it."""
+    """Makes the token's file readable for this user alone, if others may read it.
+
+    Returns:
+        A line about the repair, if it was made.
+    """
     if not facts["problem"]:
         return []
     path = Path(facts["source"])

@@ -46,10 +46,13 @@ def judge(facts: Facts) -> Finding:
     rank_variables = [name for name in RANK_VARIABLES if name in facts]
     if rank_variables:
         assignments = ", ".join(f"{name}={facts[name]}" for name in rank_variables)
-        found = f"{assignments}: a script that is started plainly takes itself for a rank"
+        found = (
+            f"{assignments}: a script that is started without a launcher takes itself for a rank"
+        )
         do = f"in this shell: unset {' '.join(rank_variables)}"
         problems.append(Finding(WARNING, found, do))
     for name, (slow_value, effect) in DEBUG_VARIABLES.items():
+        # Other values of these variables are harmless.
         if facts.get(name) == slow_value:
             found = f"{name}={slow_value}: {effect}"
             problems.append(Finding(WARNING, found, "unset it to train"))

@@ -174,7 +174,7 @@ class Supervisor:
         # A wait that may end is reported only when it has lasted somewhat longer.
         has_lasted = verdict.waited_s >= self._rules.after + _EXTRA_PATIENCE_S
         may_be_reported = verdict.fatal or has_lasted
-        if may_be_reported and self._is_report_due(verdict, verdict.waited_s):
+        if may_be_reported and self._mark_reported_if_due(verdict, verdict.waited_s):
             if verdict.fatal:
                 verdict = self._complete(verdict, earlier, later)
             self._report(render(verdict))
@@ -199,9 +199,9 @@ class Supervisor:
             self._report(f"hang.txt and hang.json cannot be written: {error.strerror}")
         return verdict
 
-    def _is_report_due(self, verdict: Verdict, lasted_s: float) -> bool:
-        """True if a verdict that does not stop the run is to be reported. Then it is taken as
-        reported: `_reported_s` says for how long.
+    def _mark_reported_if_due(self, verdict: Verdict, lasted_s: float) -> bool:
+        """Returns True if a verdict that does not stop the run is to be reported, and notes in
+        `_reported_s` that it is.
 
         A rank may often work alone, so the same wait is reported again only when it is much longer.
         Waits are the same if all ranks are at the same lines. They are also the same if nothing has
@@ -243,7 +243,7 @@ class Supervisor:
         if verdict.ranks != self._slow_ranks:
             self._next_straggler_check_at = now + _SECOND_STRAGGLER_CHECK_S
         # It always counts as 1 s long, so that one straggler at the same lines is reported once.
-        elif self._is_report_due(verdict, lasted_s=1.0):
+        elif self._mark_reported_if_due(verdict, lasted_s=1.0):
             self._report(render(verdict))
         self._slow_ranks = verdict.ranks
 
