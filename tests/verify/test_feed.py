@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.errors import UsageError
-from lockstep.verify.feed import BatchReader, BatchWriter, Fed, join
+from lockstep.verify.feed import BatchReader, BatchWriter, LoadedBatch, join
 
 pytestmark = pytest.mark.unit
 
@@ -42,7 +42,7 @@ def test_a_pass_has_what_any_rank_had(tmp_path: Path) -> None:
             writer.add_loader(loader)
         assert [writer.begin_pass(loaders[1]), writer.begin_pass(loaders[0])] == ["1-1", "0-1"]
         for number, ids in enumerate(batches):
-            writer.write("0-1", number, Fed(torch.tensor(ids), ids))
+            writer.write("0-1", number, LoadedBatch(torch.tensor(ids), ids))
         writer.write_lengths()
     reader = BatchReader(tmp_path)
     other = [DataLoader(range(8)), DataLoader(range(3))]
@@ -57,4 +57,4 @@ def test_a_pass_has_what_any_rank_had(tmp_path: Path) -> None:
 def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
     writer = BatchWriter(tmp_path, 0)
     with pytest.raises(UsageError, match="a batch cannot be kept"):
-        writer.write("0-1", 0, Fed(lambda: None, None))
+        writer.write("0-1", 0, LoadedBatch(lambda: None, None))

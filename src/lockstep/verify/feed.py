@@ -1,12 +1,10 @@
-"""Gives one process the batches that several processes were handed, for `--same-samples`.
+"""Gives one process the batches that several processes trained on, for `--same-samples`.
 
 The ranks of the run on several processes write each batch that a DataLoader of torch hands out to
-train on. On one process every DataLoader then hands out, batch by batch, what all ranks were handed
-together, in the order of the ranks. So what lies behind the samples can be compared even if
-samplers or augmentation differ.
-
-A *pass* is one iteration over a DataLoader. It is named by the number of the loader, in the order
-in which loaders were built, and the number of the pass: `0-1`, `0-2`, ...
+train on. On one process every DataLoader then hands out, batch by batch, those of all ranks,
+joined in the order of the ranks. So everything else can be compared even if samplers or
+augmentation differ. A *pass* is one iteration over a DataLoader. It is named by the number of the
+loader, in the order in which loaders were built, and the number of the pass: `0-1`, `0-2`, ...
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from lockstep.errors import UsageError
 LENGTHS_FILE = "lengths.json"
 
 
-class Fed(NamedTuple):
-    """A batch, and the indices of its samples in the dataset if they are known."""
+class LoadedBatch(NamedTuple):
+    """A batch, and the indices of its samples in the dataset; None if they are not known."""
 
     batch: Any
     ids: list[int] | None
@@ -37,8 +35,8 @@ class _PassNames:
     """Numbers a script's DataLoaders and names the passes over them."""
 
     def __init__(self) -> None:
-        self._loaders: list[Any] = []
-        self._passes_over: Counter[int] = Counter()
+        self._loaders: list[Any] = []  # in the order of their numbers
+        self._passes_of_loader: Counter[int] = Counter()  # how many have begun, by loader number
 
     def add_loader(self, loader: Any) -> None:
         """Numbers a DataLoader that was built."""
@@ -52,12 +50,12 @@ class _PassNames:
         return None
 
     def begin_pass(self, loader: Any) -> str:
-        """Returns the name of a pass over a loader that begins."""
+        """Counts a pass over a loader that begins, and returns its name, such as `0-2`."""
         number = self.number_of(loader)
         if number is None:
-            number = -1
-        self._passes_over[number] += 1
-        return f"{number}-{self._passes_over[number]}"
+            number = -1  # all loaders that were not numbered count as one
+        self._passes_of_loader[number] += 1
+        return f"{number}-{self._passes_of_loader[number]}"
 
 
 class BatchWriter(_PassNames):
@@ -73,19 +71,19 @@ class BatchWriter(_PassNames):
         self._folder = folder / f"rank{rank}"
         self._folder.mkdir(parents=True)
 
-    def write(self, name_of_pass: str, number: int, fed: Fed) -> None:
-        """Writes a batch of a pass.
+    def write(self, name_of_pass: str, number: int, batch: LoadedBatch) -> None:
+        """Writes a batch of a pass into a file of its own.
 
         Args:
             name_of_pass: as `begin_pass` returned it.
-            number: of the batch in the pass.
-            fed: the batch.
+            number: of the batch in the pass, from 0.
+            batch: the batch.
 
         Raises:
             UsageError: it contains something that cannot be pickled.
         """
         try:
-            data = pickle.dumps(fed)
+            data = pickle.dumps(batch)
         except Exception as error:
             raise UsageError(
                 "lockstep verify --same-samples",
@@ -100,7 +98,7 @@ class BatchWriter(_PassNames):
         for number, loader in enumerate(self._loaders):
             try:
                 lengths[number] = len(loader)
-            except TypeError:  # a stream
+            except TypeError:  # its dataset is a stream, which has no length
                 continue
         (self._folder / LENGTHS_FILE).write_text(json.dumps(lengths))
 
@@ -116,28 +114,32 @@ class BatchReader(_PassNames):
         super().__init__()
         self._folders = sorted(folder.glob("rank*"), key=_rank_of_folder)
 
-    def batches(self, name_of_pass: str) -> Iterator[Fed]:
-        """Yields the batches of a pass, each joined from all ranks that had one.
+    def batches(self, name_of_pass: str) -> Iterator[LoadedBatch]:
+        """Yields the batches of a pass, each joined from all ranks that had as many batches.
 
         Raises:
             UsageError: the batches of the ranks cannot be joined.
         """
         number = 0
         while True:
-            parts: list[Fed] = []
+            parts: list[LoadedBatch] = []
             for folder in self._folders:
                 path = folder / f"{name_of_pass}-{number}.pickle"
                 if path.exists():
                     # Our own processes have written it, in a folder that only this user can enter.
                     parts.append(pickle.loads(path.read_bytes()))
-            if not parts:
+            if not parts:  # the pass of every rank has ended
                 return
             batch = join([part.batch for part in parts])
-            yield Fed(batch, _joined_ids(parts))
+            yield LoadedBatch(batch, _joined_ids(parts))
             number += 1
 
     def length(self, loader: Any) -> int | None:
-        """Returns how many batches a rank of the other run has; None if it is not known."""
+        """Returns how many batches a loader had on the ranks of the other run.
+
+        Returns None if it is not known. If the ranks had different numbers, that of the first one
+        counts.
+        """
         number = self.number_of(loader)
         if number is None:
             return None
@@ -146,7 +148,7 @@ class BatchReader(_PassNames):
             if not path.exists():
                 continue
             length_of_loader: dict[str, int] = json.loads(path.read_text())
-            if str(number) in length_of_loader:
+            if str(number) in length_of_loader:  # keys are texts in JSON
                 return length_of_loader[str(number)]
         return None
 
@@ -156,7 +158,7 @@ def _rank_of_folder(folder: Path) -> int:
     return int(folder.name.removeprefix("rank"))
 
 
-def _joined_ids(parts: Sequence[Fed]) -> list[int] | None:
+def _joined_ids(parts: Sequence[LoadedBatch]) -> list[int] | None:
     """Returns the indices of all ranks; None if those of some rank are not known."""
     joined = []
     for part in parts:
@@ -169,6 +171,9 @@ def _joined_ids(parts: Sequence[Fed]) -> list[int] | None:
 def join(parts: Sequence[Any]) -> Any:
     """Joins the batches of the ranks to one batch: tensors and lists one behind the other.
 
+    Args:
+        parts: the batches, one for each rank. They may be nested, but all in the same way.
+
     Raises:
         UsageError: tensors have different shapes.
     """
@@ -177,18 +182,30 @@ def join(parts: Sequence[Any]) -> Any:
         return _join_tensors(parts)
     if isinstance(first, Mapping):
         joined = {key: join([part[key] for part in parts]) for key in first}
-        return joined if type(first) is dict else type(first)(joined)  # type: ignore[call-arg]
+        if type(first) is dict:
+            return joined
+        # A mapping of a library, such as `BatchEncoding` of transformers.
+        return type(first)(joined)  # type: ignore[call-arg]
     if isinstance(first, list | tuple):
         return _join_sequences(parts)
+    # Numbers and texts belong to the batch, not to a sample. They should be the same on all ranks.
     return first
 
 
 def _join_sequences(parts: Sequence[Any]) -> Any:
-    """Joins lists or tuples: field by field if they hold tensors, else one behind the other."""
+    """Joins the lists or tuples of all ranks to one.
+
+    Those that hold tensors, such as `[inputs, labels]`, have a field for each kind of value and are
+    joined field by field. Others, such as a list of texts, have a value for each sample and are
+    joined one behind the other.
+    """
     first = parts[0]
     is_named_tuple = isinstance(first, tuple) and hasattr(first, "_replace")
     if is_named_tuple or any(isinstance(value, Tensor) for value in first):
-        joined_fields = [join(values) for values in zip(*parts, strict=True)]
+        joined_fields = []
+        for values_of_ranks in zip(*parts, strict=True):
+            joined_fields.append(join(values_of_ranks))
+        # A named tuple takes its fields as separate arguments.
         return type(first)(*joined_fields) if is_named_tuple else type(first)(joined_fields)
     all_values: list[Any] = []
     for part in parts:
@@ -197,14 +214,15 @@ def _join_sequences(parts: Sequence[Any]) -> Any:
 
 
 def _join_tensors(parts: Sequence[Tensor]) -> Tensor:
-    """Joins tensors along their first dimension.
+    """Joins tensors along their first dimension, which counts the samples.
 
     Raises:
         UsageError: the other dimensions differ.
     """
-    if not parts[0].dim():  # a number, such as the temperature of a schedule
+    if not parts[0].dim():  # a number, such as the temperature of a schedule: it has no samples
         return parts[0]
-    if len({part.shape[1:] for part in parts}) > 1:
+    shapes_of_sample = {part.shape[1:] for part in parts}
+    if len(shapes_of_sample) > 1:
         shapes = " and ".join(str(list(part.shape)) for part in parts)
         raise UsageError(
             "lockstep verify --same-samples",

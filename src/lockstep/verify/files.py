@@ -1,16 +1,16 @@
 """Puts files that a script changes back as they were when a run of it is over.
 
-So the next run finds what the first one found: a script that resumes from its own checkpoint, or
-appends to its own log, begins alike each time, and nothing of the user's is lost. Each rank copies
-a file before the script changes it (`FilesBefore`); the command puts it back after the run
-(`restore`). The folder of the run holds, once for all ranks:
+So the next run finds what the first one found: a script that resumes from its own checkpoint begins
+alike each time, and nothing of the user's is lost. Each rank *keeps* a file before the script
+changes it, which means that it copies the file (`FilesBefore`). After the run the command puts it
+back (`restore`). The folder of the run holds, once for all ranks:
 
 - a copy of each file, named by a hash of its path
-- an empty file HASH.known for each path that was seen
-- the index: one line for each path, `[path, kind, name of the copy or target of the link]`
+- a file HASH.known for each path that was kept
+- the index: one line of JSON for each path, `[path, kind, name of the copy or target of the link]`
 
-The *kind* is what was at a path before the run. What `torch.save` writes never gets to its path,
-see `recording/saved_files.py`.
+The *kind* is what was at a path before the run: a file, a link, a folder, or nothing. What
+`torch.save` writes never gets to its path, see `recording/saved_files.py`.
 """
 
 from __future__ import annotations
@@ -57,12 +57,14 @@ class FilesBefore:
         self._copies = os.path.join(run_folder, COPIES_FOLDER)
         os.makedirs(self._copies, exist_ok=True)
         self._start_time = os.stat(self._copies).st_mtime
-        # The functions themselves: the names will stand for patched ones.
+        # `watch` patches the functions of these modules. Here they are needed unpatched.
         self._copy_file = shutil.copy2
         self._open_descriptor = os.open
 
     def keep(self, path: Any) -> None:
         """Keeps the file that a path leads to, which may be written to from here on.
+
+        If the path is a link, the file behind it is kept, since that is written to.
 
         Args:
             path: what the script has given; anything that is no path is ignored.
@@ -71,13 +73,16 @@ class FilesBefore:
             self._keep(os.path.realpath(path))
 
     def keep_name(self, path: Any) -> None:
-        """Keeps what is at a path, which may be made, moved or removed; a link as a link.
+        """Keeps what is at a path, which may be made, moved or removed.
+
+        If the path is a link, the link itself is kept, and not the file behind it.
 
         Args:
             path: what the script has given; anything that is no path is ignored.
         """
         if isinstance(path, str | os.PathLike):
             folder, name = os.path.split(os.path.abspath(path))
+            # Links in the folder's path are followed, so that a file has the same path each time.
             self._keep(os.path.join(os.path.realpath(folder), name))
 
     def keep_folder(self, path: Any, moved_to: Any = None) -> None:
@@ -85,8 +90,10 @@ class FilesBefore:
 
         Args:
             path: of the folder; anything that is no folder is ignored.
-            moved_to: the new path of the folder; None: it is removed.
+            moved_to: the new path of the folder, where the same files will be made; None: the
+                folder is removed.
         """
+        # A link to a folder is moved or removed by itself, without what is in the folder.
         if not isinstance(path, str | os.PathLike) or os.path.islink(path):
             return
         top = os.fsdecode(path)
@@ -105,6 +112,7 @@ class FilesBefore:
         self.keep_folder(path, moved_to=moved_to)
 
     def _keep(self, path: str | bytes) -> None:
+        """Keeps what is at a path, unless it lies in a folder of `lockstep verify` itself."""
         path = os.fsdecode(path)
         if path.startswith(self._verify_folder):
             return
@@ -112,18 +120,18 @@ class FilesBefore:
             self._keep_once(path)
 
     def _keep_once(self, path: str) -> None:
-        """Copies what is at a path, unless a rank has seen the path before."""
+        """Copies what is at a path and adds it to the index, unless a rank has done so before."""
         name = hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
         copy = os.path.join(self._copies, name)
         known = copy + ".known"
         if os.path.exists(known):
             return
         kind = NOTHING
-        detail = ""
-        with suppress(FileNotFoundError):
+        detail = ""  # name of the copy, or target of the link
+        with suppress(FileNotFoundError):  # then the kind stays NOTHING
             status = os.lstat(path)
             if S_ISDIR(status.st_mode):
-                kind = FOLDER
+                kind = FOLDER  # without what is in it, which has paths of its own
             elif status.st_mtime >= self._start_time:
                 return  # the run itself has made it, as a temporary file: it was not there before
             elif S_ISLNK(status.st_mode):
@@ -139,13 +147,17 @@ class FilesBefore:
         self._append_line(os.path.join(self._copies, INDEX_FILE), [path, kind, detail])
 
     def _append_line(self, file: str, value: object) -> None:
+        """Appends a value to a file as a line of JSON; makes the file if it is not there."""
         descriptor = self._open_descriptor(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.write(descriptor, (json.dumps(value) + "\n").encode())
         os.close(descriptor)
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        """Lets one rank at a time keep files: another must not write to one that is copied."""
+        """Lets one rank at a time keep files.
+
+        The others wait, so that none writes to a file while another rank copies it.
+        """
         lock_file = os.path.join(self._copies, "lock")
         descriptor = self._open_descriptor(lock_file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -166,6 +178,7 @@ class FilesBefore:
         for name in ("rename", "replace"):
             self._watch_os_function(name, self.keep_moved)
         for name in ("symlink", "link"):
+            # `os.symlink(target, path)` changes only the second of its paths.
             self._watch_os_function(name, lambda target, path: self.keep_name(path))
         self._watch_rmtree()
 
@@ -188,6 +201,7 @@ class FilesBefore:
 
         @wraps(plain_open)
         def watched_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+            # With `dir_fd` the path is relative to an open folder; such a path is not followed.
             if flags & WRITING_FLAGS and "dir_fd" not in kwargs:
                 self.keep(path)
             return plain_open(path, flags, *args, **kwargs)
@@ -195,11 +209,12 @@ class FilesBefore:
         _replace_os_function(plain_open, watched_open)
 
     def _watch_os_function(self, name: str, keep: Callable[..., None]) -> None:
-        """Patches a function of `os` that changes files.
+        """Patches a function of `os` that changes files, such as `os.rename(path, moved_to)`.
 
         Args:
             name: of the function.
-            keep: is called with as many of the first arguments as it has parameters.
+            keep: is called before the function, with the paths that are its first arguments: with
+                as many of them as `keep` has parameters.
         """
         plain: Callable[..., Any] = getattr(os, name)
         num_paths = len(inspect.signature(keep).parameters)
@@ -207,14 +222,19 @@ class FilesBefore:
         @wraps(plain)
         def watched(*args: Any, **kwargs: Any) -> Any:
             paths = args[:num_paths]
-            if len(paths) == num_paths and FOLDER_DESCRIPTOR_ARGUMENTS.isdisjoint(kwargs):
+            paths_are_known = len(paths) == num_paths  # False if they are given by keyword
+            if paths_are_known and FOLDER_DESCRIPTOR_ARGUMENTS.isdisjoint(kwargs):
                 keep(*paths)
             return plain(*args, **kwargs)
 
         _replace_os_function(plain, watched)
 
     def _watch_rmtree(self) -> None:
-        """Patches `shutil.rmtree`, which opens the folder and removes files relative to that."""
+        """Patches `shutil.rmtree`.
+
+        It needs a patch of its own, since it removes files by their names in a folder that it has
+        opened, and not by paths.
+        """
         plain_rmtree: Any = shutil.rmtree
 
         @wraps(plain_rmtree)
@@ -227,8 +247,9 @@ class FilesBefore:
 
 
 def _replace_os_function(plain: Callable[..., Any], watched: Callable[..., Any]) -> None:
-    """Puts a function in the place of one of `os`; Python asks `os` which accept `dir_fd`."""
+    """Replaces a function of `os` by a patched one."""
     setattr(os, plain.__name__, watched)
+    # Python's library looks here to see whether a function may be called with `dir_fd`.
     if plain in os.supports_dir_fd:
         os.supports_dir_fd.add(watched)
 
@@ -240,27 +261,28 @@ def restore(folder: Path) -> None:
         folder: of the run, which is over.
     """
     index = folder / COPIES_FOLDER / INDEX_FILE
-    if not index.exists():
+    if not index.exists():  # the run has changed no file
         return
     entries = [json.loads(line) for line in index.read_text(encoding="utf-8").splitlines()]
     for path, kind, detail in entries:
-        # A file that cannot be put back must not keep the others from it.
+        # Errors are passed over, so that the other files are put back all the same.
         with suppress(OSError):
             _restore_entry(folder, path, kind, detail)
-    # Now folders that the run has made are empty. The outer ones were made first.
+    # Folders that the run has made could not be removed as files are. They are empty now. The
+    # outer ones were made first, so they come last.
     for path, kind, _ in reversed(entries):
         if kind == NOTHING:
-            with suppress(OSError):
+            with suppress(OSError):  # files are gone already, and are no folders
                 os.rmdir(path)
 
 
 def _restore_entry(folder: Path, path: str, kind: str, detail: str) -> None:
-    """Puts back what was at one path.
+    """Puts back what was at one path, in the place of what is there now.
 
     Args:
         folder: of the run.
-        path: of the file.
-        kind: what was there before the run.
+        path: the path.
+        kind: what was there before the run: FOLDER, NOTHING, LINK or FILE.
         detail: the name of the copy of a file, or the target of a link.
     """
     if kind == FOLDER:
@@ -270,7 +292,7 @@ def _restore_entry(folder: Path, path: str, kind: str, detail: str) -> None:
             os.unlink(path)
     elif kind == LINK:
         with suppress(FileNotFoundError):
-            os.unlink(path)
+            os.unlink(path)  # what the run has put in its place
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.symlink(detail, path)
     else:

@@ -1,5 +1,7 @@
 """A finding of `lockstep verify`: a cause, and where the runs differ by it, in words and as JSON.
 
+A *cause* explains a difference by a code of the catalogue, such as LS205, and by evidence. A *case*
+(`Divergence`) is the difference: which values, and in which update (optimizer step) of both runs.
 Steps are counted from 1 here, as people do.
 """
 
@@ -30,7 +32,7 @@ class Finding:
         """Names of the tensors that the cause is about, as the script knows them."""
         if self.cause.names:
             return script_names(self.cause.names)
-        if self.case is not None:
+        if self.case is not None:  # the cause is about all tensors that differ
             return script_names(self.case.names)
         return []
 
@@ -44,12 +46,15 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """Where the runs differ: "gradients (2 of 4), step 3 of optimizer 2 (SGD of Net)"."""
+        """Where the runs differ: "gradients (2 of 4), step 3 of optimizer 2 (SGD of Net)".
+
+        It is empty if the finding stands for no difference between the runs.
+        """
         case = self.case
         if case is None:
             return ""
         text = KINDS[case.kind].description
-        if case.kind == "length":
+        if case.kind == "length":  # the number of steps differs, and no step
             return text
         if case.names:
             text += f" ({len(case.names)} of {case.num_compared})"
@@ -63,11 +68,11 @@ class Finding:
 
     @property
     def step(self) -> int | None:
-        """The step in which the runs differ, from 1."""
+        """The step of the optimizer in which the runs differ, from 1; None if there is no case."""
         case = self.case
         if case is None:
             return None
-        if case.kind == "length":
+        if case.kind == "length":  # one of the runs has no such update, so they are only counted
             return case.update_index + 1
         return case.expected[0].step + 1
 
@@ -101,19 +106,19 @@ class Finding:
             lines += _with_label("seen", sentence.splitlines())
         if self.names:
             lines.append(f"  where   {format_items(self.names)}")
-        if entry is None:
+        if entry is None:  # an error without a code, of which nothing more is known
             return lines
         if by_lockstep is None:
             lines.append(f"  do      lockstep explain {entry.code} says what to write instead")
         else:
             cure = _with_label("do", cure_lines(entry, by_lockstep=by_lockstep))
-            lines += [line.rstrip() for line in cure]
+            lines += [line.rstrip() for line in cure]  # empty lines stay empty
             lines.append(f"  more    lockstep explain {entry.code}")
         return lines
 
 
 def _with_label(label: str, texts: list[str]) -> list[str]:
-    """Puts a label before the first line and indents the others."""
+    """Returns the lines of a text, with a label before the first and the others indented."""
     first, *others = texts
     lines = [f"  {label:7} {first}"]
     for text in others:
@@ -123,10 +128,10 @@ def _with_label(label: str, texts: list[str]) -> list[str]:
 
 def _describe_optimizer(update: RankUpdate) -> str:
     """Names an optimizer by its class and the models that it trains: "SGD of Net and Head"."""
-    models: dict[str, None] = {}
+    models: dict[str, None] = {}  # each once, in their order
     for name in (*update.gradients, *update.parameters):
         model = name.partition("/")[0]
-        if model:
+        if model:  # a parameter that is in no model has nothing before the "/"
             models[model] = None
     if not models:
         return update.optimizer_class

@@ -1,8 +1,10 @@
 """Describes which lines of a script made two runs differ: its tests, and its writes to tensors.
 
-A *test* decides at an `if` or a `while`; its outcomes were recorded for each update
-(`RankUpdate.branch_outcomes`). A test that had another outcome for the first time when two runs
-part, or a line that wrote on some ranks only (`RankUpdate.write_stacks`), is worth a look.
+A *test* is an `if` or a `while` of the script, known by its `Place`: file, first line, last line of
+its body. Each rank records in an update (`RankUpdate.branch_outcomes`) whether a test was true (1),
+false (2) or both (3). A *case* (`Divergence`) is the update in which a run on several ranks first
+differs from that on one process. A test whose outcome differs there for the first time, or a line
+that wrote to a tensor on some ranks only, is worth a look.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ OUTCOME_WORDS = {
 }
 MAX_SHOWN_TESTS = 2
 NOT_KNOWN_CODE = "LS210"
-"""The cause of a difference of which nothing is known."""
+"""The code of a difference whose cause is not known."""
 
 Outcomes = Mapping[Place, int]
+"""The outcomes of tests on one rank in one update, added up bit by bit."""
 Location = tuple[str, int]
 """A file and a line."""
 
@@ -34,31 +37,26 @@ Location = tuple[str, int]
 def new_branches(case: Divergence, cause: Cause) -> list[str]:
     """Describes tests of the script that, for the first time, end otherwise than on one process.
 
-    On several ranks the outcomes of all ranks together count, as each sees other data. In the first
-    step every outcome is new, so tests are named there only if no cause is known.
-
     Args:
         case: where the runs part.
-        cause: what is said of it; tests on lines that it names are left out.
+        cause: what is said of it already; tests on lines that it names are left out.
+
+    Returns:
+        A sentence for each test, at most `MAX_SHOWN_TESTS`.
     """
-    num_updates = min(len(case.reference_run), len(case.parallel_run))
-    ranks_of_one_run = case.reference_run is case.parallel_run  # there is no run to compare with
-    if ranks_of_one_run or case.update_index >= num_updates:
-        return []
+    if case.reference_run is case.parallel_run:
+        return []  # its ranks were compared with each other, and not with one process
+    if case.update_index >= min(len(case.reference_run), len(case.parallel_run)):
+        return []  # the runs differ in their lengths, and one has no such update
+    # In the first step every outcome is new, so it says something only if nothing else does.
     is_first_step = case.update_index == 0
     if is_first_step and cause.code != NOT_KNOWN_CODE:
         return []
     places = []
     for place in case.expected[0].branch_outcomes:
-        was_reached_by_all = all(place in rank.branch_outcomes for rank in case.actual)
-        if not was_reached_by_all or not _ends_otherwise(case, case.update_index, place):
-            continue
-        earlier_updates = range(case.update_index)
-        if any(_ends_otherwise(case, earlier, place) for earlier in earlier_updates):
-            continue
         line = _line_of(place)
         is_named_already = any(line in text for text in cause.evidence)
-        if not is_named_already:
+        if not is_named_already and _is_new_difference(case, place):
             places.append(place)
     outcomes_of_runs = [rank.branch_outcomes for rank in (*case.expected, *case.actual)]
     before = "" if is_first_step else ", and in none before,"
@@ -69,8 +67,25 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
     return descriptions
 
 
+def _is_new_difference(case: Divergence, place: Place) -> bool:
+    """Returns whether a test ends otherwise than on one process in this update, and in none before.
+
+    Tests that some rank did not reach are left out: the test that led there differs as well.
+    """
+    if not all(place in rank.branch_outcomes for rank in case.actual):
+        return False
+    if not _ends_otherwise(case, case.update_index, place):
+        return False
+    earlier_updates = range(case.update_index)
+    return not any(_ends_otherwise(case, earlier, place) for earlier in earlier_updates)
+
+
 def _ends_otherwise(case: Divergence, update_index: int, place: Place) -> bool:
-    """True if the outcomes of all ranks in an update, together, are not those of one process."""
+    """Returns whether a test ended on the ranks of an update otherwise than on one process.
+
+    The outcomes of all ranks together count, as each rank sees other data: if a test is true on one
+    rank and false on another, that is the same as both on one process.
+    """
     outcome_of_ranks = 0
     for rank in case.parallel_run[update_index]:
         outcome_of_ranks |= rank.branch_outcomes.get(place, 0)
@@ -82,7 +97,11 @@ def splitting_branches(outcomes_of_ranks: Sequence[Outcomes]) -> list[str]:
     """Describes the last tests that were true on some ranks and false on the others.
 
     Args:
-        outcomes_of_ranks: the outcomes of tests on each rank.
+        outcomes_of_ranks: the outcomes of tests on each rank, in the order in which they were
+            reached.
+
+    Returns:
+        A sentence for each test, at most `MAX_SHOWN_TESTS`.
     """
     if not outcomes_of_ranks:
         return []
@@ -104,11 +123,15 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
     Args:
         case: where the runs part.
         names: of the tensors. On each rank the first one that was written to counts.
+
+    Returns:
+        A text for each line: "ranks 0-1 last wrote to them by train.py:7: weight.zero_()". If some
+        ranks did not write, it is one text instead, which says so, and perhaps another one about
+        the test around the line.
     """
     stack_of_rank = _stacks_of_writes(case, names)
     if not stack_of_rank:
         return []
-    # "ranks 0-1 last wrote to them by train.py:7: weight.zero_()", for each line
     ranks_by_location: dict[Location, list[int]] = defaultdict(list)
     for number, stack in stack_of_rank.items():
         innermost_line = stack[0]
@@ -117,10 +140,13 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
     for (file, line), ranks in ranks_by_location.items():
         source = format_source_line(file, line)
         texts.append(f"{format_ranks(ranks)} last wrote to them by {source}")
-    other_ranks = [n for n in range(len(case.actual)) if n not in stack_of_rank]
-    if not other_ranks:
+    ranks_without_write = []
+    for number in range(len(case.actual)):
+        if number not in stack_of_rank:
+            ranks_without_write.append(number)
+    if not ranks_without_write:
         return texts
-    texts.append(f"of {format_ranks(other_ranks)} no write was seen")
+    texts.append(f"of {format_ranks(ranks_without_write)} no write was seen")
     descriptions = ["; ".join(texts)]
     # Some ranks wrote and others did not: a test around the line may tell why.
     outcomes_of_ranks = [rank.branch_outcomes for rank in case.actual]
@@ -133,7 +159,11 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
 
 
 def _stacks_of_writes(case: Divergence, names: Sequence[str]) -> dict[int, tuple[Location, ...]]:
-    """Returns the frames of the script that wrote to the first of these tensors, by rank."""
+    """Returns, by rank, the frames of the script in which a tensor was written to last.
+
+    On each rank it is the first of these tensors that was written to there. The innermost frame
+    comes first. Ranks that wrote to none of them are left out.
+    """
     stack_of_rank = {}
     for number, rank in enumerate(case.actual):
         for name in names:
@@ -146,7 +176,15 @@ def _stacks_of_writes(case: Divergence, names: Sequence[str]) -> dict[int, tuple
 def _splitting_test_around(
     stack: Sequence[Location], outcomes_of_ranks: Sequence[Outcomes]
 ) -> Place | None:
-    """Returns a test with different outcomes on the ranks that decides about a line of a stack."""
+    """Returns a test with different outcomes on the ranks that decides about a line of a stack.
+
+    Args:
+        stack: frames of the script, the innermost first. Tests around it are preferred.
+        outcomes_of_ranks: the outcomes of tests on each rank.
+
+    Returns:
+        None if there is no such test.
+    """
     places: dict[Place, None] = {}  # in the order in which tests were reached
     for outcomes in outcomes_of_ranks:
         places |= dict.fromkeys(outcomes)
@@ -154,7 +192,8 @@ def _splitting_test_around(
         for place in places:
             file_of_test, first_line, last_line = place
             is_around = file_of_test == file and first_line <= line <= last_line
-            if is_around and len({rank.get(place, 0) for rank in outcomes_of_ranks}) > 1:
+            outcomes_here = {rank.get(place, 0) for rank in outcomes_of_ranks}
+            if is_around and len(outcomes_here) > 1:
                 return place
     return None
 
@@ -166,14 +205,14 @@ def _describe_test(
 
     Args:
         place: of the test.
-        outcomes_of_runs: of one process and then of each rank.
-        only_ranks: there is no process before the ranks.
+        outcomes_of_runs: the outcomes of tests on one process, and then on each rank.
+        only_ranks: True if they are only those of the ranks.
     """
     words = [OUTCOME_WORDS[outcomes.get(place, 0)] for outcomes in outcomes_of_runs]
     return f"{_line_of(place)}: {format_by_process(words, with_reference=not only_ranks)}"
 
 
 def _line_of(place: Place) -> str:
-    """Returns the first line of a test, without the colon at its end."""
+    """Returns the first line of a test, as "train.py:7: if rank == 0", without its colon."""
     file, first_line, _ = place
     return format_source_line(file, first_line).rstrip(":")

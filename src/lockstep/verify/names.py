@@ -1,8 +1,10 @@
 """Gives the tensors of one run the names that the same tensors have in another run of the script.
 
-A tensor is named by the class of its model and its place inside, as `Net/layer.weight`. A wrapper
-that a script uses on several processes only may put something before that, as `Net/module.layer`,
-and models of one class, as `Net` and `Net#2`, may have been met in another order.
+A tensor is named by its model and its place inside, as `Net/layer.weight`. The part before the "/"
+is the *root*: the class of the model, with a number if there are several, as `Net` and `Net#2`. A
+wrapper that a script uses on several processes only may add something to the place, as in
+`Net/module.layer.weight`, and models of one class may have been met in another order. A run is a
+list of `Update`s (optimizer steps), each with a `RankUpdate` of every rank.
 """
 
 from __future__ import annotations
@@ -42,13 +44,14 @@ def align_names(reference: Sequence[Update], other: Sequence[Update]) -> list[Up
     """Returns the other run's updates with the reference's names for the same tensors.
 
     A tensor whose name the reference does not know gets one of the reference's names that the other
-    run does not know.
+    run does not know, if the tensors may be the same.
     """
-    roots = _roots_in_other_order(reference, other)
-    if roots:
-        other = _renamed_run(other, lambda name: _with_root(name, roots))
+    new_roots = _roots_in_other_order(reference, other)
+    if new_roots:
+        other = _renamed_run(other, lambda name: _with_root(name, new_roots))
     reference_tensors = _first_values(reference)
     other_tensors = _first_values(other)
+    # The reference's tensors whose names the other run does not know.
     free_tensors = {}
     for name, array in reference_tensors.items():
         if name not in other_tensors:
@@ -84,7 +87,10 @@ def _counterpart(name: str, array: Array, candidates: Mapping[str, Array]) -> st
     Args:
         name: of a tensor.
         array: its values.
-        candidates: other tensors by their names.
+        candidates: tensors of the other run by their names.
+
+    Returns:
+        None if no candidate has this shape and such a name.
     """
     fitting = []
     for candidate, candidate_array in candidates.items():
@@ -97,16 +103,18 @@ def _counterpart(name: str, array: Array, candidates: Mapping[str, Array]) -> st
 
 
 def _end_alike(one: str, other: str) -> bool:
-    """True if one name inside of its model is the end of the other, as for `a.b` and `module.a.b`.
+    """Returns whether the place of one tensor in its model is the end of the other's.
 
-    The dot in front keeps `xb` from ending like `b`.
+    So it is for `Net/a.b` and `Wrapper/module.a.b`.
     """
-    one_inside = "." + one.partition("/")[2]
-    other_inside = "." + other.partition("/")[2]
-    return one_inside.endswith(other_inside) or other_inside.endswith(one_inside)
+    # With a dot in front, so that `xb` does not end like `b`.
+    one_place = "." + one.partition("/")[2]
+    other_place = "." + other.partition("/")[2]
+    return one_place.endswith(other_place) or other_place.endswith(one_place)
 
 
 def _renamed_run(updates: Sequence[Update], change: Callable[[str], str]) -> list[Update]:
+    """Returns updates with other names for the tensors, as `rename_tensors` does for one rank."""
     return [Update(rename_tensors(rank, change) for rank in update) for update in updates]
 
 
@@ -115,19 +123,20 @@ def rename_tensors(rank: RankUpdate, change: Callable[[str], str]) -> RankUpdate
 
     Args:
         rank: the update on one rank.
-        change: returns the new name for a name.
+        change: returns the new name for a name, which may be the same.
     """
     fields: dict[str, Any] = {}
     for field_name in FIELDS_BY_NAME:
         fields[field_name] = _with_new_keys(getattr(rank, field_name), change)
     for field_name in FIELDS_OF_NAMES:
         new_names = [change(name) for name in getattr(rank, field_name)]
-        fields[field_name] = list(dict.fromkeys(new_names))  # each of them once
+        fields[field_name] = list(dict.fromkeys(new_names))  # each once, in the same order
     local_gradients = [_with_new_keys(gradients, change) for gradients in rank.local_gradients]
     return replace(rank, **fields, local_gradients=local_gradients)
 
 
 def _with_new_keys(values: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """Returns a mapping whose keys, the names of tensors, are changed."""
     return {change(name): value for name, value in values.items()}
 
 
@@ -136,29 +145,31 @@ def _with_new_keys(values: Mapping[str, Any], change: Callable[[str], str]) -> d
 
 @dataclass
 class _FirstState:
-    """A model before the first update: its parameters, and the names of those not trained."""
+    """A model before the first update."""
 
+    # By their place in the model, such as "layer.weight".
     parameters: dict[str, Array] = field(default_factory=dict)
+    # The places of parameters that do not require gradients.
     frozen: set[str] = field(default_factory=set)
 
 
 def _roots_in_other_order(reference: Sequence[Update], other: Sequence[Update]) -> dict[str, str]:
-    """Returns the reference's name for each model of the other run, if some are swapped.
+    """Returns the reference's name (root) for each model of the other run, if some are swapped.
 
-    Models of one class are told apart by their first parameters, then by what is frozen. Where both
-    are the same, a model keeps its name.
+    Models of one class are told apart by their first parameters, then by what is frozen. If both
+    are the same in several models, a model keeps its name where it can.
 
     Returns:
         An empty mapping if no name changes, or if some model has no counterpart.
     """
-    reference_models = _first_states(reference)
+    free_models = _first_states(reference)  # those of the reference that no model of `other` is
     other_models = _first_states(other)
-    if reference_models.keys() != other_models.keys():
+    if free_models.keys() != other_models.keys():
         return {}
     new_names: dict[str, str] = {}
     for name, state in other_models.items():
         candidates = []
-        for free_name, free_state in reference_models.items():
+        for free_name, free_state in free_models.items():
             is_same_class = _class_of(free_name) == _class_of(name)
             if is_same_class and _are_equal(free_state.parameters, state.parameters):
                 candidates.append(free_name)
@@ -166,13 +177,13 @@ def _roots_in_other_order(reference: Sequence[Update], other: Sequence[Update]) 
             return {}
         with_same_frozen = []
         for candidate in candidates:
-            if reference_models[candidate].frozen == state.frozen:
+            if free_models[candidate].frozen == state.frozen:
                 with_same_frozen.append(candidate)
         if with_same_frozen:
             candidates = with_same_frozen
         best = name if name in candidates else candidates[0]
         new_names[name] = best
-        del reference_models[best]
+        del free_models[best]
     if all(name == new_name for name, new_name in new_names.items()):
         return {}
     return new_names
@@ -183,28 +194,29 @@ def _class_of(root: str) -> str:
     return root.split("#")[0]
 
 
-def _with_root(name: str, roots: Mapping[str, str]) -> str:
-    root, _, name_inside = name.partition("/")
-    return f"{roots.get(root, root)}/{name_inside}"
+def _with_root(name: str, new_roots: Mapping[str, str]) -> str:
+    """Returns a tensor's name with the new root of its model, if that has one."""
+    root, _, place = name.partition("/")
+    return f"{new_roots.get(root, root)}/{place}"
 
 
 def _first_states(updates: Sequence[Update]) -> dict[str, _FirstState]:
-    """Returns what each model was like before the first update, by the name of its root."""
+    """Returns what each model was like before the first update, by its root."""
     states: dict[str, _FirstState] = defaultdict(_FirstState)
     if not updates:
         return states
     first = updates[0]
     for name, array in first.merged("initial").items():
-        root, _, name_inside = name.partition("/")
+        root, _, place = name.partition("/")
         state = states[root]
-        state.parameters[name_inside] = array
+        state.parameters[place] = array
         if name in first[0].frozen:
-            state.frozen.add(name_inside)
+            state.frozen.add(place)
     return states
 
 
 def _are_equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
-    """True if two mappings have the same names and values."""
+    """Returns whether two mappings have the same names and values."""
     if one.keys() != other.keys():
         return False
     return all(np.array_equal(one[name], other[name]) for name in one)

@@ -36,7 +36,8 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
     config = read_run_config(folder)
     rank = int(os.environ.get("RANK", "0"))
     writer = UpdateWriter(folder, rank)
-    # A script that seeds nothing draws other numbers in every process, but the same in every run.
+    # A script that seeds nothing shall draw the same numbers in every run, and other ones on each
+    # rank, as it would without this.
     seed_everything(rank)
     determinism = Determinism(double=config.precision == "fp64")
     mode = FunctionMode(determinism)
@@ -50,6 +51,7 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
         else:
             program()
     except BaseException as caught:
+        # The recorder itself ends a script by `SystemExit` after enough steps.
         exited_well = isinstance(caught, SystemExit) and caught.code in (None, 0)
         if not exited_well:
             error = caught
@@ -62,7 +64,11 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
 
 
 def _kept_batches(config: RunConfig, rank: int) -> BatchWriter | BatchReader | None:
-    """Returns what writes batches, or reads those of the run on several processes, if asked to."""
+    """Returns what writes the batches of this rank, or what reads those that other ranks wrote.
+
+    It is needed for `--same-samples`, where the one process trains on the batches of the run on
+    several processes. Returns None without that option.
+    """
     if config.batches_folder is None:
         return None
     if config.nproc == 1:
@@ -71,7 +77,7 @@ def _kept_batches(config: RunConfig, rank: int) -> BatchWriter | BatchReader | N
 
 
 def _describe_end(recorder: Recorder) -> dict[str, Any]:
-    """Returns what is known when the script has ended, for `UpdateWriter.end`."""
+    """Returns what is known when the script has ended: fields of `RankEnd`, in values for JSON."""
     final_parameters = recorder.final_parameters()
     state = recorder.state
     return {

@@ -1,7 +1,8 @@
 """The files that a rank writes while it is recorded, and how they are read.
 
-Each rank has a folder in that of the run: a pickle for each `RankUpdate`, an empty file for each
-step (so that progress can be counted), and at the end a JSON file with a `RankEnd`.
+Each rank has a folder in that of the run: a pickle for each `RankUpdate` (what it recorded of one
+optimizer step), an empty file for each step (so that progress can be counted), and at the end a
+JSON file with a `RankEnd`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class RankEnd:
     unenlarged_loader_line: str = ""
     # Number of torch's DataLoaders that were iterated to train.
     num_loaders: int = 0
-    # Number of backward passes. Unless it is known, the rank counts as one that has trained.
+    # Number of backward passes. If it is not known, the rank counts as one that has trained.
     backward_passes: int = MIN_STEPS
     # Number of backward passes during which no parameter changed.
     backward_passes_without_step: int = 0
@@ -90,17 +91,17 @@ class UpdateWriter:
         self._process_id = os.getpid()
 
     def write(self, update: RankUpdate, replica: int | None = None) -> None:
-        """Writes one more update. Its file gets its name when it is complete.
+        """Writes one more update, and counts it. Its file gets its name when it is complete.
 
         Args:
             update: what was recorded.
-            replica: number of the model's replica, if one process trains several; each has tensors
-                of its own.
+            replica: number of the model's replica, if one process trains several. Each has tensors
+                of its own, so the number becomes part of their names.
 
         Raises:
             UsageError: the script has made the step in a process that it started itself.
         """
-        if os.getpid() != self._process_id:
+        if os.getpid() != self._process_id:  # a process that was forked from this one
             raise not_recorded_error(
                 "an optimizer step in a process that the script has started itself"
             )
@@ -110,6 +111,7 @@ class UpdateWriter:
         with incomplete.open("wb") as file:
             pickle.dump(update, file)
         incomplete.rename(self.folder / f"{self.count}.pickle")
+        # For `count_steps`. Several optimizers may make a step of the same number.
         (self.folder / f"{_STEP_FILE_PREFIX}{update.step}").touch()
         self.count += 1
 
@@ -119,11 +121,11 @@ class UpdateWriter:
         """Writes how the script has ended.
 
         Args:
-            error: that ended it; None: it ended as it should.
-            switched_off: for the comparison.
+            error: the error that ended it; None if it ended as it should.
+            switched_off: what was switched off for the comparison.
             **known: other fields of `RankEnd`.
         """
-        code = ""
+        code = ""  # of the catalogue; only errors of Lockstep have one
         if isinstance(error, LockstepError) and error.code:
             code = error.code
         end = RankEnd(
@@ -139,12 +141,12 @@ class UpdateWriter:
 
 
 def _describe(error: BaseException) -> str:
-    """Returns an error in words, with the line of the script that raised it."""
+    """Returns an error as a text, with the line of the script that raised it."""
     if isinstance(error, LockstepError):
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"  # its text has the line already
     description = describe_error(error)
     if isinstance(error, SystemExit):
-        text = description.headline
+        text = description.headline  # such as "sys.exit(2)"
     else:
         text = f"{description.type}: {description.message}"
     if description.line is None:
@@ -173,5 +175,5 @@ def read_end(rank_folder: Path) -> RankEnd | None:
 
 
 def count_steps(run_folder: Path) -> int:
-    """Returns how many steps rank 0 has written so far."""
+    """Returns how many steps rank 0 has written so far, of the optimizer that made the most."""
     return len(list(run_folder.glob(f"rank0/{_STEP_FILE_PREFIX}*")))

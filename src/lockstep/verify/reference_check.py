@@ -35,7 +35,6 @@ def check_reference(
     Raises:
         UsageError: it failed, made no step, or does not train by Lockstep.
     """
-    found = ""
     advice = f"make this work: {command}"
     if reference.error:
         found = _describe_failure(reference)
@@ -50,18 +49,24 @@ def check_reference(
         options = ", ".join(lockstep_options)
         found = f"it does not train by Lockstep, so nothing would come of {options}"
         advice = f"leave it out, or let the {subject} use lockstep.init and world.prepare"
-    started_processes = bool(reference.own_process_line) and not reference.updates
-    if started_processes and advice != OWN_PROCESSES_HINT:
+    else:
+        return
+    # If no step was recorded, it may be made in processes that the script has started itself.
+    may_train_elsewhere = bool(reference.own_process_line) and not reference.updates
+    if may_train_elsewhere and advice != OWN_PROCESSES_HINT:
         line = reference.own_process_line
         found = f"{found.rstrip()}\nit started processes of its own, which are not seen: {line}"
         advice = f"{OWN_PROCESSES_HINT}; else {advice}"
-    if found:
-        indented = found.rstrip().replace("\n", "\n         ")
-        raise UsageError(was_set, indented, advice)
+    # Further lines stand under the first one, which follows "  found: ".
+    indented = found.rstrip().replace("\n", "\n         ")
+    raise UsageError(was_set, indented, advice)
 
 
 def _describe_failure(reference: RunRecord) -> str:
-    """Returns the error and the last output, without the advice that the error may end with."""
+    """Returns the error of the reference and the last lines of its output.
+
+    An advice that the error ends with is left out, as `check_reference` gives it.
+    """
     error_lines = []
     for line in reference.error.splitlines():
         if OWN_PROCESSES_HINT not in line:

@@ -1,7 +1,7 @@
 """How `lockstep verify` runs a script once: on how many processes, with which settings.
 
-The *reference* is the run on one process; every other run is compared with one. Each run has a
-folder, in which its `RunConfig` lies for the processes that are started.
+The *reference* is the run on one process, with which the runs on several processes are compared.
+Each run has a folder, in which its `RunConfig` lies for the processes that are started.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ MIN_STEPS = 3
 
 _CONFIG_FILE = "run_config.pickle"
 
-# The strategy that trains several replicas, so that its numbers are not those of one model.
+# The strategy that trains several copies of the model (replicas) with other parameters, so that its
+# numbers are not those of one model.
 _STRATEGY_WITH_REPLICAS = "diloco"
 
 
@@ -51,7 +52,8 @@ class RunConfig:
     def trains_replicas(self) -> bool:
         """Whether the strategy trains several replicas, so that the reference must do so too."""
         strategy = str(self.overrides.get("strategy"))
-        return strategy.partition(":")[0] == _STRATEGY_WITH_REPLICAS
+        strategy_name = strategy.partition(":")[0]  # options follow the colon
+        return strategy_name == _STRATEGY_WITH_REPLICAS
 
     def reference(self, batch_times: int = 1) -> RunConfig:
         """Returns the run on one process with which this one is compared.
@@ -60,6 +62,7 @@ class RunConfig:
             batch_times: the batch size of torch's DataLoaders is multiplied by this number.
         """
         name = "1 process"
+        # None replaces what the script sets: one process has the whole batch as its share.
         overrides: dict[str, Any] = {"shares": None, "micro_batch_size": None}
         if self.trains_replicas:
             overrides["strategy"] = self.overrides["strategy"]
@@ -67,7 +70,7 @@ class RunConfig:
         return replace(self, name=name, nproc=1, batch_times=batch_times, overrides=overrides)
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment variables of the run's processes."""
+        """Returns the environment variables of the run's processes, with those of this process."""
         overrides = {"precision": self.precision, "uncompressed": True, **self.overrides}
         return {
             # Python orders sets of texts by this seed. Without it the order differs between

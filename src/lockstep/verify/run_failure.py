@@ -1,7 +1,9 @@
 """Decides which failure of a run came first, and which ranks took no part in it.
 
-One failure causes others: if a rank ends, the connections of the other ranks break. Ranks that are
-stopped after enough steps break connections too, which is no failure.
+One failure causes others: if a rank ends, the connections of the other ranks break, and they have
+*lost a peer*. Ranks that are stopped after enough steps break connections too, which is no failure.
+A `RankEnd` says how the script ended on one rank; a `RankUpdate` is the record of one optimizer
+step on one rank.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from lockstep.verify.training_record import RankUpdate
 
 
 def most_steps(updates: Sequence[RankUpdate]) -> int:
-    """Returns how many steps the optimizer made that made the most."""
+    """Returns the number of steps of the optimizer that made the most; 0 if none made any.
+
+    Args:
+        updates: the records of one rank.
+    """
     return max(Counter(update.optimizer for update in updates).values(), default=0)
 
 
@@ -27,38 +33,46 @@ def first_failure(
 
     Args:
         ends: how the script ended, by rank.
-        updates: of each rank.
-        steps: that were to be recorded.
+        updates: the records of each rank.
+        steps: how many steps were to be recorded.
+
+    Returns:
+        How the rank that failed first has ended, perhaps with a better explanation in the place of
+        its error.
     """
     failed_ranks = [rank for rank, end in ends.items() if end.error]
     if not failed_ranks:
+        # Without an error, a rank may still have trained in vain.
         for rank in sorted(ends):
-            never_stepped = _describe_rank_without_steps(rank, ends, updates)
-            if never_stepped:
-                return RankEnd(error=never_stepped, code="LS304", exited=True)
+            explanation = _explain_rank_without_steps(rank, ends, updates)
+            if explanation:
+                return RankEnd(error=explanation, code="LS304", exited=True)
         return None
     first_rank = min(failed_ranks, key=lambda rank: _order_of_failure(ends[rank]))
     first = ends[first_rank]
     if not first.lost_peer:
         return first
-    never_stepped = _describe_rank_without_steps(first_rank, ends, updates)
-    if never_stepped:
-        return replace(first, error=never_stepped, code="LS304")
+    # All errors are lost connections. Find out why the peer of this rank was gone.
+    explanation = _explain_rank_without_steps(first_rank, ends, updates)
+    if explanation:
+        return replace(first, error=explanation, code="LS304")
     if _peers_were_stopped(first_rank, ends, updates, steps):
         return None
-    peer_ended = _describe_peer_that_ended(first_rank, ends, updates, steps)
-    if peer_ended:
-        error = f"{peer_ended}\nrank {first_rank}: {first.error}"
+    explanation = _explain_by_peer_that_ended(first_rank, ends, updates, steps)
+    if explanation:
+        error = f"{explanation}\nrank {first_rank}: {first.error}"
         return replace(first, error=error, code="LS405")
     return first
 
 
 def _order_of_failure(end: RankEnd) -> tuple[bool, bool, float]:
-    """Sorts failures: those with a code first, those by a lost connection last, then by time.
+    """Returns a key by which failures are sorted, with the most telling one first.
 
-    A failure that came later was often caused by another one, and so is a broken connection.
+    Failures with a code come first, and lost connections last. Among equals, the earliest comes
+    first, since later ones were often caused by it.
     """
-    return not end.code, end.lost_peer, end.time
+    has_no_code = not end.code
+    return has_no_code, end.lost_peer, end.time  # False sorts before True
 
 
 def _peers_were_stopped(
@@ -67,21 +81,26 @@ def _peers_were_stopped(
     """Returns whether a rank lost its peers only because enough of their steps were recorded.
 
     Ranks that do not step alike, as under `Join` or with one optimizer for all, are not stopped at
-    the same place. A rank without a step may have waited for another one that trained first.
+    the same moment.
     """
     peers = [end for peer, end in ends.items() if peer != rank and not end.error]
     if not peers or not all(end.was_stopped for end in peers):
         return False
     if most_steps(updates[rank]) >= steps:
         return True
+    # A rank without a step may have waited for another one that trained first.
     has_only_begun = ends[rank].backward_passes < MIN_STEPS
     return has_only_begun and not updates[rank]
 
 
-def _describe_rank_without_steps(
+def _explain_rank_without_steps(
     rank: int, ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]]
 ) -> str:
-    """Says that a rank made backward passes but no step while others stepped; empty: it did not."""
+    """Explains a failure by a rank that made backward passes, but no step while others stepped.
+
+    Returns:
+        A sentence, or "" if that is not what happened.
+    """
     num_passes = ends[rank].backward_passes_without_step
     if updates[rank] or num_passes < MIN_STEPS:
         return ""
@@ -95,10 +114,14 @@ def _describe_rank_without_steps(
     return ""
 
 
-def _describe_peer_that_ended(
+def _explain_by_peer_that_ended(
     rank: int, ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]], steps: int
 ) -> str:
-    """Says that a rank's peer was gone because its script had ended; empty: that was not why."""
+    """Explains a lost connection by a peer whose script had ended before the steps were made.
+
+    Returns:
+        A sentence, or "" if that is not what happened.
+    """
     ranks_that_ended = [peer for peer, end in ends.items() if not end.error]
     steps_of_rank = most_steps(updates[rank])
     if not ranks_that_ended or steps_of_rank >= steps:
@@ -115,11 +138,14 @@ def find_idle_ranks(
 ) -> tuple[int, ...]:
     """Returns the ranks that had not begun to train while others did.
 
-    If the others were stopped after enough steps, a rank without a step may have made the backward
-    passes of its first one.
+    Args:
+        ends: how the script ended, by rank.
+        updates: the records of each rank.
     """
-    if not any(updates):
+    if not any(updates):  # no rank has trained
         return ()
+    # If ranks were stopped after enough steps, another one may have been stopped in the backward
+    # passes before its first step.
     some_were_stopped = any(end.was_stopped for end in ends.values())
     max_passes = MIN_STEPS - 1 if some_were_stopped else 0
     idle_ranks = []

@@ -23,10 +23,10 @@ def run_by_command(
     config: RunConfig,
     show_progress: Callable[[int], None] = _ignore_progress,
 ) -> str:
-    """Runs the script with `lockstep run` and returns what it printed.
+    """Runs the script with `lockstep run` and returns what it printed, without the first line.
 
     Args:
-        folder: of the run, with its configuration.
+        folder: of the run, with its configuration. The ranks write their records into it.
         config: how the script is run.
         show_progress: called several times a second with the number of steps so far.
     """
@@ -47,10 +47,11 @@ def run_by_command(
         try:
             while True:
                 show_progress(count_steps(folder))
+                # Until the process has ended, `communicate` raises TimeoutExpired.
                 with suppress(subprocess.TimeoutExpired):
                     output, _ = process.communicate(timeout=PROGRESS_INTERVAL_S)
                     # The launcher's first line says how it starts the processes.
                     return output.partition("\n")[2]
-        except BaseException:
+        except BaseException:  # such as KeyboardInterrupt
             process.kill()
             raise

@@ -57,7 +57,7 @@ from lockstep.run.watch.script_processes import replace_start_processes
 from lockstep.session.extension import add_to_every_run
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.user_code import is_user_file, user_line
-from lockstep.verify.feed import BatchReader, BatchWriter, Fed
+from lockstep.verify.feed import BatchReader, BatchWriter, LoadedBatch
 from lockstep.verify.files import FilesBefore
 from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.draws import moved_streams, stream_digests
@@ -510,7 +510,7 @@ def _watch_loaders(
                 drawn = mode.draws.since_restart() | moved_streams(streams)
                 recorder.inputs.record_batch(loader, batch, ids=ids, random_draws=drawn)
             if writer is not None:
-                writer.write(name_of_pass, number, Fed(batch, ids))
+                writer.write(name_of_pass, number, LoadedBatch(batch, ids))
             yield batch
 
     def iterate(self: DataLoader[Any]) -> Iterator[Any]:
