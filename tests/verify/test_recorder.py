@@ -564,5 +564,5 @@ def test_an_output_that_no_loss_came_back_to_has_no_slope() -> None:
     rows = np.ones((2, 2))
     forward_pass = ForwardPass(Forward(model="Net", shape="", inputs=rows, other_inputs=rows))
     forwards = ForwardRecorder.__new__(ForwardRecorder)
-    forwards.record_slope(forward_pass, 1, None)  # as DDP's sink has it
+    forwards.record_output_gradient(forward_pass, 1, None)  # as DDP's sink has it
     assert not len(forward_pass.record.output_gradients)

@@ -1,8 +1,9 @@
 """Records which way a script goes at its `if`s and `while`s.
 
 The source of the user's files is changed when it is imported: every test of an `if`, a `while` or
-a conditional expression goes through a function that notes its outcome. In `if rank == 0:`, the
-*test* is `rank == 0`, and its *place* is the file and the lines that it decides about.
+a conditional expression becomes an argument of a function that notes its outcome. In
+`if rank == 0:`, the *test* is `rank == 0`, and its *place* is the file and the lines that it
+decides about. The changed line is `if __lockstep_test__(("train.py", 12, 15), rank == 0):`.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ class Branches:
         self._outcomes: dict[Place, int] = {}
 
     def install(self) -> None:
-        """Patches Python's loader of source files, to see what is imported or run from here on.
+        """Patches Python's loader of source files, to change what is imported or run from here on.
 
         The user's modules are compiled from their source even if there is a cached `.pyc` file,
         and none is written.
         """
-        setattr(builtins, NOTE_OUTCOME, self._note_outcome)
+        setattr(builtins, NOTE_OUTCOME, self._note_outcome)  # the changed source calls it
         loader_class: Any = SourceFileLoader
-        plain_get_code = loader_class.get_code
-        plain_source_to_code = loader_class.source_to_code
+        original_get_code = loader_class.get_code
+        original_source_to_code = loader_class.source_to_code
 
         def get_code(self: SourceFileLoader, name: str) -> CodeType | None:
-            """Compiles a module that is imported."""
+            """Compiles a module that is imported; Python's own method may read a `.pyc` file."""
             path = self.get_filename(name)
             if not is_user_file(path):
-                return plain_get_code(self, name)  # type: ignore[no-any-return]
+                return original_get_code(self, name)  # type: ignore[no-any-return]
             return source_to_code(self, self.get_data(path), path)
 
         def source_to_code(self: Any, data: Any, path: Any, **options: Any) -> CodeType:
@@ -63,15 +64,20 @@ class Branches:
             is_source = isinstance(path, str) and isinstance(data, bytes | str)
             if is_source and is_user_file(path):
                 data = add_notes(ast.parse(data, path), path)
-            return plain_source_to_code(self, data, path, **options)  # type: ignore[no-any-return]
+            compiled: CodeType = original_source_to_code(self, data, path, **options)
+            return compiled
 
         loader_class.get_code = get_code
         loader_class.source_to_code = source_to_code
 
     def _note_outcome(self, place: Place, value: Any) -> Any:
-        """Is called in the place of a test, with its value; returns its outcome.
+        """Notes the outcome of a test and returns it; the changed source calls this at each test.
 
         Outcomes are bits: a test that was true and later false has WAS_TRUE | WAS_FALSE.
+
+        Args:
+            place: where the test is.
+            value: of the test, such as that of `rank == 0`.
         """
         if torch.compiler.is_compiling():  # the compiler cannot follow what is noted here
             return value
@@ -81,14 +87,17 @@ class Branches:
         return is_true
 
     def pop_outcomes(self) -> dict[Place, int]:
-        """Returns the outcomes by place since the last call: WAS_TRUE, WAS_FALSE, or both bits."""
+        """Returns the outcomes by place since the last call, and forgets them.
+
+        Each is WAS_TRUE, WAS_FALSE, or both bits.
+        """
         outcomes = self._outcomes
         self._outcomes = {}
         return outcomes
 
 
 def add_notes(tree: ast.Module, path: str) -> ast.Module:
-    """Changes the syntax tree of a file so that its tests are noted."""
+    """Changes the syntax tree of a file so that its tests are noted, and returns it."""
     changed: ast.Module = _TestNoter(path).visit(tree)
     return ast.fix_missing_locations(changed)
 
@@ -103,7 +112,10 @@ class _TestNoter(ast.NodeTransformer):
         self._path = path
 
     def visit_If(self, node: ast.If) -> ast.AST:
-        """Notes the test of an `if`, unless all that it decides about is what is reported."""
+        """Lets the test of an `if` be noted, unless it only decides what is printed or logged.
+
+        Such a test may rightly have another outcome on each rank: `if rank == 0: print(loss)`.
+        """
         self.generic_visit(node)  # tests inside of it
         if _only_report([*node.body, *node.orelse]):
             return node
@@ -118,9 +130,9 @@ class _TestNoter(ast.NodeTransformer):
         return self._with_note(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        """Leaves functions alone that a compiler such as numba's compiles."""
+        """Leaves functions unchanged that a compiler such as numba's compiles."""
         for decorator in node.decorator_list:
-            text = ast.unparse(decorator)
+            text = ast.unparse(decorator)  # such as "numba.njit(cache=True)"
             if any(word in text for word in COMPILER_WORDS):
                 return node
         return self.generic_visit(node)
@@ -131,13 +143,13 @@ class _TestNoter(ast.NodeTransformer):
             return node
         place: Any = (self._path, node.lineno, node.end_lineno)
         function = ast.Name(NOTE_OUTCOME, ast.Load())
-        call = ast.Call(function, [ast.Constant(place), node.test], [])
-        node.test = ast.copy_location(call, node.test)
+        call = ast.Call(function, [ast.Constant(place), node.test], keywords=[])
+        node.test = ast.copy_location(call, node.test)  # tracebacks still show the right line
         return node
 
 
 def _only_report(statements: list[ast.stmt]) -> bool:
-    """True if statements print, log or save something, and do nothing else."""
+    """True if all statements only print, log or save something; also if there are none."""
     return all(_only_reports(statement) for statement in statements)
 
 
@@ -145,13 +157,14 @@ def _only_reports(statement: ast.stmt) -> bool:
     """True if all functions that a statement calls report something, and it does nothing else."""
     if isinstance(statement, ast.Pass):
         return True
+    # Blocks, such as `with open(path, "w") as file:`, report if all statements inside do.
     if isinstance(statement, ast.If | ast.For):
         return _only_report([*statement.body, *statement.orelse])
     if isinstance(statement, ast.With):
         return _only_report(statement.body)
-    if not isinstance(statement, ast.Expr):
+    if not isinstance(statement, ast.Expr):  # such as an assignment or a `break`
         return False
-    # A call such as `logger.info(f"{loss.item()}")`: all functions in it must be reporting ones.
+    # A call such as `logger.info(f"{loss.item()}")`: both `info` and `item` must be known ones.
     names = set()
     for node in ast.walk(statement):
         if isinstance(node, ast.Call):

@@ -1,7 +1,9 @@
 """Records the script's calls that matter for gradients: collectives, clipping, schedules, seeds.
 
-`state.update` is the record of the current optimizer step; each call is added to its `calls`. The
-*marks* on a tensor tell what it was made from: see `marks`.
+`state.update` is the record of the current optimizer step; each call is added to its `calls`.
+`state.notes` is what is remembered until the step, and `state.mode` sees every call of torch's
+functions. *Marks* on a tensor tell what it was made from: all that is computed from a marked tensor
+gets the mark too. See `marks`.
 """
 
 from __future__ import annotations
@@ -36,26 +38,33 @@ class CallRecorder:
     ) -> ScriptCall:
         """Records that the script calls a function.
 
+        The record is added to `state.update.calls`. Tensors may lose or get marks.
+
         Args:
             name: of the function.
             tensor: its input; of a function without one, None.
             output: tensors that it fills without a gradient.
             value: a number that it was given.
+
+        Returns:
+            The record.
         """
         state = self.state
         call = ScriptCall(
             name=name,
             line=user_line() or "",
-            passes_before=len(state.update.losses),
+            passes_before=len(state.update.losses),  # one loss for each backward pass
             value=value,
             in_step=bool(state.running_optimizers),
         )
         state.update.calls.append(call)
         if isinstance(tensor, Tensor):
             self._describe_input(call, tensor)
-            # Many collectives write their result to their input, as an all-reduce does.
+            # Many collectives write their result to their input, as an all-reduce does: it is no
+            # longer made from this rank's samples alone.
             unmark(tensor)
             state.mode.writes.note_write(tensor, by_hand=False)
+        # Inside of an autograd function, its `backward` may bring the gradient.
         if output is not None and not call.in_function:
             _mark_lost_gradient(call, output)
         return call
@@ -65,6 +74,8 @@ class CallRecorder:
         call.carries_gradient = tensor.requires_grad and torch.is_grad_enabled()
         call.uses_model_output = "trained" in marks_of(tensor)
         call.in_function = _is_inside_autograd_function()
+        # If the input is a gradient, it lies at the address of some parameter's gradient. Several
+        # gradients may lie in one buffer, as those of DDP do: the first parameter is named.
         owners = self.state.models.parameters_with_gradient_at(storage_of(tensor))
         first_owner = next(owners, None)
         if first_owner is not None:
@@ -73,8 +84,13 @@ class CallRecorder:
             call.gradient_changed = self._is_changed_gradient(id(parameter), tensor)
 
     def _is_changed_gradient(self, parameter_id: int, gradient: Tensor) -> bool:
-        """True if a gradient is no longer what the backward passes of this update added up to."""
-        local_gradients = []
+        """True if a gradient is no longer what the backward passes of this update added up to.
+
+        Args:
+            parameter_id: the id of the parameter with this gradient.
+            gradient: as it is now.
+        """
+        local_gradients = []  # what each backward pass has added
         for gradients in self.state.notes.gradients_of_passes:
             if parameter_id in gradients:
                 local_gradients.append(gradients[parameter_id])
@@ -88,7 +104,9 @@ class CallRecorder:
     def end_collective(
         self, calls: Sequence[ScriptCall], result: Any, *, loses_gradient: bool
     ) -> None:
-        """A collective of `World` is over.
+        """Marks the result of a collective of `World`, which is over.
+
+        The result is of all ranks, so it loses the marks of values that this rank computed alone.
 
         Args:
             calls: the records of it, one for each tensor that was exchanged.
@@ -117,7 +135,11 @@ class CallRecorder:
 
 
 def _mark_lost_gradient(call: ScriptCall, result: Any) -> None:
-    """Marks what was gathered from outputs of a model without their gradient."""
+    """Marks what was gathered from outputs of a model without their gradient.
+
+    The mark `gather` means that the gather has lost the gradient, `detached` that the script had
+    detached the tensor before.
+    """
     if call.carries_gradient:
         mark(result, gather=call.line)
     elif call.uses_model_output:
@@ -129,7 +151,7 @@ def _is_inside_autograd_function() -> bool:
 
     The gradient of what is gathered there is the business of its `backward`.
     """
-    forward_codes = set()
+    forward_codes = set()  # the code objects of all functions `forward`
     for function in _all_subclasses(torch.autograd.Function):
         if hasattr(function.forward, "__code__"):  # a function of Python's, not a built-in one
             forward_codes.add(function.forward.__code__)

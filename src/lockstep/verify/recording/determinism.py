@@ -2,7 +2,8 @@
 
 Dropout draws other masks on another number of processes, so it is off. Rounding differs with the
 order of sums, so what the script computes in float32 or less is computed in float64, from the same
-random numbers. All that is switched off is counted, and mentioned in the verdict.
+random numbers: calls of torch's functions are changed before they run. All that is switched off is
+counted in `switched_off`, and mentioned in the verdict.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class Determinism:
         self._prepared_ids: set[int] = set()
 
     def notes(self) -> list[str]:
-        """Returns what was switched off, with the number of times if there were several."""
+        """Returns what was switched off, with a number if it is more than one.
+
+        For example ["3 dropout layers", "autocast"].
+        """
         notes = []
         for what, count in self.switched_off.items():
             if count > 1:
@@ -73,11 +77,12 @@ class Determinism:
             args: of the call: the input, the probability, and whether the model is in training.
             kwargs: of the call.
         """
+        # All dropout functions begin like F.dropout(input, p=0.5, training=True).
         by_place = dict(zip(("input", "p", "training"), args, strict=False))
         arguments = by_place | kwargs
         rate = arguments.get("p", 0.5)
         training = arguments.get("training", True)
-        if training and rate:
+        if training and rate:  # else the call would have returned its input as well
             self.switched_off["dropout functions"] += 1
         return arguments["input"]
 
@@ -92,13 +97,13 @@ class Determinism:
         """Switches off a module's dropout layers and converts it to float64, once."""
         if id(module) in self._prepared_ids:
             return
-        for part in module.modules():
-            self._prepared_ids.add(id(part))
-            if isinstance(part, DropoutNd) and part.p:
-                part.p = 0.0
+        for submodule in module.modules():
+            self._prepared_ids.add(id(submodule))
+            if isinstance(submodule, DropoutNd) and submodule.p:
+                submodule.p = 0.0
                 self.switched_off["dropout layers"] += 1
-            elif isinstance(part, nn.RNNBase | nn.MultiheadAttention) and part.dropout:
-                part.dropout = 0.0
+            elif isinstance(submodule, nn.RNNBase | nn.MultiheadAttention) and submodule.dropout:
+                submodule.dropout = 0.0
                 self.switched_off["dropout of attention and recurrent layers"] += 1
         if self.double:
             _convert_module(module)
@@ -116,8 +121,10 @@ class Determinism:
     def set_script_dtype(self, dtype: torch.dtype) -> None:
         """Takes the place of `torch.set_default_dtype`: the default stays float64.
 
-        The dtype is kept for draws: they are made in the dtype in which the script would make them.
+        The dtype is kept for draws of random numbers: they are made in the dtype in which the
+        script would make them, and then converted.
         """
+        # A script that sets the default again, as it read it, passes the float64 that is ours.
         self._script_dtype = torch.float32 if dtype == torch.float64 else dtype
 
     def widen_call(
@@ -134,22 +141,24 @@ class Determinism:
         Returns:
             The function and arguments to call; any other call is returned as it is.
         """
-        lowers_precision = (
+        is_method_of_float64 = (
             bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         )
-        if func in NARROWING_METHODS:  # tensor.float() becomes tensor.double()
-            if lowers_precision:
+        # tensor.float() becomes tensor.double(). Of a float64 tensor, a conversion is switched off.
+        if func in NARROWING_METHODS:
+            if is_method_of_float64:
                 self.switched_off[CONVERSIONS] += 1
             return Tensor.double, args, kwargs
         if name == "view":  # view(dtype) looks at the same bytes in another way
             return func, args, kwargs
-        # tensor.to(torch.float16) becomes tensor.to(torch.float64)
+        # tensor.to(torch.float16) becomes tensor.to(torch.float64). A call without a tensor, such
+        # as torch.zeros(3, dtype=torch.float16), makes a new one as it is told.
         values = (*args, *kwargs.values())
         names_narrow_dtype = any(isinstance(v, torch.dtype) and v in WIDE_DTYPES for v in values)
         has_tensor = any(isinstance(value, Tensor) for value in values)
         if not names_narrow_dtype or not has_tensor:
             return func, args, kwargs
-        if lowers_precision:
+        if is_method_of_float64:
             self.switched_off[CONVERSIONS] += 1
         wide_args = tuple(_widen_dtype(value) for value in args)
         wide_kwargs = {key: _widen_dtype(value) for key, value in kwargs.items()}
@@ -160,6 +169,15 @@ class Determinism:
 
         The generator gives other numbers in float64 than in float32, so the draw itself is made in
         the script's dtype.
+
+        Args:
+            func: a function or method of torch that draws, such as `torch.randn` or
+                `Tensor.normal_`.
+            args: of the call.
+            kwargs: of the call.
+
+        Returns:
+            What the call returns, in float64.
         """
         # A converted copy of the result would lose the gradient that is passed on.
         if not self.double or func.__name__ in DRAWS_WITH_GRADIENT:
@@ -167,8 +185,10 @@ class Determinism:
         # The call itself says in which dtype it draws.
         if "out" in kwargs or "dtype" in kwargs:
             return func(*args, **kwargs)
+        # An underscore at the end stands for a method that fills its tensor.
         if func.__name__.endswith("_"):
             return self._draw_into(func, args, kwargs)
+        # Functions such as torch.randn draw in the default dtype, others in that of an argument.
         self._set_default_dtype(self._script_dtype)
         try:
             drawn = func(*[self._narrow(value) for value in args], **kwargs)
@@ -176,10 +196,14 @@ class Determinism:
             self._set_default_dtype(torch.float64)
         if not isinstance(drawn, Tensor) or not drawn.is_floating_point():
             return drawn
+        # A new leaf, as the script's call would return: torch.randn(3, requires_grad=True).
         return drawn.detach().double().requires_grad_(drawn.requires_grad)
 
     def _draw_into(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a method such as `normal_`, which fills a tensor with random numbers."""
+        """Calls a method such as `normal_`, which fills a tensor with random numbers.
+
+        A float64 tensor gets the numbers that a tensor of the script's dtype would get.
+        """
         if args:
             tensor, *other_args = args
         else:
@@ -187,9 +211,9 @@ class Determinism:
             other_args = []
         if tensor.dtype != torch.float64:  # such as whole numbers: it was not converted
             return func(tensor, *other_args, **kwargs)
-        narrow = torch.empty_like(tensor, dtype=self._script_dtype)
+        narrow_tensor = torch.empty_like(tensor, dtype=self._script_dtype)
         with torch.no_grad():
-            return tensor.copy_(func(narrow, *other_args, **kwargs))
+            return tensor.copy_(func(narrow_tensor, *other_args, **kwargs))
 
     def _narrow(self, value: Any) -> Any:
         """Converts a float64 tensor to the script's dtype; other values stay as they are."""
@@ -208,12 +232,12 @@ def _widen_dtype(value: Any) -> Any:
 def _convert_module(module: nn.Module) -> None:
     """Converts parameters and buffers to float64 or complex128.
 
-    DDP and FSDP hold the very tensors of a module, so a module that is float64 already is left
-    alone.
+    DDP and FSDP refer to the tensors of a module, and `Module.double` may replace them. So a module
+    that is float64 already is not converted again.
     """
     module_tensors = list(chain(module.parameters(), module.buffers()))
     if any(t.is_floating_point() and t.dtype != torch.float64 for t in module_tensors):
         module.double()
     for tensor in module_tensors:
-        if tensor.dtype == torch.complex64:
+        if tensor.dtype == torch.complex64:  # `Module.double` leaves complex numbers as they are
             tensor.data = tensor.data.to(torch.complex128)

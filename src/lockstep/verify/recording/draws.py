@@ -1,8 +1,8 @@
 """Random numbers: which a script draws for a step, and from which streams.
 
-A *draw* is a call of torch that returns random numbers. Numpy's and Python's generators cannot be
-watched call by call; their states are compared before and after instead. A *stream* is one such
-generator.
+A *draw* is a call of torch that returns random numbers; its *line* is that of the script's call.
+Numpy's and Python's generators cannot be watched call by call: their states are compared before and
+after instead. A *stream* is one such generator. Digests stand for numbers and for states.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STREAMS = ("torch", "numpy's global stream", "the global stream of Python's rand
 
 
 class DrawLog:
-    """The draws of this process, and those since it was last restarted."""
+    """The draws of this process: their number, and digests of those since `restart`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -33,10 +33,12 @@ class DrawLog:
         self.digests: set[str] = set()
         """Of each draw since `StepDraws.restart`, a digest of its numbers."""
         self._first_line = ""
+        """The line of the first draw since `restart`; empty if there was none."""
         self._hash = hashlib.blake2b(digest_size=8)
+        """Of the numbers of all draws since `restart`."""
 
     def begin(self, generator: Any) -> str:
-        """Counts a draw that is about to be made, and returns its line.
+        """Counts a draw that is about to be made, and returns its line for `finish`.
 
         Args:
             generator: what the script passed as `generator`.
@@ -51,13 +53,18 @@ class DrawLog:
         return line
 
     def finish(self, drawn: Any, line: str) -> None:
-        """Notes the numbers of a draw and marks their tensor."""
+        """Notes the numbers of a draw and marks their tensor, so that their use can be followed.
+
+        Args:
+            drawn: what the call returned.
+            line: as `begin` returned it.
+        """
         if not isinstance(drawn, Tensor) or drawn.device.type == "meta":  # there are no values
             return
-        numbers = digest(drawn)
-        self._hash.update(numbers.encode())
-        self.digests.add(numbers)
-        mark(drawn, draw=(self.count, line, numbers))
+        digest_of_numbers = digest(drawn)
+        self._hash.update(digest_of_numbers.encode())
+        self.digests.add(digest_of_numbers)
+        mark(drawn, draw=(self.count, line, digest_of_numbers))
 
     def restart(self) -> None:
         """Forgets the draws so far: `since_restart` begins with the next one."""
@@ -72,13 +79,13 @@ class DrawLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Draws inside of the block are not part of `since_restart`."""
-        line = self._first_line
+        """Leaves draws inside of the block out of `since_restart`; they are still counted."""
+        first_line_before = self._first_line
         hash_before = self._hash.copy()
         try:
             yield
         finally:
-            self._first_line = line
+            self._first_line = first_line_before
             self._hash = hash_before
 
 
@@ -87,6 +94,7 @@ def stream_digests() -> list[str]:
 
     The GPU's comes last, and only if CUDA is in use.
     """
+    # Numpy's state is the name of the generator, its array of numbers, and the position in it.
     kind, keys, position, *_ = np.random.get_state()
     states = [
         torch.get_rng_state().numpy().tobytes(),
@@ -101,12 +109,14 @@ def stream_digests() -> list[str]:
 def moved_streams(before: Sequence[str]) -> dict[str, str]:
     """Returns the streams that were drawn from, each with the digest that it had before.
 
-    Torch's stream is left out: its draws are seen one by one.
+    Two ranks whose stream had the same digest before drew the same numbers. Torch's stream is left
+    out: its draws are seen one by one.
 
     Args:
-        before: what `stream_digests` returned then.
+        before: what `stream_digests` returned at the beginning.
     """
     moved = {}
+    # The last stream, the GPU's, has no digest if CUDA is not in use, or was not at the beginning.
     for stream, digest_before, digest_now in zip(STREAMS, before, stream_digests(), strict=False):
         if digest_now != digest_before and stream != "torch":
             moved[stream] = digest_before

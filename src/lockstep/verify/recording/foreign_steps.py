@@ -23,7 +23,10 @@ from lockstep.verify.training_record import RankUpdate
 
 
 class ForeignStepRecorder:
-    """Notices that parameters have changed without a step of this rank, and records the update."""
+    """Notices that parameters have changed without a step of this rank, and records the update.
+
+    It compares *summaries* of the parameters: two numbers that change with any value.
+    """
 
     def __init__(self, state: RecorderState, gradients: GradientRecorder) -> None:
         self.state = state
@@ -36,8 +39,10 @@ class ForeignStepRecorder:
         trained.
         """
         state = self.state
-        if state.has_optimizer or not state.update.losses:
+        had_backward_pass = bool(state.update.losses)
+        if state.has_optimizer or not had_backward_pass:
             return
+        # Summaries by name, from the update's first forward pass.
         at_start = state.notes.parameters_at_start
         for name, parameter in state.models.parameters():
             if name in at_start and not np.array_equal(summarize(parameter), at_start[name]):
@@ -48,12 +53,15 @@ class ForeignStepRecorder:
         """Records an update if parameters have changed since the loss before this one.
 
         This is for a rank that calls no module, but functions such as `F.linear` with parameters.
-        These are found in the autograd graph of the loss, where leaves have a `variable`.
+        They are found in the autograd graph of the loss: a node that accumulates the gradient of a
+        parameter has it as its `variable`. Their summaries are kept in `state.notes` for the next
+        loss.
         """
         state = self.state
         calls_modules = bool(list(state.models.parameters()))
         if state.has_optimizer or calls_modules:
             return
+        # By the id of a parameter, the parameter and its summary.
         summaries_before = state.notes.parameters_of_loss
         summaries = {}
         has_changed = False
@@ -62,7 +70,7 @@ class ForeignStepRecorder:
             if not isinstance(parameter, Tensor) or is_sharded(parameter):
                 continue
             summary = summarize(parameter)
-            # The parameter itself is kept too: another one must not get its id.
+            # As long as the parameter itself is kept, no other tensor can get its id.
             summaries[id(parameter)] = (parameter, summary)
             if id(parameter) in summaries_before:
                 _, summary_before = summaries_before[id(parameter)]
@@ -74,14 +82,17 @@ class ForeignStepRecorder:
 
     @guarded
     def record_gradient_of_write(self, storage: int) -> None:
-        """Records the gradient of a parameter that the script writes to by hand.
+        """Adds to the update the gradient of a parameter that the script writes to by hand.
+
+        Without an optimizer, as in `weight -= 0.1 * weight.grad`, this is when it is used.
 
         Args:
-            storage: of the tensor that the script writes to.
+            storage: the address of the values of the tensor that the script writes to.
         """
         state = self.state
         update = state.update
-        if state.has_optimizer or not update.losses:
+        had_backward_pass = bool(update.losses)
+        if state.has_optimizer or not had_backward_pass:
             return
         for name, parameter in state.models.parameters():
             if parameter.grad is None or storage_of(parameter) != storage:
@@ -90,13 +101,16 @@ class ForeignStepRecorder:
                 continue
             gradient = copy_arrays([(name, parameter.grad)])
             update.gradients = {**update.gradients, **gradient}
-            update.unclipped = update.gradients
+            update.unclipped = update.gradients  # clipping is not seen without an optimizer
 
     def _record_update(self) -> None:
-        """Records what led to a change of the parameters that no optimizer of this rank made."""
+        """Writes the current update, and begins the next one.
+
+        It may end the script, if enough updates are recorded.
+        """
         state = self.state
         update = state.update
-        # Later batches were handed out after the last backward pass of this update.
+        # Batches that were handed out after its last backward pass belong to the next update.
         count = state.notes.batches_at_last_backward
         batches = update.batches[:count]
         later_batches = update.batches[count:]
@@ -120,21 +134,25 @@ class ForeignStepRecorder:
 
     @guarded
     def record_shadowed_iteration(self) -> None:
-        """Records that the others make an iteration without this rank, which has joined."""
+        """Writes an update without values, as the other ranks make a step without this one.
+
+        There is one for each optimizer of this rank, since it is not known which one the others
+        step with.
+        """
         state = self.state
         state.has_joined = True
         for number, optimizer in enumerate(state.steps_of):
-            missed = RankUpdate(
+            missed_update = RankUpdate(
                 optimizer=number,
                 optimizer_class=type(optimizer).__name__,
                 step=state.steps_of[optimizer],
                 stepped=False,
                 dtype=str(state.mode.lowest_dtype),
-                # Those of its last step, so that no other ones are found here.
+                # Those of its last step: others would count as a difference between the ranks.
                 learning_rates=state.last_update.learning_rates,
                 group_options=state.last_update.group_options,
                 contributes=False,
             )
-            state.writer.write(missed)
+            state.writer.write(missed_update)
             state.steps_of[optimizer] += 1
-            state.updates_until_step_of[optimizer] = state.writer.count
+            state.updates_until_step_of[optimizer] = state.writer.count  # updates written so far

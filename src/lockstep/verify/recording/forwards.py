@@ -1,8 +1,10 @@
 """Records forward passes: what models are called with, what they return, and how they are wrapped.
 
 A call of the outermost module is a *forward pass of a model*; modules inside of it are called while
-it runs. `state.update` is the record of the current optimizer step. `state.notes` is what is
-remembered until it is complete, such as the forward passes that no backward pass has used yet.
+it runs. `state.update` is the record of the current optimizer step, and `state.notes` what is
+remembered until it is complete, such as the forward passes that no backward pass has used yet. A
+*summary* of a tensor is two numbers that change with any of its values. *Marks* on a tensor tell
+what it was made from; all that is computed from it gets them too.
 """
 
 from __future__ import annotations
@@ -69,22 +71,27 @@ class ForwardRecorder:
 
     @guarded
     def add_prepared(self, module: nn.Module) -> None:
-        """`World.prepare` has wrapped a module."""
+        """Adds a module that `World.prepare` has wrapped to the models."""
         self.state.models.prepared_ids.add(id(unwrap(module)))
         self._add_model(module)
 
     @guarded
     def add_ddp(self, wrapper: DistributedDataParallel) -> None:
-        """DDP has been put around a module."""
+        """Adds a module that DDP was put around to the models, and watches its parameters."""
         self.state.models.add_ddp(wrapper)
         self._gradients.hook_parameters()
         self.state.watch_writes()
 
     def _add_model(self, module: nn.Module) -> None:
-        """Makes a model comparable, and watches its gradients and writes to its tensors."""
+        """Adds a module to the models, and watches its gradients and writes to its tensors.
+
+        Its dropout is switched off, and it is converted to float64. This is called again with each
+        forward pass: a model may have got other parameters.
+        """
         self.state.mode.determinism.prepare_module(module)
         self.state.models.add(module)
         self._gradients.hook_parameters()
+        # The closure of an optimizer calls the model within its step, which writes to parameters.
         if not self.state.running_optimizers:
             self.state.watch_writes()
 
@@ -92,17 +99,19 @@ class ForwardRecorder:
 
     @guarded
     def enter_module(self, module: nn.Module, inputs: Any) -> Any:
-        """A module's forward pass begins: torch calls this for every module.
+        """Records that a module's forward pass begins: torch calls this hook for every module.
+
+        A module inside of a model only tells which batch is used, and of BatchNorm layers.
 
         Returns:
-            The inputs of the outermost module, converted; None leaves inputs as they are.
+            The inputs of the outermost module, in float64; None leaves inputs as they are.
         """
         self._depth += 1
         # While torch traces or transforms a function, tensors have no values.
         if is_traced() or in_function_transform():
             return None
         marks = marks_of(inputs)
-        self._inputs.note_use(marks.get("batch", 0))
+        self._inputs.note_use(marks.get("batch", 0))  # 0: the inputs are made from no batch
         is_model = self._depth == 1
         if is_model:
             self.state.notes.local_batch_norms_without_gradients = set()
@@ -110,14 +119,14 @@ class ForwardRecorder:
             self._note_batch_norm(module)
         if not is_model:
             return None
-        trains = torch.is_grad_enabled() and has_parameters(module)
-        if trains and self._is_first_of_backward_pass():
+        is_trained = torch.is_grad_enabled() and has_parameters(module)
+        if is_trained and self._is_first_of_backward_pass():
             # Without an optimizer, a change of the parameters is what ends an update.
             self._foreign_steps.record_if_parameters_changed()
         self.state.notes.running_pass = None
         self._note_wrapper(module)
         self._add_model(module)
-        if trains:
+        if is_trained:
             self._begin_training_pass(module, inputs, marks)
         if not has_tensors(module):  # such as a loss function, of which nothing is in float64
             return None
@@ -125,22 +134,23 @@ class ForwardRecorder:
 
     def _is_first_of_backward_pass(self) -> bool:
         """True if no model was called since the last backward pass."""
+        # The first model after each backward pass adds its inputs, each backward pass its loss.
         return len(self.state.update.model_inputs) == len(self.state.update.losses)
 
     def _note_batch_norm(self, layer: nn.Module) -> None:
-        """Notes a BatchNorm layer in training mode that only sees this rank's samples.
-
-        A class with a forward pass of its own, such as SyncBatchNorm, may exchange statistics.
-        """
+        """Notes a BatchNorm layer in training mode that only sees this rank's samples."""
+        # A class with a forward pass of its own, such as SyncBatchNorm, may exchange statistics.
         if type(layer).forward is not BatchNorm.forward:
             return
+        # Without gradients, the layer matters only if the loss is made from the model's output:
+        # then the output is marked with it.
         if torch.is_grad_enabled():
             self.state.notes.local_batch_norms.add(id(layer))
         else:
             self.state.notes.local_batch_norms_without_gradients.add(id(layer))
 
     def _note_wrapper(self, module: nn.Module) -> None:
-        """Notes a training forward pass through DDP, or of the module inside of it."""
+        """Notes a training forward pass through DDP, or of the module that DDP is around."""
         is_training = module.training and torch.is_grad_enabled()
         if not is_training:
             return
@@ -155,6 +165,9 @@ class ForwardRecorder:
     def _begin_training_pass(self, module: nn.Module, inputs: Any, marks: dict[str, Any]) -> None:
         """Records a call of a model with gradients.
 
+        Of several models that are called in one optimizer step, the first one tells what the step
+        begins with. `state.notes.running_pass` becomes the record of this forward pass.
+
         Args:
             module: the model.
             inputs: what it is called with.
@@ -166,15 +179,20 @@ class ForwardRecorder:
             update.unwrapped_line = user_line() or ""
         if not update.module_tensors_before:
             update.module_tensors_before = state.models.plain_attributes()
+
+        # The first forward pass of the step.
         if not update.began_with_forward:
             update.began_with_forward = True
             state.has_joined = False
             if state.is_first_update:
-                # The script's tests before its training are no part of a step.
+                # The outcomes of `if`s before the training are no part of a step.
                 state.branches.pop_outcomes()
             update.rewritten_parameters = self._parameters_changed_since_last_step()
+
+        # The first forward pass after the last backward pass.
         is_first_of_backward_pass = self._is_first_of_backward_pass()
-        if not update.losses:
+        had_backward_pass = bool(update.losses)
+        if not had_backward_pass:
             self._record_parameters_at_start()
         elif is_first_of_backward_pass and not update.changed_between_passes:
             self._record_parameters_changed_within_update()
@@ -185,21 +203,24 @@ class ForwardRecorder:
             record = describe_batch(inputs, ids=())
             if record.shape:  # there is a tensor with a row for each sample
                 update.model_inputs.append(record)
+
+        # Every forward pass.
         self._note_evaluation_mode(module)
-        # What the inputs are made from is a part of the loss, as far as it was drawn for this step.
+        # What the inputs are made from, the loss is made from too. Random numbers count only if
+        # they were drawn for this step.
         state.record_marks(marks, state.step_draws.count_before)
         state.notes.running_pass = self._new_forward_pass(module, inputs)
 
     def _note_evaluation_mode(self, module: nn.Module) -> None:
-        """Notes the parameters of those parts of a model that are in evaluation mode."""
+        """Notes the parameters of those submodules of a model that are in evaluation mode."""
         evaluating_parameters = self.state.notes.evaluating_parameters
-        for part in module.modules():
-            if not part.training:
-                for parameter in part.parameters(recurse=False):
+        for submodule in module.modules():
+            if not submodule.training:
+                for parameter in submodule.parameters(recurse=False):
                     evaluating_parameters.add(id(parameter))
 
     def _parameters_changed_since_last_step(self) -> dict[str, Array]:
-        """Returns parameters that are no longer what the last optimizer step left."""
+        """Returns the parameters that are no longer what the last optimizer step left, by name."""
         models = self.state.models
         after_step = models.after_last_step
         recorded_parameters = []  # those of which `after_step` has the values
@@ -213,21 +234,29 @@ class ForwardRecorder:
         return changed
 
     def _record_parameters_at_start(self) -> None:
-        """Records the parameters that the forward passes of the update begin with."""
+        """Records the parameters that the forward passes of the update begin with.
+
+        Their summaries are kept in `state.notes`. Before the first update, `state.update.initial`
+        also gets their values.
+        """
         state = self.state
-        summaries = state.models.whole_parameters()
+        summaries = state.models.whole_parameters()  # by name, of those that are not sharded
         state.notes.parameters_at_start = summaries
+        # Parameters in no model have no name. Their key is the number of the optimizer that was
+        # built with them, and their place in it.
         without_model = {}
         for place, parameter in state.models.parameters_of_unstepped_optimizers():
             without_model[place] = summarize(parameter)
         state.notes.parameters_without_model = without_model
         if state.is_first_update:
-            # Sharded parameters have no summary.
             whole = [(n, p) for n, p in state.models.parameters() if n in summaries]
             state.update.initial = copy_arrays(whole)
 
     def _record_parameters_changed_within_update(self) -> None:
-        """Records parameters that were changed between two backward passes of one update."""
+        """Records the parameters that are no longer what the update's first forward pass used.
+
+        This is called between two backward passes of one update.
+        """
         at_start = self.state.notes.parameters_at_start
         changed = {}
         for name, summary in self.state.models.whole_parameters().items():
@@ -236,15 +265,20 @@ class ForwardRecorder:
         self.state.update.changed_between_passes = changed
 
     def _new_forward_pass(self, module: nn.Module, inputs: Any) -> ForwardPass | None:
-        """Returns the record of a forward pass that begins; None if it has no samples."""
+        """Returns the record of a forward pass that begins; None if it has no samples.
+
+        Counts the call in `state.notes.model_calls`, which numbers the forward passes.
+        """
         notes = self.state.notes
         notes.model_calls += 1
+        # The number of samples, and the inputs with one row for each.
         count, sample_inputs = sample_tensors(inputs)
         if not sample_inputs:
             return None
         first_input, *other_inputs = sample_inputs
         number_of_inputs = len([tensor for tensor in tensors(inputs) if tensor.dim() > 0])
-        # Several inputs that all have a row for each sample leave no doubt what a sample is.
+        # With a single input, its rows may be something else than samples, such as the nodes of a
+        # graph. Several inputs that all have the same number of rows leave no doubt.
         all_have_rows = len(sample_inputs) == number_of_inputs
         record = Forward(
             model=f"{type(unwrap(module)).__name__}, forward pass {notes.model_calls}",
@@ -258,6 +292,7 @@ class ForwardRecorder:
             record.input_values = rows.cpu().clone().numpy()
         forward_pass = ForwardPass(record)
         if self.state.is_first_update:
+            # If earlier calls turn out to be trials, this one's inputs take the place of theirs.
             forward_pass.inputs = describe_batch(inputs, ids=())
         return forward_pass
 
@@ -265,8 +300,9 @@ class ForwardRecorder:
 
     @guarded
     def leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """A module's forward pass is over: torch calls this for every module."""
+        """Records that a module's forward pass is over: torch calls this hook for every module."""
         self._depth -= 1
+        # While torch traces or transforms a function, tensors have no values.
         if is_traced() or in_function_transform():
             return
         is_model = self._depth == 0
@@ -275,20 +311,25 @@ class ForwardRecorder:
         forward_pass = self.state.notes.running_pass
         if forward_pass is None or not torch.is_grad_enabled():  # the model is not being trained
             return
-        outputs = []
-        for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dim():
-                outputs.append(leaf)
+        outputs = []  # the tensors in the output that a loss can be computed from
+        for value in pytree.tree_leaves(output):
+            if isinstance(value, Tensor) and value.requires_grad and value.dim() > 0:
+                outputs.append(value)
         if is_model:
             self._end_forward_pass(forward_pass, outputs)
         elif forward_pass.hidden is None:
-            # The module is a part of the model, and the first with an output for each sample.
+            # The module is a part of the model. The first one whose output has a row for each
+            # sample tells whether samples influence each other after it.
             with_rows = tensors_with_rows(outputs, len(forward_pass.record.inputs))
             if with_rows:
                 forward_pass.hidden = with_rows[0]
 
     def _mark_output(self, output: Any) -> None:
-        """Marks the output of a model with its line and the BatchNorm layers behind it."""
+        """Marks the output of a model with its line and the BatchNorm layers behind it.
+
+        A loss that is made from the output in a later step is then known to be made from it.
+        """
+        # The kinds of these marks end with an id or a number, so that a loss keeps several of them.
         marks: dict[str, Any] = {}
         for layer_id in self.state.notes.local_batch_norms_without_gradients:
             marks[f"{BATCH_NORM}{layer_id}"] = layer_id
@@ -296,13 +337,16 @@ class ForwardRecorder:
         mark(output, **marks)
 
     def _end_forward_pass(self, forward_pass: ForwardPass, outputs: list[Tensor]) -> None:
-        """Records the outputs of a model, and hooks them to record the loss's gradient by them."""
+        """Records the outputs of a model, and hooks them to record the loss's gradient by them.
+
+        The forward pass is added to `state.notes.forward_passes`, for the backward pass to come.
+        """
         notes = self.state.notes
         notes.running_pass = None
         forward_pass.outputs = outputs
         mark(outputs, trained=self.state.writer.count)
         record = forward_pass.record
-        count = len(record.inputs)
+        count = len(record.inputs)  # the number of samples
         with_rows = tensors_with_rows(outputs, count)
         if with_rows or any(_has_rows_for_samples(tensor, count) for tensor in outputs):
             record.rows_are_samples = True
@@ -312,12 +356,14 @@ class ForwardRecorder:
             return
         record.outputs = summarize_rows(with_rows, count)
         for number, tensor in enumerate(outputs, 1):
-            hook = partial(self.record_slope, forward_pass, number)
+            hook = partial(self.record_output_gradient, forward_pass, number)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     @guarded
-    def record_slope(self, forward_pass: ForwardPass, number: int, gradient: Tensor | None) -> None:
-        """Records the gradient of the loss by an output of a model, sample by sample.
+    def record_output_gradient(
+        self, forward_pass: ForwardPass, number: int, gradient: Tensor | None
+    ) -> None:
+        """Adds the gradient of the loss by an output of a model to the record, sample by sample.
 
         Args:
             forward_pass: which returned the output.
@@ -328,7 +374,8 @@ class ForwardRecorder:
             return
         record = forward_pass.record
         count = len(record.inputs)
-        # Weighted by the number, so that gradients of two outputs cannot be swapped unnoticed.
+        # An array of shape (samples, 2). It is weighted by the number of the output: without that,
+        # gradients of two outputs could be swapped and have the same sum.
         rows = summarize_rows(tensors_with_rows([gradient], count), count) * number
         if len(rows) == 0:
             return
@@ -341,6 +388,8 @@ class ForwardRecorder:
 def _has_rows_for_samples(tensor: Tensor, count: int) -> bool:
     """True if a tensor has an equal number of rows for each sample, such as tokens of a text.
 
-    Without samples there is nothing to contradict it.
+    Args:
+        tensor: an output of a model.
+        count: number of samples; 0 of an empty batch, which fits any number of rows.
     """
     return count == 0 or len(tensor) % count == 0

@@ -3,7 +3,7 @@
 `FunctionMode` is torch's own way to intercept calls (`TorchFunctionMode`). A call first becomes
 comparable (`Determinism`): no dropout, float64. What it was given and what it returns is then
 noted: draws of random numbers, losses, writes to tensors of models, statistics over the samples of
-a batch. Results get the marks of their arguments (`marks`).
+a batch. *Marks* tell what a tensor was made from: its result gets the marks of the arguments.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class _CallEvidence:
     """What the arguments of a call tell, noted before the call writes to them."""
 
     marks: dict[str, Any] = field(default_factory=dict)
+    """Marks of all arguments, by kind."""
     loss_terms: list[float] = field(default_factory=list)
+    """Of a sum of losses, the terms; empty for other calls."""
 
 
 class FunctionMode(TorchFunctionMode):
@@ -84,6 +86,9 @@ class FunctionMode(TorchFunctionMode):
             types: classes of the arguments, for subclasses of Tensor.
             args: of the call.
             kwargs: of the call.
+
+        Returns:
+            What the call returns to the script.
         """
         kwargs = kwargs or {}
         if is_traced():
@@ -103,6 +108,7 @@ class FunctionMode(TorchFunctionMode):
             self._note_arguments(evidence, func, name, args, kwargs)
         if self.determinism.double:
             func, args, kwargs = self.determinism.widen_call(func, name, args, kwargs)
+        # `Tensor.backward`, `torch.autograd.backward` or `torch.autograd.grad`
         if name in ("backward", "grad"):
             with self.backward_pass(True):
                 return func(*args, **kwargs)
@@ -114,7 +120,10 @@ class FunctionMode(TorchFunctionMode):
     def _note_arguments(
         self, evidence: _CallEvidence, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """Notes what a call is given, which the call may write to."""
+        """Notes what a call is given in `evidence`, before the call writes to its arguments.
+
+        A call of a loss function is also added to `loss_calls`.
+        """
         evidence.marks = marks_of((args, kwargs))
         if func in LOSS_FUNCTIONS and len(self.loss_calls) < MAX_LOSS_CALLS:
             call = loss_call(name, args, kwargs)
@@ -132,11 +141,11 @@ class FunctionMode(TorchFunctionMode):
         args: Any,
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Notes what a call has returned or written to, and marks it.
+        """Notes what a call has returned or written to, and marks the result.
 
         Args:
             result: what was returned.
-            evidence: what the arguments tell.
+            evidence: what the arguments tell. The result gets their marks, and perhaps more.
             func: the function of torch that was called.
             name: its name.
             args: of the call.
@@ -145,10 +154,11 @@ class FunctionMode(TorchFunctionMode):
         self.writes.note_call(func, name, args, kwargs)
         marks = evidence.marks
         if name in NUMBER_METHODS and isinstance(result, int | float):
-            # What the script does with a number of Python's cannot be followed.
+            # What the script does with a number of Python's, such as `x.mean().item()`, cannot be
+            # followed by marks. So the number itself is noted if it is made from a statistic.
             if any(kind.startswith(STATISTIC) for kind in marks):
                 self.statistics[user_line() or ""] = float(result)
-        if needs_gradient(result) and not result.dim():
+        if needs_gradient(result) and result.dim() == 0:
             # It is a loss, or a term of one.
             marks |= divisor_mark(name, args)  # if the call divides it by a number
             note_loss(result, name, args, evidence.loss_terms)
@@ -166,15 +176,16 @@ class FunctionMode(TorchFunctionMode):
             self.note_dtype(result)
 
     def note_dtype(self, tensor: Tensor) -> None:
-        """Notes the dtype of a loss or a gradient."""
+        """Lowers `lowest_dtype` to that of a loss or a gradient, if this is less precise."""
         dtype = tensor.dtype
         if not dtype.is_floating_point:
             return
+        # The larger the distance from 1 to the next number, the lower the precision.
         if torch.finfo(dtype).eps > torch.finfo(self.lowest_dtype).eps:
             self.lowest_dtype = dtype
 
     def pop_loss_calls(self) -> list[LossCall]:
-        """Returns the calls of loss functions since the last time."""
+        """Returns the calls of loss functions since the last time, and forgets them."""
         calls = self.loss_calls
         self.loss_calls = []
         return calls
@@ -184,7 +195,8 @@ class FunctionMode(TorchFunctionMode):
         """Sets `in_backward` inside of the block.
 
         Args:
-            running: False where the forward pass is computed again within a backward pass.
+            running: False while activation checkpointing computes a forward pass again within a
+                backward pass.
         """
         before = self.in_backward
         self.in_backward = running

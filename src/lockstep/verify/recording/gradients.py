@@ -3,7 +3,8 @@
 A *local* gradient is what one backward pass adds on this rank, before DDP averages it. It is seen
 by a hook on the parameter. Gradients are also recorded before the script clips them, and after an
 optimizer reduces them itself. `state.update` is the record of the current optimizer step, and
-`state.notes` is what is remembered until it is complete, such as a copy of each gradient.
+`state.notes` what is remembered until it is complete, such as a copy of each gradient. The *own
+part* of a sharded gradient is that of this rank; of any other gradient, it is the whole.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ class GradientRecorder:
     # Backward passes
 
     def hook_parameters(self, extra_parameters: Iterable[nn.Parameter] = ()) -> None:
-        """Hooks the parameters of all models, to see each gradient before all others do.
+        """Hooks the parameters of all models, to see each gradient before DDP averages it.
 
-        The gradient of a sharded parameter is reduced over ranks before it is seen, so those are
-        left out.
+        The gradient of a sharded parameter is reduced over ranks before a hook sees it, so those
+        parameters are left out. A parameter that has its hook already gets no second one.
 
         Args:
-            extra_parameters: parameters that perhaps no model has.
+            extra_parameters: further parameters, which are perhaps in no model.
         """
         parameters = [parameter for _, parameter in self.state.models.parameters()]
         for parameter in (*parameters, *extra_parameters):
@@ -62,31 +63,40 @@ class GradientRecorder:
 
     @guarded
     def _add_local_gradient(self, parameter_id: int, gradient: Tensor | None) -> None:
-        """Adds a gradient to those of the running backward pass."""
-        passes = self.state.notes.gradients_of_passes
+        """Adds a gradient to those of the running backward pass, in `state.notes`.
+
+        This is the hook of each parameter.
+
+        Args:
+            parameter_id: the id of the parameter.
+            gradient: None if the loss does not depend on it.
+        """
         if gradient is None:
             return
+        # For each backward pass of the update, its gradients by the ids of parameters.
+        passes = self.state.notes.gradients_of_passes
         # There is no pass if the script calls `torch.autograd.grad` before any backward pass. Of an
         # update with too many passes, no local gradients are recorded.
         if not passes or len(passes) > MAX_BACKWARD_PASSES:
             return
         gradients = passes[-1]
-        if parameter_id in gradients:
+        if parameter_id in gradients:  # a parameter that is used twice may get two gradients
             gradients[parameter_id] = gradients[parameter_id] + gradient.detach()
         else:
             gradients[parameter_id] = gradient.detach().clone()
 
     @guarded
     def end_backward(self) -> None:
-        """A backward pass is over: notes the gradients, and whether they are this rank's own.
+        """Notes the gradients that a backward pass has left, and whether they are local.
 
-        They are its own if each is what the hooks have seen: the sum over all passes, or, if the
+        They are local if each is what the hooks have seen: the sum over all passes, or, if the
         script has set gradients to zero in between, what the last pass added. Otherwise DDP has
-        averaged them.
+        averaged them. The answer is added to `local_passes` of the update. The gradients, and the
+        number of batches so far, are kept in `state.notes`.
         """
         notes = self.state.notes
         notes.gradients_after_backward = {}
-        is_own = []
+        are_local = []  # for each gradient that the hooks have seen
         for _, parameter in self.state.models.parameters():
             if parameter.grad is None or parameter.grad.is_sparse:
                 continue
@@ -95,9 +105,9 @@ class GradientRecorder:
             local_gradients = self._local_gradients_of(parameter)
             if local_gradients:
                 accumulated = sum(local_gradients, torch.zeros_like(gradient))
-                is_own.append(gradient.equal(accumulated) or gradient.equal(local_gradients[-1]))
-        all_are_own = bool(is_own) and all(is_own)
-        self.state.update.local_passes.append(all_are_own)
+                are_local.append(gradient.equal(accumulated) or gradient.equal(local_gradients[-1]))
+        all_are_local = bool(are_local) and all(are_local)
+        self.state.update.local_passes.append(all_are_local)
         notes.batches_at_last_backward = len(self.state.update.batches)
 
     def _local_gradients_of(self, parameter: nn.Parameter) -> list[Tensor]:
@@ -109,31 +119,36 @@ class GradientRecorder:
         return local_gradients
 
     def local_gradients(self) -> list[dict[str, Array]]:
-        """Returns the local gradients of each backward pass; empty if there were too many."""
+        """Returns the local gradients of each backward pass, by the names of parameters.
+
+        Empty if there were too many passes.
+        """
         passes = self.state.notes.gradients_of_passes
         if len(passes) > MAX_BACKWARD_PASSES:
             return []
-        arrays = []
+        arrays_of_passes = []
         for gradients in passes:
-            named = []
+            named_gradients = []
             for name, parameter in self.state.models.parameters():
                 if id(parameter) in gradients:
-                    named.append((name, gradients[id(parameter)]))
-            arrays.append(copy_arrays(named))
-        return arrays
+                    named_gradients.append((name, gradients[id(parameter)]))
+            arrays_of_passes.append(copy_arrays(named_gradients))
+        return arrays_of_passes
 
     # What the script does with gradients
 
     def factor_since_backward(self) -> float:
         """Returns the number that all gradients were multiplied by since the last backward pass.
 
-        NaN if there is no such number. With g the gradients then and h now, as one vector each, it
-        is (g·h) / (g·g) if the residual |h|² - (g·h)² / |g|² is zero.
+        With g the gradients then and h now, each as one vector, it is the factor (g·h) / |g|² that
+        brings factor * g nearest to h. The squared distance that is left is
+        |h - factor * g|² = |h|² - factor * (g·h). If it is not zero, or g is zero, there is no such
+        number, and the result is NaN.
         """
         gradients_then = self.state.notes.gradients_after_backward
-        dot_product = 0.0
-        squared_norm_then = 0.0
-        squared_norm_now = 0.0
+        dot_product = 0.0  # g·h, added up over the parameters
+        squared_norm_then = 0.0  # |g|²
+        squared_norm_now = 0.0  # |h|²
         for _, parameter in self.state.models.parameters():
             if parameter.grad is None:
                 continue
@@ -147,18 +162,21 @@ class GradientRecorder:
         if not squared_norm_then:
             return math.nan
         factor = dot_product / squared_norm_then
-        residual = squared_norm_now - factor * dot_product
+        residual = squared_norm_now - factor * dot_product  # zero up to rounding
         if residual <= MAX_RELATIVE_RESIDUAL * squared_norm_now:
             return factor
         return math.nan
 
     def clip(self, clip_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Takes the place of one of torch's clipping functions, which it calls.
+        """Takes the place of one of torch's clipping functions: calls and records it.
 
         Args:
             clip_function: the function of torch.
             *args: of that function.
             **kwargs: of that function.
+
+        Returns:
+            What the function of torch returns.
         """
         self._calls.record("clip", None)
         before = self._copy_gradients()
@@ -175,15 +193,20 @@ class GradientRecorder:
 
     @guarded
     def _copy_gradients(self) -> dict[str, Array]:
-        """Returns copies of the gradients that there are, by the names of their parameters."""
+        """Returns copies of all gradients, by the names of parameters that have one."""
         return copy_arrays((name, p.grad) for name, p in self.state.models.parameters())
 
     @guarded
     def record_reduced(self, tensor: Any) -> None:
-        """Records a gradient that an optimizer has reduced over the ranks during its step."""
+        """Adds to the update a gradient that an optimizer has reduced over ranks during its step.
+
+        Args:
+            tensor: what an all-reduce has written to; perhaps no gradient.
+        """
         if not self.state.running_optimizers or not isinstance(tensor, Tensor):
             return
         update = self.state.update
+        # If the tensor is a gradient, it lies at the address of some parameter's gradient.
         for name, parameter in self.state.models.parameters_with_gradient_at(storage_of(tensor)):
             reduced = copy_arrays([(name, parameter.grad)])
             update.reduced_in_step = {**update.reduced_in_step, **reduced}
@@ -193,7 +216,8 @@ class GradientRecorder:
     def record_for_step(self, parameter_ids: set[int]) -> None:
         """Records the gradients that an optimizer is about to step with, before and after clipping.
 
-        What is only rounding is then removed from them, so that it does not become a step.
+        Sets `gradients` and `unclipped` of the update. What is only rounding is then removed from
+        the script's gradients, so that it does not become a step. Their precision is noted.
 
         Args:
             parameter_ids: the ids of the optimizer's parameters.
@@ -227,10 +251,10 @@ def _zero_rounding(gradients: Mapping[str, Array], parameters: Iterable[nn.Param
     size from it, in a direction that differs from run to run.
 
     Args:
-        gradients: copies of them; the largest value counts.
+        gradients: copies of them, by name.
         parameters: whose gradients are changed.
     """
-    limit = RELATIVE_ROUNDING * scale_of(gradients)
+    limit = RELATIVE_ROUNDING * scale_of(gradients)  # a share of the largest absolute value
     for parameter in parameters:
         gradient = own_part(parameter.grad)
         if not gradient.is_sparse and gradient.is_floating_point():

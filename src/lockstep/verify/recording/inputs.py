@@ -2,7 +2,8 @@
 
 `state.update` is the record of the current optimizer step; its `batches` are what loaders handed
 out, as records of their content (`Batch`). Models may be called with something else that the script
-computes from a batch, so inputs of models are recorded separately, in `forwards`.
+computes from a batch, so inputs of models are recorded separately, in `forwards`. *Ids* of samples
+are their indices in the dataset.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class InputRecorder:
 
     @guarded
     def begin_pass(self, loader: DataLoader[Any]) -> None:
-        """A DataLoader of torch's begins to be iterated, to train."""
+        """Counts a pass over a DataLoader of torch's, which begins to be iterated to train."""
         self._passes_over[loader] = self._passes_over.get(loader, 0) + 1
 
     @guarded
@@ -62,7 +63,8 @@ class InputRecorder:
         """
         sampler = loader.sampler
         is_shuffled = isinstance(sampler, DistributedSampler) and sampler.shuffle
-        # Epochs are counted from 0. Without a pass, gradients were off when the iteration began.
+        # Epochs are counted from 0. No pass was counted if gradients were off when the iteration
+        # began, and were switched on later.
         passes_begun = self._passes_over.get(loader, 0)
         epoch = max(0, passes_begun - 1)
         record = describe_batch(
@@ -82,7 +84,8 @@ class InputRecorder:
     def record_lockstep_batch(self, event: DeliveredBatch) -> None:
         """Records a micro-batch that a loader of Lockstep's hands out.
 
-        Its samples are known by their indices; their content only if there is one row for each.
+        Its samples are known by their indices; their content only if there is one row for each. The
+        event also says whether this rank's losses count, and which micro-batch is computed now.
         """
         self.state.update.contributes = event.counts
         self.state.micro_batch = event.micro_batch
@@ -95,15 +98,17 @@ class InputRecorder:
         self._add(event.loader, record, event.position + 1)
 
     def _add(self, loader: Any, record: Batch, number: int) -> None:
-        """Adds a batch to the current update.
+        """Adds a batch to the current update, and numbers its loader.
+
+        The random numbers that are drawn from here on count for the step.
 
         Args:
             loader: which handed it out.
-            record: its record.
+            record: its record, which gets the number of the loader.
             number: of the batch in its epoch, from 1.
         """
         state = self.state
-        state.loss_is_weighted = False  # the loss of the batch before was
+        state.loss_is_weighted = False  # a weighted loss was that of the batch before
         if loader not in self._passes_over:
             self._passes_over[loader] = 0
         # Loaders are numbered in the order of their first use.
@@ -118,19 +123,19 @@ class InputRecorder:
         state.step_draws.restart()
 
     def note_use(self, batch_number: int) -> None:
-        """A model is called with what was made from this batch; 0 if from none."""
+        """Notes that a model is called with what was made from this batch; 0 if from none."""
         self._unused.use(batch_number)
 
     def end_update(self) -> list[Batch]:
-        """Leaves in the update the batches that it was trained on.
+        """Removes from the update the batches that it was not trained on.
 
         Returns:
             Batches that were fetched ahead for a later update.
         """
         update = self.state.update
         fetched_ahead, never_trained = self._unused.end_update()
-        other_ids = {id(record) for record in (*fetched_ahead, *never_trained)}
-        update.batches = [record for record in update.batches if id(record) not in other_ids]
+        untrained_ids = {id(record) for record in (*fetched_ahead, *never_trained)}
+        update.batches = [record for record in update.batches if id(record) not in untrained_ids]
         if not update.batches:
             # No loader was used: the inputs of models are all that is known of the samples.
             update.batches = update.model_inputs

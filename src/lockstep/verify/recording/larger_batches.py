@@ -34,15 +34,19 @@ def enlarge(arguments: dict[str, Any], times: int) -> None:
     Raises:
         CannotEnlargeError: the loader has no batch size, or batches that cannot be merged.
     """
-    batch_size = arguments.get("batch_size", 1)
+    # A batch sampler decides about the batches alone.
     if arguments.get("batch_sampler") is not None:
         try:
             arguments["batch_sampler"] = merge_batches(arguments["batch_sampler"], times)
         except TypeError as error:  # such as a generator, whose class cannot be changed
             raise CannotEnlargeError from error
-    elif batch_size is None:  # each item of the dataset is a whole batch
+        return
+    batch_size = arguments.get("batch_size", 1)
+    if batch_size is None:  # each item of the dataset is a whole batch
         raise CannotEnlargeError
-    elif isinstance(batch_size, int) and not isinstance(batch_size, EnlargedBatchSize):
+    was_enlarged_before = isinstance(batch_size, EnlargedBatchSize)
+    # Anything else than an int is refused by the DataLoader itself.
+    if isinstance(batch_size, int) and not was_enlarged_before:
         arguments["batch_size"] = EnlargedBatchSize(batch_size * times)
 
 
@@ -50,7 +54,8 @@ def merge_batches(sampler: Any, times: int) -> Any:
     """Returns a batch sampler that yields each `times` batches of this one as one batch.
 
     A list of batches becomes another list. Any other sampler stays the same object, so that
-    `set_epoch` still reaches it, and gets a class that is derived from its own.
+    `set_epoch` still reaches it; its class is replaced by a subclass that merges. A sampler that
+    was enlarged before is returned as it is.
 
     Raises:
         TypeError: the class of the sampler cannot be changed.
@@ -62,6 +67,7 @@ def merge_batches(sampler: Any, times: int) -> Any:
 
     original_class: Any = type(sampler)
 
+    # The methods of the subclass.
     def iterate(self: Any) -> Iterator[list[Any]]:
         return _merged(original_class.__iter__(self), times)
 
@@ -74,7 +80,7 @@ def merge_batches(sampler: Any, times: int) -> Any:
         "__module__": original_class.__module__,
         MERGED_ATTRIBUTE: True,
     }
-    if hasattr(original_class, "__len__"):
+    if hasattr(original_class, "__len__"):  # a stream of batches has no length
         attributes["__len__"] = length
     sampler.__class__ = type(original_class.__name__, (original_class,), attributes)
     return sampler
@@ -85,13 +91,13 @@ def _is_enlarged(sampler: Any) -> bool:
 
     Libraries such as Accelerate put a sampler of their own around that of the script.
     """
-    parts = [sampler]
-    if hasattr(sampler, "__dict__"):
-        parts += vars(sampler).values()
-    for part in parts:
-        if hasattr(part, MERGED_ATTRIBUTE):
+    candidates = [sampler]
+    if hasattr(sampler, "__dict__"):  # a list or a generator has none
+        candidates += vars(sampler).values()
+    for candidate in candidates:
+        if hasattr(candidate, MERGED_ATTRIBUTE):
             return True
-        if isinstance(getattr(part, "batch_size", None), EnlargedBatchSize):
+        if isinstance(getattr(candidate, "batch_size", None), EnlargedBatchSize):
             return True
     return False
 
@@ -103,7 +109,10 @@ class _MergedList(list[list[Any]]):
 
 
 def _merged(batches: Iterable[Any], times: int) -> Iterator[list[Any]]:
-    """Yields lists of indices, each with those of the next `times` batches."""
+    """Yields lists of indices, each with those of the next `times` batches; the last may be short.
+
+    With `times` = 2, the batches [0, 1], [2, 3], [4, 5] become [0, 1, 2, 3] and [4, 5].
+    """
     iterator = iter(batches)
     while True:
         next_batches = list(islice(iterator, times))

@@ -1,4 +1,9 @@
-"""What a loss is made of: calls of torch's loss functions, the terms of a sum, and the lines."""
+"""What a loss is made of: calls of torch's loss functions, the terms of a sum, and the lines.
+
+A *term* of a loss is one of the numbers that were added up to it: a loss of 3 that was computed as
+`a + b` with `a` = 1 and `b` = 2 has the terms 1 and 2. The terms, and the user's line that made the
+loss, are kept in the `__dict__` of its tensor. A loss is a scalar tensor that has a gradient.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +52,17 @@ class LossCall:
 
     @property
     def weight(self) -> float:
-        """What the targets weigh together: those not ignored, times the weights of their classes.
+        """The sum of the weights of all targets, by which torch divides a mean.
 
-        Targets that are no labels count one each.
+        A label has the weight of its class, or 1 if no class weights were given; ignored labels
+        have none. Each value of targets that are no labels has the weight 1.
         """
-        if self.targets.is_floating_point():
+        if self.targets.is_floating_point():  # not labels, but values or probabilities
             return float(self.targets.numel())
         ignored = self.options.get("ignore_index", IGNORE_INDEX)
         labels = self.targets[self.targets != ignored]
-        # cross_entropy(input, target, weight), by name or by place
+        # cross_entropy(input, target, weight), by name or by place. Other functions of labels have
+        # a number in third place.
         class_weights = self.options.get("weight", self.options.get("argument 3"))
         if isinstance(class_weights, Tensor) and class_weights.dim() == 1:
             return float(class_weights[labels].sum())
@@ -63,7 +70,18 @@ class LossCall:
 
 
 def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LossCall | None:
-    """Reads the arguments of a loss function; None if it has no target or needs no gradient."""
+    """Reads the arguments of a call of one of torch's loss functions.
+
+    Args:
+        name: of the function.
+        args: of the call.
+        kwargs: of the call.
+
+    Returns:
+        The call, with a copy of the targets. None if there are no targets, or if nothing is trained
+        by it: the outputs carry no gradient.
+    """
+    # The first two arguments of all these functions are called `input` and `target`.
     options = dict(zip(("input", "target"), args, strict=False)) | dict(kwargs)
     outputs = options.pop("input", None)
     targets = options.pop("target", None)
@@ -77,7 +95,7 @@ def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lo
 
 def terms_of(loss: Tensor) -> list[float]:
     """Returns the numbers that were added up to this loss, or the loss itself."""
-    terms: list[float] | None = loss.__dict__.get("_terms")
+    terms: list[float] | None = loss.__dict__.get("_terms")  # as `note_loss` has kept them
     if terms:
         return terms
     return [float(loss.detach())]
@@ -96,17 +114,18 @@ def terms_of_result(name: str, one: Any, other: Any) -> list[float]:
     """
     if name not in ("add", "add_", "sub", "mul", "div"):
         return []
-    terms = _terms_of_argument(one)
+    terms = _terms_of_argument(one)  # empty if it is no loss
     other_terms = _terms_of_argument(other)
     if name in ("add", "add_"):
         return terms + other_terms
     if name == "sub":
         return terms + [-term for term in other_terms]
-    # A product or a quotient is a sum if the first argument is a loss and the other one a number.
+    # A product or a quotient is a sum if the first argument is a loss and the other one a number:
+    # each term is multiplied or divided.
     if not terms or other_terms or not _is_single_number(other):
         return []
     factor = float(other)
-    if factor == 0:
+    if factor == 0:  # no term is left, or the quotient is infinite
         return []
     if name == "div":
         return [term / factor for term in terms]
@@ -126,7 +145,14 @@ def _is_single_number(value: Any) -> bool:
 
 
 def divisor_mark(name: str, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns the mark of a loss that this call divides by a number; empty for other calls."""
+    """Returns the mark of a loss that this call divides by a number; empty for other calls.
+
+    It is {"divisor": (number, the user's line)}.
+
+    Args:
+        name: of the function that is called.
+        args: of the call: the loss and the divisor.
+    """
     if name != "div" or len(args) != 2:
         return {}
     divisor = args[1]
@@ -141,7 +167,14 @@ def line_of_loss(loss: Tensor) -> str | None:
 
 
 def note_loss(loss: Tensor, name: str, args: tuple[Any, ...], terms: list[float]) -> None:
-    """Keeps on a loss the line that made it and the terms that it is the sum of, if any."""
+    """Keeps on a loss the line that made it and the terms that it is the sum of, if any.
+
+    Args:
+        loss: what the call has returned.
+        name: of the function that was called.
+        args: of the call.
+        terms: as `terms_of_result` returned them.
+    """
     loss.__dict__["_line"] = _line_of_call(name, args)
     if terms:
         loss.__dict__["_terms"] = terms
@@ -150,12 +183,13 @@ def note_loss(loss: Tensor, name: str, args: tuple[Any, ...], terms: list[float]
 def _line_of_call(name: str, args: tuple[Any, ...]) -> str | None:
     """Returns the user's line that calls torch.
 
-    A loss that a library only scales keeps the line that made it before.
+    A loss that a library only scales, as Accelerate does in its `backward`, keeps the line that
+    made it before.
     """
     may_scale = name in ("mul", "div") and len(args) == 2
     if not may_scale or _is_called_by_user():
         return user_line()
-    # loss * factor, or factor * loss
+    # A library calls loss * factor, or factor * loss.
     if needs_gradient(args[0]):
         loss, factor = args
     else:
@@ -168,6 +202,7 @@ def _line_of_call(name: str, args: tuple[Any, ...]) -> str | None:
 
 def _is_called_by_user() -> bool:
     """True if the user's code called torch, and no library in between."""
+    # From the innermost call outwards: torch and Lockstep come first, then whoever called torch.
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -165,7 +165,7 @@ def _compute_in_float64(mode: FunctionMode) -> None:
 def _disable_autocast(determinism: Determinism) -> None:
     """Patches `torch.autocast`, which would compute in float16 or bfloat16."""
     autocast: Any = torch.autocast
-    plain_init = autocast.__init__
+    original_init = autocast.__init__
 
     def disabled(
         context: Any, device_type: str, dtype: Any = None, enabled: bool = True, **options: Any
@@ -173,7 +173,7 @@ def _disable_autocast(determinism: Determinism) -> None:
         """Builds a `torch.autocast` that changes nothing."""
         if enabled:
             determinism.switched_off["autocast"] += 1
-        plain_init(context, device_type, dtype, enabled=False, **options)
+        original_init(context, device_type, dtype, enabled=False, **options)
 
     autocast.__init__ = disabled
 
@@ -185,9 +185,9 @@ def _see_recomputed_activations(mode: FunctionMode) -> None:
     entered again here, so that activations are recomputed in float64 as they were computed.
     """
     module: Any = torch.utils.checkpoint
-    plain_checkpoint = module.checkpoint
+    original_checkpoint = module.checkpoint
 
-    @wraps(plain_checkpoint)
+    @wraps(original_checkpoint)
     def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
         """Takes the place of `torch.utils.checkpoint.checkpoint`."""
 
@@ -197,21 +197,21 @@ def _see_recomputed_activations(mode: FunctionMode) -> None:
             with mode.backward_pass(False), mode:
                 return function(*inputs, **options)
 
-        return plain_checkpoint(compute, *args, **kwargs)
+        return original_checkpoint(compute, *args, **kwargs)
 
     module.checkpoint = checkpoint
 
 
 def _disable_compile(determinism: Determinism) -> None:
     """Patches `torch.compile`: its tracer would follow the recorder's hooks."""
-    plain_compile: Any = torch.compile
+    original_compile: Any = torch.compile
 
-    @wraps(plain_compile)
+    @wraps(original_compile)
     def disabled(model: Any = None, **options: Any) -> Any:
         # Without a model, as in `@torch.compile(mode=...)`, it returns a decorator.
         if model is not None:
             determinism.switched_off["torch.compile"] += 1
-        return plain_compile(model, **{**options, "disable": True})
+        return original_compile(model, **{**options, "disable": True})
 
     torch.compile = disabled
 
@@ -219,12 +219,12 @@ def _disable_compile(determinism: Determinism) -> None:
 def _disable_checkpoints(determinism: Determinism) -> None:
     """Patches Lockstep's checkpoints: one run would resume what another has saved."""
     checkpoint_class: Any = Checkpoint
-    plain_init = checkpoint_class.__init__
+    original_init = checkpoint_class.__init__
 
     def init(checkpoint: Checkpoint, *args: Any, **kwargs: Any) -> None:
         """Builds a `Checkpoint` that says why it does nothing."""
         determinism.switched_off["checkpoints (neither resumed nor saved)"] += 1
-        plain_init(checkpoint, *args, **kwargs)
+        original_init(checkpoint, *args, **kwargs)
         checkpoint.last_resume_note = "nothing is resumed while the script is verified"
 
     def do_nothing(checkpoint: Checkpoint) -> None:
@@ -303,13 +303,13 @@ def _input_by_name(kwargs: dict[str, Any]) -> Any:
 
 def _watch_world_collective(recorder: Recorder, name: str) -> None:
     """Patches a collective of `World`, which may exchange data without `torch.distributed`."""
-    plain = getattr(World, name)
+    original = getattr(World, name)
 
-    @wraps(plain)
+    @wraps(original)
     def collective(world: World, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Records a call for each tensor of the value, and that a gather loses gradients."""
         calls = [recorder.calls.record(f"world.{name}", tensor) for tensor in tensors(value)]
-        result = plain(world, value, *args, **kwargs)
+        result = original(world, value, *args, **kwargs)
         if world.size > 1:
             loses_gradient = name == "gather" and not kwargs.get("gradient")
             recorder.calls.end_collective(calls, result, loses_gradient=loses_gradient)
@@ -389,7 +389,7 @@ def _watch_seeds_and_epochs(recorder: Recorder) -> None:
 
 def _watch_tensor_hooks(recorder: Recorder) -> None:
     """Patches `Tensor.register_hook`, to see whether a hook changes the gradient of a parameter."""
-    plain_register: Any = Tensor.register_hook
+    original_register: Any = Tensor.register_hook
 
     def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         """Registers the hook; one of the script's own on a parameter is watched."""
@@ -397,7 +397,7 @@ def _watch_tensor_hooks(recorder: Recorder) -> None:
         is_of_torch = caller.f_globals["__name__"].startswith("torch.")
         line = user_line()
         if is_of_torch or not line:
-            return plain_register(self, hook)
+            return original_register(self, hook)
 
         def watched_hook(gradient: Tensor) -> Any:
             """Calls the hook, and records whether it returns another gradient."""
@@ -409,7 +409,7 @@ def _watch_tensor_hooks(recorder: Recorder) -> None:
                 recorder.calls.record_hook(line)
             return result
 
-        return plain_register(self, watched_hook)
+        return original_register(self, watched_hook)
 
     Tensor.register_hook = register_hook  # type: ignore[method-assign]
 
@@ -458,14 +458,14 @@ def _number_loaders(kept_batches: BatchWriter | BatchReader) -> None:
     _wrap(DataLoader, "__init__", after=after_init)
     if not isinstance(kept_batches, BatchReader):
         return
-    plain_len: Any = DataLoader.__len__
+    original_len: Any = DataLoader.__len__
 
     def length(self: DataLoader[Any]) -> int:
         """Takes the place of `len(loader)`: the length in the other run, if it is known."""
         kept_length = kept_batches.length(self)
         if kept_length is not None:
             return kept_length
-        own_length: int = plain_len(self)
+        own_length: int = original_len(self)
         return own_length
 
     DataLoader.__len__ = length  # type: ignore[method-assign]
@@ -475,8 +475,8 @@ def _watch_loaders(
     recorder: Recorder, mode: FunctionMode, kept_batches: BatchWriter | BatchReader | None
 ) -> None:
     """Patches the iteration of DataLoaders, to see batches, and to keep or replace them."""
-    plain_iter = DataLoader.__iter__
-    plain_lockstep_iter = Loader.__iter__
+    original_iter = DataLoader.__iter__
+    original_lockstep_iter = Loader.__iter__
 
     def iterate_kept(loader: DataLoader[Any], reader: BatchReader) -> Iterator[Any]:
         """Yields the batches that the ranks of the other run were handed, joined."""
@@ -519,16 +519,16 @@ def _watch_loaders(
         Its batches are to be trained on if gradients are on; in evaluation they are off.
         """
         if _is_lockstep_dataset(self.dataset):
-            return plain_iter(self)
+            return original_iter(self)
         if torch.is_grad_enabled():
             recorder.inputs.begin_pass(self)
             if isinstance(kept_batches, BatchReader):
                 return iterate_kept(self, kept_batches)
-        return iterate_recorded(self, plain_iter(self))
+        return iterate_recorded(self, original_iter(self))
 
     def iterate_lockstep(self: Loader) -> Iterator[Any]:
         """Takes the place of `iter(loader)` for loaders of Lockstep; these record themselves."""
-        batches = _until_enough(recorder, plain_lockstep_iter(self))
+        batches = _until_enough(recorder, original_lockstep_iter(self))
         return map(mode.determinism.convert, batches)
 
     DataLoader.__iter__ = iterate  # type: ignore[method-assign, assignment]
@@ -560,8 +560,8 @@ def _as_numbers(indices: Any) -> list[int] | None:
 
 def _enlarge_batches(recorder: Recorder, times: int) -> None:
     """Patches `DataLoader.__init__`, to multiply batch sizes: see `larger_batches`."""
-    plain_init: Any = DataLoader.__init__
-    signature = inspect.signature(plain_init)
+    original_init: Any = DataLoader.__init__
+    signature = inspect.signature(original_init)
 
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
         """Builds a DataLoader with larger batches, if it can have any."""
@@ -571,7 +571,7 @@ def _enlarge_batches(recorder: Recorder, times: int) -> None:
                 enlarge(arguments, times)
             except CannotEnlargeError:
                 recorder.note_loader_not_enlarged(user_line() or "somewhere")
-        plain_init(**arguments)
+        original_init(**arguments)
 
     DataLoader.__init__ = init  # type: ignore[method-assign]
 
@@ -585,7 +585,7 @@ def _refuse_own_ranks(recorder: Recorder, nproc: int) -> None:
     A process of the script's own may be a helper. It is a rank if it opens a process group that is
     larger than the run, which raises an error then.
     """
-    plain_start = BaseProcess.start
+    original_start = BaseProcess.start
 
     def start(process: BaseProcess) -> None:
         """Starts a process; in one of the script's own, large process groups are refused."""
@@ -594,7 +594,7 @@ def _refuse_own_ranks(recorder: Recorder, nproc: int) -> None:
             recorder.note_own_process(user_line() or "")
             run = partial(refuse_larger_groups, nproc, process.run)
             process.run = run  # type: ignore[method-assign]
-        plain_start(process)
+        original_start(process)
         # `run` refers to the process, which would then never be freed.
         vars(process).pop("run", None)
 

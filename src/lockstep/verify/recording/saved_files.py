@@ -60,8 +60,8 @@ class SavedFiles:
         Args:
             determinism: counts the files that are saved elsewhere.
         """
-        plain_save = torch.save
-        plain_save_weights = lockstep.save_weights
+        original_save = torch.save
+        original_save_weights = lockstep.save_weights
 
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
             """Takes the place of `torch.save`; `f` may be a path or an open file."""
@@ -69,12 +69,12 @@ class SavedFiles:
             if isinstance(f, str | os.PathLike):
                 determinism.switched_off["saved files (written elsewhere)"] += 1
                 target = self.place_of(f)
-            plain_save(obj, target, *args, **kwargs)
+            original_save(obj, target, *args, **kwargs)
 
-        @wraps(plain_save_weights)
+        @wraps(original_save_weights)
         def save_weights(model: nn.Module, path: Any, **options: Any) -> None:
             determinism.switched_off["saved weights (written elsewhere)"] += 1
-            plain_save_weights(model, self.place_of(path), **options)
+            original_save_weights(model, self.place_of(path), **options)
 
         for owner, names in PATCHED_FUNCTIONS:
             for name in names:
