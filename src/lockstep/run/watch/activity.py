@@ -164,10 +164,17 @@ def _latest_calls(calls: Sequence[CollectiveCall]) -> dict[tuple[str, bool], tup
 
 
 def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind:
-    """Judges a rank that runs, has not moved, and whose stack is known in both snapshots."""
-    pending = later.pending_calls()
+    """Judges a rank that runs, has not moved, and whose stack is known in both snapshots.
+
+    Args:
+        earlier: its state in the first snapshot.
+        later: its state in the second.
+        seconds: the time between the snapshots.
+    """
+    pending = later.pending_calls()  # the calls that are not known to have completed
     is_idle = is_main_thread_idle(earlier, later, seconds)
     at_same_place = place(earlier) == place(later)
+    # Does it wait for other ranks?
     if at_same_place:
         # NCCL calls are "started" when the GPU executes them: it waits there for the other ranks.
         if any(call.state == "started" for call in pending):
@@ -175,13 +182,14 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
         wait = stacks.find_wait(later.stack)
         if wait is not None and wait.certain:
             return Kind.WAITING
-        # At this place torch may compute or wait. If it uses no processor time and has not
-        # completed a call, it waits. A rank whose calls were not obtained may have such a call.
+        # The wait is not certain: at this place torch may compute or wait. If it uses no processor
+        # time and has not completed a call, it waits. A rank whose calls were not obtained may have
+        # such a call.
         may_have_pending_call = bool(pending) or later.calls is None
         if wait is not None and is_idle and may_have_pending_call:
             return Kind.WAITING
-    # `answered` is False for a rank that was asked, and whose answering thread did not get to run:
-    # code in C holds Python's lock. (None: it could not be asked.)
+    # If not, does it do something? `answered` is False for a rank that was asked, and whose
+    # answering thread did not get to run: code in C holds Python's lock. (None: it was not asked.)
     if earlier.answered is False and later.answered is False:
         return Kind.SILENT
     # A kernel queued before a pending NCCL call may keep the GPU busy while the CPU is idle.
@@ -215,9 +223,11 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
 
     Args:
         state: the state of the rank.
-        wait: what its stack says about its wait.
+        wait: what its stack says about its wait: the function in which it waits (`op`; empty if
+            there is none), and whether that is certain.
     """
-    in_unrecorded_function = wait.op in _UNRECORDED_FUNCTIONS
+    in_unrecorded_function = wait.op in _UNRECORDED_FUNCTIONS  # such as `recv`, with Gloo
+    # At first all calls that are not known to have completed.
     candidates: Sequence[CollectiveCall] = state.pending_calls()
     if wait.certain and wait.op and not in_unrecorded_function:
         # The stack proves that the main thread is inside a recorded call: it is its latest one.

@@ -2,7 +2,8 @@
 
 A collective is identified by its *key* (`backend:group`) and its number `seq`: the call with number
 6 on one rank must match the call with number 6 on every other rank of the group. A call is
-*mismatched* if they do not match. A rank is *missing* from a call if it has not made it yet.
+*mismatched* if they do not match. A rank is *missing* from a call if it has not made it yet. The
+*record* of a rank has its latest calls, as torch's Flight Recorder has kept them.
 """
 
 from __future__ import annotations
@@ -78,9 +79,7 @@ class CallTable:
                 self._add(state.rank, call)
 
     def _add(self, rank: int, call: CollectiveCall) -> None:
-        """Adds one call of a rank to `calls` and `_numbers`, and its timeout to those of its
-        backend.
-        """
+        """Adds one call of a rank to `calls` and `_numbers`; also remembers the longest timeout."""
         longest_s = self._longest_timeout_s.get(call.backend, 0.0)
         self._longest_timeout_s[call.backend] = max(longest_s, call.timeout_s or 0.0)
         if call.p2p:  # numbered by pair of ranks, not by group, so it has no place in the table

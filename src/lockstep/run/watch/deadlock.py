@@ -1,8 +1,10 @@
 """The rule for deadlocks: ranks wait for each other, in calls that can never match.
 
-The calls of a deadlock usually have a first *mismatch*: the first collective of a group that the
-ranks did not all call in the same way. What kind of deadlock it is (different sizes, different
-groups, an evaluation on one rank, a batch too many) decides on the advice.
+`waiting` is always what the deadlocked ranks do, by rank. Of such an activity, `op` is the function
+that the rank waits in, `wait.context` the part of torch ("in backward"), and `making` the process
+group that it creates. The first *mismatch* is the first collective of a group that the ranks did
+not all call in the same way. With the rest it says what kind of deadlock it is: different sizes,
+different groups, an evaluation on one rank, a batch too many.
 """
 
 from __future__ import annotations
@@ -106,6 +108,7 @@ def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     ops = {activity.op for activity in waiting.values()}
     if len(ops) > 1 or len(ops_at_mismatch) > 1:
         return "collectives that do not match"
+    # One operation, which the ranks of each group call without those that it would need.
     return "collectives that the others never come to"
 
 

@@ -152,15 +152,15 @@ def _describe_briefly(error: BaseException) -> ErrorRecord:
 def exit_code(error: BaseException) -> int:
     """Returns the exit code with which the interpreter ends because of an exception.
 
-    Returns:
-        The code; for Ctrl-C minus the number of SIGINT, by which the interpreter then ends itself.
+    For Ctrl-C it is minus the number of SIGINT, the signal by which the interpreter ends itself.
     """
     if isinstance(error, SystemExit):
         if error.code is None:
             return 0
         if not isinstance(error.code, int):
-            return 1  # a message was printed
-        # The interpreter takes -1 for a number that is no C long; the system keeps the lowest byte.
+            return 1  # it is a message, which the interpreter prints
+        # The system keeps only the lowest byte: `sys.exit(256)` ends with 0. For a number that does
+        # not fit into a C long, the interpreter takes -1, whose lowest byte is 0xFF.
         fits_into_c_long = -(2**63) <= error.code < 2**63
         return error.code & 0xFF if fits_into_c_long else 0xFF
     if isinstance(error, KeyboardInterrupt):

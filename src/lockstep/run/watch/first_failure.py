@@ -155,7 +155,8 @@ def first_failure(
     if not roots:
         return None
 
-    # The roots are in the order of time now: all but the first are put beside it or after it.
+    # They come back in the order of time. Each later one is either too close to the first to be put
+    # after it, or a consequence of it. Only a later Ctrl-C is not worth a word.
     first, *later_roots = _merge_equal_roots(roots)
     at_the_same_time: list[str] = []
     consequences = _describe_followers(explained)

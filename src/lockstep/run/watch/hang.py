@@ -1,9 +1,11 @@
 """The verdict on a run in which nothing moves: a deadlock, a lost rank, or a wait that may yet end.
 
 Two snapshots go in, at most one verdict comes out. Each *rule* is a function that knows one cause:
-it takes a `Case` and returns a verdict, or None if its cause does not apply. The first rule in
-`RULES` that returns a verdict is right. To add a rule, add a function, its place in `RULES`, and
-its name in `verdict.VerdictKind`. Slow ranks are found by `straggler`.
+it takes a `Case` (what each rank does, and which rank waits for which) and returns a verdict, or
+None if its cause does not apply. The first rule in `RULES` that returns a verdict is right.
+
+To add a rule, add a function, its place in `RULES`, and its name in `verdict.VerdictKind`. Slow
+ranks are found by `straggler`.
 """
 
 from __future__ import annotations

@@ -122,8 +122,9 @@ class Probe:
         # At the interpreter's end faulthandler restores this handler, so that a late signal is
         # ignored and does not end the process.
         signal.signal(MAIN_THREAD_SIGNAL, signal.SIG_IGN)
-        # Only this thread's stack: to walk the frames of a thread that runs meanwhile ends in a
-        # segmentation fault sooner or later (Python 3.11: once in some hundred times).
+        # The first signal shows only the stack of the main thread, which handles it: to walk the
+        # frames of a thread that runs meanwhile ends in a segmentation fault sooner or later
+        # (Python 3.11: once in some hundred times).
         # Without `chain` the handler is installed with SA_RESTART: an interrupted system call is
         # restarted where the kernel can do that, see `process_status.harmless_stack_signal`.
         stacks = _open_to_append(self._evidence.stacks)
@@ -213,10 +214,11 @@ class Probe:
         groups = torch_compat.process_groups()
         main_thread = threading.main_thread().ident or 0
         main_frame = sys._current_frames().get(main_thread)
+        # The process group that the main thread is about to create, or null.
         making = json.dumps(torch_compat.group_being_made(main_frame))
         records = torch_compat.flight_record(lines=with_lines)  # the JSON of a list
-        # Lockstep's own collectives in shared memory are recorded by themselves. A rank that has
-        # not imported the module makes none.
+        # Lockstep's own collectives, in shared memory, are not in torch's records but have a record
+        # of their own. A rank that has not imported their module makes none.
         routing = sys.modules.get("lockstep.communication.routing")
         if routing is not None:
             shared_memory = routing.shared_memory()

@@ -67,6 +67,8 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
     # Masks in hexadecimal, of the signals that the process handles and of those that it blocks.
     caught_signals = int(_status_field(status_text, "SigCgt") or "0", 16)
     blocked_signals = int(_status_field(status_text, "SigBlk") or "0", 16)
+    # A signal that a process does not handle would end it. One that its main thread blocks would go
+    # to another thread.
     shows_stacks = (
         _has_signal(caught_signals, MAIN_THREAD_SIGNAL)
         and _has_signal(caught_signals, ALL_THREADS_SIGNAL)
@@ -132,7 +134,8 @@ def harmless_stack_signal(
 
     Args:
         pid: the rank's process.
-        earlier_main_switches: its `main_switches` some tenths of a second ago; None if unknown.
+        earlier_main_switches: how often its main thread had given up its processor some tenths of
+            a second ago (`ProcessStatus.main_switches`); None if unknown.
         answers: True if the rank has a thread that answers requests.
         root: the folder `/proc`.
 

@@ -49,17 +49,23 @@ def watch_script_processes(folder: Path) -> None:
     def start_spawned(
         start_processes: Any, fn: Any, args: Any = (), nprocs: int = 1, *more: Any, **options: Any
     ) -> Any:
-        """Replaces `mp.start_processes`, its first argument: adds a probe to each process."""
+        """Called instead of `mp.start_processes`, which is the first argument.
+
+        Each process then runs `_run_spawned`, which installs a probe and calls the script's `fn`.
+        """
         if _PACKAGE_PARENT not in sys.path:  # a spawned process inherits it, and imports Lockstep
             sys.path.append(_PACKAGE_PARENT)
+        # For example own_000000_4: the first group of processes, which are four.
         spawn_folder = folder / f"own_{next(numbers):06}_{nprocs}"
         watched_fn = partial(_run_spawned, spawn_folder, nprocs, fn)
         return start_processes(watched_fn, args, nprocs, *more, **options)
 
     def start_process(process: multiprocessing.process.BaseProcess) -> None:
-        """Replaces `Process.start`: adds a probe to a process that the script starts.
+        """Called instead of `Process.start`.
 
-        Processes that are started while earlier ones run belong to the same group.
+        A process that the script starts then runs `_run_process`, which installs a probe and calls
+        the original `run`. Processes that are started while earlier ones run belong to the same
+        group of ranks, so they share the folder `batch_folder`.
         """
         nonlocal batch_folder
         if os.getpid() != script_pid:  # a rank starts it, such as a DataLoader worker
@@ -130,8 +136,10 @@ def _run_process(batch_folder: Path, run: Callable[[], object]) -> None:
 
     def install_probe(group: Any) -> None:
         """Called when this process has opened its default group, which says what rank it is."""
+        if probe.has_probe():  # since an earlier group
+            return
         in_main_thread = threading.current_thread() is threading.main_thread()
-        if probe.has_probe() or not in_main_thread:  # signals can only be set up in the main thread
+        if not in_main_thread:  # a probe sets up signals, which only the main thread can do
             return
         folder = batch_folder.with_name(f"{batch_folder.name}_{group.size()}")
         rank_folder = folder / f"rank_{group.rank()}"

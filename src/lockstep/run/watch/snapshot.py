@@ -226,8 +226,7 @@ def with_unique_group_names(snapshot: Snapshot) -> Snapshot:
 
 
 def _rename_groups(state: RankState, ambiguous_names: Collection[str]) -> RankState:
-    """Returns one rank's state with other names for some of its groups, see
-    `with_unique_group_names`.
+    """Returns one rank's state, in which groups with these names have their ranks in the name.
 
     The groups are renamed wherever the state mentions them: in `groups`, `calls` and `completed`.
     """
@@ -271,12 +270,13 @@ def to_json(snapshot: Snapshot) -> str:
     number_of_group: dict[Group, int] = {}
 
     def encode(value: Any) -> object:
-        """Called by json.dumps with each dataclass. Numbers the frames and groups it comes upon."""
+        """Called by json.dumps with each dataclass that it comes upon. Returns what is written."""
+        # A frame or group that is met for the first time gets the next number.
         if isinstance(value, Frame):
             return number_of_frame.setdefault(value, len(number_of_frame))
         if isinstance(value, Group):
             return number_of_group.setdefault(value, len(number_of_group))
-        return vars(value)
+        return vars(value)  # the fields by name
 
     # This comes first, as it numbers the frames and groups. The rest is put around its text.
     ranks_text = json.dumps(snapshot.ranks, default=encode)

@@ -113,7 +113,8 @@ class SnapshotExchange:
         questions = self._new_questions()
         if not questions:
             return
-        if min(questions) < self._node:  # a launcher of lower rank leads now
+        lowest_node_that_asks = min(questions)  # the keys are the ranks of the machines
+        if lowest_node_that_asks < self._node:  # that launcher leads now
             self._led_until = time.monotonic() + _LED_FOR_S
         for node, question in questions.items():
             self._answered_questions[node] = question["number"]

@@ -230,7 +230,7 @@ def find_wait(stack: Stack | None) -> Wait | None:
     innermost = stack[0]
     if _is_waiting(innermost):
         return Wait(op=_called_op(stack), context=_context(stack))
-    if _is_in(innermost, *_COMPUTING_OR_WAITING):
+    if _is_in(innermost, *_COMPUTING_OR_WAITING):  # such as a backward pass: it may do either
         return Wait(op="", context=_context(stack), certain=False)
     return None
 
@@ -265,6 +265,7 @@ def _called_op(stack: Stack) -> str:
         is_wrapper = _is_in(frame, _C10D_LOGGER) or frame.file.startswith(LOCKSTEP_FOLDER)
         if not is_waiting and not is_wrapper:
             break
+        # In these files the functions that wait are operations, and the outermost was called first.
         if is_waiting and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING):
             op = frame.function
     return "" if op.startswith("_") else op  # a private name says nothing to the user

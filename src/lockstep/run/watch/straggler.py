@@ -137,10 +137,9 @@ def _judge_window(window: Sequence[_Collective], snapshot: Snapshot) -> Verdict 
 
 
 def _rank_that_stands_out(window: Sequence[_Collective]) -> int | None:
-    """Returns the rank that causes most of the waiting, if it does so often and almost alone.
+    """Returns the rank that causes most of the waiting, or None.
 
-    Returns:
-        None if no rank does.
+    It is None if that rank does not cause it often, or if another one causes much of it, too.
     """
     waits_by_rank: dict[int, list[float]] = {}
     for collective in window:
@@ -184,8 +183,9 @@ def _wait_by_part(window: Sequence[_Collective], rank: int, window_s: float) -> 
 def _straggler_verdict(
     rank: int, share_of_time: float, window: Sequence[_Collective], snapshot: Snapshot
 ) -> Verdict:
-    """Writes the verdict on a straggler. As an example, its rows show the collective in which the
-    others waited longest for it.
+    """Writes the verdict on a straggler.
+
+    As an example, its rows show the collective in which the others waited longest for it.
 
     Args:
         rank: the straggler.

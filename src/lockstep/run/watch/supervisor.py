@@ -216,7 +216,8 @@ class Supervisor:
         key_by_lines = (verdict.kind, verdict.ranks, lines)
         kind: str = verdict.kind
         if kind in _KINDS_OF_AWAITED_RANKS:
-            kind = "awaited"  # one word for all of them, as the rank may change between them
+            # One word for all of them: in one wait, the verdict may change from one to another.
+            kind = "awaited"
         key_by_last_move = (kind, verdict.ranks, self._moved_at)
         reported_s = 0.0  # how long the same wait had lasted when it was last reported
         for key in (key_by_lines, key_by_last_move):
@@ -240,12 +241,14 @@ class Supervisor:
         if verdict is None:
             self._slow_ranks = ()
             return
-        if verdict.ranks != self._slow_ranks:
-            self._next_straggler_check_at = now + _SECOND_STRAGGLER_CHECK_S
-        # It always counts as 1 s long, so that one straggler at the same lines is reported once.
-        elif self._mark_reported_if_due(verdict, lasted_s=1.0):
-            self._report(render(verdict))
+        is_new = verdict.ranks != self._slow_ranks
         self._slow_ranks = verdict.ranks
+        if is_new:
+            self._next_straggler_check_at = now + _SECOND_STRAGGLER_CHECK_S
+            return
+        # It always counts as 1 s long, so that one straggler at the same lines is reported once.
+        if self._mark_reported_if_due(verdict, lasted_s=1.0):
+            self._report(render(verdict))
 
 
 def write_report(folder: Path, snapshot: Snapshot, verdict: Verdict) -> None:

@@ -186,7 +186,7 @@ class _Request:
             file.seek(offset)
             text = file.read().decode(errors="replace")
         # The signal handler writes piece by piece. It is ready when nothing more has come since the
-        # last look, some hundredths of a second ago.
+        # last look, two hundredths of a second ago.
         if len(text) == self._stacks_length:
             stack = parse_stack(text, self._main_thread)
             self.state = replace(self.state, stack=stack)

@@ -84,6 +84,7 @@ class WaitGraph:
             wait = _identify_wait(activity, calls)
             if wait not in awaited_by_wait:
                 awaited = frozenset(_awaited_ranks(activity, activities, table))
+                # If there is an equal set already, that one is taken.
                 awaited_by_wait[wait] = unique_sets.setdefault(awaited, awaited)
             awaited = awaited_by_wait[wait]
             is_mismatched = any(table.is_mismatched(call) for call in calls)
@@ -98,6 +99,9 @@ class WaitGraph:
         """Returns those of the remaining ranks that wait for no other remaining rank.
 
         A rank in a mismatched call is never among them.
+
+        Args:
+            remaining: the waiting ranks that have not been found free so far.
         """
         remaining_awaited = {}
         for awaited in set(self.waits_for.values()):  # many ranks share one set
@@ -150,7 +154,7 @@ def _identify_wait(activity: Activity, calls: Sequence[CollectiveCall]) -> objec
     """
     if calls:  # a call is known by its group's key and its number in the group
         return tuple((call.key, call.seq) for call in calls)
-    if activity.p2p:
+    if activity.p2p:  # one key for all, as they are all assumed to wait for the same ranks
         return _SEND_OR_RECEIVE
     if activity.making is not None:  # it waits to create this process group
         return activity.making
@@ -174,7 +178,7 @@ def _awaited_ranks(
             awaited |= table.missing_ranks(call)
         return awaited
     if activity.p2p:
-        return set(activities)  # it waits for one of them
+        return set(activities)  # it waits for one of them, and it is not known for which
     awaited = {
         rank for rank, other in activities.items() if not _wait_for_the_same(activity, other)
     }
