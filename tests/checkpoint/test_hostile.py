@@ -433,6 +433,7 @@ CASES: dict[str, Callable[[Path], Path]] = {
     "nested pickle": nested_pickle,
     "nested metadata": lambda f: nested_metadata(f),
     "metadata with a large memory": lambda f: nested_metadata(f, b"\x80\4Nr\xff\xff\xff\x7f."),
+    "metadata with a large memory, as text": lambda f: nested_metadata(f, b"Np2000000000\n."),
     "metadata with a deep tuple as key": lambda f: nested_metadata(
         f, b"\x80\4})" + b"\x85" * 1_000_000 + b"Ns."
     ),

@@ -38,7 +38,7 @@ class Health:
 
 
 def examine(path: Path, *, values: bool = False) -> Health:
-    """Compares a checkpoint's manifest with its files.
+    """Returns what is wrong with a checkpoint: its manifest, its files, and how they fit together.
 
     Args:
         path: the path of the checkpoint.
@@ -64,12 +64,14 @@ def examine(path: Path, *, values: bool = False) -> Health:
         except (ValueError, KeyError, TypeError) as error:
             return Health(path, (f"{layout.MANIFEST} is damaged: {error}",), manifest=None)
 
+    # What is in the files is judged apart from the list of files in the manifest, since the list
+    # alone can be made anew (`repair`).
     content_problems = []
     for file_name, tensor_names in tensors_of_files.items():
         file_problem = _problem_of_file(path, file_name, tensor_names)
         if file_problem is not None:
             content_problems.append(file_problem)
-    if not content_problems:
+    if not content_problems:  # else the files with the shards may be missing
         shards_problem = _problem_of_shards(path, manifest, tensors_of_files)
         if shards_problem is not None:
             content_problems.append(shards_problem)
@@ -79,6 +81,7 @@ def examine(path: Path, *, values: bool = False) -> Health:
         size_problems = layout.wrong_sizes(path, listed_sizes)
     else:
         size_problems = ["the list of files in the manifest is not that of its state"]
+    # Reading all values takes long, so that is left out if the checkpoint is known to be broken.
     if values and not size_problems and not content_problems:
         with plain_errors("looking at", path):
             damaged = damaged_files(path, manifest)
@@ -94,6 +97,12 @@ def examine(path: Path, *, values: bool = False) -> Health:
 def tensor_names_of_files(manifest: Mapping[str, Any]) -> dict[str, set[str]]:
     """Returns the names of the tensors that each file must hold, by the names of the files.
 
+    Rank 0 has written one file for each state, and other ranks one for each state of which they
+    store shards.
+
+    Args:
+        manifest: the manifest of a checkpoint.
+
     Raises:
         ValueError: a tensor of the state has no name.
     """
@@ -101,17 +110,21 @@ def tensor_names_of_files(manifest: Mapping[str, Any]) -> dict[str, set[str]]:
     for state_name, tree in layout.trees_of_files(manifest).items():
         names = set()
         for place in tensor_places(tree):
+            # {"$tensor": name} or {"$sharded": name, "dtype": ..., "shape": ...}
             name = place.get("$tensor", place.get("$sharded"))
             if not isinstance(name, str):
                 raise ValueError("a tensor of the state has no name")
-            if "$tensor" in place:
+            if "$tensor" in place:  # whole in the file of rank 0
                 names.add(name)
         names_of_files[layout.tensor_file(state_name)] = names
+    # {state: {tensor: [[rank, offsets, sizes], ...]}}
     for state_name, places_of_tensor in manifest.get("shards", {}).items():
         for name, shards in places_of_tensor.items():
             for rank, _offsets, _sizes in shards:
                 file_name = layout.tensor_file(state_name, rank)
-                names_of_files.setdefault(file_name, set()).add(name)
+                if file_name not in names_of_files:
+                    names_of_files[file_name] = set()
+                names_of_files[file_name].add(name)
     return names_of_files
 
 
@@ -133,11 +146,20 @@ def _problem_of_file(path: Path, file_name: str, tensor_names: set[str]) -> str 
 def _problem_of_shards(
     path: Path, manifest: Mapping[str, Any], file_names: Collection[str]
 ) -> str | None:
-    """Returns what is wrong with the tensors that are stored in shards, or None."""
+    """Returns what is wrong with the tensors that are stored in shards, or None.
+
+    Args:
+        path: the path of the checkpoint.
+        manifest: the manifest of the checkpoint.
+        file_names: the files that the checkpoint should have. They are read, whatever files the
+            manifest lists.
+    """
+    manifest_with_files = {**manifest, "files": file_names}
     for state_name, tree in layout.trees_of_files(manifest).items():
         sharded = [place for place in tensor_places(tree) if "$sharded" in place]
         try:
-            read_stored(path, {**manifest, "files": file_names}, state_name, sharded, lazy=True)
+            # Opening the shards without reading them checks that they fill their tensors.
+            read_stored(path, manifest_with_files, state_name, sharded, lazy=True)
         except CheckpointError as error:
             return f"the shards of {state_name} are not sound: {error.found}"
     return None
@@ -157,20 +179,20 @@ class Inspection:
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint with the best metric, if the run has said what is best."""
+        """The checkpoint with the best metric. None if the run has not said what is best."""
         without_problems = []
-        smallest_or_largest: Any = None
+        smallest_or_largest: Any = None  # "min", "max" or None, as the latest checkpoint says
         for health in self.checkpoints:
             if health.manifest is not None and not health.problems:
                 without_problems.append(health.path)
-                smallest_or_largest = health.manifest.get("best")  # the latest one counts
+                smallest_or_largest = health.manifest.get("best")
         if not smallest_or_largest:
             return None
         return layout.best(without_problems, smallest_or_largest)
 
     @property
     def sound(self) -> bool:
-        """True if something is there and nothing of it is broken."""
+        """True if something can be read, and no checkpoint has a problem."""
         has_problems = any(health.problems for health in self.checkpoints)
         return self.contents is not None and not has_problems
 
@@ -180,24 +202,25 @@ def inspect(path: Path, *, name: str | None = None, trust: bool = False) -> Insp
 
     Args:
         path: as for `open_contents`.
-        name: one model of several.
+        name: the name of one model, if there are several.
         trust: a torch file may run code of its author's while it is read.
 
     Raises:
         CheckpointError: it is no checkpoint, and cannot be read.
         SettingError: there is no such name.
     """
-    path = with_name(path)
+    path = with_name(path)  # a checkpoint is recognised by the name of its folder
     checkpoints = tuple(examine(checkpoint) for checkpoint in checkpoints_at(path))
     is_checkpoint = path in [health.path for health in checkpoints]
     leftovers: tuple[Path, ...] = ()
     if path.is_dir() and not is_checkpoint:
         leftovers = tuple(sorted(layout.leftovers(path)))
+    # What is opened: the newest checkpoint without problems.
     readable = [health.path for health in checkpoints if not health.problems]
     if readable:
         newest = readable[-1]
     elif checkpoints or leftovers:
-        # None of the checkpoints, or of the saves that were stopped, can be read.
+        # None of the checkpoints can be read; or there are only saves that were stopped.
         return Inspection(path, checkpoints, leftovers, contents=None)
     else:
         newest = path  # a file of weights, or a folder of another kind
@@ -217,7 +240,8 @@ def checkpoints_at(path: Path) -> list[Path]:
         return []
     if layout.is_checkpoint(path):
         return [path]
-    return [candidate for candidate in reversed(layout.candidates(path)) if candidate.is_dir()]
+    newest_first = layout.candidates(path)
+    return [candidate for candidate in reversed(newest_first) if candidate.is_dir()]
 
 
 def with_name(path: Path) -> Path:

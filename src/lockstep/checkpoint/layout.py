@@ -73,7 +73,10 @@ def tensor_file(name: str, rank: int = 0) -> str:
 
 
 def is_one_of_several_files(file: Path) -> bool:
-    """Returns True if several files of a checkpoint hold a module together, and this is one."""
+    """Returns True if several files of a checkpoint hold a module together, and this is one.
+
+    Then the file of rank 0, "model.safetensors", has a "model-rank-00001.safetensors" beside it.
+    """
     name = file.stem.partition("-rank-")[0]
     return any(file.parent.glob(f"{glob.escape(name)}-rank-*.safetensors"))
 
@@ -85,6 +88,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def step_of(path: Path) -> int:
     """Returns the step in the name of a checkpoint's folder, which may be a hidden one."""
+    # "step-000000120", ".step-000000120.replaced", ".step-000000110.tmp-0123456789abcdef"
     number = path.name.lstrip(".").split("-")[1]
     return int(number.partition(".")[0])
 
@@ -112,7 +116,13 @@ def candidates(folder: Path) -> list[Path]:
             paths = [path for path in folder.iterdir() if is_checkpoint(path)]
         except FileNotFoundError:
             return []
-    return sorted(paths, key=lambda path: (-step_of(path), path.name.startswith(".")))
+
+    def order(path: Path) -> tuple[int, bool]:
+        """Sorts the highest step first, and a hidden folder after the other of its step."""
+        is_replaced = path.name.startswith(".")
+        return -step_of(path), is_replaced
+
+    return sorted(paths, key=order)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -124,6 +134,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
         CheckpointError: `folder` is a file or cannot be read.
     """
     path_of_step: dict[int, Path] = {}
+    # The oldest first; of one step the former checkpoint (`.replaced`) first, so the new one stays.
     for path in reversed(candidates(folder)):
         if is_complete(path):
             path_of_step[step_of(path)] = path
@@ -147,6 +158,10 @@ def best(paths: Iterable[Path], by: Literal["min", "max"]) -> Path | None:
 
     Of equal metrics the one of the earliest step counts.
 
+    Args:
+        paths: checkpoints, complete or not.
+        by: which metric is the best one.
+
     Returns:
         None if no checkpoint has a metric.
     """
@@ -158,6 +173,7 @@ def best(paths: Iterable[Path], by: Literal["min", "max"]) -> Path | None:
     if not metric_of_path:
         return None
     choose = min if by == "min" else max
+    # Both return the first of equal ones, and the paths are in the order of their steps.
     return choose(metric_of_path, key=metric_of_path.__getitem__)
 
 
@@ -185,7 +201,10 @@ def is_complete(path: Path) -> bool:
 
 
 def _manifest_if_complete(path: Path) -> dict[str, Any] | None:
-    """Returns the manifest of a checkpoint, or None if the checkpoint is not complete."""
+    """Returns the manifest of a checkpoint, or None if the checkpoint is not complete.
+
+    Nothing in a damaged manifest raises an error here, whatever types it has in place of others.
+    """
     try:
         manifest = parse_object(manifest_text(path))
         files = manifest["files"]
@@ -253,7 +272,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
     """
     try:
         content = json.loads(text.decode(), object_pairs_hook=_dict_without_duplicates)
-    except RecursionError as error:
+    except RecursionError as error:  # thousands of brackets inside each other
         raise ValueError(str(error)) from None
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
@@ -261,6 +280,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
 
 
 def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object as a dictionary; raises ValueError if it has a key twice."""
     content = dict(pairs)
     if len(content) < len(pairs):
         raise ValueError("a name is there twice")
@@ -268,7 +288,10 @@ def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def trees_of_files(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the trees of all states in a manifest, by the names of their files."""
+    """Returns the trees of all states in a manifest: those of the modules by name, and `TRAINING`.
+
+    A tree is a state as JSON (see `encoding`). Each of these states has files of its own.
+    """
     return {**manifest["modules"], TRAINING: manifest["training"]}
 
 
@@ -288,13 +311,13 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
         raise ValueError("it names files outside of its folder")
     if not isinstance(manifest.get("checksums"), dict):
         raise ValueError("it lacks the checksums of its files")
-    # {module: {tensor: [[rank, offsets, sizes], ...]}}
+    # The list of shards is {state: {tensor: [[rank, offsets, sizes], ...]}}.
     try:
         for places_of_tensor in manifest.get("shards", {}).values():
             for places in places_of_tensor.values():
                 for rank, _offsets, _sizes in places:
                     if type(rank) is not int:
-                        raise TypeError
+                        raise TypeError  # is turned into a ValueError below
     except (AttributeError, TypeError, ValueError):
         raise ValueError("its list of shards is damaged") from None
 
@@ -304,7 +327,7 @@ def _is_tree_of_dict(tree: Any) -> bool:
     if not isinstance(tree, dict):
         return False
     tags = {key for key in tree if key.startswith("$")}
-    return tags <= {"$dict", "$ordered"}
+    return tags <= {"$dict", "$ordered"}  # no tag: a plain dictionary
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

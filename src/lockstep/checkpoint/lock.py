@@ -28,7 +28,7 @@ from lockstep.errors import CheckpointError
 
 LOCK_FILE = ".lock"
 MAX_SAVE_AGE_S = 900.0
-"""A run on another machine counts as alive for so long after its last save."""
+"""A run on another machine counts as alive for this long after its last save."""
 MAX_TEXT_BYTES = 10_000
 MAX_ATTEMPTS = 6
 ATTEMPT_INTERVAL_S = 0.02
@@ -41,7 +41,9 @@ class _AcquiredLock:
     """A system lock that this process has."""
 
     descriptor: int
+    """The open lock file."""
     text: bytes
+    """What this process has written into it."""
     owners: int = 0
     """Number of `Lock` objects that share it."""
 
@@ -60,7 +62,10 @@ class Lock:
         self._acquired: _AcquiredLock | None = None
 
     def acquire(self) -> None:
-        """Takes the lock. If it is taken already, checks that the lock file is still there.
+        """Takes the lock. If this object has it already, checks that the lock file is still there.
+
+        Called before every save. Each call also sets the time of the lock file, by which runs on
+        other machines see that this run is alive.
 
         Raises:
             CheckpointError: another run writes into the folder; or this is no longer the folder in
@@ -75,7 +80,7 @@ class Lock:
             _acquired[self._path] = lock
             self._acquired = lock
             return
-        # It was taken for an earlier save. Is the lock file still that of this run?
+        # It was taken for an earlier save. The lock file must still be the one of this run.
         text = _read_text(self._path)
         if text != self._acquired.text:
             found = "its lock file is gone"
@@ -88,10 +93,10 @@ class Lock:
                 "replaced the folder; give each run a folder of its own",
             )
         with suppress(OSError):
-            os.utime(self._path)  # tells other machines that this run is alive
+            os.utime(self._path)
 
     def release(self) -> None:
-        """Releases the lock. The last owner removes the file."""
+        """Releases the lock, if this object has it. The last owner removes the file."""
         lock = self._acquired
         self._acquired = None
         if lock is None:
@@ -100,6 +105,7 @@ class Lock:
         if lock.owners == 0:
             del _acquired[self._path]
             with suppress(OSError):
+                # The folder may be another one now, with the lock file of another run.
                 is_own_file = _read_text(self._path) == lock.text
                 if is_own_file:
                     storage.unlink(self._path)
@@ -117,7 +123,7 @@ def find_other_writer(folder: Path) -> str | None:
 
 
 def _acquire(path: Path) -> _AcquiredLock:
-    """Makes and locks a lock file.
+    """Makes a lock file if there is none, locks it, and writes into it which run this is.
 
     Raises:
         CheckpointError: another run has it.
@@ -128,7 +134,8 @@ def _acquire(path: Path) -> _AcquiredLock:
         is_acquired = False
         try:
             other_run = _try_lock(descriptor, path)
-            # The former owner may just have removed the file that was opened.
+            # Between `open` and the lock, the former owner may have removed the file: then this
+            # process has locked a file without a name, which nobody else would see.
             if other_run is None and _is_same_file(descriptor, path):
                 text = json.dumps(_describe_this_process()).encode()
                 os.ftruncate(descriptor, 0)
@@ -140,7 +147,8 @@ def _acquire(path: Path) -> _AcquiredLock:
                 os.close(descriptor)
         if other_run is None:
             continue  # the file that was opened is not the lock file any more: open the new one
-        # The lock may belong to a process that only looks for an instant: `find_other_writer`.
+        # Try again a few times: `find_other_writer` of another process takes the lock for an
+        # instant, only to see whether it is free.
         attempts += 1
         if attempts == MAX_ATTEMPTS:
             raise CheckpointError(
@@ -154,9 +162,11 @@ def _acquire(path: Path) -> _AcquiredLock:
 def _try_lock(descriptor: int, path: Path) -> str | None:
     """Takes the system lock on an open file; it is held until the file is closed.
 
+    If the file system has no such locks, nothing is taken: the text in the file decides.
+
     Returns:
-        None if the lock was taken. Otherwise a description of the run that has it; if the file
-        system has no locks, of the run that the file names, unless that has ended.
+        None if this process may write. Otherwise a description of the run that has the lock, or
+        without locks, of the run that the file names and that seems to be alive.
     """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,7 +183,7 @@ def _seems_alive(text: bytes, path: Path) -> bool:
     """Returns True if the run that wrote this text into the lock file seems to be alive."""
     try:
         run = layout.parse_object(text)
-        if not run:
+        if not run:  # {}
             return False
         if run.get("host") != socket.gethostname():
             # The process cannot be looked up, but every save changes the time of the file.
@@ -183,6 +193,7 @@ def _seems_alive(text: bytes, path: Path) -> bool:
         # Another process may have the same number now, but then it has another start time.
         difference_s = abs(process.create_time() - float(run["started"]))
         is_same_process = difference_s < MAX_CLOCK_CHANGE_S
+        # This process itself is no other run.
         return bool(is_same_process) and process.pid != os.getpid()
     except (psutil.Error, KeyError, ValueError, TypeError):
         return False
@@ -227,6 +238,7 @@ def _read_text(path: Path) -> bytes:
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:
+    """Returns True if an open file is the one that has this path now."""
     with suppress(OSError):
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     return False

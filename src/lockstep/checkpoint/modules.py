@@ -38,7 +38,8 @@ def plain_state_dict(module: nn.Module) -> OrderedDict[str, Any]:
     plain_state: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():
         plain_state[to_plain_name(name)] = value
-    # torch keeps the versions of the modules in an attribute, by the paths of the modules.
+    # torch keeps the versions of the modules in an attribute of the state, by their paths. These
+    # get plain names too.
     plain_versions: OrderedDict[str, Any] = OrderedDict()
     for path, version in (state_dict_metadata(state) or {}).items():
         plain_versions[to_plain_name(path)] = version
@@ -61,12 +62,14 @@ def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
         state: values by plain names.
         strict: as in `nn.Module.load_state_dict`.
     """
+    # The module's own names, with the parts that its wrappers add, are what torch asks for.
     to_plain_name = plain_names(module)
     named_state: OrderedDict[str, Any] = OrderedDict()
     for name, tensor in module.state_dict().items():
         plain_name = to_plain_name(name)
         if plain_name in state:
             named_state[name] = reshard(state[plain_name], tensor)
+    # The versions of the modules, by which torch converts states of older versions.
     versions = state_dict_metadata(state)
     if versions is not None:
         named_versions: OrderedDict[str, Any] = OrderedDict()
@@ -86,7 +89,7 @@ def _wrapped_child(module: nn.Module) -> str | None:
         return COMPILED_CHILD_NAME
     if isinstance(module, DistributedDataParallel | DataParallel):
         return "module"
-    if getattr(type(module), "wraps_module", False):
+    if getattr(type(module), "wraps_module", False):  # a wrapper of Lockstep says so itself
         return "module"
     return None
 
@@ -111,9 +114,10 @@ def _remove_wrappers(name: str, child_of_wrapper: Mapping[str, str]) -> str:
     if not name:
         return ""
     plain_parts = []
-    path = ""  # of the submodule that has the next part
+    path = ""  # of the submodule that has the next part as a child
     for part in name.split("."):
-        if child_of_wrapper.get(path) != part:
+        is_child_of_wrapper = child_of_wrapper.get(path) == part
+        if not is_child_of_wrapper:
             plain_parts.append(part)
         path = f"{path}.{part}" if path else part
     return ".".join(plain_parts)

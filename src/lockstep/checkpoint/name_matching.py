@@ -30,9 +30,10 @@ class _Renaming:
     removed_prefix: str
     """Removed after that. A name that does not begin with it has no counterpart."""
     added_prefix: str
+    """Put before the names in the end."""
 
     def apply(self, names: Mapping[str, str], model: Collection[str]) -> dict[str, str]:
-        """Returns the new names that are names of the model, by the names in the file.
+        """Returns those new names that are names of the model, by the names in the file.
 
         Args:
             names: the names without `removed_parts`, by the names in the file.
@@ -48,11 +49,12 @@ class _Renaming:
 
     def num_changes(self) -> int:
         """Returns how many parts of names it removes or adds."""
+        # Prefixes such as "module.model." have a dot after each part.
         num_removed = len(self.removed_parts) + self.removed_prefix.count(".")
         return num_removed + self.added_prefix.count(".")
 
     def describe(self) -> tuple[str, ...]:
-        """Returns a text for each change."""
+        """Returns a text for each change, such as "removed the prefix 'module.'"."""
         changes = [f"removed every {part + '.'!r}" for part in self.removed_parts]
         if self.removed_prefix:
             changes.append(f"removed the prefix {self.removed_prefix!r}")
@@ -84,19 +86,20 @@ def match_names(file: Mapping[str, OptionalShape], model: Mapping[str, OptionalS
         model: the shapes of the model's tensors by name.
     """
     best = Match({}, 0, ())
-    best_score = (-1, -1, 0)
+    best_score = (-1, -1, 0)  # lower than that of any renaming
     model_prefixes = _known_prefixes(model)
     for removed_parts in ((), (COMPILED_CHILD_NAME,), ("module",), WRAPPER_PARTS):
         inner_names = {name: remove_parts(name, removed_parts) for name in file}
         if len(set(inner_names.values())) < len(inner_names):
             continue  # two names would become one
         if removed_parts and list(inner_names.values()) == list(file):
-            continue  # nothing was removed, so this is tried already
+            continue  # no name has these parts, so this is the first case again
         file_prefixes = _known_prefixes(inner_names.values())
         for removed_prefix, added_prefix in product(file_prefixes, model_prefixes):
             renaming = _Renaming(removed_parts, removed_prefix, added_prefix)
             names = renaming.apply(inner_names, model)
             fitting = [name for name, new_name in names.items() if file[name] == model[new_name]]
+            # More equal shapes, then more equal names, then fewer changes.
             score = (len(fitting), len(names), -renaming.num_changes())
             if score > best_score:
                 best = Match(names, len(fitting), renaming.describe())

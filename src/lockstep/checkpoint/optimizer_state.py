@@ -28,18 +28,20 @@ def load_saved_state(
     saved: Mapping[str, Any],
     saved_dtypes: Mapping[Tensor, torch.dtype],
 ) -> None:
-    """Loads a state into an optimizer; its tensors have the dtypes that they were saved in.
+    """Loads a state into an optimizer, whose tensors keep the dtypes that they were saved in.
 
-    A tensor that was saved in the dtype of its parameter gets the parameter's present dtype.
+    One exception: a tensor that was saved in the dtype of its parameter gets the dtype that the
+    parameter has now.
 
     Args:
         optimizer: an optimizer of torch, or one with torch's `param_groups`, `state` and
             `load_state_dict`.
-        saved: what its `state_dict` returned, in memory.
-        saved_dtypes: the dtypes that parameters had then, as far as they are known.
+        saved: what its `state_dict` returned. All tensors are in memory.
+        saved_dtypes: the dtypes that parameters had when the state was saved. If the dtype of a
+            parameter is not known, it is taken to be the present one.
     """
     options_of_groups = _tensor_options(optimizer)
-    entries = saved["state"]
+    entries = saved["state"]  # for each parameter that has one, by its number
     # Torch would take text and arrays for lists, so it gets None in their place.
     safe_entries = {
         number: map_leaves(_none_if_taken_for_list, entry) for number, entry in entries.items()
@@ -51,14 +53,15 @@ def load_saved_state(
         if number not in entries or parameter not in optimizer.state:
             continue
         saved_dtype = saved_dtypes.get(parameter, parameter.dtype)
-        # If the parameter has another dtype now than it had, torch was right to convert the tensors
-        # that were saved in the dtype which it had.
+        # If the parameter has another dtype now than it had, then torch was right to convert the
+        # tensors that were saved in that former dtype.
         converted_dtype = saved_dtype if saved_dtype != parameter.dtype else None
         optimizer.state[parameter] = _restore_saved(
             optimizer.state[parameter], entries[number], converted_dtype
         )
 
-    # A checkpoint does not say on which device an option was: it stays where it was built.
+    # Options such as a learning rate may be tensors, on a GPU if the step is compiled. Loading has
+    # put the saved ones on the CPU; they go to the device where the optimizer was built with them.
     for group, options in zip(optimizer.param_groups, options_of_groups, strict=True):
         for name, built in options.items():
             if isinstance(group.get(name), Tensor):
@@ -68,7 +71,9 @@ def load_saved_state(
 def saved_parameter_dtypes(
     modules: Mapping[str, nn.Module], saved: Mapping[str, Any]
 ) -> dict[Tensor, torch.dtype]:
-    """Returns the dtypes that the parameters of modules had when their states were saved.
+    """Returns the dtypes, by parameter, that modules had when their states were saved.
+
+    Parameters that were not saved have none.
 
     Args:
         modules: the modules by name.
@@ -87,10 +92,12 @@ def saved_parameter_dtypes(
 def _numbered_parameters(
     optimizer: Optimizer, saved: Mapping[str, Any]
 ) -> list[tuple[Any, Tensor]]:
-    """Returns the parameters of an optimizer, each with its number in the saved state.
+    """Returns pairs: the number that a parameter has in the saved state, and the parameter.
+
+    Parameters are identified by their order in the groups, as torch does it.
 
     Raises:
-        ValueError: there are other numbers of parameters.
+        ValueError: the saved state has more or fewer parameters than the optimizer.
     """
     numbers = []
     for saved_group in saved["param_groups"]:
@@ -102,16 +109,16 @@ def _numbered_parameters(
 
 
 def _tensor_options(optimizer: Optimizer) -> list[dict[str, Tensor]]:
-    """Returns, for each parameter group, the options that are tensors."""
+    """Returns, for each parameter group, those options by name that are tensors."""
     options_of_groups = []
     for group in optimizer.param_groups:
-        options_of_groups.append(
-            {name: value for name, value in group.items() if isinstance(value, Tensor)}
-        )
+        options = {name: value for name, value in group.items() if isinstance(value, Tensor)}
+        options_of_groups.append(options)
     return options_of_groups
 
 
 def _none_if_taken_for_list(leaf: Any) -> Any:
+    """Returns None for text and arrays, which torch would take for lists; else the value itself."""
     if isinstance(leaf, TAKEN_FOR_LISTS_BY_TORCH):
         return None
     return leaf
@@ -120,9 +127,11 @@ def _none_if_taken_for_list(leaf: Any) -> Any:
 def _restore_saved(loaded: Any, saved: Any, converted_dtype: torch.dtype | None) -> Any:
     """Returns what an optimizer has loaded, with saved values wherever torch has changed them.
 
+    Dictionaries are changed in place. What has no saved counterpart stays as it was loaded.
+
     Args:
         loaded: what torch has put into the optimizer's state; on the right device.
-        saved: what it was made from.
+        saved: the saved value that torch has made it from, of any kind.
         converted_dtype: tensors that were saved in this dtype stay in the one that torch chose;
             None: no tensor does.
     """

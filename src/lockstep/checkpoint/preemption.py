@@ -21,7 +21,7 @@ from typing import Any
 from lockstep.checkpoint import termination
 
 MIN_TIME_TO_SECOND_SIGTERM_S = 5.0
-"""A second SIGTERM ends the process if it comes at least so much later than the first. An earlier
+"""A second SIGTERM ends the process if it comes at least this much later than the first. An earlier
 one is taken for the same request: it was sent to the launcher as well, which passes it on."""
 
 
@@ -37,7 +37,7 @@ class SignalRequests:
         self._install_handler(signal.SIGUSR1)
 
     def listen(self) -> None:
-        """From now on signals are requests, which the caller will act on."""
+        """To be called once the training loop acts on requests; before that, signals end it."""
         if not self._is_listening:
             self._is_listening = True
             self._install_handler(signal.SIGTERM)
@@ -54,13 +54,15 @@ class SignalRequests:
         return requested
 
     def close(self) -> None:
-        """Lets signals do again what they did before."""
+        """Puts back the handlers that signals had before."""
         for number, handler in self._previous_handlers.items():
+            # Somebody else may have installed another handler meanwhile.
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, handler)
         self._previous_handlers.clear()
 
     def _install_handler(self, number: int) -> None:
+        """Installs the handler for a signal, unless the program has one, or this is a thread."""
         is_main_thread = threading.current_thread() is threading.main_thread()
         if is_main_thread and termination.is_default(number):
             self._previous_handlers[number] = signal.signal(number, self._handle)
@@ -68,11 +70,12 @@ class SignalRequests:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """The handler of both signals: notes the request, or ends the process."""
         if os.getpid() != self._owner_pid:
-            # A child, such as a worker of a DataLoader: schedulers may signal all processes.
+            # This is a forked child, such as a worker of a DataLoader: schedulers may signal all
+            # processes. SIGUSR1 is meant for the training loop alone.
             if number != signal.SIGUSR1:
                 termination.end_by(number)
         elif not self._is_listening:
-            termination.end_by(number)
+            termination.end_by(number)  # no loop would act on a request
         elif number == signal.SIGUSR1:
             self._save_requested = True
         elif self._stop_requested_at_s is None:

@@ -41,16 +41,17 @@ class RankSummary:
 def keys_of_partial_states(
     states: Mapping[str, Any], objects: Mapping[str, Any]
 ) -> dict[str, list[int | str]]:
-    """Returns the names of the partial states, each with the keys of the entries of this rank.
+    """Returns, by the name of each partial state, the keys of the entries that this rank has.
 
-    A state is partial if this rank has only some of its entries.
+    A state is partial if this rank has only some of its entries. The keys are the names of tensors
+    in the state of a module, and the numbers of parameters in that of an optimizer.
 
     Args:
         states: what the `state_dict` of each object returned, and the run's own under "world".
         objects: the objects by the same names.
     """
     partial_keys: dict[str, list[int | str]] = {}
-    if "state" in states["world"]:
+    if "state" in states["world"]:  # the rounding errors of compressed gradients, by rank
         partial_keys["world"] = list(states["world"]["state"])
     for name, value in objects.items():
         state = states[name]
@@ -60,6 +61,7 @@ def keys_of_partial_states(
             if len(keys) < len(state):
                 partial_keys[name] = keys
         elif getattr(value, "partial", False):
+            # An optimizer under a pipeline, or the states of virtual ranks.
             partial_keys[name] = list(state["state"])
     return partial_keys
 
@@ -67,7 +69,14 @@ def keys_of_partial_states(
 def has_own_tensors(
     states: Mapping[str, Any], partial_keys: Mapping[str, Sequence[int | str]]
 ) -> bool:
-    """Returns True if a rank has entries of partial states, or shards of DTensors."""
+    """Returns True if a rank may have something to store that rank 0 lacks.
+
+    These are entries of partial states, and shards of DTensors.
+
+    Args:
+        states: the states of the rank by name.
+        partial_keys: what `keys_of_partial_states` returned.
+    """
     return bool(partial_keys) or any(is_sharded(tensor) for tensor in tensors(states))
 
 
@@ -88,12 +97,14 @@ def copy_rank_part(
         to_host: copies a tensor to contiguous CPU memory.
 
     Returns:
-        What the rank stores, and the tree of each file by the file's name in the layout.
+        What the rank stores, and the trees of its states: one by the name of each module, and one
+        as `layout.TRAINING` for everything else.
     """
     partial_names: set[str] = set()
     for summary in summaries:
         partial_names.update(summary.partial_keys)
 
+    # First, what of each state this rank stores.
     training: dict[str, Any] = {}
     for name, state in states.items():
         if name in partial_names:
@@ -108,6 +119,7 @@ def copy_rank_part(
         training["random"] = [rng_state_from_text(summary.rng_state) for summary in summaries]
     state_of_file[layout.TRAINING] = training
 
+    # Then each state is split into a tree and tensors, which are copied to host memory.
     tensors_of_file: dict[str, dict[str, Tensor]] = {}
     boxes: dict[str, dict[str, Box]] = {}
     trees: dict[str, Any] = {}
@@ -120,11 +132,12 @@ def copy_rank_part(
         )
         trees[name] = encoded.tree
         boxes[name] = encoded.boxes
-        if encoded.tensors or rank == 0:
+        if encoded.tensors or rank == 0:  # rank 0 writes every file, even one without tensors
             tensors_of_file[layout.tensor_file(name, rank)] = encoded.tensors
 
+    # Of partial states, the trees of this rank's entries. Rank 0 puts them into its own trees.
     entries = {}
-    if rank > 0:  # rank 0 puts the entries of the others into its own trees
+    if rank > 0:
         for name in partial_names:
             if name in module_names:
                 entries[name] = trees[name]

@@ -12,7 +12,7 @@ Sound checkpoints are not touched, and nothing is that was changed a short time 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,48 +41,54 @@ class Repair:
 
     what: Literal["remove", "finish", "rebuild", "leave"]
     path: Path
+    """The folder of a checkpoint, or the hidden folder of a save that was stopped."""
     why: str
+    """What is wrong with it, for users."""
 
 
 def plan_repairs(folder: Path, now_s: float | None = None) -> list[Repair]:
     """Finds out what is wrong in a run's folder or with one checkpoint. Changes nothing.
 
     Args:
-        folder: holds checkpoints, or is one.
+        folder: the folder of a run, or one checkpoint in it.
         now_s: the time, as `time.time()` returns it, which is the default.
+
+    Returns:
+        A repair for each checkpoint that is not sound, and for each save that was stopped. Empty if
+        all is in order.
 
     Raises:
         CheckpointError: there is no such folder, it cannot be read, or holds no checkpoints.
     """
-    folder = with_name(folder)
+    folder = with_name(folder)  # a checkpoint is recognised by the name of its folder
     checkpoints = checkpoints_at(folder)
     is_checkpoint = checkpoints == [folder]
     unfinished_saves: list[Path] = []
-    with plain_errors("looking at", folder):
-        if not is_checkpoint and folder.is_dir():
-            unfinished_saves = sorted(layout.leftovers(folder))
+    if not is_checkpoint:
+        with plain_errors("looking at", folder):
+            if folder.is_dir():
+                unfinished_saves = sorted(layout.leftovers(folder))
     if not checkpoints and not unfinished_saves:
         raise CheckpointError(
             f"repairing {folder}",
             "it is no checkpoint, and no folder that holds any",
             "give the folder of world.checkpoint, or one checkpoint in it",
         )
+
+    # Whether a broken checkpoint may be removed depends on the other ones of its run, even if it
+    # was given alone.
     checkpoints_of_run = checkpoints_at(folder.parent) if is_checkpoint else checkpoints
     health_of: dict[Path, Health] = {}
     for path in {*checkpoints, *checkpoints_of_run, *unfinished_saves}:
         health_of[path] = examine(path, values=True)
-
-    broken = [health_of[path] for path in checkpoints if health_of[path].problems]
     sound_steps = set()
     for path in checkpoints_of_run:
         if not health_of[path].problems:
             sound_steps.add(layout.step_of(path))
-    to_finish = []
-    for path in unfinished_saves:
-        is_needed = layout.step_of(path) not in sound_steps and not _final_path(path).exists()
-        if is_needed and not health_of[path].problems:
-            to_finish.append(path)
+
+    broken = [health_of[path] for path in checkpoints if health_of[path].problems]
     to_rebuild = [health for health in broken if health.only_file_list_wrong]
+    to_finish = _saves_to_finish(unfinished_saves, health_of, sound_steps)
     sound_one_remains = bool(sound_steps or to_finish or to_rebuild)
 
     plan = [_repair_checkpoint(health, sound_one_remains) for health in broken]
@@ -97,11 +103,30 @@ def plan_repairs(folder: Path, now_s: float | None = None) -> list[Repair]:
     return [_leave_if_recent(repair, now_s) for repair in plan]
 
 
+def _saves_to_finish(
+    unfinished_saves: Sequence[Path], health_of: Mapping[Path, Health], sound_steps: Set[int]
+) -> list[Path]:
+    """Returns those saves that only lack their last rename, and that no checkpoint replaces.
+
+    Args:
+        unfinished_saves: the hidden folders of saves that were stopped.
+        health_of: what is wrong with each of them.
+        sound_steps: the steps of the run that have a sound checkpoint.
+    """
+    to_finish = []
+    for path in unfinished_saves:
+        is_whole = not health_of[path].problems
+        has_other_checkpoint = layout.step_of(path) in sound_steps or _final_path(path).exists()
+        if is_whole and not has_other_checkpoint:
+            to_finish.append(path)
+    return to_finish
+
+
 def carry_out(plan: Sequence[Repair]) -> None:
-    """Does what a plan says.
+    """Does what a plan says, one repair after the other; "leave" changes nothing.
 
     Raises:
-        CheckpointError: something cannot be done; what was done before remains done.
+        CheckpointError: a repair cannot be made. Those before it are made and stay so.
     """
     for repair in plan:
         path = repair.path
@@ -111,12 +136,18 @@ def carry_out(plan: Sequence[Repair]) -> None:
             elif repair.what == "rebuild":
                 _rebuild_file_list(path)
             elif repair.what == "remove":
+                # Hidden first: if the removal is interrupted, no half checkpoint is left.
                 storage.remove_tree(layout.hide(path))
             storage.sync_folder(path.parent)
 
 
 def _repair_checkpoint(health: Health, sound_one_remains: bool) -> Repair:
-    """Returns what to do about a broken checkpoint."""
+    """Returns what to do about a broken checkpoint.
+
+    Args:
+        health: what is wrong with it.
+        sound_one_remains: True if the run has a sound checkpoint when all repairs are made.
+    """
     why = "; ".join(health.problems)
     if health.only_file_list_wrong:
         why += "; the files are whole and hold the state"
@@ -125,13 +156,22 @@ def _repair_checkpoint(health: Health, sound_one_remains: bool) -> Repair:
 
 
 def _repair_unfinished_save(health: Health, sound_one_remains: bool) -> Repair:
-    """Returns what to do about the hidden folder of a save that cannot or need not be finished."""
+    """Returns what to do about the hidden folder of a save that cannot or need not be finished.
+
+    Args:
+        health: what is wrong with it. Without problems, it need not be finished.
+        sound_one_remains: as for `_repair_checkpoint`.
+    """
     problems = "; ".join(health.problems) or "there is a complete one of the same step"
     return _remove_or_leave(health, f"a save that was stopped; {problems}", sound_one_remains)
 
 
 def _remove_or_leave(health: Health, why: str, sound_one_remains: bool) -> Repair:
-    """Removes a folder, unless it may still be of use: to another version, or for its weights."""
+    """Returns the repair that removes a folder, or leaves it if it may still be of use.
+
+    It may be of use to another version of Lockstep; or, if the run has no sound checkpoint, for the
+    files of weights in it that can be read.
+    """
     if health.other_version:
         return Repair("leave", health.path, why)
     readable = [] if sound_one_remains else _readable_weights(health.path)
@@ -151,14 +191,15 @@ def _readable_weights(path: Path) -> list[Path]:
     for file in sorted(path.glob("*.safetensors")):
         if layout.is_one_of_several_files(file) or file.stem == layout.TRAINING:
             continue
-        with suppress(CheckpointError):
-            if read_header(file):
+        with suppress(CheckpointError):  # a file that cannot be read is left out
+            tensors = read_header(file)
+            if tensors:
                 readable.append(file)
     return readable
 
 
 def _leave_if_recent(repair: Repair, now_s: float) -> Repair:
-    """Returns the same repair; or to leave the folder alone if it was changed just now."""
+    """Returns the same repair, or one that leaves the folder alone if it was changed just now."""
     changed_at_s = repair.path.lstat().st_mtime
     for file in repair.path.iterdir():
         changed_at_s = max(changed_at_s, file.lstat().st_mtime)
@@ -177,7 +218,7 @@ def _rebuild_file_list(path: Path) -> None:
     Raises:
         OSError: the checkpoint is not what it was when the plan was made.
     """
-    health = examine(path)
+    health = examine(path)  # some time may have passed since the plan was made
     if health.manifest is None or not health.only_file_list_wrong:
         raise FileNotFoundError(f"{path} has changed meanwhile")
     sizes = {}

@@ -39,12 +39,15 @@ from lockstep.errors import CheckpointError
 TREE_NAME = "$tree"
 """The name of the tensor that holds the tree as JSON."""
 HEADER_LENGTH_BYTES = 8
-"""A safetensors file begins with the length of its header in so many bytes."""
+"""A safetensors file begins with the length of its header, a number of this many bytes."""
 
 Report = dict[str, Any]
-"""What one rank says about itself and its files, as JSON."""
+"""What one rank says about itself, as JSON: `machine`, its number, and `rounds`, the facts of the
+rounds in its files, each with the path of its `file`."""
 Facts = Mapping[str, Any]
-"""What a file says about its round, as JSON: `step`, `world_size`, `rank`, `shared`, ..."""
+"""What a file says about its round, as JSON: `step` (in which it ended), `world_size`, `rank` (that
+has written the file), `random` (the random state of that rank), `folder` (of the checkpoints),
+`shared` (True if the file has the shared state), `replicas` (the virtual ranks in it)."""
 SHARED_STATE = None
 """Stands for the shared state where parts of a round are identified by their virtual rank."""
 
@@ -55,11 +58,12 @@ class StoredRound:
 
     step: int
     facts: Facts
-    """The facts of one of its files."""
+    """The facts of one of its files, for what is equal in all: `world_size`."""
     shared_files: Mapping[int, str]
-    """The file with the shared state on each machine that has one."""
+    """The file with the shared state, by the number of each machine that has one."""
     files: Mapping[int, Mapping[int, str]]
-    """For each virtual rank that is there, the file on each machine that has one."""
+    """For each virtual rank that is there: the file with its state, by the number of each machine
+    that has one."""
     substitutes: Mapping[int, int]
     """For each virtual rank, whose optimizer state it goes on with: its own, or if that is lost,
     that of the next virtual rank that is there."""
@@ -78,7 +82,7 @@ def choose_round(reports: Sequence[Report], num_virtual_ranks: int) -> StoredRou
 
     Args:
         reports: what `Rounds.report` returned on each rank.
-        num_virtual_ranks: number of virtual ranks of the run.
+        num_virtual_ranks: how many virtual ranks the run has.
 
     Returns:
         None if no round has the shared state.
@@ -96,7 +100,13 @@ def choose_round(reports: Sequence[Report], num_virtual_ranks: int) -> StoredRou
 
 
 def collect_round(step: int, reports: Sequence[Report], num_virtual_ranks: int) -> StoredRound:
-    """Returns the files that all machines have of the round that ended at this step."""
+    """Returns the files that all machines have of the round that ended at this step.
+
+    Args:
+        step: in which a round of at least one report ended.
+        reports: what `Rounds.report` returned on each rank.
+        num_virtual_ranks: how many virtual ranks the run has.
+    """
     all_facts: list[Facts] = []
     shared_files: dict[int, str] = {}
     files: dict[int, dict[int, str]] = {}
@@ -107,10 +117,14 @@ def collect_round(step: int, reports: Sequence[Report], num_virtual_ranks: int) 
             if facts["step"] != step:
                 continue
             all_facts.append(facts)
-            if facts["shared"]:
-                shared_files.setdefault(machine, facts["file"])
+            # Several ranks of a machine may have the same state: the first one's file is taken.
+            if facts["shared"] and machine not in shared_files:
+                shared_files[machine] = facts["file"]
             for number in facts["replicas"]:
-                files.setdefault(number, {}).setdefault(machine, facts["file"])
+                if number not in files:
+                    files[number] = {}
+                if machine not in files[number]:
+                    files[number][machine] = facts["file"]
             rng_state_of_rank[facts["rank"]] = facts["random"]
 
     substitutes = {}
@@ -127,7 +141,10 @@ def collect_round(step: int, reports: Sequence[Report], num_virtual_ranks: int) 
 
 
 def next_stored(number: int, stored: Iterable[int], num_virtual_ranks: int) -> int:
-    """Returns the first virtual rank from `number` on, cyclically, of which something is stored."""
+    """Returns the first virtual rank from `number` on, cyclically, of which something is stored.
+
+    With 4 virtual ranks of which 0 and 1 are stored, it is 0 for number 3.
+    """
     return min(stored, key=lambda other: (other - number) % num_virtual_ranks)
 
 
@@ -143,13 +160,14 @@ class Rounds:
     def __init__(self, folder: Path, collectives: Collectives) -> None:
         self._folder = str(folder.absolute())
         self._collectives = collectives
+        # The launcher holds two files in memory for each rank.
         self._files = [Path(name) for name in collectives.topology.memory]
 
     def store(self, facts: Facts, shared: Any, virtual_ranks: Mapping[int, Any]) -> None:
-        """Writes a round into the older file.
+        """Writes a round into the one of the two files that has the older round, or none.
 
         Args:
-            facts: JSON: `step`, and as `random` this rank's random state as text.
+            facts: those facts that this object does not know: `step` and `random`.
             shared: the shared state, or None if another rank of the machine stores it.
             virtual_ranks: the states of those virtual ranks that this rank stores.
         """
@@ -178,7 +196,7 @@ class Rounds:
         return {"machine": self._collectives.topology.node_rank, "rounds": rounds}
 
     def forget_after(self, step: int) -> None:
-        """Removes rounds of later steps, because the training goes on from this step."""
+        """Empties files with rounds of later steps, because the training goes on from this step."""
         for path in self._files:
             if self._step_in(path) > step:
                 os.truncate(path, 0)
@@ -191,7 +209,11 @@ class Rounds:
         return int(facts["step"])
 
     def _read_facts(self, path: Path) -> Facts | None:
-        """Returns the facts of the round in a file; None if it holds none that is whole."""
+        """Returns the facts of the round in a file.
+
+        Returns:
+            None if the file holds no round, one that is not whole, or one of another folder.
+        """
         with suppress(CheckpointError):
             facts: Facts = _read_tree(read_header(path))["facts"]
             if facts["folder"] == self._folder:
@@ -206,16 +228,17 @@ class Rounds:
     ) -> tuple[Any, dict[int, Any]]:
         """Returns the shared state of a round, and the states of this rank's virtual ranks.
 
-        Communication: one broadcast of each part that a rank needs and its machine lacks.
+        The latter are by the numbers of the virtual ranks. A virtual rank that is lost gets the
+        optimizer state of its substitute, and begins with the shared weights.
+
+        A *part* of a round is the shared state (`SHARED_STATE`) or the state of one virtual rank,
+        identified by its number. Communication: one broadcast of each part that a rank needs and
+        its machine lacks.
 
         Args:
             chosen: the round.
-            machine_of_rank: the number of each rank's machine.
-            wanted_by_rank: the virtual ranks that each rank computes.
-
-        Returns:
-            A virtual rank of which nothing is there has the optimizer state of its substitute, and
-            begins with the shared weights.
+            machine_of_rank: the number of each rank's machine, in the order of the ranks.
+            wanted_by_rank: the virtual ranks that each rank computes, in the order of the ranks.
 
         Raises:
             CheckpointError: on all ranks, if one cannot read its part.
@@ -229,14 +252,14 @@ class Rounds:
             files_of_part[virtual_rank] = chosen.files[virtual_rank]
         ranks_in_need = _ranks_in_need(chosen, wanted_by_rank)
 
-        # A part is broadcast if a rank needs it and its machine lacks it.
+        # A part is broadcast if its file is missing on the machine of a rank that needs it.
         sender_of_part: dict[int | None, int] = {}
         for part, files in files_of_part.items():
             if any(machine_of_rank[rank] not in files for rank in ranks_in_need[part]):
                 sender_of_part[part] = _first_rank_with(files, machine_of_rank)
 
         def read_files_of_this_machine() -> dict[int | None, Any]:
-            """Reads the parts that this rank needs or sends to others."""
+            """Returns those parts on this machine that this rank needs or sends to others."""
             states = {}
             for part, files in files_of_part.items():
                 is_needed = own_rank in ranks_in_need[part]
@@ -247,6 +270,7 @@ class Rounds:
 
         action = f"resuming from step {chosen.step} in memory"
         states = run_on_all_ranks(self._collectives, action, read_files_of_this_machine)
+        # All ranks take part in each broadcast, also those that do not need the part.
         for part, sender in sender_of_part.items():
             tensors = _as_tensors(states[part]) if own_rank == sender else None
             received = self._collectives.broadcast(tensors, sender)
@@ -265,10 +289,10 @@ class Rounds:
 def _ranks_in_need(
     chosen: StoredRound, wanted_by_rank: Sequence[Sequence[int]]
 ) -> dict[int | None, list[int]]:
-    """Returns which ranks need each part of a round: the shared state, or one virtual rank's.
+    """Returns, by each part of a round, the ranks that need it.
 
-    All ranks need the shared state. For a virtual rank that is lost, a rank needs the state of its
-    substitute.
+    A part is `SHARED_STATE`, or the number of a virtual rank that is stored. All ranks need the
+    shared state. For a virtual rank that is lost, a rank needs the state of its substitute.
 
     Args:
         chosen: the round.
@@ -294,12 +318,13 @@ def _first_rank_with(files: Mapping[int, str], machine_of_rank: Sequence[int]) -
 
 
 def _with_shared_weights(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a virtual rank's state with its optimizer states, and the shared weights as its own.
+    """Returns a virtual rank's state with which it begins with the shared weights.
 
-    Loading `None` as weights, and no buffers, leaves the shared ones in place.
+    Its optimizer states stay. The states of its modules are replaced by ones that change nothing:
+    loading `None` as weights, and no buffers, leaves the shared ones in place.
     """
-    fresh: dict[str, Any] = {"weights": None, "buffers": (), "lost": {}}
-    return {**state, "modules": [fresh for _ in state["modules"]]}
+    without_weights: dict[str, Any] = {"weights": None, "buffers": (), "lost": {}}
+    return {**state, "modules": [without_weights for _ in state["modules"]]}
 
 
 def _as_tensors(state: Any) -> dict[str, Tensor]:
@@ -338,7 +363,7 @@ def _overwrite(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _read_part(path: Path, part: int | None) -> Any:
-    """Reads the shared state, or the state of one virtual rank, from a file."""
+    """Reads a part from a file: `SHARED_STATE`, or the state of a virtual rank by its number."""
     tensors = read_header(path)
     tree = _read_tree(tensors)
     if part is SHARED_STATE:
@@ -351,4 +376,5 @@ def _read_part(path: Path, part: int | None) -> Any:
 
 
 def _read_tree(tensors: Mapping[str, LazyTensor]) -> Any:
+    """Returns the tree of a file; reads no other tensor."""
     return json.loads(tensors[TREE_NAME].read().numpy().tobytes())

@@ -43,8 +43,8 @@ MAX_WAIT_AFTER_FAILURE_S = 5.0
 wait between asking a rank to end and killing it, which is 10 s or more."""
 
 Report = dict[str, Any]
-"""What a rank tells rank 0 about the part that it has written, as JSON: the size and checksum of
-each file, the boxes of its shards, and the trees of entries that rank 0 lacks."""
+"""What a rank tells rank 0 about the part that it has written, as JSON: `files`, the size and
+checksum of each file by its name; `boxes` and `entries`, as in `RankPart`."""
 
 
 def do_nothing() -> None:
@@ -58,12 +58,14 @@ class RankPart:
     tensors_of_file: Mapping[str, Mapping[str, Tensor]]
     """The tensors of each safetensors file, by the file's name. `encode` returns them."""
     boxes: Mapping[str, Mapping[str, Box]] = field(default_factory=dict)
-    """The places of those tensors that are shards, by the name of the module (or `training`)."""
+    """For each tensor that is a shard, the region of the whole tensor that it fills. By the name of
+    the module (or `training`), then by the name of the tensor."""
     entries: Mapping[str, Any] = field(default_factory=dict)
-    """The trees of what rank 0 lacks of a state, by the state's name."""
+    """By the name of a state of which each rank has a part only: the tree (see `encoding`) of the
+    entries that this rank has, and rank 0 lacks."""
 
     def write(self, folder: Path, check: Callable[[], object] = do_nothing) -> Report:
-        """Writes the files to an existing folder and flushes them to disk.
+        """Writes the files to an existing folder, flushes them to disk, and returns the report.
 
         Args:
             folder: the hidden folder of the checkpoint.
@@ -99,7 +101,10 @@ class RankReports:
     def wait(
         self, run_has_failed: Callable[[], bool], check: Callable[[], object] = do_nothing
     ) -> dict[int, Report | None]:
-        """Returns the reports of the other ranks by rank, once all are there.
+        """Waits until the reports of the other ranks are there, and returns them by rank.
+
+        A report is None if that rank could not write its part. The reports are removed from the
+        store.
 
         Args:
             run_has_failed: returns True once ranks may be missing because the run has failed.
@@ -117,8 +122,9 @@ class RankReports:
             check()
             time.sleep(POLL_INTERVAL_S)
             # While the run goes on, the wait is not limited: disks may be slow.
-            if run_has_failed():
-                seconds_left -= POLL_INTERVAL_S
+            if not run_has_failed():
+                continue
+            seconds_left -= POLL_INTERVAL_S
             if seconds_left <= 0:
                 raise CheckpointError(
                     f"saving the checkpoint {self._folder_name}",
@@ -127,10 +133,11 @@ class RankReports:
                 )
         reports = {rank: json.loads(store.get(self._key(rank))) for rank in self._ranks}
         for key in keys:
-            store.delete_key(key)  # a long run saves often
+            store.delete_key(key)  # they would pile up in a long run, which saves often
         return reports
 
     def _key(self, rank: int) -> str:
+        """Returns the key of a rank's report in the store."""
         return f"lockstep/checkpoint/{self._folder_name}/{rank}"
 
 
@@ -139,11 +146,15 @@ def begin_checkpoint(
 ) -> None:
     """Makes the hidden folder that the checkpoint of one step is written to. Rank 0 calls this.
 
+    It also takes the lock on the run's folder, and removes what earlier saves that were stopped
+    have left there.
+
     Args:
         temporary: the path of the hidden folder, from `layout.temporary_folder`. The run's folder
             around it is made if it is missing.
-        damaged_names: names of checkpoints that are known to be damaged; they do not count.
-        lock: the lock on the run's folder; it is taken.
+        damaged_names: names of checkpoints that are known to be damaged. They may be of a later
+            step.
+        lock: the lock on the run's folder; None: without a lock.
 
     Raises:
         CheckpointError: the folder is a file, is not writable, or belongs to another run; or it
@@ -188,7 +199,7 @@ def write_checkpoint(
         keep: how many of the newest checkpoints remain, including this one.
         best: the checkpoint with the smallest or largest `metric` remains too.
         damaged_names: names of checkpoints that are known to be damaged; they do not count.
-        wait_for_others: returns the reports of the other ranks that write.
+        wait_for_others: returns the reports of the other ranks that write, once all are there.
         check: called many times while it writes; may raise an error to end the writing.
 
     Returns:
@@ -204,7 +215,7 @@ def write_checkpoint(
         try:
             reports: dict[int, Report] = {0: part.write(temporary, check)}
             for rank, report in wait_for_others().items():
-                if report is None:
+                if report is None:  # that rank could not write its part, and raises the error
                     remove_unfinished(temporary)
                     return None
                 reports[rank] = report
@@ -213,12 +224,12 @@ def write_checkpoint(
             with storage.new_file(temporary / layout.MANIFEST) as file:
                 storage.write(file, seal_manifest(full_manifest))
             storage.sync_folder(temporary)
-            check()
+            check()  # the run may have been ended meanwhile
             _put_in_place(temporary, final)
         except BaseException:
             remove_unfinished(temporary)
             raise
-        # The new checkpoint may have replaced a damaged one of its name.
+        # The new checkpoint is sound, even if it has replaced a damaged one of its name.
         _remove_old(folder, keep, best, set(damaged_names) - {final.name})
     return final
 
@@ -229,8 +240,8 @@ def _complete_manifest(
     """Returns the manifest with the files, shards and entries of all ranks.
 
     Args:
-        manifest: what rank 0 knew before the parts were written. The entries that rank 0 lacks are
-            put into its trees.
+        manifest: what rank 0 knew before the parts were written. Its trees are changed: they get
+            the entries that rank 0 lacks.
         reports: what each rank has written.
     """
     files: dict[str, int] = {}  # sizes
@@ -243,8 +254,11 @@ def _complete_manifest(
             checksums[file] = checksum
         for module, boxes in report["boxes"].items():
             for name, (offsets, sizes) in boxes.items():
-                places = shards.setdefault(module, {}).setdefault(name, [])
-                places.append([rank, offsets, sizes])
+                if module not in shards:
+                    shards[module] = {}
+                if name not in shards[module]:
+                    shards[module][name] = []
+                shards[module][name].append([rank, offsets, sizes])
         for state_name, entries in report["entries"].items():
             _add_entries(manifest, state_name, entries)
     complete = {"format": layout.FORMAT, **manifest}
@@ -273,7 +287,8 @@ def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> 
             if name in stored:
                 pair[1] = stored[name]
     else:
-        # Both are {"$dict": [[parameter number, tree], ...]}, or {} without any entries.
+        # Both are {"$dict": [[parameter number, tree], ...]}, or {} if there are no entries. The
+        # ranks have entries for different parameters.
         optimizer_tree = manifest["training"][state_name]
         own_pairs = optimizer_tree["state"].get("$dict", [])
         other_pairs = entries.get("$dict", [])
@@ -303,9 +318,10 @@ def _make_folders(folder: Path) -> None:
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
-    """Gives the hidden folder its final name.
+    """Gives the hidden folder its final name, and removes what has that name.
 
-    A complete checkpoint of the same step is renamed first, so that it can be read until then.
+    A complete checkpoint of the same step is first renamed to its `.replaced` name, under which it
+    can be read too, and is removed last. So there is a complete checkpoint at every moment.
     """
     replaced = final.with_name(f".{final.name}.replaced")
     if layout.is_complete(final):
@@ -328,7 +344,14 @@ def _put_in_place(temporary: Path, final: Path) -> None:
 def _remove_old(
     folder: Path, keep: int, best: Literal["min", "max"] | None, damaged_names: Collection[str]
 ) -> None:
-    """Removes all checkpoints except the newest and the one with the best metric."""
+    """Removes all checkpoints except the newest and the one with the best metric.
+
+    Args:
+        folder: the folder of the run.
+        keep: how many of the newest checkpoints remain.
+        best: which metric is the best one. None: no checkpoint remains for its metric.
+        damaged_names: names of checkpoints that do not count, and are not removed either.
+    """
     checkpoints = _undamaged(folder, damaged_names)
     to_keep = checkpoints[-keep:]
     if best is not None:
@@ -357,6 +380,6 @@ def remove_unfinished(temporary: Path) -> None:
 
 
 def _remove_if_possible(path: Path) -> None:
-    # What cannot be removed is hidden, and the next save tries again.
+    """Removes a hidden folder. If that fails, nothing is raised: the next save tries again."""
     with suppress(OSError):
         storage.remove_tree(path)

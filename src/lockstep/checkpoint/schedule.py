@@ -21,8 +21,9 @@ from lockstep.settings import is_whole_number
 EXCHANGE_INTERVAL_S = 0.5
 """About how often the ranks exchange: a signal may be met that late."""
 MAX_STEPS_BETWEEN_EXCHANGES = 256
-"""A step that suddenly takes a second must not let a signal wait for an hour."""
+"""Limits how late a signal is met if steps become slow after an exchange."""
 MIN_STEP_TIME_S = 1e-6
+"""Shorter times are taken for this one, so that a time of 0 is no divisor."""
 
 EXPLANATION_AND_ADVICE = {
     "keep": ("it is how many checkpoints remain on disk", "give an integer of at least 1"),
@@ -62,10 +63,10 @@ class Policy:
     """True if the training goes on while a checkpoint is written."""
 
     def __post_init__(self) -> None:
-        is_time = isinstance(self.every, timedelta) and self.every > timedelta()
+        is_positive_time = isinstance(self.every, timedelta) and self.every > timedelta()
         is_valid = {
             "keep": is_whole_number(self.keep),
-            "every": self.every is None or is_whole_number(self.every) or is_time,
+            "every": self.every is None or is_whole_number(self.every) or is_positive_time,
             "best": self.best in (None, "min", "max"),
             "busy": self.busy in ("wait", "skip"),
         }
@@ -104,6 +105,7 @@ class SaveSchedule:
         self._clock = time.monotonic
         self._saved_at_s = self._clock()
         self.steps_between_exchanges = 1
+        # Both are numbers of optimizer steps done.
         self._next_exchange_step = 0
         self._last_exchange_step = 0
         self._last_exchange_at_s = self._saved_at_s
@@ -113,14 +115,16 @@ class SaveSchedule:
         self._saved_at_s = self._clock()
 
     def decide(self, number: int) -> Literal["save", "stop"] | None:
-        """Returns what to do in this step. "stop": save, then end the run.
+        """Returns what to do in this step: "save", "stop" (save, then end the run), or nothing.
+
+        In some steps, the same on all ranks, it exchanges with them what signals and clocks say.
 
         Args:
             number: optimizer steps done; the same on all ranks.
         """
         self._requests.listen()
         is_due_by_steps = isinstance(self._every, int) and number % self._every == 0
-        # What signals and clocks say counts only in steps in which the ranks exchange it.
+        # These three are known only in steps in which the ranks exchange them.
         is_due_by_time = False
         save_requested = False
         stop_requested = False
@@ -146,14 +150,19 @@ class SaveSchedule:
         return self._clock() - self._saved_at_s >= self._every.total_seconds()
 
     def _exchange(self, number: int) -> list[_RankAnswer]:
-        """Returns the answers of all ranks, and sets the step of the next exchange."""
-        num_steps = max(1, number - self._last_exchange_step)
+        """Returns the answers of all ranks, and sets the step of the next exchange.
+
+        Args:
+            number: optimizer steps done.
+        """
+        num_steps = max(1, number - self._last_exchange_step)  # since the last exchange
         answer = _RankAnswer(
             save_requested=self._requests.take_save(),
             stop_requested=self._requests.stop,
             save_is_due=self._is_due(),
             step_time_s=(self._clock() - self._last_exchange_at_s) / num_steps,
         )
+        # Tuples come back from an exchange as lists.
         answers = [_RankAnswer(*values) for values in self._collectives.exchange(answer)]
         self._set_steps_between_exchanges(answers[0].step_time_s)
         self._next_exchange_step = number + self.steps_between_exchanges
@@ -162,10 +171,13 @@ class SaveSchedule:
         return answers
 
     def _set_steps_between_exchanges(self, step_time_s: float) -> None:
-        """Sets it to the steps in `EXCHANGE_INTERVAL_S`, but at most doubles it.
+        """Sets it to the number of steps that take `EXCHANGE_INTERVAL_S`, but at most doubles it.
 
-        The first steps are slow, because kernels are loaded and compiled in them, so their time
-        says little.
+        The number approaches what is right slowly, since the first steps are slow: kernels are
+        loaded and compiled in them.
+
+        Args:
+            step_time_s: how long a step takes on rank 0.
         """
         wanted = int(EXCHANGE_INTERVAL_S / max(step_time_s, MIN_STEP_TIME_S))
         allowed = min(2 * self.steps_between_exchanges, MAX_STEPS_BETWEEN_EXCHANGES)

@@ -138,7 +138,7 @@ class _EndOfRun(Extension):
         self._requests = requests
 
     def close(self, failed: bool) -> None:
-        """Signals do again what they did before, and the writer finishes."""
+        """Gives signals their former handlers back, and waits until everything is written."""
         stopped_by_signal = failed and self._requests.stop
         timeout_s = MAX_WRITING_AFTER_SIGTERM_S if stopped_by_signal else None
         self._requests.close()
@@ -146,7 +146,7 @@ class _EndOfRun(Extension):
 
 
 class PreparedSave(NamedTuple):
-    """What a rank is going to write."""
+    """What a rank is going to write in a save."""
 
     part: RankPart
     manifest: dict[str, Any]
@@ -201,13 +201,16 @@ class Checkpoint:
         self._damaged_names: tuple[str, ...] = ()
         """Checkpoints that `resume` has passed over. Saving does not count them."""
         self._copies = HostCopies()
+        """The memory that states are copied to, before they are written."""
         self._writer = Writer(self.folder, run.collectives)
         self._rounds: Rounds | None = None
+        """None unless rounds are kept in memory, which needs files that the launcher holds."""
         if rounds_in_memory and virtual_ranks is not None and run.topology.memory:
             self._rounds = Rounds(self.folder, run.collectives)
         requests = SignalRequests()
         self._schedule = SaveSchedule(policy.every, run.collectives, requests)
         self._last_step_called = 0
+        """The optimizer steps that were done when `step` was last called."""
         # The run gets an object of its own, because this one would keep the state alive.
         run.extensions.add(_EndOfRun(self._writer, requests), Place.OBSERVER)
 
@@ -234,16 +237,20 @@ class Checkpoint:
                 state of the training is as it was, and so are earlier checkpoints.
             RanksDifferError: the metric differs between ranks.
         """
+        # First exchange: the ranks agree on what each of them stores. The save before has ended.
         states, summaries = self._collect_states(None if metric is None else float(metric))
-        if summaries[0].skip:
+        if summaries[0].skip:  # the answer of rank 0 counts
             return None
         self._writer.has_unconfirmed_save = False
+        other_writers: list[int] = []
+        for rank, summary in enumerate(summaries):
+            if rank > 0 and summary.has_own_tensors:
+                other_writers.append(rank)
+
         self._copies.begin(states.values())
-        other_writers = [
-            rank for rank, summary in enumerate(summaries) if rank > 0 and summary.has_own_tensors
-        ]
         try:
-            # One exchange: no rank writes before all have their copies and the folder exists.
+            # Second exchange: all ranks have copied their states, and the folder exists. Only then
+            # may the training go on and change the states, and only then does any rank write.
             prepared, folder_names = exchange_on_all_ranks(
                 self._collectives,
                 self._action,
@@ -253,6 +260,8 @@ class Checkpoint:
         except BaseException:  # also Ctrl-C: the folder may exist, and nobody writes to it
             self._writer.cancel()
             raise
+
+        # From here on it is written in the background.
         self._writer.has_unconfirmed_save = True
         if not self._policy.asynchronous:
             self.wait()
@@ -263,7 +272,10 @@ class Checkpoint:
         return path
 
     def _collect_states(self, metric: float | None) -> tuple[dict[str, Any], list[RankSummary]]:
-        """Returns the states of this rank by name, and the summaries of all ranks."""
+        """Returns the states of this rank by name, and the summaries of all ranks.
+
+        It waits for the save before, unless this one is skipped. One exchange of text.
+        """
         states, answers = exchange_on_all_ranks(
             self._collectives, self._action, lambda: self._summarize_rank(metric)
         )
@@ -272,7 +284,10 @@ class Checkpoint:
         return states, summaries
 
     def _summarize_rank(self, metric: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the states of this rank by name, and a `RankSummary` of them as JSON."""
+        """Returns the states of this rank by name, and a `RankSummary` of them as JSON.
+
+        It waits for the save before, unless this rank would skip this one.
+        """
         skip = self._policy.busy == "skip" and self._writer.busy
         if not skip:
             self._writer.finish()  # waits for the save before, and raises its error
@@ -334,6 +349,7 @@ class Checkpoint:
         """
         writer = self._writer
         rank = self._collectives.topology.rank
+        give_up_check = writer.raise_if_given_up  # is called many times while it is written
         temporary = self.folder / folder_name
         reports = RankReports(self._joined, folder_name, other_writers)
         if rank == 0:
@@ -346,23 +362,14 @@ class Checkpoint:
                     keep=self._policy.keep,
                     best=self._policy.best,
                     damaged_names=self._damaged_names,
-                    wait_for_others=partial(
-                        reports.wait, writer.run_has_failed, writer.raise_if_given_up
-                    ),
-                    check=writer.raise_if_given_up,
+                    wait_for_others=partial(reports.wait, writer.run_has_failed, give_up_check),
+                    check=give_up_check,
                 )
             )
         elif rank in other_writers:
             writer.protect_folder(temporary)
             writer.start(
-                partial(
-                    _write_and_report,
-                    temporary,
-                    prepared.part,
-                    reports,
-                    rank,
-                    writer.raise_if_given_up,
-                )
+                partial(_write_and_report, temporary, prepared.part, reports, rank, give_up_check)
             )
 
     def step(self) -> Path | None:
@@ -383,8 +390,8 @@ class Checkpoint:
             CheckpointError: as `save` does.
         """
         number = self._progress.number
-        if number == self._last_step_called:  # in the middle of a global batch
-            return None
+        if number == self._last_step_called:
+            return None  # in the middle of a global batch, where the optimizer has not stepped
         self._last_step_called = number
         if self._rounds is not None and self._virtual_ranks is not None:
             if self._virtual_ranks.round_is_over:
@@ -423,6 +430,7 @@ class Checkpoint:
             if self._resume_round(self._rounds, self._virtual_ranks):
                 return True
         action = f"resuming from {self.folder}"
+        # Only rank 0 reads all files, to find out whether a checkpoint is sound.
         find = find_latest_sound if self._collectives.topology.is_main else find_latest_complete
         _, answers = exchange_on_all_ranks(
             self._collectives, action, lambda: (None, find(self.folder).as_json())
@@ -444,7 +452,7 @@ class Checkpoint:
 
     @_in_checkpoint_phase
     def wait(self) -> None:
-        """Returns when everything saved so far is on disk, on all ranks.
+        """Waits until everything saved so far is on disk, on all ranks.
 
         Raises:
             CheckpointError: on all ranks, when something could not be written.
@@ -454,7 +462,9 @@ class Checkpoint:
 
     @property
     def best(self) -> Path | None:
-        """The complete checkpoint with the best metric, or None. What is being written is not.
+        """The complete checkpoint with the best metric, or None if there is none.
+
+        A checkpoint that is still being written does not count.
 
         Raises:
             UsageError: `world.checkpoint` was not told which is the best.
@@ -470,11 +480,11 @@ class Checkpoint:
     # Rounds of virtual ranks in memory
 
     def _store_round(self, rounds: Rounds, virtual_ranks: VirtualRanks) -> None:
-        """Copies the state after a round to memory.
+        """Writes the state after a round to this rank's files in memory.
 
         The first rank of each machine stores what is equal on all ranks. If several processes
-        compute one virtual rank together, the first of them stores it, and the first of each
-        machine.
+        compute one virtual rank together, only the first of them stores its state, and the first
+        rank of each machine, so that every machine of a virtual rank has it.
         """
         topology = self._collectives.topology
         is_first_of_machine = topology.local_rank == 0
@@ -482,7 +492,7 @@ class Checkpoint:
         is_first_of_virtual_rank = topology.rank % processes_per_virtual_rank == 0
 
         own_state = virtual_ranks.state_dict(shared=is_first_of_machine)
-        shared = None
+        shared = None  # another rank of this machine stores it
         if is_first_of_machine:
             shared = {**self._states_of(self._state), "replicas": own_state["shared"]}
         stored_virtual_ranks = {}
@@ -495,11 +505,20 @@ class Checkpoint:
         rounds.store(facts, shared, stored_virtual_ranks)
 
     def _resume_round(self, rounds: Rounds, virtual_ranks: VirtualRanks) -> bool:
-        """Resumes the round that is in memory; returns False if the folder has something newer."""
+        """Resumes the round that is in memory.
+
+        Returns:
+            False if there is none, or if the folder has a checkpoint that is to be preferred.
+        """
         action = "resuming from memory"
 
         def report() -> tuple[None, dict[str, Any]]:
-            """Returns the rounds in this rank's memory, its virtual ranks, and the step on disk."""
+            """Returns, for the other ranks, what this rank has.
+
+            These are the rounds in its memory (`Rounds.report`), its virtual ranks ("own"), and the
+            step of the latest checkpoint that it sees ("disk"), -1 if there is none. There is
+            nothing that only this rank gets (None).
+            """
             latest = layout.latest(self.folder)
             step_on_disk = -1 if latest is None else layout.step_of(latest)
             return None, {**rounds.report(), "own": virtual_ranks.own, "disk": step_on_disk}
@@ -517,6 +536,7 @@ class Checkpoint:
         loaded = self._read_round(rounds, chosen, reports)
 
         def load() -> str:
+            """Loads the states if they fit; returns a sentence for the user."""
             check_fits(ROUND_IN_MEMORY, self._state, loaded)
             return self._load_states(ROUND_IN_MEMORY, loaded)
 
@@ -533,7 +553,13 @@ class Checkpoint:
     def _read_round(
         self, rounds: Rounds, chosen: StoredRound, reports: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Returns the states of a round, as `_read_states` returns those of a checkpoint."""
+        """Returns the states of a round, in the form in which `_read_states` returns a checkpoint.
+
+        Args:
+            rounds: reads the files in memory.
+            chosen: the round.
+            reports: for each rank its "machine" and its virtual ranks ("own").
+        """
         shared, states = rounds.read(
             chosen,
             machine_of_rank=[report["machine"] for report in reports],
@@ -559,12 +585,20 @@ class Checkpoint:
     # Reading and loading a checkpoint
 
     def _read_states(self, path: Path, checkpoint_id: str | None) -> dict[str, Any]:
-        """Returns all states of a checkpoint, after all checks that can be made before loading."""
+        """Returns the states of a checkpoint by name, and its `manifest`; checks that they fit.
+
+        Args:
+            path: the path of the checkpoint.
+            checkpoint_id: the id in the manifest that rank 0 has read.
+
+        Raises:
+            CheckpointError: it cannot be read, or something in it does not fit this run.
+        """
         manifest = read_manifest_of(path, checkpoint_id)
         modules = {name: read_stored(path, manifest, name) for name in manifest["modules"]}
         training = read_stored(path, manifest, layout.TRAINING)
         if not isinstance(training, dict):
-            training = {}  # `check_fits` says what is missing
+            training = {}  # a damaged tree: `check_fits` says what is missing
         saved = {"manifest": manifest, **training, **modules}
         check_fits(path, self._state, saved)
         if self._virtual_ranks is not None and "replicas" in saved:
@@ -576,10 +610,11 @@ class Checkpoint:
 
         Args:
             path: the path of the checkpoint, or a description of where the states were.
-            saved: all states; `random` may be None.
+            saved: the states by name, with the `manifest`; `random` has the random state of each
+                rank, or is None.
 
         Returns:
-            A sentence that says what was resumed.
+            A sentence that says what was resumed, and what is not as it was saved.
         """
         notes = ""
         modules = {
@@ -612,7 +647,11 @@ class Checkpoint:
         )
 
     def _restore_rng(self, path: Path | str, saved: Mapping[str, Any]) -> str:
-        """Restores this rank's random state if it can; returns a note if it cannot, or ""."""
+        """Restores this rank's random state, if the run has as many ranks as when it was saved.
+
+        Returns:
+            "" if it was restored. Otherwise the end of a sentence that says why not.
+        """
         topology = self._collectives.topology
         world_size = saved["manifest"]["world_size"]
         if world_size != topology.size:
@@ -631,9 +670,10 @@ class Checkpoint:
         return ""
 
     def _announce_resumed(self, note: str) -> None:
+        """Prints what was resumed, on rank 0, and keeps it as `last_resume_note`."""
         self.last_resume_note = note
         self._world.print(note)
-        self._last_step_called = self._progress.number
+        self._last_step_called = self._progress.number  # so `step` does not save what was resumed
 
     # What is saved
 
@@ -669,7 +709,7 @@ class Checkpoint:
         from lockstep import __version__  # the package itself imports this module
 
         if metric is not None and not math.isfinite(metric):
-            metric = None
+            metric = None  # JSON has no NaN, and such a checkpoint is not the best one
         return {
             "step": int(states["world"]["step"]),
             # Distinguishes two checkpoints of one name, on machines that share no file system.
@@ -697,13 +737,20 @@ class Checkpoint:
             return int(epoch)
         loader_epochs = []
         for name, value in self._state.items():
+            # A loader that is only evaluated over has epoch 0.
             if isinstance(value, Loader) and states[name]["epoch"]:
                 loader_epochs.append(int(states[name]["epoch"]))
         return min(loader_epochs, default=0)
 
 
 def _load_state(target: Any, saved: Any, saved_dtypes: Mapping[Tensor, torch.dtype]) -> None:
-    """Loads a saved state into a module, an optimizer or any other object."""
+    """Loads a saved state into a module, an optimizer or any other object.
+
+    Args:
+        target: the object of this run.
+        saved: its state, whose tensors may be in shards, or mapped from a file.
+        saved_dtypes: the dtypes that parameters had when the state was saved.
+    """
     if isinstance(target, nn.Module):
         load_plain(target, saved)
     elif isinstance(target, Optimizer):
@@ -733,8 +780,16 @@ def _write_and_report(
     rank: int,
     check: Callable[[], object],
 ) -> None:
-    """Writes the part of a rank other than 0, and tells rank 0 how it went."""
-    report = None
+    """Writes the part of a rank other than 0, and tells rank 0 how it went.
+
+    Args:
+        temporary: the hidden folder of the checkpoint.
+        part: what the rank stores.
+        reports: sends the report to rank 0.
+        rank: the rank that writes.
+        check: called many times while it writes; may raise an error to end the writing.
+    """
+    report = None  # sent if an error is raised
     try:
         with plain_errors("saving the checkpoint", temporary):
             report = part.write(temporary, check)

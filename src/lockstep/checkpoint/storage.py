@@ -38,7 +38,7 @@ def write(descriptor: int, data: memoryview | bytes) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Returns when what was written to a file is on the disk."""
+    """Waits until what was written to a file is on the disk."""
     os.fsync(descriptor)
 
 
@@ -48,7 +48,7 @@ def close(descriptor: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Returns when the names in a folder are on the disk. Given a file: when its content is."""
+    """Waits until the names in a folder are on the disk; given a file, until its content is."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         sync(descriptor)
@@ -82,7 +82,7 @@ def new_file(path: Path) -> Iterator[int]:
         yield descriptor
         sync(descriptor)
     except BaseException:
-        os.close(descriptor)
+        os.close(descriptor)  # not `close`: a second error would hide the first
         raise
     close(descriptor)
 
@@ -104,7 +104,7 @@ def in_place(path: Path) -> Iterator[Path]:
 def remove_tree(path: Path) -> None:
     """Removes a folder and everything in it. Links are removed, not followed."""
     with os.scandir(path) as scan:
-        entries = list(scan)
+        entries = list(scan)  # before anything is removed, since removing may confuse the scan
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             remove_tree(Path(entry.path))

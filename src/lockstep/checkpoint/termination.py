@@ -37,6 +37,7 @@ class _Watcher:
     def _watch(self) -> None:
         """Runs in the thread: ends the process by the first signal that has our handler."""
         while True:
+            # Python writes one byte for each signal: its number.
             number = os.read(self._read_end, 1)[0]
             if number == 0:  # written by `close`
                 return
@@ -44,8 +45,8 @@ class _Watcher:
                 end_by(number)
 
     def close(self) -> None:
-        """Ends the thread."""
-        current_fd = signal.set_wakeup_fd(-1)
+        """Ends the thread, and closes its pipe."""
+        current_fd = signal.set_wakeup_fd(-1)  # Python has no other way to ask for it
         if current_fd != self._write_end:
             signal.set_wakeup_fd(current_fd)  # the program has set its own meanwhile
         os.write(self._write_end, b"\0")
@@ -55,11 +56,12 @@ class _Watcher:
 
 
 _cleanups: list[Callable[[], object]] = []
+"""What is called before a signal ends this process."""
 _handled_signals: list[int] = []
 """The signals that have our handler in place of their default action."""
 _watcher: _Watcher | None = None
 _ending = threading.RLock()
-"""Held by the thread that ends the process; clean-ups run once."""
+"""Held by the thread that ends the process, so that clean-ups run only once."""
 
 
 def protect(cleanup: Callable[[], object]) -> None:
@@ -76,12 +78,13 @@ def protect(cleanup: Callable[[], object]) -> None:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _handle)
             _handled_signals.append(number)
+    # Without the thread, the handler alone ends the process, only later.
     if _handled_signals and _watcher is None and not _program_uses_wakeup_fd():
         _watcher = _Watcher()
 
 
 def unprotect(cleanup: Callable[[], object]) -> None:
-    """Does not call `cleanup` any more. After the last one, signals do what they did before."""
+    """Undoes `protect` for a clean-up. After the last one, signals do what they did before."""
     global _watcher
     if threading.current_thread() is not threading.main_thread():
         return
@@ -109,7 +112,7 @@ def cleaned_up_on_failure(cleanup: Callable[[], object]) -> Iterator[None]:
 
 
 def is_default(number: int) -> bool:
-    """Returns True if a signal ends this process, with or without clean-ups."""
+    """Returns True if a signal ends this process: by its default action, or by our handler."""
     return signal.getsignal(number) in (signal.SIG_DFL, _handle)
 
 
@@ -117,9 +120,10 @@ def end_by(number: int) -> None:
     """Runs the clean-ups, then ends this process by the signal's default action."""
     with _ending:
         for cleanup in list(_cleanups):
-            with suppress(Exception):
+            with suppress(Exception):  # the process ends whatever happens
                 cleanup()
-        # C's function signal(), because Python's raises an error outside of the main thread.
+        # C's function signal(), because Python's raises an error outside of the main thread. Its
+        # SIG_DFL is a null pointer.
         default_action = ctypes.c_void_p(0)
         ctypes.CDLL(None).signal(number, default_action)
         os.kill(os.getpid(), number)
@@ -130,13 +134,17 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _program_uses_wakeup_fd() -> bool:
-    """Returns True if the program, as asyncio does, uses the only such pipe of a process."""
+    """Returns True if the program uses the wake-up pipe itself, as asyncio does.
+
+    A process has only one. It can be asked for only by setting another.
+    """
     current_fd = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(current_fd)
     return current_fd != -1
 
 
 def _restore_default_actions() -> None:
+    """Gives signals that have our handler their default action back."""
     while _handled_signals:
         number = _handled_signals.pop()
         if signal.getsignal(number) is _handle:
@@ -144,7 +152,7 @@ def _restore_default_actions() -> None:
 
 
 def _forget_in_child() -> None:
-    """In a forked process, such as a worker of a DataLoader, signals do what they did before.
+    """Undoes everything in a forked process, such as a worker of a DataLoader.
 
     Otherwise the child would write its signals to the pipe of its parent, and end the parent.
     """

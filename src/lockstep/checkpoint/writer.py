@@ -51,7 +51,8 @@ class Writer:
         self._given_up = threading.Event()
         self._run_failed = False
         self.has_unconfirmed_save = False
-        """True while all ranks know that a save has begun, and not yet how it ended."""
+        """True from the beginning of a save until the ranks have told each other how it ended. It
+        is the same on all ranks."""
 
     @property
     def busy(self) -> bool:
@@ -59,18 +60,21 @@ class Writer:
         return self._thread is not None and not self._thread_ended.is_set()
 
     def begin(self, temporary: Path, damaged_names: Collection[str]) -> None:
-        """Makes the hidden folder of a checkpoint; see `begin_checkpoint`."""
+        """Makes the hidden folder of a checkpoint, and protects it; see `begin_checkpoint`."""
         self.protect_folder(temporary)
         begin_checkpoint(temporary, damaged_names, self.lock)
 
     def protect_folder(self, temporary: Path) -> None:
-        """From now on this folder is removed if the save is given up or a signal ends the run."""
+        """Has this folder removed if the save is given up, or if a signal ends this process."""
         self._given_up.clear()
         self._unfinished_folder = temporary
         termination.protect(self._end_at_signal)
 
     def start(self, work: Callable[[], object]) -> None:
-        """Starts a thread that does the work. The thread before must have ended."""
+        """Starts a thread that does the work. The thread before must have ended.
+
+        What the work raises is raised by the next call of `finish`.
+        """
 
         def run() -> None:
             """Runs in the thread: keeps the error, if the work raises one."""
@@ -95,6 +99,7 @@ class Writer:
     def cancel(self) -> None:
         """Undoes `begin`, `protect_folder` and `start` after the save has failed."""
         self.give_up()
+        # While a thread still writes, the signals stay ours: `finish` gives them back.
         if not self.busy:
             termination.unprotect(self._end_at_signal)
 
@@ -105,8 +110,8 @@ class Writer:
 
     def run_has_failed(self) -> bool:
         """Returns True if the run has failed, so that other ranks may not write their parts."""
-        # After an uncaught error the main thread ends, and Python waits for our thread before it
-        # calls `close`.
+        # After an uncaught error (`sys.last_type`) the main thread ends, and Python waits for our
+        # thread before it calls `close`, which would set `_run_failed`.
         ended_by_error = hasattr(sys, "last_type") and not threading.main_thread().is_alive()
         return self._run_failed or ended_by_error
 
@@ -131,7 +136,7 @@ class Writer:
         self.lock.release()
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Returns when everything is written. The caller tells all ranks how that went.
+        """Waits until everything is written. The caller tells all ranks how that went.
 
         Args:
             timeout_s: seconds after which a save that is not complete is given up; None: never.
@@ -171,7 +176,8 @@ class Writer:
             # from now on, and the half-written folder must go before.
             termination.protect(self._end_at_signal)
             if failed and not threading.main_thread().is_alive():
-                # At its exit Python has waited for the thread, until Ctrl-C ended the wait.
+                # Python is at its exit, where it waits for all threads before it calls `close`. If
+                # one is still busy, Ctrl-C has ended that wait: do not wait again.
                 timeout_s = 0.0
 
         def finish_and_release() -> None:
@@ -183,8 +189,8 @@ class Writer:
                 termination.unprotect(self._end_at_signal)
                 self.lock.release()
 
-        # The ranks are not asked how it went if some may be missing after a failure, or if there is
-        # no save whose end they do not know.
+        # The ranks do not tell each other how it went if some may be missing after a failure, or if
+        # they have done so already.
         if failed or not self.has_unconfirmed_save:
             try:
                 finish_and_release()

@@ -40,9 +40,9 @@ METADATA = ".metadata"
 MAX_METADATA_BYTES = 200_000_000
 MAX_OBJECT_BYTES = 100_000_000
 MAX_OVERHEAD_BYTES = 2**16
-"""An archive may be so much larger than the values in it."""
+"""An archive may be this much larger than the values in it."""
 MAX_DEPTH = 64
-"""Of dictionaries in dictionaries."""
+"""How many dictionaries may be inside each other."""
 
 PlaceOfArchive = tuple[str, Shape | None]
 """The name of a tensor with the offsets of a shard; or the name of another object with None."""
@@ -54,8 +54,11 @@ class FilePart(io.RawIOBase):
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         self._file = file
         self._offset = offset
+        """Where the part begins in the file, in bytes."""
         self._length = length
+        """The number of bytes of the part."""
         self._position = 0
+        """Counts from the beginning of the part."""
 
     def seekable(self) -> bool:
         """Returns True, as the method of a file does."""
@@ -66,7 +69,7 @@ class FilePart(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Sets the position, which counts from the beginning of the part."""
+        """Sets and returns the position, which counts from the beginning of the part."""
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         self._position = max(0, origin + offset)
         return self._position
@@ -90,13 +93,13 @@ class Archive:
     length: int
 
     def load(self, device: str = "cpu") -> tuple[Any, list[int]]:
-        """Loads tensors, numbers, text and containers of them.
+        """Loads the content: tensors, numbers, text and containers of them.
 
         Args:
-            device: "meta": the values are not read.
+            device: where the tensors are put. On "meta" their values are not read.
 
         Returns:
-            The content, and the sizes of the values of its tensors in bytes.
+            The content; and for each storage of a tensor in it the size of its values in bytes.
 
         Raises:
             CheckpointError: it cannot be read, or holds anything else.
@@ -108,13 +111,17 @@ class Archive:
                 content = torch.load(part, weights_only=True, map_location=device)
             except Exception as error:
                 raise load_error(self.file, error) from error
+        # Such a zip file has a member "archive/data/0" with the values of the first storage, etc.
         value_sizes = [member.file_size for member in members if "/data/" in member.filename]
         return content, value_sizes
 
 
 @dataclass(frozen=True)
 class ShardInArchive(LazyTensor):
-    """The values of a shard. They can only be read all at once, so the last ones are kept."""
+    """The values of a shard of a tensor, which are the only content of an archive.
+
+    They can only be read all at once, so those that were read last are kept.
+    """
 
     file: Path
     dtype: torch.dtype
@@ -128,13 +135,13 @@ class ShardInArchive(LazyTensor):
         """Returns the elements from `begin` to before `end`, flattened."""
         if self.archive not in self.last_read:
             self.check()
-            self.last_read.clear()
+            self.last_read.clear()  # before the new values are read, to save memory
             tensor, _ = self.archive.load()
             self.last_read[self.archive] = tensor.reshape(-1)
         return self.last_read[self.archive][begin:end]
 
     def check(self) -> None:
-        """Raises CheckpointError if the archive does not have this one tensor."""
+        """Raises CheckpointError if the archive is not one tensor of this dtype and shape."""
         tensor, value_sizes = self.archive.load("meta")
         is_tensor = type(tensor) is Tensor
         if not is_tensor or tensor.dtype != self.dtype or tensor.shape != self.shape:
@@ -144,7 +151,8 @@ class ShardInArchive(LazyTensor):
                     f"it is not the one tensor of {self.dtype} and shape {list(self.shape)}"
                 ),
             )
-        # If there are fewer values, torch.load would read what comes after them in the file.
+        # A damaged archive may have fewer values than its tensor needs. Then torch.load would take
+        # whatever comes after them in the file.
         needed_size = tensor.untyped_storage().nbytes()
         if value_sizes != [needed_size]:
             raise load_error(self.file, ValueError(f"its values are to have {needed_size} bytes"))
@@ -172,11 +180,11 @@ class StoredObject:
 
 
 def read_dcp(folder: Path) -> dict[str, Any]:
-    """Returns what a folder holds, in the pytree that was saved. Reads no values.
+    """Returns what a folder holds, nested as it was saved. Reads no values.
 
     Returns:
         Dictionaries of dictionaries, with `TensorInShards` and `StoredObject` at their ends. A list
-        is a dictionary with the positions as keys.
+        that was saved is a dictionary with the positions as keys.
 
     Raises:
         CheckpointError: it cannot be read, names files outside of the folder, or is not sound:
@@ -193,6 +201,8 @@ def read_dcp(folder: Path) -> dict[str, Any]:
         keys_of_entries = metadata.get("planner_data")
         return _nest(entries, keys_of_entries)
     except Exception as error:  # a damaged pickle may lead to any
+        # The texts of ValueErrors are ours and speak for themselves. Those of others do not: a
+        # KeyError is only the key.
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise unreadable(
             folder,
@@ -202,7 +212,14 @@ def read_dcp(folder: Path) -> dict[str, Any]:
 
 
 def tensors_in(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, TensorInShards]]:
-    """Yields the tensors in what `read_dcp` returned, each with its keys joined by dots."""
+    """Yields the tensors in what `read_dcp` returned, each after its name.
+
+    The name is made of the keys that lead to the tensor: "model.fc.weight".
+
+    Args:
+        tree: what `read_dcp` returned, or a dictionary inside it.
+        prefix: what leads to that dictionary: "model.".
+    """
     for key, value in tree.items():
         if isinstance(value, TensorInShards):
             yield f"{prefix}{key}", value
@@ -213,7 +230,11 @@ def tensors_in(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
 def _read_entries(
     folder: Path, metadata: Mapping[str, Any]
 ) -> dict[str, TensorInShards | StoredObject]:
-    """Returns the entries of a folder by their names.
+    """Returns the entries of a folder by their names; reads no values.
+
+    Args:
+        folder: has the files.
+        metadata: the attributes of DCP's `Metadata` object.
 
     Raises:
         ValueError, KeyError: the metadata is not sound.
@@ -243,11 +264,13 @@ def _find_archives(folder: Path, storage_data: Mapping[Any, Any]) -> dict[PlaceO
     file_sizes: dict[str, int] = {}
     archives = {}
     for key, value in storage_data.items():
+        # What is stored: {"fqn": "fc.weight", "offset": torch.Size([0, 0]), ...}
         index = state_of_record(key, "MetadataIndex")
+        # And where: {"relative_path": "__0_0.distcp", "offset": 0, "length": 1632, ...}
         place = state_of_record(value, "_StorageInfo")
         file_name = place["relative_path"]
         offset, length = as_shape((place["offset"], place["length"]))
-        if place.get("transform_descriptors"):
+        if place.get("transform_descriptors"):  # such as compression
             raise ValueError(f"{file_name} was transformed while it was written")
         if file_name not in file_sizes:
             if not layout.is_plain_name(file_name):
@@ -259,7 +282,7 @@ def _find_archives(folder: Path, storage_data: Mapping[Any, Any]) -> dict[PlaceO
             raise ValueError(
                 f"{file_name} is to have {offset + length} bytes, and has {file_sizes[file_name]}"
             )
-        shard_offsets = None
+        shard_offsets = None  # an object that is no tensor
         if index.get("offset") is not None:
             shard_offsets = shape_of_record(index["offset"])
         archives[index["fqn"], shard_offsets] = Archive(folder / file_name, offset, length)
@@ -290,10 +313,11 @@ def _read_tensor(
         offsets = shape_of_record(chunk["offsets"])
         sizes = shape_of_record(chunk["sizes"])
         if 0 in sizes:
-            continue
+            continue  # without values it is in no file
         if (name, offsets) not in archives:
             raise ValueError(f"{name}: the shard at {list(offsets)} is in none of its files")
         archive = archives[name, offsets]
+        # Checked before anything is read: a damaged size could claim far too much memory.
         overhead = archive.length - math.prod(sizes) * dtype.itemsize
         if not 0 <= overhead <= MAX_OVERHEAD_BYTES:
             raise ValueError(f"{name}: {archive.length} bytes for a shard of shape {list(sizes)}")
@@ -307,8 +331,8 @@ def _nest(entries: Mapping[str, Any], keys_of_entries: Any) -> dict[str, Any]:
 
     Args:
         entries: the entries by their names.
-        keys_of_entries: for each name, the tuple of keys that leads to the entry. None: the entries
-            are one dictionary.
+        keys_of_entries: for each name, the tuple of keys that leads to the entry, such as
+            ("model", "fc.weight"). None: the entries are not nested.
 
     Raises:
         ValueError: the keys are not sound.
@@ -322,7 +346,9 @@ def _nest(entries: Mapping[str, Any], keys_of_entries: Any) -> dict[str, Any]:
         *outer_keys, last_key = keys
         inner = tree
         for key in outer_keys:
-            inner = inner.setdefault(key, {})
+            if key not in inner:
+                inner[key] = {}
+            inner = inner[key]
             if type(inner) is not dict:
                 raise ValueError(f"{name} is to be below another entry")
         if last_key in inner:

@@ -20,10 +20,11 @@ from lockstep.checkpoint.encoding import STORABLE_DTYPES
 from lockstep.checkpoint.lazy_tensor import Shape, as_shape
 
 MAX_OPERATIONS = 20_000_000
-"""Of the pickle. Each takes some 100 bytes of memory at most."""
+"""How many operations a pickle may have. Each takes some 100 bytes of memory at most."""
 MAX_TUPLE_VALUES = 500
-"""Values in a tuple, including those of the tuples that it holds."""
+"""How many values a tuple may hold, including those of the tuples in it."""
 MAX_ELEMENTS = 2**62
+"""How many elements a tensor may have."""
 GET_OPERATIONS = ("GET", "BINGET", "LONG_BINGET")
 """Operations of a pickle that put a value of its memo on the stack."""
 PUT_OPERATIONS = ("PUT", "BINPUT", "LONG_BINPUT")
@@ -65,14 +66,17 @@ ALLOWED_NAMES = frozenset(
 
 
 class Record:
-    """Stands for an object of one of `ALLOWED_NAMES`: what it was to be made of."""
+    """Stands for an object of a class of `ALLOWED_NAMES`: what the pickle says to make it of."""
 
     class_name: str
+    """The name of the class, without its module."""
     args: tuple[Any, ...]
+    """What the class would have been called with."""
     state: Any = None
+    """What `__setstate__` of the object would have got; mostly its attributes, a dictionary."""
 
     def __new__(cls, *args: Any) -> Record:
-        """Keeps what the class would have been called with."""
+        """Called by `pickle` in place of the class, with the same arguments."""
         record = super().__new__(cls)
         record.args = args
         return record
@@ -85,7 +89,13 @@ class _RestrictedUnpickler(pickle.Unpickler):
     """Makes records of the objects of a pickle, and refuses all names but `ALLOWED_NAMES`."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Called by `pickle` for each name in the file; returns what stands for it."""
+        """Called by `pickle` for each name in the file; returns what stands for it.
+
+        For a dtype it is the dtype, for a class a subclass of `Record` with its name.
+
+        Raises:
+            ValueError: the name is not one of `ALLOWED_NAMES`.
+        """
         full_name = f"{module}.{name}"
         if full_name not in ALLOWED_NAMES:
             raise ValueError(f"it names {full_name[:120]}, which is not expected there")
@@ -98,7 +108,8 @@ def unpickle(content: bytes) -> Any:
     """Returns the content of a pickle, with a `Record` for each object.
 
     Raises:
-        ValueError: it names something else, or would take more memory than any metadata does.
+        ValueError: it has names that are not in `ALLOWED_NAMES`, or would take more memory than any
+            metadata does.
         Exception: the pickle is damaged; it may be any exception.
     """
     _check_operations(content)
@@ -121,10 +132,13 @@ def _check_operations(content: bytes) -> None:
     marks: list[int] = []  # the heights of the stack at which MARK was
     memo: dict[int, int] = {}  # sizes by index
     for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
-        index = 0
+        index = 0  # in the memo
         if operation.name in GET_OPERATIONS or operation.name in PUT_OPERATIONS:
             index = int(argument or 0)
-        if number > MAX_OPERATIONS or (operation.name == "LONG_BINPUT" and index > number):
+        # Whoever writes a pickle numbers the memo from 0 on, so that no index exceeds the number of
+        # operations so far.
+        is_too_large_index = operation.name in PUT_OPERATIONS and index > number
+        if number > MAX_OPERATIONS or is_too_large_index:
             raise ValueError("it would take more memory than any metadata does")
 
         # Takes from the stack what the operation takes, and adds up the sizes.
@@ -136,7 +150,7 @@ def _check_operations(content: bytes) -> None:
         else:
             begin = len(sizes) - len(operands)
             num_below = 0
-        size = sum(sizes[begin:])
+        size = sum(sizes[begin:])  # of what a tuple made of these values would hold
         del sizes[begin - num_below :]
 
         # Puts on the stack what the operation makes.
@@ -147,12 +161,12 @@ def _check_operations(content: bytes) -> None:
         elif operation.name in PUT_OPERATIONS:
             memo[index] = sizes[-1]
         elif operation.name == "MEMOIZE":
-            memo[len(memo)] = size
+            memo[len(memo)] = size  # it has taken one value, and puts it back
             sizes.append(size)
         elif operation.name == "DUP":
             sizes += [size, size]
         else:
-            new_size = 1
+            new_size = 1  # any value but a tuple
             if operation.name.startswith("TUPLE"):
                 new_size = size + 1
             if new_size > MAX_TUPLE_VALUES:
@@ -161,7 +175,11 @@ def _check_operations(content: bytes) -> None:
 
 
 def state_of_record(record: Any, class_name: str) -> dict[str, Any]:
-    """Returns the attributes of an object of this class.
+    """Returns the attributes of the object that a record stands for.
+
+    Args:
+        record: what `unpickle` has made of the object.
+        class_name: the class that the object must have.
 
     Raises:
         ValueError: `record` is something else.
@@ -195,7 +213,9 @@ def dtype_of_properties(name: str, properties: Any) -> torch.dtype:
     """
     if not isinstance(properties, Record) or properties.class_name != "TensorProperties":
         raise ValueError(f"{name} has no properties")
-    state = properties.state  # a dictionary, or the tuple of the class's own __getstate__
+    # The state is a dictionary, or the tuple that the class's own `__getstate__` returns, in which
+    # the dtype is first.
+    state = properties.state
     dtype = state.get("dtype") if isinstance(state, dict) else state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} has a dtype that is not known here")

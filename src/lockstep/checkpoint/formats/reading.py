@@ -49,7 +49,7 @@ USUAL_KEYS_OF_STATES = (
 )
 """Under these keys people save the state of a model with other things in one dictionary."""
 MAX_DEPTH_OF_STATES = 4
-"""A state is looked for in so many dictionaries inside of each other."""
+"""A state is looked for in dictionaries inside of each other, down to this depth."""
 FACTS_IN_MANIFEST = (
     "step",
     "epoch",
@@ -97,7 +97,10 @@ class Source:
 
 
 def read_values(value: Any) -> Any:
-    """Returns a value with everything that is not read yet read from its file."""
+    """Returns a value, or a dictionary of values, with everything in it read from its file.
+
+    Only tensors in shards and the objects of a DCP folder are not read before.
+    """
     if isinstance(value, dict):
         return {key: read_values(item) for key, item in value.items()}
     if isinstance(value, TensorInShards | StoredObject):
@@ -120,7 +123,7 @@ def read_source(
             folder of DCP, or a folder with one of these; of a run's folder the latest complete
             checkpoint.
         trust: a torch file may run code of its author's while it is read.
-        name: one model of several; the key above it in a torch file.
+        name: the name of one model of several; in a torch file, a key above the model.
         everything: if a checkpoint has several models and none is named, take all of them in one
             state, with their names in front.
         lazy: tensors of safetensors files are `LazyTensor`s; else views of the mapped files.
@@ -150,7 +153,12 @@ def read_source(
 
 
 def _read_dcp_folder(path: Path, name: str | None) -> Source:
-    """Reads a folder of torch's distributed checkpoint. `name`: one model of several."""
+    """Reads a folder of torch's distributed checkpoint.
+
+    Args:
+        path: the path of the folder.
+        name: a key above the model, if there are several. None: any model.
+    """
     tree = read_dcp(path)
     states = _find_states(path, tree, name)
     files = {path / METADATA}
@@ -166,7 +174,13 @@ def _read_dcp_folder(path: Path, name: str | None) -> Source:
 
 
 def _read_index(path: Path, *, trust: bool, lazy: bool) -> Source:
-    """Reads an index of several safetensors files, or of several files of `torch.save`."""
+    """Reads an index of several safetensors files, or of several files of `torch.save`.
+
+    Args:
+        path: the path of the index.
+        trust: files of `torch.save` may run code of their author's.
+        lazy: tensors of safetensors files are `LazyTensor`s; else views of the mapped files.
+    """
     weight_map = read_weight_map(path)
     if names_torch_files(weight_map):
         files = sorted({path.parent / file_name for file_name in weight_map.values()})
@@ -192,7 +206,7 @@ def locate(path: Path) -> tuple[Path, Kind]:
     if path.is_dir():
         return _locate_in_folder(path)
     if path.suffix == ".safetensors" and not path.exists() and index_of(path).exists():
-        path = index_of(path)
+        path = index_of(path)  # the weights were written to several files
     with opened(path):
         pass  # raises an error if it cannot be read
     if path.suffix == ".json":
@@ -228,7 +242,8 @@ def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
         indexes = safetensors_indexes
     if len(indexes) == 1:
         return indexes[0], "index"
-    # This is no complete checkpoint, but may be a damaged one, whose one file is not all of it.
+    # The folder is no complete checkpoint, but it may be a damaged one. Then a single file in it is
+    # not all that was saved.
     is_damaged_checkpoint = folder.name.startswith(("step-", ".step-"))
     if len(files) == 1 and not indexes and not is_damaged_checkpoint:
         file = files[0]
@@ -250,7 +265,7 @@ def _find_states(path: Path, content: Any, name: str | None) -> list[FoundState]
     Args:
         path: named in errors.
         content: what a torch file or a folder of DCP holds.
-        name: a key above the state; None: any.
+        name: a key somewhere above the state. None: all states are returned.
 
     Raises:
         CheckpointError: there is none.
@@ -261,6 +276,7 @@ def _find_states(path: Path, content: Any, name: str | None) -> list[FoundState]
         raise _no_weights_error(path, content)
     if name is None:
         return states
+    # The place of a state is made of the keys above it: "['ema']['state_dict']".
     named = [state for state in states if f"[{name!r}]" in state.place]
     if not named:
         raise _no_such_name_error(path, name, [state.place or "the top" for state in states])
@@ -268,7 +284,16 @@ def _find_states(path: Path, content: Any, name: str | None) -> list[FoundState]
 
 
 def _walk_states(content: Any, place: str, max_depth: int) -> Iterator[FoundState]:
-    """Yields the states in nested dictionaries, and that of a pickled module."""
+    """Yields the states in nested dictionaries, the outer ones first, and that of a pickled module.
+
+    A dictionary is a state if it has any tensors. Inside of it, more are looked for under
+    `USUAL_KEYS_OF_STATES`.
+
+    Args:
+        content: what is looked through.
+        place: the place of `content` in the file: "['model']"; "" at the top.
+        max_depth: how many dictionaries inside of each other are looked through.
+    """
     if isinstance(content, nn.Module):
         yield FoundState(plain_state_dict(content), place or "the pickled module")
         return
@@ -280,6 +305,7 @@ def _walk_states(content: Any, place: str, max_depth: int) -> Iterator[FoundStat
         if not isinstance(name, str):
             continue
         is_tensor = isinstance(value, Tensor | TensorInShards)
+        # A module's own `get_extra_state` may return anything. Other values are left out.
         if is_tensor or name.endswith("_extra_state"):
             state[name] = value
         has_tensors = has_tensors or is_tensor
@@ -347,7 +373,8 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
         found = FoundState(state, f"{module} of {path.name}")
 
     def find_training_tensors() -> Iterable[tuple[str, LazyTensor]]:
-        # The part of the tree that is read is the list of the objects that stand for tensors.
+        """Returns the tensors of the training with their names; reads no values."""
+        # In place of the tree, the list of all objects in it that stand for tensors is decoded.
         places = list(tensor_places(manifest["training"]))
         tensors = read_stored(path, manifest, layout.TRAINING, places, lazy=True)
         names = [place.get("$tensor", place.get("$sharded")) for place in places]
@@ -394,7 +421,7 @@ def read_stored(
         path: the path of the checkpoint.
         manifest: the manifest of the checkpoint.
         name: the name of the module, or `layout.TRAINING`.
-        tree: a part of the tree in the manifest; None: all of it.
+        tree: a part of the tree that the manifest has under this name; None: all of it.
         lazy: all tensors are `LazyTensor`s; else only those in shards, and the others are views of
             the mapped file.
 
@@ -420,10 +447,12 @@ def _shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindSha
         CheckpointError: a file with shards cannot be read. (The function raises these errors.)
         ValueError, KeyError, TypeError: the manifest is damaged.
     """
+    # {tensor: [[rank, offsets, sizes], ...]}; empty if only rank 0 has stored something
     places_of_tensor = manifest.get("shards", {}).get(name, {})
 
     @cache
     def header_of_rank(rank: int) -> dict[str, TensorInFile]:
+        """Returns the tensors in the file of a rank; reads the file only once."""
         return _read_header_of(path, manifest, name, rank)
 
     def find_shards(tensor_name: str, dtype: torch.dtype, shape: Shape) -> TensorInShards:
@@ -442,7 +471,11 @@ def _shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindSha
 def _read_header_of(
     path: Path, manifest: Mapping[str, Any], name: str, rank: int
 ) -> dict[str, TensorInFile]:
-    """Returns the tensors in the file that one rank has written of a module."""
+    """Returns the tensors in the file that one rank has written of a module. Reads no values.
+
+    Raises:
+        CheckpointError: the manifest does not list the file, or it cannot be read.
+    """
     file_name = layout.tensor_file(name, rank)
     # The manifest lists plain names only, so nothing outside of the folder is read.
     if file_name not in manifest["files"]:

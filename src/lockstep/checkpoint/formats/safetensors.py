@@ -11,6 +11,7 @@ be mapped into it. Files are written straight from the memory of the tensors, wh
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from lockstep.errors import CheckpointError
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 LENGTH_BYTES = 8
-"""The length of the header is written in so many bytes."""
+"""The length of the header is written in this many bytes."""
 METADATA_KEY = "__metadata__"
 """What the header has besides tensors."""
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
@@ -76,7 +77,7 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
             no JSON, a dtype is unknown, or shapes, offsets and the file's size contradict.
     """
     with opened(path) as file:
-        file_size = file.seek(0, 2)
+        file_size = file.seek(0, os.SEEK_END)
         file.seek(0)
         header_length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         max_length = min(file_size - LENGTH_BYTES, MAX_HEADER_BYTES)
@@ -89,11 +90,12 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
     values_begin = LENGTH_BYTES + header_length
     try:
         content = layout.parse_object(header)
-        content.pop(METADATA_KEY, None)
+        content.pop(METADATA_KEY, None)  # all other keys are names of tensors
         tensors = []
         for name, description in content.items():
             tensors.append((name, _parse_tensor(path, name, description, values_begin)))
-        # Tensors without values come before the one whose values begin at the same place.
+        # In the order of their values. A tensor without values begins at the same byte as the next
+        # one, and comes first.
         tensors.sort(key=lambda item: (item[1].offset, item[1].nbytes))
         _check_offsets(tensors, values_begin, file_size)
     except ValueError as error:
@@ -124,7 +126,7 @@ def _parse_tensor(path: Path, name: str, description: Any, values_begin: int) ->
     try:
         begin, end = as_shape(offsets)
         tensor = TensorInFile(path, DTYPE_OF_CODE[code], as_shape(shape), values_begin + begin)
-    except ValueError:
+    except ValueError:  # two numbers are needed for the place, and none may be negative
         message = f"{short(name)} has the shape {short(shape)} at {short(offsets)}"
         raise ValueError(message) from None
     if end - begin != tensor.nbytes:
@@ -166,6 +168,7 @@ class WrittenFile(NamedTuple):
 
     num_bytes: int
     checksum: str
+    """As in a manifest: "crc32:1c291ca3"."""
 
 
 def _do_nothing() -> None:
@@ -217,7 +220,11 @@ def file_content(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[memoryvi
 
 
 def _make_header(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> bytes:
-    """Returns the header of a file with these tensors in this order, with its length before it."""
+    """Returns the beginning of a file with these tensors in this order: length and header.
+
+    Raises:
+        CheckpointError: the format cannot hold a tensor's dtype.
+    """
     content: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}
     offset = 0
     for name, tensor in tensors:

@@ -45,12 +45,14 @@ Item = TypeVar("Item")
 
 
 def index_of(path: Path) -> Path:
-    """Returns where the index is if weights that are called `path` are in several files."""
+    """Returns the path of the index of weights that were to be in one file, and are in several."""
     return path.with_name(path.name + INDEX_ENDING)
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Returns the name of the file of each tensor, from an index. All files are of one kind.
+    """Returns, from an index, the name of the file that has each tensor, by the tensor's name.
+
+    All files are safetensors files, or all are files of `torch.save`.
 
     Raises:
         CheckpointError: it cannot be read, is no index, or names files that are not beside it.
@@ -109,6 +111,7 @@ def read_index(path: Path) -> dict[str, TensorInFile]:
         if name not in headers[file_name]:
             raise misplaced_error(path, name, file_name)
         tensors[name] = headers[file_name][name]
+    # A file with tensors that the index does not name belongs to other weights.
     not_named = []
     for header in headers.values():
         not_named += [name for name in header if name not in weight_map]
@@ -164,7 +167,7 @@ def write_weights(
     Args:
         path: the path of the file.
         tensors: the tensors by name.
-        shard_bytes: None: one file.
+        shard_bytes: the size of a file to aim at, in bytes. None: one file.
         dtype: the tensors are converted to it, see `cast`; None: they are not.
 
     Returns:
@@ -188,6 +191,7 @@ def write_weights(
             files = _free_file_names(path, len(names_of_files))
             _write_files_and_index(index, files, names_of_files, tensors, dtype, sizes)
             written = [index, *files]
+        # Weights that were in one file and are now in several, or the other way round.
         for old_file in {path, index, *former_files}.difference(written):
             old_file.unlink(missing_ok=True)
     return written
@@ -201,10 +205,19 @@ def _write_files_and_index(
     dtype: torch.dtype | None,
     sizes: Mapping[str, int],
 ) -> None:
-    """Writes several files, then their index. If that fails, the files are removed."""
+    """Writes several files, then their index. If that fails, the files are removed.
+
+    Args:
+        index: the path of the index.
+        files: the paths of the files.
+        names_of_files: for each file, the names of its tensors.
+        tensors: all tensors by name.
+        dtype: the tensors are converted to it; None: they are not.
+        sizes: the bytes that each tensor takes when it is written, by name.
+    """
 
     def remove_new_files() -> None:
-        # If the new index is in place already, it names the new files, and they remain.
+        """Removes the files, unless the index that is in place names them: the new one does."""
         files_in_use = _files_of_former_index(index)
         for file in files:
             if file not in files_in_use:
@@ -240,17 +253,18 @@ def _write_file(
 def group_by_size(sizes: Iterable[tuple[Item, int]], max_size: int | None) -> list[list[Item]]:
     """Splits items, in their order, into groups whose sizes add up to at most `max_size`.
 
-    An item that exceeds `max_size` has a group of its own. There is at least one group, which may
-    be empty.
+    An item that exceeds `max_size` has a group of its own. There is at least one group, which is
+    empty if there are no items.
 
     Args:
-        sizes: items with their sizes.
-        max_size: None: one group.
+        sizes: pairs of an item and its size.
+        max_size: of a group. None: all items are one group.
     """
     groups: list[list[Item]] = [[]]
     group_size = 0
     for item, size in sizes:
-        if groups[-1] and max_size is not None and group_size + size > max_size:
+        is_too_much = max_size is not None and group_size + size > max_size
+        if groups[-1] and is_too_much:
             groups.append([])
             group_size = 0
         groups[-1].append(item)
@@ -275,9 +289,9 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
     result = tensor.to(new_dtype)
     if result is tensor:
         return tensor
-    may_overflow = new_dtype.itemsize <= tensor.dtype.itemsize
+    may_overflow = new_dtype.itemsize <= tensor.dtype.itemsize  # also from bf16 to fp16
     if may_overflow and not torch.equal(result.isinf(), tensor.isinf()):
-        largest = float(tensor.abs().nan_to_num(0, 0).max())
+        largest = float(tensor.abs().nan_to_num(nan=0, posinf=0).max())  # of the finite values
         raise CheckpointError(
             f"converting {name} to {dtype_name(new_dtype)}",
             f"its largest value {largest:.3g} is beyond what "

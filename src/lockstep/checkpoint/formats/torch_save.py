@@ -41,12 +41,14 @@ class _UnpicklerWithoutDDP(pickle.Unpickler):
     """Python's unpickler, with `UnpickledDDP` in place of DistributedDataParallel."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Returns what a name in the pickle stands for."""
         if module == "torch.nn.parallel.distributed" and name == "DistributedDataParallel":
             return UnpickledDDP
         return super().find_class(module, name)
 
 
 def _load_without_ddp(file: Any, **options: Any) -> Any:
+    """Takes the place of `pickle.load`."""
     return _UnpicklerWithoutDDP(file, **options).load()
 
 
@@ -75,6 +77,7 @@ def read_torch(path: Path, trust: bool) -> Any:
     except pickle.UnpicklingError as error:  # it holds more than tensors, numbers and text
         if not trust:
             raise _not_trusted_error(path, error) from error
+        # It is trusted: unpickled below.
     except Exception as error:
         raise load_error(path, error) from error
     try:
@@ -94,6 +97,7 @@ def _load_weights_only(path: Path, *, mapped: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except RuntimeError as error:
+        # "unable to mmap 9000000000 bytes from file <net.pt>: Cannot allocate memory (12)"
         is_out_of_memory = os.strerror(errno.ENOMEM) in str(error)
         if not mapped or not is_out_of_memory:
             raise
@@ -119,7 +123,7 @@ def read_torch_index(path: Path, weight_map: Mapping[str, str], trust: bool) -> 
     for file_name, names in names_of_file.items():
         content = read_torch(path.parent / file_name, trust)
         if not isinstance(content, Mapping):
-            content = {}
+            content = {}  # then no tensor is where the index says
         for name in names:
             if not isinstance(content.get(name), Tensor):
                 raise misplaced_error(path, name, file_name)
@@ -130,7 +134,8 @@ def read_torch_index(path: Path, weight_map: Mapping[str, str], trust: bool) -> 
 def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
     """Returns the members of an archive, after checking that none is compressed.
 
-    `torch.save` compresses nothing. Torch would decompress any amount into memory.
+    `torch.save` compresses nothing. A small file of somebody else may be compressed so that torch
+    would decompress it to more than there is memory.
 
     Args:
         path: named in errors.
@@ -152,7 +157,7 @@ def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
     compressed = [
         member.filename for member in members if member.compress_type != zipfile.ZIP_STORED
     ]
-    # Members that overlap in the file are a way to pack them, too.
+    # Members that share the same bytes of the file also claim more memory than the file has.
     total_size = sum(member.file_size for member in members)
     if compressed or total_size > file_size:
         raise unreadable(
@@ -171,7 +176,8 @@ def _not_trusted_error(path: Path, error: Exception) -> CheckpointError:
         globals_asked_for = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # a file of the older format, or a broken one
         globals_asked_for = []
-    # torch writes "Unsupported" or "unsupported" if an operation or a class is not allowed.
+    # If an operation or a class is not allowed, torch's text has "Unsupported" or "unsupported":
+    # "WeightsUnpickler error: Unsupported class numpy.ndarray".
     is_refused = "nsupported" in str(error)
     if not globals_asked_for and not is_refused:
         return load_error(path, error)  # the pickle is damaged: trusting it would not help
