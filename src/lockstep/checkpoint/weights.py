@@ -105,7 +105,7 @@ def save_weights(
     max_file_bytes = None if shard_size is None else parse_shard_size(shard_size)
     run = run_of(model)
     state = plain_state_dict(model)
-    if run is None:
+    if run is None:  # the model is not prepared: this process writes, whichever it is
         write_weights(path, _storable_tensors(state, path), max_file_bytes, dtype)
         return
 
@@ -114,6 +114,7 @@ def save_weights(
         gather_on_main(state, run.collectives)
 
     def write() -> None:
+        """Writes the file on rank 0; does nothing on the others."""
         if run.topology.is_main:
             write_weights(path, _storable_tensors(state, path), max_file_bytes, dtype)
 
@@ -135,7 +136,7 @@ def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
     """
     own_names = [name for name, value in state.items() if not is_meta(value)]
     names_of_ranks = [set(names) for names in collectives.exchange(own_names)]
-    gathered_views: dict[object, Any] = {}
+    gathered_views: dict[object, Any] = {}  # what was gathered of sharded tensors, by `view_key`
     for name, value in state.items():
         view = view_key(value) if is_sharded(value) else None
         if view is not None and view in gathered_views:
@@ -144,11 +145,12 @@ def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
         if is_sharded(value):
             # A model may be kept on the CPU in a run on GPUs, whose collectives need GPU tensors.
             value = value.to(collectives.device).full_tensor()
+        # All ranks have the names in one order, so they take part in the same broadcasts.
         source = _first_rank_with(name, names_of_ranks)
-        if source > 0:
+        if source > 0:  # rank 0 lacks it
             value = collectives.broadcast(value, source)
         if not collectives.topology.is_main:
-            value = None
+            value = None  # frees the memory
         if isinstance(value, Tensor):
             value = value.cpu()
         state[name] = value
@@ -157,7 +159,12 @@ def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
 
 
 def _first_rank_with(name: str, names_of_ranks: list[set[str]]) -> int:
-    """Returns the first rank that has the values of a tensor; 0 if none has."""
+    """Returns the first rank that has the values of a tensor; 0 if none has.
+
+    Args:
+        name: the name of the tensor.
+        names_of_ranks: for each rank, the names of the tensors that it has.
+    """
     for rank, names in enumerate(names_of_ranks):
         if name in names:
             return rank
@@ -173,9 +180,11 @@ def _storable_tensors(state: Mapping[str, Any], path: Path) -> dict[str, LazyTen
     action = f"saving weights to {path}"
     tensors: dict[str, LazyTensor] = {}
     for name, value in state.items():
-        problem: str | None = f"is a {type(value).__name__}"
+        problem: str | None
         if isinstance(value, Tensor):
             problem = why_unstorable(value)
+        else:
+            problem = f"is a {type(value).__name__}"
         if problem is not None:
             raise CheckpointError(
                 action,
@@ -195,7 +204,8 @@ class _LoadPlan(NamedTuple):
     """What `load_weights` is going to copy."""
 
     batches: list[dict[str, Any]]
-    """Values by plain names, in groups that are in memory at a time."""
+    """The values of the file by the model's plain names, in groups. One group after the other is
+    read and copied."""
     report: WeightsReport
 
 
@@ -247,7 +257,7 @@ def load_weights(
             # A sharded model reads only the regions that it needs of a tensor in shards.
             is_in_shards = isinstance(value, TensorInShards)
             values[name] = value if is_in_shards else read_values(value)
-        load_plain(model, values, strict=False)
+        load_plain(model, values, strict=False)  # each batch has only some of the names
     return plan.report
 
 
@@ -266,19 +276,26 @@ def _check_not_on_meta(model: nn.Module, path: Path) -> None:
 
 
 def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) -> _LoadPlan:
-    """Makes all checks, and returns what is to be copied."""
+    """Finds out what of a file fits a model, and returns what is to be copied. Copies nothing.
+
+    Args: as for `load_weights`.
+
+    Raises:
+        CheckpointError: the file cannot be read or is not trusted; or it does not fit the model: in
+            everything if `strict`, else for at least half of the model's names.
+    """
     own = plain_state_dict(model)
     found, match = _best_match(path, own, trust)
-    # The values under the names of the model, by which they are called from here on.
+    # From here on values have the names of the model.
     state = {name: found.state[old_name] for old_name, name in match.names.items()}
     tied_groups = _tied_groups(own)
     _check_tied_are_equal(tied_groups, state, path)
 
-    # A tied tensor gets its values by any of its names.
+    # What does not fit. A tied tensor gets its values by any of its names.
     names_with_values = _with_tied(state, tied_groups)
     missing = []
     for name in own:
-        # BatchNorm counts batches since torch 0.4.1 only; torch starts the count by itself.
+        # Files from before torch 0.4.1 lack BatchNorm's count of batches, which begins at 0 then.
         if name not in names_with_values and not name.endswith("num_batches_tracked"):
             missing.append(name)
     differences = Differences(
@@ -291,7 +308,7 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
         name: value for name, value in state.items() if not describe_conflict(value, own[name])
     }
     num_covered = len(_with_tied(fitting, tied_groups))
-    is_enough = num_covered * 2 >= len(own)
+    is_enough = num_covered * 2 >= len(own)  # at least half of the model's names
     if (strict and differences) or not is_enough:
         counts = ", ".join(count for count, _ in differences.counted())
         table = table_of_differences(differences, found.state, own)
@@ -315,8 +332,9 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
         changes=tuple(changes),
     )
 
+    # What is copied: tensors on the meta device are on other ranks, which copy them there.
     values = {name: value for name, value in fitting.items() if not is_meta(own[name])}
-    needs_memory = set()
+    needs_memory = set()  # names of values that are not copied straight from a mapped file
     for name, value in values.items():
         if isinstance(value, TensorInShards):
             value.check()
@@ -327,7 +345,13 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
 
 
 def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundState, Match]:
-    """Returns the state in a file that fits a model best, with the renaming that makes it fit."""
+    """Returns the state in a file that fits a model best, with the renaming that makes it fit.
+
+    Args:
+        path: the file or folder.
+        own: the state of the model by plain names.
+        trust: as for `load_weights`.
+    """
     own_shapes = {name: shape_of(value) for name, value in own.items()}
     matches = []
     for found in read_source(path, trust=trust).states:
@@ -335,6 +359,7 @@ def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundS
         matches.append((found, match_names(shapes, own_shapes)))
 
     def quality(state_and_match: tuple[FoundState, Match]) -> tuple[int, int]:
+        """Returns how many names fit with their shapes; and to decide between equals, without."""
         _, match = state_and_match
         return match.num_fitting, len(match.names)
 
@@ -342,7 +367,9 @@ def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundS
 
 
 def _batches(values: Mapping[str, Any], needs_memory: Set[str]) -> list[dict[str, Any]]:
-    """Groups values so that each group takes little memory. Those of a module stay together.
+    """Splits values into groups that are loaded one after the other, each with little memory.
+
+    The values of one submodule stay together, because it may load its own state as a whole.
 
     Args:
         values: the values by plain names.
@@ -366,19 +393,25 @@ def _batches(values: Mapping[str, Any], needs_memory: Set[str]) -> list[dict[str
 
 
 def _tied_groups(own: Mapping[str, Any]) -> list[list[str]]:
-    """Returns the groups of names that are one tensor in the model."""
+    """Returns the groups of names that are one tensor in the model, each with two or more names.
+
+    Args:
+        own: the state of the model by plain names.
+    """
     names_of_view: dict[object, list[str]] = {}
     for name, value in own.items():
         if shape_of(value) is None:  # not a tensor, or one without memory yet
             continue
         view = view_key(value)
         if view is not None:
-            names_of_view.setdefault(view, []).append(name)
+            if view not in names_of_view:
+                names_of_view[view] = []
+            names_of_view[view].append(name)
     return [names for names in names_of_view.values() if len(names) > 1]
 
 
 def _with_tied(names: Iterable[str], tied_groups: list[list[str]]) -> set[str]:
-    """Returns the names, and all names that are the same tensor as one of them."""
+    """Returns the given names, and those that are tied to one of them."""
     given = set(names)
     result = set(given)
     for group in tied_groups:
@@ -392,10 +425,11 @@ def _check_tied_are_equal(
 ) -> None:
     """Raises CheckpointError if names that are one tensor in the model differ in the file."""
     for group in tied_groups:
-        names = [name for name in group if name in state]
+        names = [name for name in group if name in state]  # the file may have only some
         for name in names[1:]:
             first_value = read_values(state[names[0]])
             value = read_values(state[name])
+            # The two may have been saved in different dtypes.
             if not torch.equal(first_value, value.to(first_value.dtype)):
                 raise CheckpointError(
                     f"loading {path}",
@@ -405,7 +439,13 @@ def _check_tied_are_equal(
 
 
 def _describe_casts(values: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Returns a text for each pair of dtypes that values are converted from and to."""
+    """Returns the texts "converted 2 tensors from torch.float32 to torch.bfloat16", one for each
+    pair of dtypes.
+
+    Args:
+        values: what is loaded, by plain names.
+        own: the state of the model by plain names.
+    """
     counts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
     for name, value in values.items():
         if isinstance(value, Tensor | TensorInShards) and value.dtype != own[name].dtype:

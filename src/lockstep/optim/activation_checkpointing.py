@@ -86,7 +86,7 @@ def checkpoint_activations(
     _check_policy(every, budget, example)
     blocks = _select_blocks(module, submodules)
     chosen = blocks[::every]
-    if budget is not None and example is not None:
+    if budget is not None and example is not None:  # both or neither are given
         chosen = _choose_by_budget(module, blocks, budget, example)
     for block in chosen:
         if not _recomputes(block):
@@ -95,7 +95,10 @@ def checkpoint_activations(
 
 
 def _check_policy(every: int, budget: int | str | None, example: Example | None) -> None:
-    """Raises SettingError for arguments of `checkpoint_activations` that do not go together."""
+    """Raises SettingError for arguments of `checkpoint_activations` that have no meaning.
+
+    That is so if they do not go together, or if one is not of its type.
+    """
     check_whole_number(f"checkpoint_activations(..., every={every!r})", every)
     if budget is None and example is None:
         return
@@ -122,12 +125,17 @@ def _check_policy(every: int, budget: int | str | None, example: Example | None)
 
 
 def _select_blocks(module: nn.Module, submodules: ModuleFilter | None) -> list[nn.Module]:
-    """Returns the submodules that may recompute.
+    """Returns the submodules that may recompute their activations.
+
+    Args:
+        module: the model.
+        submodules: which ones; None: the blocks that the model repeats.
 
     Raises:
         SettingError: there are none.
     """
     if submodules is not None:
+        # In an error, the braces are replaced by the user's choice.
         selected = select_modules(module, submodules, "checkpoint_activations(..., {})")
     else:
         selected = repeated_blocks(module)
@@ -163,12 +171,16 @@ def _choose_by_budget(
             "it is no amount of memory",
             "give bytes, a text such as '2GiB' or '500MB', or 'auto'",
         )
+    # The forward pass that is measured leaves random streams and buffers as they were.
     gpus = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(gpus), _StateBefore(module):
-        activations = measure(module, blocks, *example)
+        args, kwargs = example
+        activations = measure(module, blocks, args, kwargs)
+
+    # Blocks are known by their numbers in `blocks` here. Those that save most stand first.
     recomputed = {number for number in activations.inside if _recomputes(blocks[number])}
     remaining = [number for number in activations.by_saving() if number not in recomputed]
-    peaks = [activations.peak(recomputed)]
+    peaks = [activations.peak(recomputed)]  # in bytes; one more after each choice
     while peaks[-1] > max_bytes and remaining:
         # Of the blocks that save most, take the one with which the peak is lowest: the later a
         # block runs, the more is kept while it is recomputed.
@@ -193,7 +205,10 @@ def _choose_by_budget(
 
 
 def _free_bytes(module: nn.Module) -> int:
-    """Returns the memory that a training leaves for activations on the GPU, the least of all ranks.
+    """Returns the bytes of GPU memory that a training leaves for activations.
+
+    It is the same on all ranks: that of the rank with the least. One all-reduce, if there are
+    several ranks.
 
     Raises:
         SettingError: the model is not on a GPU.
@@ -207,7 +222,7 @@ def _free_bytes(module: nn.Module) -> int:
             "move it to the GPU first (model.to(world.device)), or give bytes",
         )
     free, _ = torch.cuda.mem_get_info(device)
-    # Torch has reserved memory that no tensor uses.
+    # Torch keeps memory of freed tensors, which counts as used.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     still_needed = 0
     for parameter in parameters:
@@ -217,14 +232,15 @@ def _free_bytes(module: nn.Module) -> int:
         if parameter.grad is not None:  # the gradient is in memory already
             num_tensors -= 1
         still_needed += num_tensors * parameter.nbytes
-    left = torch.tensor([int(SHARE_OF_FREE_MEMORY * free) - still_needed], device=device)
+    available = torch.tensor([int(SHARE_OF_FREE_MEMORY * free) - still_needed], device=device)
     if dist.is_initialized():
-        dist.all_reduce(left, dist.ReduceOp.MIN)
-    return int(left)
+        dist.all_reduce(available, dist.ReduceOp.MIN)
+    return int(available)
 
 
 def _recomputes(module: nn.Module) -> bool:
     """Returns True if `checkpoint_activations` has chosen a module before."""
+    # It sets `forward` on the object itself, where it hides that of the class.
     return isinstance(vars(module).get("forward"), _RecomputedForward)
 
 
@@ -236,19 +252,20 @@ class _RecomputedForward:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.__wrapped__ = module.forward
+        self.__wrapped__ = module.forward  # the name by which `inspect.signature` finds it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # no backward pass will follow
             return self.__wrapped__(*args, **kwargs)
         run = partial(self.__wrapped__, **kwargs)
         if torch.compiler.is_compiling() and not _changing_buffers(self.module):
-            # Both runs become one graph, which cannot have contexts.
+            # The compiler puts both runs into one graph, which cannot have contexts. It needs none,
+            # since there are no buffers that change.
             return checkpoint.checkpoint(run, *args, use_reentrant=False)
         return checkpoint.checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Returns the contexts of the first and of the second run."""
+        """Returns the contexts of the two runs. Torch calls it before the first run."""
         return nullcontext(), _StateBefore(self.module)
 
 
@@ -268,17 +285,19 @@ class _StateBefore:
     times: each backward pass through a graph that is kept runs the forward pass again.
 
     Args:
-        module: whose buffers are meant.
+        module: its buffers, and those of all its submodules, are replaced.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._before: list[_Buffer] = []
+        """Copies of the buffers from when this object was created."""
         for buffer in _changing_buffers(module):
             self._before.append(buffer._replace(tensor=buffer.tensor.clone()))
         self._streams_before = _random_states()
         self._current: list[_Buffer] = []
-        """The buffers outside of the context."""
+        """The buffers outside of the context, while it is entered."""
         self._current_streams = self._streams_before
+        """The random streams outside of the context, while it is entered."""
 
     def __enter__(self) -> None:
         self._current = []
@@ -309,7 +328,10 @@ def _set_random_states(states: tuple[Any, Any]) -> None:
 
 
 def _changing_buffers(module: nn.Module) -> list[_Buffer]:
-    """Returns the buffers of all submodules that are in training mode."""
+    """Returns the buffers of a module and its submodules, as far as these are in training mode.
+
+    In evaluation mode forward passes do not change buffers.
+    """
     buffers: list[_Buffer] = []
     for submodule in module.modules():
         if submodule.training:

@@ -51,7 +51,7 @@ _RANGES: dict[str, _Range] = {
 class _LayerwiseOptimizer(Optimizer, ABC):
     """The base class of LARS and LAMB.
 
-    Options of a parameter group:
+    Options of a parameter group that both have:
         adapt: None: tensors of two or more dimensions get a trust ratio and weight decay, the
             others (biases, scales and shifts of normalisation layers) get neither. True: all get
             both. False: none gets a trust ratio, all get weight decay.
@@ -88,7 +88,8 @@ class _LayerwiseOptimizer(Optimizer, ABC):
             decay = group["weight_decay"]
             for parameters in _group_by_sharding(with_ratio):
                 self._update(group, parameters, use_ratio=True, weight_decay=decay)
-            # With adapt=None, parameters without a trust ratio are not decayed either.
+            # With adapt=None, parameters without a trust ratio get no weight decay either; with
+            # adapt=False, all parameters are without a trust ratio, and get it.
             decay_without_ratio = decay if group["adapt"] is False else 0.0
             for parameters in _group_by_sharding(without_ratio):
                 self._update(group, parameters, use_ratio=False, weight_decay=decay_without_ratio)
@@ -113,13 +114,13 @@ class _LayerwiseOptimizer(Optimizer, ABC):
         use_ratio: bool,
         weight_decay: float,
     ) -> None:
-        """Changes some parameters of a group.
+        """Makes the step of some parameters of a group: changes them and their state in place.
 
         Args:
-            group: with the options.
-            parameters: either with the same sharding, or a single one.
-            use_ratio: scale their steps by a trust ratio.
-            weight_decay: of these parameters; the group's applies to others.
+            group: the parameter group, for its options.
+            parameters: parameters with gradients. Either all have the same sharding, or it is one.
+            use_ratio: scale the step of each parameter by its trust ratio.
+            weight_decay: the weight decay of these parameters, in place of the group's.
         """
 
 
@@ -191,8 +192,12 @@ class LARS(_LayerwiseOptimizer):
         use_ratio: bool,
         weight_decay: float,
     ) -> None:
+        """Makes the step of some parameters; see `_LayerwiseOptimizer._update`."""
+        # This rank's part of w and g of each parameter.
         weights = [own_part(parameter) for parameter in parameters]
         gradients = [_local_gradient(parameter) for parameter in parameters]
+
+        # ratio = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), a number as a tensor
         ratios: list[Tensor] = []
         if use_ratio:
             weight_norms, gradient_norms = _norms_of_whole(parameters, weights, gradients)
@@ -200,20 +205,29 @@ class LARS(_LayerwiseOptimizer):
                 denominator = gradient_norm + weight_decay * weight_norm + group["eps"]
                 ratio = group["trust_coefficient"] * weight_norm / denominator
                 ratios.append(_valid_ratio(ratio, weight_norm, gradient_norm, group["max_ratio"]))
+
         for index, parameter in enumerate(parameters):
             weight = weights[index]
+            # step = ratio * (g + weight_decay * w)
             step = gradients[index]
             if weight_decay:
                 step = step.add(weight, alpha=weight_decay)
-            if use_ratio:
-                # The sum above is a new tensor, which can be changed in place. A gradient cannot.
-                step = step.mul_(ratios[index]) if weight_decay else step.mul(ratios[index])
+            if use_ratio and weight_decay:
+                step.mul_(ratios[index])  # in place: the sum is a new tensor
+            elif use_ratio:
+                step = step.mul(ratios[index])  # not in place: it is still the gradient itself
+            # v = momentum * v + step
             if group["momentum"]:
                 step = self._add_momentum(group, parameter, step)
+            # w = w - lr * v
             weight.sub_(step, alpha=group["lr"])
 
     def _add_momentum(self, group: dict[str, Any], parameter: Tensor, step: Tensor) -> Tensor:
-        """Adds a step to the velocity of a parameter. Returns the direction to go."""
+        """Updates the velocity v of a parameter in the optimizer's state: v = momentum * v + step.
+
+        Returns:
+            The direction in which the parameter goes: v, or with Nesterov step + momentum * v.
+        """
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -282,11 +296,14 @@ class LAMB(_LayerwiseOptimizer):
         use_ratio: bool,
         weight_decay: float,
     ) -> None:
+        """Makes the step of some parameters; see `_LayerwiseOptimizer._update`."""
+        # This rank's part of w, and of u = m / (sqrt(v) + eps) + weight_decay * w
         weights = [own_part(parameter) for parameter in parameters]
         steps = [self._adam_step(group, parameter) for parameter in parameters]
         if weight_decay:
             for weight, step in zip(weights, steps, strict=True):
                 step.add_(weight, alpha=weight_decay)
+        # u = ratio * u, with ratio = |w| / |u|
         if use_ratio:
             weight_norms, step_norms = _norms_of_whole(parameters, weights, steps)
             for index, step in enumerate(steps):
@@ -294,11 +311,17 @@ class LAMB(_LayerwiseOptimizer):
                 step_norm = step_norms[index]
                 ratio = weight_norm / step_norm
                 step.mul_(_valid_ratio(ratio, weight_norm, step_norm, group["max_ratio"]))
+        # w = w - lr * u
         for weight, step in zip(weights, steps, strict=True):
             weight.sub_(step, alpha=group["lr"])
 
     def _adam_step(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
-        """Updates Adam's m and v by a gradient. Returns m / (sqrt(v) + eps), a new tensor."""
+        """Updates Adam's m and v of a parameter in the optimizer's state by its gradient.
+
+        Returns:
+            m / (sqrt(v) + eps), both corrected for their start from 0: a new tensor, which may be
+            changed. Of a sharded parameter it is this rank's part.
+        """
         gradient = _local_gradient(parameter)
         state = self.state[parameter]
         if "step" not in state:
@@ -308,11 +331,14 @@ class LAMB(_LayerwiseOptimizer):
         state["step"] += 1
         num_steps = state["step"].item()
         beta1, beta2 = group["betas"]
+        # m = beta1 * m + (1 - beta1) * g
         mean = own_part(state["exp_avg"])
         mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        # v = beta2 * v + (1 - beta2) * g * g
         mean_of_squares = own_part(state["exp_avg_sq"])
         mean_of_squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        # Both began at 0; dividing by 1 - beta**num_steps corrects that.
+        # Both began at 0. After t steps their weights add up to 1 - beta**t, not 1, so they are
+        # divided by that.
         denominator = mean_of_squares.div(1 - beta2**num_steps).sqrt_().add_(group["eps"])
         return mean.div(1 - beta1**num_steps).div_(denominator)
 
@@ -325,7 +351,7 @@ def _check_options(group: dict[str, Any], name: str) -> None:
         name: of the optimizer's class.
     """
     for key, allowed in _RANGES.items():
-        if key not in group:
+        if key not in group:  # LARS and LAMB have not all the same options
             continue
         if key == "max_ratio" and group[key] is None:  # no limit
             continue
@@ -336,6 +362,7 @@ def _check_options(group: dict[str, Any], name: str) -> None:
             raise SettingError(f"{name}(betas={betas!r})", "Adam has two of them", "give a pair")
         for beta in betas:
             _check_number(name, "beta", beta, _FRACTION)
+    # Compared by `is`, because 0 == False and 1 == True.
     if not any(group["adapt"] is value for value in (None, True, False)):
         raise SettingError(
             f"{name}(adapt={group['adapt']!r})",
@@ -347,6 +374,7 @@ def _check_options(group: dict[str, Any], name: str) -> None:
 
 
 def _check_number(name: str, option: str, value: Any, allowed: _Range) -> None:
+    """Raises SettingError if the value of an option is no finite number in the allowed range."""
     if not is_real_number(value) or not math.isfinite(value) or not allowed.contains(value):
         raise SettingError(
             f"{name}({option}={value!r})", "it is out of range", f"give {allowed.description}"
@@ -373,16 +401,18 @@ def _group_by_sharding(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     """
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        mesh: Any = getattr(parameter, "device_mesh", None)
+        mesh: Any = getattr(parameter, "device_mesh", None)  # None: it is not sharded
         key: Any = id(parameter)
         if mesh is not None:
             key = (mesh, _sharded_dimensions(parameter), parameter.device)
-        groups.setdefault(key, []).append(parameter)
+        if key not in groups:
+            groups[key] = []
+        groups[key].append(parameter)
     return list(groups.values())
 
 
 def _sharded_dimensions(parameter: Any) -> tuple[int, ...]:
-    """Returns the dimensions of a DTensor's mesh over which it is sharded."""
+    """Returns the numbers of those dimensions of a DTensor's mesh over which it is sharded."""
     dimensions: list[int] = []
     for dimension, placement in enumerate(parameter.placements):
         if not placement.is_replicate():
@@ -391,7 +421,7 @@ def _sharded_dimensions(parameter: Any) -> tuple[int, ...]:
 
 
 def _local_gradient(parameter: Any) -> Tensor:
-    """Returns this rank's part of the gradient of a parameter.
+    """Returns the gradient of a parameter, for those elements that this rank has of the parameter.
 
     Raises:
         UsageError: it is sparse or complex.
@@ -403,6 +433,7 @@ def _local_gradient(parameter: Any) -> Tensor:
             "LARS and LAMB compare the norms of dense real tensors",
             "use nn.Embedding(sparse=False), or give this parameter to an optimizer of torch's",
         )
+    # A gradient may be sharded in another way, for example not yet summed over the ranks.
     if is_sharded(parameter) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     return own_part(gradient)
@@ -413,14 +444,17 @@ def _norms_of_whole(
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Returns the norms of whole weights and of whole steps, of which this rank may have shards.
 
+    If the parameters are sharded, this is one all-reduce for each dimension of the mesh over which
+    they are.
+
     Args:
         parameters: with the same sharding.
         weights: this rank's part of each parameter.
         steps: this rank's part of each step.
 
     Returns:
-        The norms of the weights, and those of the steps. Each is a tensor without dimensions on
-        the device of the parameter.
+        The norms of the weights, and those of the steps, in the order of the parameters. Each is a
+        tensor of shape `()` on the device of the parameter.
     """
     weight_norms = [_norm(weight) for weight in weights]
     step_norms = [_norm(step) for step in steps]
@@ -428,7 +462,8 @@ def _norms_of_whole(
     mesh = getattr(first, "device_mesh", None)
     if mesh is None:
         return weight_norms, step_norms
-    # The square of the norm of a whole tensor is the sum of the squares of its shards' norms.
+    # The square of the norm of a whole tensor is the sum of the squares of its shards' norms:
+    # |w|**2 = |w_0|**2 + |w_1|**2 + ... Shape (2, number of parameters): weights, then steps.
     norms = torch.stack([torch.stack(weight_norms), torch.stack(step_norms)])
     squares = norms.double().square()
     # Parameters may be offloaded to the CPU, but the ranks communicate on the device of the mesh.
@@ -440,7 +475,10 @@ def _norms_of_whole(
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    """Returns the norm in float32 or wider: in half precision squares of small numbers vanish."""
+    """Returns the norm of a tensor, shape `()`, in float32 or wider.
+
+    In half precision the squares of small numbers would vanish.
+    """
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
     return norm
@@ -449,9 +487,16 @@ def _norm(tensor: Tensor) -> Tensor:
 def _valid_ratio(
     ratio: Tensor, numerator: Tensor, denominator: Tensor, max_ratio: float | None
 ) -> Tensor:
-    """Returns the trust ratio, or 1 if one of its norms is 0; at most `max_ratio`.
+    """Returns the trust ratio, but at most `max_ratio`, and 1 if one of its norms is 0.
 
-    Nothing is copied from a GPU to the host to decide that.
+    It is decided on the GPU: an `if` would have to wait for the numbers. All tensors have the shape
+    `()`.
+
+    Args:
+        ratio: the trust ratio; NaN or infinite if the denominator is 0.
+        numerator: the norm of the weights.
+        denominator: the norm of the gradient or the step.
+        max_ratio: None for no limit.
     """
     is_valid = (numerator > 0) & (denominator > 0)
     ratio = torch.where(is_valid, ratio, torch.ones_like(ratio))

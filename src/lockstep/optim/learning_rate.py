@@ -77,6 +77,7 @@ def scale_learning_rate(
         raise unknown_choice_error(f"rule={rule!r}", rule, "the rules", SCALING_RULES)
     factor = SCALING_RULES[rule](batch_size / base_batch_size)
     if isinstance(optimizer_or_lr, Optimizer):
+        # Torch's schedulers note in each group the rate that they begin with.
         if any("initial_lr" in group for group in optimizer_or_lr.param_groups):
             raise UsageError(
                 "scale_learning_rate of an optimizer",
@@ -84,7 +85,7 @@ def scale_learning_rate(
                 "call scale_learning_rate before building the scheduler",
             )
         for group in optimizer_or_lr.param_groups:
-            group["lr"] *= factor  # a tensor changes in place
+            group["lr"] *= factor  # a rate that is a tensor stays the same object
         return optimizer_or_lr
     advice = "pass an optimizer, or a finite learning rate from 0 up"
     if not is_real_number(optimizer_or_lr):
@@ -129,6 +130,7 @@ def warmup(
             "choose a number above 0 and at most 1",
         )
     if isinstance(scheduler_or_optimizer, Optimizer):
+        # After `total_iters` steps LinearLR leaves the rate as it is.
         return lr_scheduler.LinearLR(scheduler_or_optimizer, start, total_iters=steps)
     scheduler = scheduler_or_optimizer
     if not isinstance(scheduler, lr_scheduler.LRScheduler):
@@ -141,11 +143,12 @@ def warmup(
     for kind, reason in _CANNOT_FOLLOW.items():
         if isinstance(scheduler, kind):
             raise SettingError(was_set, "it cannot begin after a warm-up", reason)
-    if scheduler.last_epoch != 0:
+    if scheduler.last_epoch != 0:  # torch's name for the number of steps made
         raise UsageError(
             was_set,
             f"the scheduler has already made {scheduler.last_epoch} steps",
             "build it, wrap it in warmup, and only then load a saved state or step",
         )
+    # The rate grows from `start` times the optimizer's rate to that rate; then the schedule begins.
     ramp = lr_scheduler.LinearLR(scheduler.optimizer, start, total_iters=steps)
     return lr_scheduler.SequentialLR(scheduler.optimizer, [ramp, scheduler], [steps])

@@ -45,8 +45,9 @@ def select_modules(
             matching[name] = submodule
     selected: dict[int, tuple[str, nn.Module]] = {}
     for name, submodule in _outermost(matching):
-        # A module that stands in several places is selected once.
-        selected.setdefault(id(submodule), (name, submodule))
+        # A module that stands in several places is selected once, by its first name.
+        if id(submodule) not in selected:
+            selected[id(submodule)] = (name, submodule)
     if not selected:
         raise SettingError(
             setting.format(_describe(choice)),
@@ -57,16 +58,22 @@ def select_modules(
 
 
 def candidates(module: nn.Module) -> str:
-    """Describes the classes of submodules that a user may choose, the most frequent first.
+    """Returns a text with the classes of submodules that a user may choose, by frequency.
 
-    These are the submodules that have others; if there are none, the children of the model.
+    Such as "Block (12, such as 'layers.0'), Mlp (12, such as 'layers.0.mlp')". These are the
+    submodules that have others; if there are none, the children of the model.
     """
     names_of_class: dict[str, list[str]] = {}
     for name, submodule in module.named_modules():
         has_children = next(submodule.children(), None) is not None
         if name and has_children and _has_forward(submodule):
-            names_of_class.setdefault(type(submodule).__name__, []).append(name)
-    by_frequency = sorted(names_of_class.items(), key=lambda item: -len(item[1]))
+            class_name = type(submodule).__name__
+            if class_name not in names_of_class:
+                names_of_class[class_name] = []
+            names_of_class[class_name].append(name)
+    by_frequency = sorted(
+        names_of_class.items(), key=lambda class_and_names: len(class_and_names[1]), reverse=True
+    )
     if by_frequency:
         descriptions: list[str] = []
         for class_name, names in by_frequency[:MAX_CANDIDATES]:
@@ -77,19 +84,25 @@ def candidates(module: nn.Module) -> str:
 
 
 def _make_matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.Module], bool]:
-    """Returns a function of a name and a module that says if they match.
+    """Returns a function of a submodule's name and the submodule that says whether it is chosen.
+
+    Args:
+        submodules: the user's choice, of any of the four kinds.
+        setting: how the user has written it, with `{}` for the choice, for errors.
 
     Raises:
         SettingError: the filter is none of the possible kinds.
     """
     if isinstance(submodules, str):
         return lambda name, _: fnmatchcase(name, submodules)
+    # A class, or a tuple of classes.
     classes: tuple[Any, ...] = submodules if isinstance(submodules, tuple) else (submodules,)
     are_module_classes = all(
         isinstance(item, type) and issubclass(item, nn.Module) for item in classes
     )
     if classes and are_module_classes:
         return lambda _, module: isinstance(module, classes)
+    # A function, but not what can be called and is a mistake: another class, or a module itself.
     if isinstance(submodules, type | tuple | nn.Module) or not callable(submodules):
         raise SettingError(
             setting.format(repr(submodules)),
@@ -140,6 +153,7 @@ def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
         parent_name = name.rpartition(".")[0]
         if _is_container(modules[parent_name]):
             in_containers[name] = submodule
+    # Modules that are attributes are considered only if no blocks in containers repeat.
     for considered in (in_containers, possible):
         num_of_kind = Counter(_kind(submodule) for submodule in considered.values())
         repeated: dict[str, nn.Module] = {}
@@ -152,13 +166,17 @@ def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _may_be_block(module: nn.Module) -> bool:
-    """Returns True for a module that runs, has parameters, and is no single layer of torch's."""
+    """Returns True for a module that may be a block, if there are others of its kind.
+
+    It must have parameters and a forward pass, and be neither a single layer of torch's, nor a
+    container of several blocks (a stage).
+    """
     if not _has_forward(module) or next(module.parameters(), None) is None:
         return False
     if isinstance(module, ParametrizationList):  # computes a weight of a layer
         return False
     has_children = next(module.children(), None) is not None
-    if not has_children:
+    if not has_children:  # a single layer
         return not type(module).__module__.startswith("torch.")
     return not _is_stage(module)
 
@@ -181,7 +199,10 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _kind(module: nn.Module) -> Any:
-    """Returns a key that is equal for modules that are built alike, compiled or not."""
+    """Returns a key that is equal for modules of one kind, compiled or not.
+
+    It is the class; for a container, the class and the kinds of its children.
+    """
     module = without_compile(module)
     if not _is_container(module):
         return type(module)
@@ -195,7 +216,7 @@ def _outermost(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]
         modules: by name, in the order of `named_modules()`, where what is inside of a module
             follows it.
     """
-    prefix: str | None = None
+    prefix: str | None = None  # of the names of what is inside the module that was yielded last
     for name, module in modules.items():
         is_inside = prefix is not None and name.startswith(prefix)
         if not is_inside:

@@ -100,9 +100,13 @@ class Precision:
         """True if the scaler has looked at gradients since the scale was last updated."""
 
     def attach(self, module: nn.Module) -> None:
-        """Makes a module's forward pass run in this precision. For fp64 it converts the module."""
+        """Makes a module's forward pass run in this precision.
+
+        Under fp64 it converts the module in place, and its inputs before each forward pass. Under
+        bf16 and fp16 it replaces the module's `forward` by one that runs under autocast.
+        """
         if self.dtype is None:
-            return
+            return  # fp32: nothing is to be done
         # Not the object that `torch.compile` returned: copies of it do not have its hooks.
         module = without_compile(module)
         if self.dtype == torch.float64:
@@ -113,7 +117,7 @@ class Precision:
         self._autocasting.append(weakref.ref(module))
 
     def follow_forwards(self) -> None:
-        """Also autocasts a `forward` that the user has set on a prepared model since `attach`."""
+        """Puts a `forward` that the user has set on a module since `attach` under autocast, too."""
         for reference in self._autocasting:
             module = reference()
             if module is None or self.dtype is None:
@@ -122,18 +126,27 @@ class Precision:
                 self._autocast(module, self.dtype)
 
     def _autocast(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Replaces the `forward` of a module by one that runs it under autocast."""
         # Not by `Module.__setattr__`, which a user's class may have replaced.
         vars(module)["forward"] = AutocastForward(module, self.device.type, dtype)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Runs the backward pass of a loss, which is scaled before under fp16."""
+        """Runs the backward pass of a loss. Under fp16 it scales the loss before.
+
+        Args:
+            loss: a tensor of one element.
+            **options: arguments of `torch.autograd.backward`.
+        """
         if self.scaler is not None:
             self.update_scale()
             loss = self.scaler.scale(loss)
         torch.autograd.backward(loss, **options)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divides gradients by the scale of the loss, once a step, before anything reads them."""
+        """Divides the gradients of optimizers by the scale of the loss, once in a step.
+
+        To be called before anything reads the gradients. Without a scaler it does nothing.
+        """
         for optimizer in optimizers:
             if self.scaler is not None and id(optimizer) not in self._unscaled:
                 self.scaler.unscale_(optimizer)
@@ -145,7 +158,11 @@ class Precision:
         return self.scaler is not None and id(optimizer) not in self._unscaled
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> tuple[Any, bool]:
-        """Steps an optimizer.
+        """Steps an optimizer; under fp16 only if its gradients are finite.
+
+        Args:
+            optimizer: the user's own optimizer.
+            closure: is passed to the optimizer.
 
         Returns:
             What the optimizer returned, and True if the step was skipped because gradients were
@@ -162,12 +179,14 @@ class Precision:
                 "a scaled step evaluates the loss once",
                 "use precision='bf16' or 'fp32'",
             )
-        # The scaler does not call the optimizer if gradients are not finite. A fused optimizer is
-        # always called, with an attribute `found_inf` on the device.
+        # Torch does not say whether the scaler has skipped the step. If gradients are not finite,
+        # it does not call the optimizer. A fused optimizer is always called, and decides on the GPU
+        # by its attribute `found_inf`, which is 1.0 if they are not.
         was_called = False
         found_inf: Tensor | None = None
 
         def note_call(called: Optimizer, *_: Any) -> None:
+            """Notes that the optimizer has stepped, and the attribute if it has one."""
             nonlocal was_called, found_inf
             was_called = True
             found_inf = getattr(called, "found_inf", None)
@@ -180,7 +199,10 @@ class Precision:
         return result, found_inf is not None and bool(found_inf.item())
 
     def update_scale(self) -> None:
-        """Adapts the scale for the next backward pass, if gradients of the last one were used."""
+        """Adapts the scale for the next backward pass, if gradients of the last one were used.
+
+        From then on gradients are those of the next backward pass, and not unscaled yet.
+        """
         if self.scaler is not None and self._used:
             self.scaler.update()
         self._used = False
@@ -213,14 +235,16 @@ class AutocastForward:
     def __init__(self, module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
         self.module = module
         self.own: Callable[..., Any] | None = vars(module).get("forward")
-        """The forward that was set on the object; None: there is none, and the class has one."""
+        """The forward that was set on the object. None: `forward` is a method of the class, which
+        is looked up at each call, so that it may be replaced."""
         of_class = inspect.getattr_static(type(module), "forward")
         if self.own is None and not isinstance(of_class, FunctionType):
-            self.own = module.forward  # of a scripted module, for example
+            # It is no plain method, as in a scripted module: take what the object gives.
+            self.own = module.forward
         self.device_type = device_type
         self.dtype = dtype
         self.is_torchs = self.own is None and of_class.__module__.startswith("torch.")
-        """The forward is one of torch's, of `nn.Sequential` for example."""
+        """True if the forward is one of torch's, such as that of `nn.Sequential`."""
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -237,7 +261,7 @@ class AutocastForward:
 
     @run_as_it_is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward pass."""
+        """Runs the forward pass; returns its output with floating-point tensors in fp32."""
         with torch.autocast(self.device_type, self.dtype):
             if self.own is not None:
                 output = self.own(*args, **kwargs)
@@ -245,17 +269,21 @@ class AutocastForward:
                 output = _called(type(self.module).forward, self.module, *args, **kwargs)
             else:
                 output = type(self.module).forward(self.module, *args, **kwargs)
-        if isinstance(output, Tensor):
+        if isinstance(output, Tensor):  # the usual case, without looking through a nest
             return output.float() if output.dtype == self.dtype else output
         if torch.compiler.is_compiling():
             return pytree.tree_map(partial(_traced_in_fp32, dtype=self.dtype), output)
-        # The compiler, where it is loaded, would compile each function that takes part.
+        # If the compiler is loaded, it would compile the conversion, function by function.
         convert = _in_fp32_uncompiled if compiler_is_loaded() else _in_fp32
         return convert(output, self.dtype)
 
 
 def _called(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a forward of torch's, which torch compiles only as a part of another function."""
+    """Calls a forward of torch's.
+
+    The compiler skips functions of torch's own unless another function calls them that it compiles.
+    This is that function.
+    """
     return forward(*args, **kwargs)
 
 
@@ -275,7 +303,7 @@ class ForwardsSetLater(Extension):
 
 
 def _in_fp32(output: Any, dtype: torch.dtype) -> Any:
-    """Returns a nest with its tensors of a lower precision converted to fp32."""
+    """Returns a nest of tensors (any containers) with those of this dtype converted to fp32."""
     return map_tensors(output, lambda t: t.float() if t.dtype == dtype else t, opaque=None)
 
 
@@ -285,7 +313,8 @@ def _traced_in_fp32(leaf: Any, dtype: torch.dtype) -> Any:
         return leaf.float() if leaf.dtype == dtype else leaf
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return leaf
-    # A container that torch's pytree does not know, such as a dataclass; the graph ends here.
+    # A container that torch's pytree does not know, such as a dataclass. It is converted outside of
+    # the compiled graph, which ends here.
     return _in_fp32_uncompiled(leaf, dtype)
 
 
@@ -294,7 +323,7 @@ _in_fp32_uncompiled = never_compiled(_in_fp32, recursive=True)
 
 @outside_compiled_code
 def _inputs_in_double(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Converts inputs, as a hook before the forward pass of a module in float64."""
+    """The hook before the forward pass of a module in float64; returns its inputs in float64."""
     return in_double((args, kwargs))
 
 

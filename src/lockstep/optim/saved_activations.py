@@ -32,7 +32,7 @@ class Activations:
     """What one forward pass keeps. Blocks have numbers and are in the order in which they ran."""
 
     outside: StorageBytes = field(default_factory=dict)
-    """What is kept outside of all blocks."""
+    """What is kept by operations outside of all blocks."""
     inputs: dict[int, StorageBytes] = field(default_factory=dict)
     """The inputs of each block. It keeps these if it recomputes."""
     inside: dict[int, StorageBytes] = field(default_factory=dict)
@@ -41,13 +41,18 @@ class Activations:
     def peak(self, recomputed: set[int]) -> int:
         """Returns the most bytes that are kept at one time, if some blocks recompute.
 
-        That is at the end of the forward pass, or while a block is recomputed. Backward passes go
-        from the last block to the first and free what they have passed. What is kept outside of
-        blocks is counted as if it stayed to the end.
+        That is at the end of the forward pass, or in the backward pass while a block is recomputed:
+        then there is what the block keeps inside, and what all blocks before it keep. (The backward
+        pass goes from the last block to the first and has freed what later blocks kept.) What is
+        kept outside of blocks is counted as if it stayed to the end.
+
+        Args:
+            recomputed: the numbers of the blocks that recompute.
         """
         kept = dict(self.outside)
-        total = sum(kept.values())
+        total = sum(kept.values())  # of `kept`
         peak = total
+        # In the order of the forward pass: before each block, `kept` is what those before it keep.
         for block, kept_inside in self.inside.items():
             inputs = self.inputs[block]
             if block in recomputed:
@@ -61,19 +66,23 @@ class Activations:
         return max(peak, total)
 
     def total(self, recomputed: set[int]) -> int:
-        """Returns the bytes at the end of the forward pass, if some blocks recompute."""
+        """Returns the bytes at the end of the forward pass, if some blocks recompute.
+
+        Args:
+            recomputed: the numbers of the blocks that recompute.
+        """
         kept = dict(self.outside)
         for block, kept_inside in self.inside.items():
             kept |= self.inputs[block] if block in recomputed else kept_inside
         return sum(kept.values())
 
     def by_saving(self) -> list[int]:
-        """Returns the blocks, those first that save most if they alone recompute."""
+        """Returns the numbers of all blocks. Those that save most by recomputing stand first."""
         return sorted(self.inside, key=lambda block: self.total({block}))
 
 
 def _bytes_not_in(kept: StorageBytes, added: StorageBytes) -> int:
-    """Returns the bytes of the added storages that are not kept already."""
+    """Returns the bytes of those added storages that are not among the kept ones."""
     num_bytes = 0
     for storage, size in added.items():
         if storage not in kept:
@@ -89,15 +98,21 @@ def measure(
     The call changes buffers and random streams. If a block recomputes already, only its inputs are
     counted.
 
+    Args:
+        module: the model.
+        blocks: submodules of the model. Their numbers in the result are their positions here.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
+
     Raises:
         UsageError: the forward pass computes gradients itself.
     """
     in_memory_anyway: StorageBytes = {}
     activations = Activations()
-    current = activations.outside
-    """The counter of the tensors that are saved now."""
+    current = activations.outside  # what tensors that autograd saves now are added to
 
     def count(tensor: Tensor, counted: StorageBytes) -> None:
+        """Adds the storage of a tensor to `counted`, unless it is in memory anyway."""
         if tensor.layout is not torch.strided:  # others have no storage of their own
             return
         storage = tensor.untyped_storage()
@@ -108,18 +123,26 @@ def measure(
             counted[reference] = storage.nbytes()
 
     def enter_block(block: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """The hook before the forward pass of a block: counts its inputs, then what is inside it.
+
+        A block that the model calls several times adds up what all calls keep.
+        """
         nonlocal current
-        inputs = activations.inputs.setdefault(block, {})
+        if block not in activations.inputs:
+            activations.inputs[block] = {}
+            activations.inside[block] = {}
         for tensor in tensors((args, kwargs)):
-            count(tensor, inputs)
-        current = activations.inside.setdefault(block, {})
+            count(tensor, activations.inputs[block])
+        current = activations.inside[block]
 
     def leave_block(*_: Any) -> None:
+        """The hook after the forward pass of a block: counts outside of blocks again."""
         nonlocal current
         current = activations.outside
 
     for tensor in [*module.parameters(), *module.buffers()]:
         count(tensor, in_memory_anyway)
+    # `count` returns None, so autograd saves None in place of each tensor.
     hooks = saved_tensors_hooks(lambda tensor: count(tensor, current), _refuse_backward)
     with hooks, torch.enable_grad(), ExitStack() as stack:
         for number, block in enumerate(blocks):
