@@ -1,8 +1,8 @@
 """Compares the machines of a run: versions, clocks, links, folders, data.
 
-The *facts* of each machine are what `hosts.examine` has asked it, by the name that the user gave
-the machine; facts that a machine could not give have one key, `UNKNOWN`, with the reason. Each
-comparison returns a *finding*: what differs, and what to do. All functions are pure.
+`machines` always has the *facts* of each machine, by the name that the user gave the machine: what
+`hosts.examine` has asked it. Facts that a machine could not give have one key, `UNKNOWN`, with the
+reason. Each comparison returns a *finding*: what differs, and what to do. All functions are pure.
 """
 
 from __future__ import annotations
@@ -126,12 +126,12 @@ def _compare(
     differences = _differences(known)
     if differences:
         problems.append(Finding(level, f"differs: {_join_differences(differences)}", do))
-    problems += _unknown_finding(unknown)
+    problems += _warnings_about_unknown(unknown)
     summary = "" if problems else if_equal
     return verdict(summary, problems)
 
 
-def _unknown_finding(machines: Sequence[str]) -> list[Finding]:
+def _warnings_about_unknown(machines: Sequence[str]) -> list[Finding]:
     """Returns a list with a warning about machines whose facts are not known.
 
     The list is empty if there are no such machines.
@@ -256,7 +256,7 @@ def _judge_names(machines: Machines) -> Finding:
     if reached_by_address:
         names = _name_machines(list(reached_by_address))
         summary += f"; not all know {names}: a run uses the address"
-    return verdict(summary, [*_unknown_finding(unknown), *problems])
+    return verdict(summary, [*_warnings_about_unknown(unknown), *problems])
 
 
 def _are_all_loopback(addresses: Sequence[str]) -> bool:
@@ -284,7 +284,8 @@ def _judge_links(machines: Machines) -> Finding:
     interfaces = set()  # the network interfaces that the links go through
     num_tried = 0
     for machine, facts in machines.items():
-        # A link has the key `error`, empty if it works. If it was measured, it has others instead.
+        # A link that was only tried has `error`, which is empty if it works. One that was measured
+        # has what `remote.measure` answers.
         for other_machine, link in facts["links"].items():
             num_tried += 1
             direction = f"{machine} to {other_machine}"
@@ -302,9 +303,8 @@ def _judge_links(machines: Machines) -> Finding:
     slowest = min(measured, key=lambda link: link.bandwidth)
     fastest = max(measured, key=lambda link: link.bandwidth)
     latency_s = max(link.latency_s for link in measured)
-    summary = (
-        f"at least {Link(latency_s, slowest.bandwidth)} (and {latency_s * 1e3:.2g} ms) each way"
-    )
+    bandwidth = str(Link(latency_s, slowest.bandwidth))  # such as `960 Mb/s`
+    summary = f"at least {bandwidth} (and {latency_s * 1e3:.2g} ms) each way"
     num_links = len(machines) * (len(machines) - 1)  # one in each direction
     if len(measured) != num_links:
         summary += f", {num_tried} of {num_links} ways tried, {len(measured)} measured"
@@ -332,7 +332,7 @@ def _link_problem(direction: str, link: Facts) -> Finding | None:
 def _shorten(problems: Sequence[Finding]) -> list[Finding]:
     """Replaces the texts of all but the first problems by their number: `and 3 more`.
 
-    Their level and their advice stay, so that the joined finding is the same but for the texts.
+    Their level and their advice stay, as the joined finding has the worst level and all advice.
     """
     shown = list(problems[:MAX_SHOWN_DIFFERENCES])
     hidden = problems[MAX_SHOWN_DIFFERENCES:]
@@ -366,7 +366,7 @@ def _judge_folder(machines: Machines) -> Finding:
         found = f"not shared: what is written is not seen on {_name_machines(not_shared)}"
         do = "checkpoints, ledger and report need one disk that all machines mount"
         problems.append(Finding(WARNING, found, do))
-    problems += _unknown_finding(no_answer)
+    problems += _warnings_about_unknown(no_answer)
     return verdict("" if problems else "all machines see the same", problems)
 
 

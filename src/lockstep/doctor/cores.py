@@ -34,7 +34,7 @@ def judge(facts: Facts) -> Finding:
     machine = facts["machine"]
     quota = facts["quota"]
     load = facts["load"]
-    problems = []
+    problems = []  # their texts follow the summary: `4 of 8; 60.0 processes want them`
     if quota is not None and quota < machine:
         found = f"the control group allows {quota:g}, but libraries count {machine}"
         do = "lockstep run sets OMP_NUM_THREADS to fit; choose num_workers of loaders yourself"

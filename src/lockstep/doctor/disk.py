@@ -90,7 +90,7 @@ def _measure_speed(folder: Path) -> float:
 def judge(facts: Facts) -> Finding:
     """Finds a disk without room, one that may not be written, and a slow one."""
     summary = f"{gib(facts['free'])} of {gib(facts['total'])} free in {facts['folder']}"
-    problems = []
+    problems = []  # their texts follow the summary: `3 GiB of ...; that is little for checkpoints`
     if facts["problem"] is not None:  # then the speed is not known
         found = f"{facts['folder']} cannot be written: {facts['problem']}"
         problems.append(Finding(ERROR, found, "name another by --folder, or make it writable"))

@@ -129,7 +129,7 @@ def judge(facts: Facts) -> Finding:
     gpus = facts["gpus"]
     if not gpus:
         return Finding("ok", "none that torch can use; training runs on the CPU")
-    problems = []
+    problems = []  # their texts follow the summary: `2 x T4; GPU 1 does not compute`
     for index, gpu in enumerate(gpus):
         for problem in _problems(gpu):
             problems.append(problem._replace(found=f"GPU {index} {problem.found}"))

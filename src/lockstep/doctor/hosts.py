@@ -265,9 +265,9 @@ class _Examination:
             self._remaining_s(),
             [writer],
         )
-        if writer not in answers:  # it failed
+        if writer not in answers:  # it is one of the failures now
             return
-        self.facts[writer]["shared"] = None  # unless it could write: then it also reads
+        self.facts[writer]["shared"] = None  # it stays None if it cannot write
         if answers[writer]["error"] is None:
             await self._read_shared_file(answers[writer]["path"], expected_text=path)
 

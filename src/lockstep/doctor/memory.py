@@ -76,7 +76,7 @@ def judge(facts: Facts) -> Finding:
     available = facts["available"]
     group = facts["group"]
     do = "end the programs that take it"
-    problems = []
+    problems = []  # their texts follow the summary: `3 GiB of 8 GiB available; ...`
     # The tighter of the two counts: what the machine has, and what the control group allows.
     if group is not None and group < available:
         available = group

@@ -58,7 +58,8 @@ def facts(
         names: the address or host name of each machine, by the name that the user gave it.
         files: what to compare: `script`, a file; `data`, a file or folder.
         fix: repair what can be repaired.
-        seconds: what is not known after this time is left out, see `doctor.run_within`.
+        seconds: how long all of it may take. What takes longer is not known, see
+            `doctor.run_within`.
     """
     functions: dict[str, Callable[[], Any]] = {}
     if "script" in files:
@@ -66,7 +67,8 @@ def facts(
     if "data" in files:
         functions["data"] = partial(data.gather, Path(files["data"]))
     functions["resolved"] = partial(_resolve_all, names)
-    # The checks run meanwhile in this thread, as both have the same time.
+    # What is to be compared is read in another thread, and the checks run in this one, so that
+    # together they take no longer than `seconds`.
     with ThreadPoolExecutor(1) as pool:
         compared = pool.submit(doctor.run_within, seconds, functions)
         checks, fixed = doctor.examine(Path(folder), repair=fix, deadline_s=seconds)

@@ -29,7 +29,7 @@ def judge(facts: Facts) -> Finding:
     """Finds shared memory that is closed, full, or as small as containers have it by default."""
     if facts["total"] is None:
         return Finding("ok", "there is no /dev/shm on this system")
-    problems = []
+    problems = []  # their texts follow the summary: `3 GiB of 8 GiB free in /dev/shm; ...`
     if not facts["writable"]:
         found = "this user may not write there"
         problems.append(Finding(ERROR, found, "as root: chmod 1777 /dev/shm"))

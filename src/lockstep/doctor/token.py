@@ -68,7 +68,10 @@ def fix(facts: Facts) -> list[str]:
     if not facts["problem"]:
         return []
     path = Path(facts["source"])
-    if not path.is_file() or not path.stat().st_mode & MODE_FOR_OTHERS:
+    if not path.is_file():
+        return []
+    is_open_to_others = path.stat().st_mode & MODE_FOR_OTHERS != 0
+    if not is_open_to_others:  # the problem is another one
         return []
     path.chmod(0o600)
     return [f"took {path} from other users' eyes (mode 0600)"]
