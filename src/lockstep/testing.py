@@ -67,38 +67,45 @@ def assert_same(
     given_settings = {name: value for name, value in settings.items() if value is not None}
     name_parts = [count_noun(nproc, "process")]
     name_parts += [f"{name} {value}" for name, value in given_settings.items()]
-    replaced_settings = dict(given_settings)
+    # Settings of `lockstep.init` that replace those of the function.
+    overrides = dict(given_settings)
     if accumulate is not None:
-        replaced_settings["min_micro_batches"] = replaced_settings.pop("accumulate")
-    way = RunConfig(
+        overrides["min_micro_batches"] = overrides.pop("accumulate")
+    config = RunConfig(
         name=", ".join(name_parts),
         nproc=nproc,
         script=Script(path=function_name),
         steps=steps,
         precision=precision,
-        overrides=replaced_settings,
+        overrides=overrides,
     )
+    reference_config = config.reference(batch_times=nproc if batch_per_process else 1)
     training = partial(fn, *args)
 
-    def run(folder: Path, way: RunConfig) -> str:
-        """Runs the function in one way; returns what went wrong."""
+    def start(folder: Path, config: RunConfig) -> str:
+        """Runs the function on its processes, which write their records into the folder.
+
+        Returns:
+            What went wrong, or "". It takes the place of the output of a script.
+        """
+        environment = config.environment()
         try:
-            launch(main, (folder, training), way.nproc, timeout=timeout, env=way.environment())
+            launch(main, (folder, training), config.nproc, timeout=timeout, env=environment)
         except RankFailedError as error:
             return error.found
         return ""
 
-    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        reference_way = way.reference(nproc if batch_per_process else 1)
-        reference = record_run(reference_way, Path(folder) / "reference", run)
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as temporary_folder:
+        folder = Path(temporary_folder)
+        reference = record_run(reference_config, folder / "reference", start)
         check_reference(
             reference,
-            f"assert_same({function_name})",
-            list(given_settings),
-            f"{function_name} here",
-            "function",
+            was_set=f"assert_same({function_name})",
+            lockstep_options=list(given_settings),
+            command=f"{function_name} here",
+            subject="function",
         )
-        recorded = record_run(way, Path(folder) / "other", run)
-        verdict = judge(reference, recorded)
+        run_on_several = record_run(config, folder / "other", start)
+        verdict = judge(reference, run_on_several)
     if verdict.word != "EQUAL":
         raise AssertionError("\n".join(verdict.lines()))

@@ -52,7 +52,7 @@ def first_failure(
     first = ends[first_rank]
     if not first.lost_peer:
         return first
-    # All errors are lost connections. Find out why the peer of this rank was gone.
+    # The rank has lost a connection, which says nothing of why the other rank was gone.
     explanation = _explain_rank_without_steps(first_rank, ends, updates)
     if explanation:
         return replace(first, error=explanation, code="LS304")

@@ -1,8 +1,9 @@
 """Matches the samples of two runs, so that their inputs, outputs and gradients can be compared.
 
-A *row* holds the numbers that stand for one sample in one forward pass. Rows of two runs belong to
-the same sample if their inputs are equal within rounding, so no DataLoader is needed to recognise
-samples, and their order does not matter.
+A `Forward` is the record of a forward pass. Each of its fields ("inputs", "outputs", ...) is an
+array of shape (samples, numbers); a *row* holds the numbers that stand for one sample, and its
+*place* is its index. Rows of two runs belong to the same sample if their inputs are equal within
+rounding, so no DataLoader is needed to recognise samples, and their order does not matter.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lockstep.verify.training_record import Forward, RankUpdate, Update
 # Rows of one sample differ at most by this share of the largest number in all rows.
 MAX_ERROR_OF_SAME_ROW = 1e-9
 
+# Fields of `Forward` with a row for each sample.
 _ROW_FIELDS = (
     "inputs",
     "other_inputs",
@@ -37,23 +39,27 @@ _FIELDS_THAT_TELL_ROWS_APART = ("inputs", "other_inputs", "outputs", "targets")
 class MatchedForward:
     """One forward pass in both runs, with the rows of the same samples matched."""
 
+    # The model's class, and the number of the pass since the last backward pass.
     model: str
+    # On one process.
     expected: Forward
+    # On several processes: the rows of all ranks, one rank after the other.
     actual: Forward
     # The rank of each row of `actual`.
     rank_of_row: Array
-    # Places in `expected` and in `actual` of the samples that both have, in the same order.
+    # Indices of the rows in `expected` and in `actual` of the samples that both have, in the same
+    # order.
     expected_places: Array
     actual_places: Array
 
     @property
     def num_missing(self) -> int:
-        """Number of samples that only the reference run has."""
+        """The number of samples that only the run on one process has."""
         return len(self.expected.inputs) - len(self.expected_places)
 
     @property
     def extra_places(self) -> Array:
-        """Places in `actual` of samples that the reference run does not have."""
+        """The indices in `actual` of samples that the run on one process does not have."""
         return np.setdiff1d(np.arange(len(self.actual.inputs)), self.actual_places)
 
     @property
@@ -62,9 +68,14 @@ class MatchedForward:
         return self.num_missing == 0 and self.extra_places.size == 0
 
     def matched_rows(self, field_name: str) -> tuple[Array, Array] | None:
-        """Returns a field of `Forward` for the samples that both runs have, in the same order.
+        """Returns the rows of a field for the samples that both runs have, in the same order.
 
-        Returns None if the field has no row for each sample.
+        Args:
+            field_name: a field of `Forward`, such as "outputs".
+
+        Returns:
+            The rows of the run on one process, and those of the other run. None if the field has no
+            row for each sample.
         """
         expected = getattr(self.expected, field_name)
         actual = getattr(self.actual, field_name)
@@ -73,16 +84,22 @@ class MatchedForward:
         return expected[self.expected_places], actual[self.actual_places]
 
     def differing_rows(self, field_name: str) -> Array:
-        """Returns, for each sample that both runs have, whether a field of `Forward` differs.
+        """Returns, for each sample that both runs have, whether its row of a field differs.
 
-        The result is empty if the field has no row for each sample.
+        Args:
+            field_name: a field of `Forward`, such as "outputs".
+
+        Returns:
+            A bool for each sample; none at all if the field has no row for each sample.
         """
         rows = self.matched_rows(field_name)
         if rows is None:
             return np.zeros(0, dtype=bool)
         expected, actual = rows
         max_difference = MAX_ERROR_OF_SAME_ROW * max(largest(expected), largest(actual))
-        differs: Array = np.abs(expected - actual).max(axis=1, initial=0.0) > max_difference
+        # The largest difference in each row; 0 for a row without numbers.
+        differences = np.abs(expected - actual).max(axis=1, initial=0.0)
+        differs: Array = differences > max_difference
         return differs
 
 
@@ -115,28 +132,33 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
 
 
 def joined_forwards(update: Update) -> dict[str, tuple[Forward, Array]]:
-    """Returns, by model, the rows of all ranks one after the other, and the rank of each row.
+    """Joins the forward passes of all ranks.
 
-    The ranks are an array with one number for each row.
+    Returns:
+        By model, a `Forward` with the rows of all ranks, one rank after the other, and an array
+        with the rank of each row.
     """
     forwards_of_model: dict[str, list[tuple[int, Forward]]] = defaultdict(list)
     for number, rank in enumerate(update):
-        if not rank.contributes:
+        if not rank.contributes:  # its samples are those of another rank
             continue
         for forward in rank.forwards:
             forwards_of_model[forward.model].append((number, forward))
     joined = {}
     for model, numbered_forwards in forwards_of_model.items():
-        forwards = [forward for _, forward in numbered_forwards]
-        ranks = [np.full(len(forward.inputs), rank) for rank, forward in numbered_forwards]
-        joined[model] = _join(forwards), np.concatenate(ranks)
+        forwards = []
+        ranks_of_rows = []
+        for rank_number, forward in numbered_forwards:
+            forwards.append(forward)
+            ranks_of_rows.append(np.full(len(forward.inputs), rank_number))
+        joined[model] = _join(forwards), np.concatenate(ranks_of_rows)
     return joined
 
 
 def _join(forwards: Sequence[Forward]) -> Forward:
     """Returns one `Forward` with the rows of several, one after the other.
 
-    A field whose rows have several widths, as those of padded texts may have, is left empty.
+    A field whose rows have different lengths, as those of padded texts may have, is left empty.
     """
     arrays: dict[str, Any] = {}
     for field_name in _ROW_FIELDS:
@@ -151,7 +173,15 @@ def _join(forwards: Sequence[Forward]) -> Forward:
 
 
 def rows_among(rows: Array, known_rows: Array) -> Array:
-    """Returns, for each row, whether it is one of the known rows."""
+    """Returns, for each row, whether it is one of the known rows, within rounding.
+
+    Args:
+        rows: shape (rows, numbers).
+        known_rows: shape (known rows, numbers).
+
+    Returns:
+        A bool for each row.
+    """
     max_difference = MAX_ERROR_OF_SAME_ROW * max(largest(rows), largest(known_rows))
     is_known = []
     for row in rows:
@@ -163,35 +193,29 @@ def rows_among(rows: Array, known_rows: Array) -> Array:
 def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
     """Finds for each row of `expected` a row of `actual` with the same inputs.
 
-    If several have the same inputs, it takes the one whose other fields are nearest. The inputs
-    have the shape (samples, 2): two numbers stand for each sample.
+    The inputs have the shape (samples, 2): two numbers stand for each sample. If several samples
+    have the same inputs, the rows are matched whose other fields are nearest. A row is matched only
+    once.
 
     Returns:
-        The places in `expected` and in `actual` of the rows that belong together.
+        The indices in `expected` and in `actual` of the rows that belong together.
     """
     max_difference = MAX_ERROR_OF_SAME_ROW * max(largest(expected.inputs), largest(actual.inputs))
     # Sorted by the first of the two numbers, so that candidates are found by bisection.
     order = np.argsort(actual.inputs[:, 0], kind="stable")
-    first_numbers = actual.inputs[order, 0]
+    sorted_first_numbers = actual.inputs[order, 0]
+    expected_rows, actual_rows = _rows_that_tell_samples_apart(expected, actual)
 
-    field_names = []
-    for field_name in _FIELDS_THAT_TELL_ROWS_APART:
-        in_expected = len(getattr(expected, field_name)) == len(expected.inputs)
-        in_actual = len(getattr(actual, field_name)) == len(actual.inputs)
-        if in_expected and in_actual:
-            field_names.append(field_name)
-    expected_rows = np.concatenate([getattr(expected, name) for name in field_names], axis=1)
-    actual_rows = np.concatenate([getattr(actual, name) for name in field_names], axis=1)
-
-    is_free = np.ones(len(order), dtype=bool)
+    is_free = np.ones(len(order), dtype=bool)  # for each row of `actual`
     expected_places = []
     actual_places = []
     for place, (first, second) in enumerate(expected.inputs):
-        low, high = np.searchsorted(first_numbers, [first - max_difference, first + max_difference])
+        first_range = [first - max_difference, first + max_difference]
+        low, high = np.searchsorted(sorted_first_numbers, first_range)
         candidates = []
         for candidate in order[low:high]:
-            is_same = abs(actual.inputs[candidate, 1] - second) <= max_difference
-            if is_same and is_free[candidate]:
+            has_same_second = abs(actual.inputs[candidate, 1] - second) <= max_difference
+            if has_same_second and is_free[candidate]:
                 candidates.append(candidate)
         if not candidates:
             continue
@@ -205,19 +229,36 @@ def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
     return np.array(expected_places, dtype=int), np.array(actual_places, dtype=int)
 
 
+def _rows_that_tell_samples_apart(expected: Forward, actual: Forward) -> tuple[Array, Array]:
+    """Returns the numbers by which samples with the same inputs are told apart, in both runs.
+
+    These are the fields that have a row for each sample in both runs, one beside the other, so the
+    arrays have the shape (samples, numbers of all these fields).
+    """
+    field_names = []
+    for field_name in _FIELDS_THAT_TELL_ROWS_APART:
+        in_expected = len(getattr(expected, field_name)) == len(expected.inputs)
+        in_actual = len(getattr(actual, field_name)) == len(actual.inputs)
+        if in_expected and in_actual:
+            field_names.append(field_name)
+    expected_rows = np.concatenate([getattr(expected, name) for name in field_names], axis=1)
+    actual_rows = np.concatenate([getattr(actual, name) for name in field_names], axis=1)
+    return expected_rows, actual_rows
+
+
 def without_rows_that_are_no_samples(
     updates: Sequence[Update], *other_runs: Sequence[Update]
 ) -> list[Update]:
-    """Leaves out inputs and forward passes of models whose rows are not samples.
+    """Returns a run without the forward passes of models whose rows are not samples.
 
-    The rows of a batch of graphs are nodes, for example. A model is left out of all runs if its
-    rows are no samples in one of them.
+    The rows of a batch of graphs are nodes, for example. A model is left out if its rows are no
+    samples in any of the runs, so that all of them have the same models afterwards.
 
     Args:
-        updates: of the run that is returned.
+        updates: the run, as a list of its optimizer steps.
         other_runs: the runs with which it is compared.
     """
-    models_without_samples = set()
+    models_without_samples = set()  # their classes
     for run in (updates, *other_runs):
         for update in run:
             for rank in update:
@@ -226,10 +267,10 @@ def without_rows_that_are_no_samples(
                         models_without_samples.add(_class_of(forward))
     if not models_without_samples:
         return list(updates)
-    return [
-        Update(_without_models(rank, models_without_samples) for rank in update)
-        for update in updates
-    ]
+    new_updates = []
+    for update in updates:
+        new_updates.append(Update(_without_models(rank, models_without_samples) for rank in update))
+    return new_updates
 
 
 def _class_of(forward: Forward) -> str:
@@ -238,12 +279,13 @@ def _class_of(forward: Forward) -> str:
 
 
 def _without_models(rank: RankUpdate, model_classes: Set[str]) -> RankUpdate:
-    """Leaves out the forward passes of these models, and the contents of batches without a loader.
+    """Returns the record of a rank without the forward passes of these models.
 
-    Batches with indices keep their contents, since they could be split into samples.
+    The contents of batches are left out too, since they were made from rows as if these were
+    samples. Batches with indices keep them: the indices show that each row is a sample.
     """
     model_inputs = [replace(batch, contents=()) for batch in rank.model_inputs]
-    if rank.batches == rank.model_inputs:
+    if rank.batches == rank.model_inputs:  # without a loader, the inputs stand for batches
         batches = model_inputs
     else:
         batches = []

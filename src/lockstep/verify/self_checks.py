@@ -1,8 +1,9 @@
 """Finds what is wrong with a run by itself, whatever the reference says.
 
 A run is a list of `Update`s; each is one optimizer step, with the record of every rank
-(`RankUpdate`). A `Finding` is a cause, such as LS103, with what was seen. Ranks of one run are
-compared with each other here: they must have the same parameters and gradients, and other samples.
+(`RankUpdate`). A `Finding` is a cause, known by a code such as LS103, with what was seen. Ranks of
+one run are compared with each other here: they must have the same parameters and gradients, and
+different samples.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ MIN_SAMPLES_OF_REPEATED_ORDER = 6
 
 
 def cause_or_failure(case: Divergence) -> Cause:
-    """Returns the cause of a difference. If a rule fails it is LS210, as there is a difference."""
+    """Returns the cause of a difference, as the first rule that applies says.
+
+    If a rule raises an error, the cause is LS210 (not known): the difference is real all the same.
+    """
     try:
         return cause_of(case)
     except Exception as error:
@@ -43,25 +47,25 @@ def findings_without_reference(
     """Returns what is wrong with a run by itself.
 
     These are ranks with different gradients or parameters, the same inputs on all ranks, optimizers
-    that were not prepared, and orders of samples that repeat.
+    that Lockstep has not prepared (LS407), and orders of samples that repeat (LS103).
 
     Args:
-        updates: of the run.
+        updates: the updates of the run.
         tolerance: what counts as equal.
         was_stopped: whether the script was stopped after enough steps. Only then a sampler whose
             epoch was not set before the first pass is reported: a script that has come to its end
-            makes no second pass.
+            makes no second pass, which could repeat the order.
     """
     findings: list[Finding] = []
     for number, update in enumerate(updates):
-        if not findings:  # later differences between ranks follow from the first one
+        if not findings:  # differences between ranks may follow from what was found before
             findings += _ranks_that_differ(updates, number, tolerance)
         findings += _same_inputs_on_all_ranks(update)
         if any(rank.optimizer_unprepared for rank in update):
             step = update[0].step + 1
             text = f"optimizer {update[0].optimizer + 1} of the script, in step {step}"
             findings.append(Finding(Cause("LS407", (text,))))
-    repeated_order = _repeated_order(updates)
+    repeated_order = _describe_repeated_order(updates)
     if repeated_order:
         findings.append(Finding(Cause("LS103", (repeated_order,))))
     elif was_stopped and _last_order_is_fixed(updates):
@@ -75,7 +79,16 @@ def findings_without_reference(
 def _ranks_that_differ(
     updates: Sequence[Update], number: int, tolerance: Tolerance
 ) -> list[Finding]:
-    """Returns a finding if ranks have different parameters before an update, or gradients in it."""
+    """Compares the ranks' parameters before an update, and their gradients in it.
+
+    Args:
+        updates: the updates of the run.
+        number: which update it is.
+        tolerance: what counts as equal.
+
+    Returns:
+        A list with one finding, or with none if the ranks have the same.
+    """
     update = updates[number]
     names_by_kind = {
         "replicas": update.replicas_that_differ(),
@@ -101,13 +114,17 @@ def _ranks_that_differ(
 def _same_inputs_on_all_ranks(update: Update) -> list[Finding]:
     """Returns LS101, or LS108 for an IterableDataset, if all ranks computed the same inputs.
 
-    Ranks that hold parts of a model are rightly given the same inputs, so all must hold it whole.
-    Samples with known indices are compared with the reference instead.
+    Returns:
+        A list with one finding, or an empty list.
     """
+    # Ranks that hold parts of a model are rightly given the same inputs. Sums are recorded only of
+    # parameters that are whole on a rank.
     models_are_whole = all(rank.gradients.keys() <= rank.parameter_sums.keys() for rank in update)
-    if not models_are_whole or any(batch.ids for batch in update.batches):
+    # Samples whose indices are known are compared with those of one process instead.
+    indices_are_known = any(batch.ids for batch in update.batches)
+    if not models_are_whole or indices_are_known:
         return []
-    counts_of_ranks = []
+    counts_of_ranks = []  # for each rank, how often each content of a sample occurs
     for rank in update:
         if rank.contributes:
             counts: Counter[str] = Counter()
@@ -130,11 +147,12 @@ def _indexed_batches_of_rank_0(updates: Sequence[Update]) -> list[Batch]:
     return batches
 
 
-def _repeated_order(updates: Sequence[Update]) -> str:
-    """Says that an epoch begins in the order of the one before; empty if none does.
+def _describe_repeated_order(updates: Sequence[Update]) -> str:
+    """Returns a sentence about an epoch that repeats the order of the one before, or "".
 
-    An order that only ascends is that of the dataset, and no shuffling.
+    Only shuffled samples count: without shuffling every epoch has the order of the dataset.
     """
+    # The indices of rank 0's samples, by loader and epoch.
     order_of_epoch: dict[tuple[int, int], list[int]] = defaultdict(list)
     for batch in _indexed_batches_of_rank_0(updates):
         order_of_epoch[batch.loader, batch.epoch] += batch.ids or ()
@@ -144,6 +162,7 @@ def _repeated_order(updates: Sequence[Update]) -> str:
         beginning = order_before[:num_compared]
         if num_compared < MIN_SAMPLES_OF_REPEATED_ORDER or beginning != order[:num_compared]:
             continue
+        # The order of the dataset only ascends.
         is_shuffled = any(index > next_index for index, next_index in pairwise(beginning))
         if is_shuffled:
             return f"epoch {epoch + 1} begins with the samples of epoch {epoch}, in their order"
@@ -151,6 +170,9 @@ def _repeated_order(updates: Sequence[Update]) -> str:
 
 
 def _last_order_is_fixed(updates: Sequence[Update]) -> bool:
-    """Returns whether the last batch is from a shuffling DistributedSampler without an epoch."""
+    """Returns whether rank 0's last batch is from a DistributedSampler that shuffles alike always.
+
+    So it does if `set_epoch` was never called.
+    """
     batches = _indexed_batches_of_rank_0(updates)
     return bool(batches) and batches[-1].order_fixed

@@ -23,8 +23,8 @@ def recording_failed_error(what: str, traceback: str) -> RecordingFailedError:
     """Returns the error for a failure of `lockstep verify` itself.
 
     Args:
-        what: was recorded or compared.
-        traceback: of the failure.
+        what: what was recorded or compared, such as "2 processes of train.py".
+        traceback: the traceback of the failure.
     """
     text = traceback.rstrip().replace("\n", "\n         | ")
     return RecordingFailedError(
@@ -35,7 +35,11 @@ def recording_failed_error(what: str, traceback: str) -> RecordingFailedError:
 
 
 def not_recorded_error(what: str) -> UsageError:
-    """Returns the error for something that a script does in processes that it started itself."""
+    """Returns the error for what a script does in processes that it started itself.
+
+    Args:
+        what: what it does, such as "an optimizer step in a process that ...".
+    """
     found = "lockstep verify records only the processes that it starts"
     return UsageError(what, found, OWN_PROCESSES_HINT)
 
@@ -50,19 +54,21 @@ def refuse_own_ranks(*_: Any, **__: Any) -> None:
 
 
 def refuse_larger_groups(nproc: int, run: Callable[[], object] = lambda: None) -> None:
-    """Calls a function; from now on no process group of this process may have more ranks.
+    """Calls a function in which a process group with more ranks than the run is an error.
 
-    A larger group means that the script has started ranks of its own.
+    Such a group means that the script has started ranks of its own. It stays an error afterwards,
+    for as long as this process lives.
 
     Args:
         nproc: the number of ranks that `lockstep verify` has started.
-        run: what is called.
+        run: the function; by default one that does nothing.
     """
 
     def check_group_size(group: Any) -> None:
         if group.size() <= nproc:
             return
-        for child in active_children():  # they would wait for this rank
+        # The script's own ranks would wait for this one, and the error could not end the script.
+        for child in active_children():
             child.kill()
         refuse_own_ranks()
 
