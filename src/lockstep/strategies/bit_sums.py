@@ -23,12 +23,13 @@ def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
     sums: list[Tensor] = []
     for tensor in tensors:
         real = tensor.detach()
-        if real.is_complex():
+        if real.is_complex():  # its elements may have 16 bytes, and no integer has as many
             real = torch.view_as_real(real)
+        # The same bits, read as integers of the same size.
         integers = real.contiguous().view(INTEGER_DTYPES[real.element_size()])
         if integers.is_cuda or integers.numel() <= CHUNK_SIZE:
             sums.append(integers.sum(dtype=torch.int64))
-        else:
+        else:  # in chunks, so that the converted numbers take little memory
             chunks = torch.split(integers.view(-1), CHUNK_SIZE)
             sums_of_chunks = [chunk.sum(dtype=torch.int64) for chunk in chunks]
             sums.append(torch.stack(sums_of_chunks).sum())

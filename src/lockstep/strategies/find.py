@@ -57,7 +57,7 @@ def parse_strategy(text: str) -> Strategy:
         option, _, value_text = option_text.partition("=")
         if option not in known_options:
             what = f"options of {name}"
-            # The message lists the known options; a strategy may have none.
+            # The message says "options of single are ..." and lists them; a strategy may have none.
             shown_options = known_options or ["not there"]
             raise unknown_choice_error(was_set, option, what, shown_options)
         try:
@@ -82,9 +82,11 @@ def parse_option(text: str, annotation: Any) -> Any:
     alternatives: tuple[Any, ...] = (annotation,)
     if typing.get_origin(annotation) in (Union, types.UnionType):
         alternatives = typing.get_args(annotation)
+    # `Sequence[int]` or `Sequence[int] | None`: a list, which is written "2:3".
     if typing.get_origin(alternatives[0]) is Sequence:
         (type_of_part,) = typing.get_args(alternatives[0])
         return [parse_option(part, type_of_part) for part in text.split(":")]
+    # The first of int, float and bool that the annotation allows.
     for kind, description in DESCRIPTION_OF_TYPE.items():
         if kind not in alternatives:
             continue

@@ -46,7 +46,7 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
         candidates = repeated_blocks(module)
     else:
         candidates = select_modules(module, chosen, "blocks={}")
-    times_in_model: Counter[int] = Counter()
+    times_in_model: Counter[int] = Counter()  # in how many places each submodule stands, by its id
     for _, submodule in module.named_modules(remove_duplicate=False):
         times_in_model[id(submodule)] += 1
     uses_in_model = _count_uses(module)
@@ -56,12 +56,13 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
         uses_in_block = _count_uses(block)
         is_tied = False
         for parameter_id, uses in uses_in_block.items():
-            # A block may itself stand in several places of the model.
+            # A parameter that only this block has is registered this many times in the model, for
+            # the block itself may stand in several places of it.
             if uses_in_model[parameter_id] != uses * times_in_model[id(block)]:
                 is_tied = True
         if is_tied:
             tied.append(name)
-        elif uses_in_block:
+        elif uses_in_block:  # a block without parameters has nothing to shard
             found.append((name, block))
     return Blocks(found, tied)
 

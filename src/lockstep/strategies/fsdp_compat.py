@@ -29,15 +29,18 @@ def save_pretrained_whole(module: Any, run: Run) -> None:
     original = module.save_pretrained
 
     def save_pretrained(save_directory: Any, *args: Any, **options: Any) -> Any:
-        if options.get("state_dict") is not None:
+        """Gathers the weights on rank 0, which writes them. Returns what the original returns."""
+        if options.get("state_dict") is not None:  # the caller has gathered the weights
             return original(save_directory, *args, **options)
         state = plain_state_dict(module)
-        gather_on_main(state, run.collectives)
+        gather_on_main(state, run.collectives)  # in place: whole weights on rank 0
 
         def write() -> Any:
+            """Writes the weights on rank 0; does nothing on the others."""
             if not run.topology.is_main:
                 return None
-            # Libraries differ in what save_pretrained takes, but all call the model's state_dict.
+            # The gathered weights are not given as an argument, since libraries differ in what
+            # save_pretrained takes; but all call the model's state_dict.
             vars(module)["state_dict"] = lambda *_, **__: OrderedDict(state)
             try:
                 return original(save_directory, *args, **options)
@@ -64,6 +67,7 @@ def average_shards_separately(module: AveragedModel) -> None:
     def average_separately(
         averaged: Sequence[Tensor], current: Sequence[Tensor], num_averaged: Tensor | int
     ) -> None:
+        """Calls the module's function for the shards among the tensors, then for the others."""
         for are_shards in (True, False):
             chosen_averaged: list[Tensor] = []
             chosen_current: list[Tensor] = []

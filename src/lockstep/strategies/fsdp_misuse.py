@@ -60,7 +60,7 @@ def check_dtypes(units: Sequence[nn.Module]) -> None:
     """
     ids_in_earlier_units: set[int] = set()
     for unit in units:
-        name_of_dtype: dict[Any, str] = {}
+        name_of_dtype: dict[Any, str] = {}  # one parameter of each dtype, for the message
         ids_in_unit: set[int] = set()
         for name, parameter in unit.named_parameters():
             if parameter.requires_grad and id(parameter) not in ids_in_earlier_units:

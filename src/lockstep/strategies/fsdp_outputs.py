@@ -54,6 +54,10 @@ class UnitOutputs:
 
         Outputs that are views are replaced by tensors that share their memory but are no views: an
         operation in place on a view would drop torch's hooks, and torch warns of each.
+
+        Returns:
+            The pair `(output, hidden tensors)`, in which torch finds all of them. Without gradients
+            there is nothing to show, and the output is returned alone.
         """
         if not torch.is_grad_enabled():
             return output
@@ -76,7 +80,11 @@ class UnitOutputs:
     def _hidden_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Returns tensors inside objects of the output, and those that modules keep as attributes.
 
-        A tensor that stays an attribute for several forward passes is returned only once.
+        A tensor that stays an attribute for several forward passes is returned only once: that it
+        was shown is noted in an attribute of the tensor.
+
+        Args:
+            leaves: what the containers of the output hold.
         """
         tensors: list[Tensor] = []
         for leaf in leaves:
@@ -94,6 +102,8 @@ class UnitOutputs:
         return tensors
 
     def _notice_double_backward(self, gradient: Tensor) -> None:
+        """A hook of each tensor's gradient. It changes nothing."""
+        # Gradients are enabled in a backward pass only with `create_graph=True`.
         if torch.is_grad_enabled() and self.on_double_backward is not None:
             self.on_double_backward()
 
@@ -123,6 +133,7 @@ def _collect_tensors(
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         children = [getattr(value, field.name) for field in dataclasses.fields(value)]
     elif search_objects and not isinstance(value, nn.Module | type):
+        # An object without a `__dict__`, such as a number, has nothing to search.
         children = list(getattr(value, "__dict__", {}).values())
     for child in children:
         _collect_tensors(child, tensors, search_objects=search_objects, depth=depth - 1)

@@ -65,9 +65,12 @@ class MicroBatchBuffers(Extension):
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Notes the buffers in the first micro-batch, and compares them in the second."""
+        # There is nothing to compare, or the warning was given.
         if micro_batch.num_micro_batches == 1 or not self._names:
             return
-        if not check_due(self._step.number + 1):
+        # The step that this micro-batch belongs to is not finished yet.
+        number_when_finished = self._step.number + 1
+        if not check_due(number_when_finished):
             return
         if micro_batch.opens:
             self._compared_step = self._step.key
@@ -88,7 +91,11 @@ class MicroBatchBuffers(Extension):
         return values
 
     def _compare(self, num_micro_batches: int) -> None:
-        """Counts the buffers that have changed, and warns of those that change each time."""
+        """Counts the buffers that have changed, and warns of those that change each time.
+
+        They are compared with `_values_at_first`, their values in the first micro-batch. After the
+        warning nothing is compared any more.
+        """
         values = self._values()
         for name, value_at_first in self._values_at_first.items():
             value = values.get(name)

@@ -89,12 +89,14 @@ class MovingBuffers:
     def _find_moving(self) -> None:
         """Finds the buffers that have changed on any rank, and warns of those that ranks differ in.
 
-        The bits are compared, because torch does not count what its BatchNorm writes as a change.
+        The names of the first are put into `moving`. The warning is given once. The bits of the
+        buffers are compared, because torch does not count what its BatchNorm writes as a change.
         """
-        sums = self._bit_sums()
+        sums = self._bit_sums()  # one number for each watched buffer
         has_changed = (sums != self._first_sums).to(torch.int64)
-        # The minimum over the ranks is found as the maximum of the negative values.
-        maxima = torch.stack([has_changed, sums, -sums])
+        # One maximum over the ranks gives three results for each buffer: 1 if it has changed on any
+        # rank, the largest sum, and the smallest one, as the maximum of the negative values.
+        maxima = torch.stack([has_changed, sums, -sums])  # shape (3, buffers)
         micro_batch = self._step.micro_batch
         if micro_batch.global_samples and not micro_batch.local_rows:
             # This rank has no samples, so its buffers are as they were: it does not take part in
@@ -106,6 +108,7 @@ class MovingBuffers:
         moving: list[str] = []
         different: list[str] = []
         for index, name in enumerate(self._watched):
+            # A buffer that has moved once may have got its first value back.
             if changed_anywhere[index] or name in self.moving:
                 moving.append(name)
             is_equal = largest[index] == -negative_smallest[index]
@@ -135,11 +138,15 @@ class MovingBuffers:
     def _average(self) -> None:
         """Replaces buffers by their mean over the ranks, weighted by the samples of each rank."""
         micro_batch = self._step.micro_batch
+        # The ranks count equally if it is not known how many samples each of them had: without a
+        # prepared loader, or in several micro-batches, of which this is only the last one.
         weight = 1.0
         if micro_batch.global_samples > 0 and micro_batch.num_micro_batches == 1:
             weight = float(micro_batch.local_rows)
         buffers = dict(self._module.named_buffers())
         averaged = [buffers[name] for name in self._averaged]
+        # mean = sum(weight * buffer) / sum(weight), with sums over the ranks. Each buffer has a
+        # weight of its own dtype and device.
         sums: list[Tensor] = []
         total_weights: list[Tensor] = []
         for buffer in averaged:
@@ -150,7 +157,7 @@ class MovingBuffers:
             else:
                 sums.append(buffer.to(dtype) * weight)
             total_weights.append(torch.full((), weight, dtype=dtype, device=buffer.device))
-        wait = start_sum([*sums, *total_weights], self._group)
+        wait = start_sum([*sums, *total_weights], self._group)  # over the ranks, in place
         wait()
         for buffer, total, total_weight in zip(averaged, sums, total_weights, strict=True):
             buffer.copy_(total / total_weight)

@@ -76,6 +76,7 @@ class Placeholders(Extension):
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
+        """Tells SyncBatchNorm again, in this context, if its samples are a placeholder."""
         sync_batchnorm.placeholder.computed = self.was_computed
         try:
             yield
@@ -119,13 +120,20 @@ class _PlaceholderHooks:
 
     @never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Adds a row to inputs without rows. Returns the new inputs, or None for no change."""
-        if self._placeholders is None:
+        """Adds a row to inputs without rows, if this rank has no samples of the micro-batch.
+
+        SyncBatchNorm is told that a placeholder is computed, and side effects of the forward pass
+        are prevented until `after` is called.
+
+        Returns:
+            The new positional and keyword arguments; None: they stay as they are.
+        """
+        if self._placeholders is None:  # the module is a copy
             return None
         if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
             return None
         self._placeholders.report_inputs((args, kwargs))
-        if not self._placeholders.rank_has_no_samples:
+        if not self._placeholders.rank_has_no_samples:  # tensors without rows of the user's own
             return None
         self._placeholder = Placeholder(self._placeholders.sample_tensors)
         new_args, new_kwargs = self._placeholder.add_to((args, kwargs))
@@ -139,8 +147,8 @@ class _PlaceholderHooks:
 
     @never_compiled
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Removes the row from what the module returned."""
-        if not self._entered_contexts:
+        """Removes the row from what the module returned; returns None for no change."""
+        if not self._entered_contexts:  # `before` has added no row
             return None
         sync_batchnorm.placeholder.computed = False
         self._entered_contexts.pop().__exit__(None, None, None)
@@ -163,6 +171,8 @@ def _without_side_effects(module: nn.Module) -> Iterator[None]:
             normalisation_layers.append(layer)
     buffers = [buffer for buffer in module.buffers() if id(buffer) not in synchronised_ids]
     values = [buffer.detach().clone() for buffer in buffers]
+    # Torch counts the writes to each tensor. Only buffers that were written to are restored: the
+    # backward pass would fail if autograd has saved a tensor that is written to afterwards.
     write_counts_before = write_counts(buffers)
     gpus = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:

@@ -101,7 +101,8 @@ class SyncBatchNorm(BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises `x` over the global batch in training, by the running statistics in eval."""
-        if not (self.training and dist.is_available() and dist.is_initialized()):
+        has_process_group = dist.is_available() and dist.is_initialized()
+        if not self.training or not has_process_group:
             return super().forward(x)
         num_ranks = dist.get_world_size(self.process_group)
         if num_ranks == 1:
@@ -195,6 +196,7 @@ def update_running_stats(layer: BatchNorm, mean: Tensor, variance: Tensor, total
         layer.num_batches_tracked.add_(1)
         if layer.momentum is None:  # the running statistics are the mean over all batches
             weight_of_batch = 1.0 / float(layer.num_batches_tracked)
+    # running = (1 - weight_of_batch) * running + weight_of_batch * statistic of the batch
     if layer.running_mean is not None:
         layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), weight_of_batch)
     if layer.running_var is not None:
@@ -237,11 +239,16 @@ class _GlobalMoments(NamedTuple):
 
 @torch.no_grad()
 def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoments:
-    """Computes the moments of the inputs of all ranks of a group: one all-gather."""
+    """Computes the moments of the inputs of all ranks of a group: one all-gather.
+
+    Args:
+        x: this rank's input. It does not count if it is a placeholder sample.
+        group: the ranks.
+    """
     channels = x.shape[1]
     centred = None
-    # A rank sends a row: the number of its values per channel, C means, C sums of squares. A rank
-    # without samples sends zeros.
+    # A rank sends a row of 1 + 2 C numbers: how many values per channel it has, their C means, and
+    # the C sums of their squared deviations from the mean. A rank without samples sends zeros.
     if x.numel() and not placeholder.computed:
         local = _one_pass_moments(x) if x.is_cuda else _two_pass_moments(x)
         centred = local.centred
@@ -256,6 +263,9 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoment
     counts = rows[:, :1]  # (ranks, 1)
     means = rows[:, 1 : 1 + channels]  # (ranks, C)
     sums_of_squares = rows[:, 1 + channels :]  # (ranks, C)
+    # With n_r values, mean m_r and sum of squared deviations M2_r on rank r (Chan, Golub, LeVeque):
+    #   total = sum n_r,  mean = sum n_r * m_r / total
+    #   variance = (sum M2_r + sum n_r * (m_r - mean) ** 2) / total
     total = counts.sum()
     mean = (counts * means).sum(0) / total
     squares_within_ranks = sums_of_squares.sum(0)
@@ -265,7 +275,10 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoment
 
 
 def _one_pass_moments(x: Tensor) -> _LocalMoments:
-    """Computes the moments of `x` by torch's kernel, which reads it once."""
+    """Computes the mean, (C,), and the sum of squared deviations from it, by torch's kernel.
+
+    It reads `x` once, and makes no tensor of the deviations.
+    """
     variance, mean = torch.var_mean(x.to(statistics_dtype(x)), all_but_channels(x), correction=0)
     count = x.numel() // x.shape[1]
     return _LocalMoments(mean, variance * count, None)
@@ -274,16 +287,18 @@ def _one_pass_moments(x: Tensor) -> _LocalMoments:
 def _two_pass_moments(x: Tensor) -> _LocalMoments:
     """Computes the moments of `x` in two passes: the mean first, then the deviations from it.
 
-    On the CPU that is several times as fast as torch's kernel.
+    On the CPU that is several times as fast as torch's kernel. The deviations are kept, since the
+    output can be computed from them.
     """
-    count = x.numel() // x.shape[1]
-    centre = x.sum(all_but_channels(x), dtype=statistics_dtype(x)) / count
+    count = x.numel() // x.shape[1]  # values per channel
+    centre = x.sum(all_but_channels(x), dtype=statistics_dtype(x)) / count  # (C,)
     deviations = x - per_channel(centre, x)
+    # The sums of d and of d * (d - 0) * 1 for the deviations d, both of shape (C,).
     sum_of_deviations, sum_of_squares = _sum_and_sum_of_products(
-        deviations, deviations, torch.zeros_like(centre), torch.ones_like(centre)
+        deviations, deviations, mean=torch.zeros_like(centre), invstd=torch.ones_like(centre)
     )
-    # `centre` is rounded, so the deviations do not add up to 0. That corrects the mean. In the
-    # squares the correction would be of second order.
+    # `centre` is the mean, rounded, so the deviations do not add up to exactly 0. What they add up
+    # to corrects the mean. In the squares the correction would be of second order.
     mean = centre + sum_of_deviations.double() / count
     return _LocalMoments(mean, sum_of_squares, _CentredInput(centre, deviations))
 
@@ -325,7 +340,12 @@ class _Normalize(torch.autograd.Function):
         eps: float,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
-        """Returns `xhat * weight + bias`."""
+        """Returns `xhat * weight + bias`, where `xhat` is `(x - mean) / sqrt(variance + eps)`.
+
+        The `moments` of all ranks are float64: `mean` and `variance`, (C,), and `total`, the number
+        of values per channel. On the CPU, `moments.centred` has `deviations`: `x - centre`, where
+        `centre` is the mean of this rank's samples. The output is computed in their memory.
+        """
         dtype = statistics_dtype(x)
         invstd = (moments.variance + eps).rsqrt()
         mean = moments.mean.to(dtype)
@@ -337,24 +357,31 @@ class _Normalize(torch.autograd.Function):
         if not x.numel():
             return torch.empty_like(x)
         if moments.centred is None:
-            # The input has no deviations yet: torch's kernel computes everything in one pass.
+            # There are no deviations to begin with: torch's kernel computes everything in one pass.
             weight = None if weight is None else weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
             return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps)
-        # (x - mean) * scale + bias = deviations * scale + shift, as the deviations are from this
-        # rank's mean, `centre`, not from the global one.
+        # output = (x - mean) * scale + bias, with scale = invstd * weight. The deviations are from
+        # this rank's mean, not from the global one: x - mean = deviations + (centre - mean). So
+        #   output = deviations * scale + shift, with shift = (centre - mean) * scale + bias.
+        # `scale` and `shift` are (C,).
         centre, deviations = moments.centred
         scale = invstd if weight is None else invstd * weight
         shift = (centre - moments.mean) * scale
         if bias is not None:
             shift += bias
+        # In place: nothing else needs the deviations.
         output = deviations.mul_(per_channel(scale.to(dtype), x))
         return output.add_(per_channel(shift.to(dtype), x)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of `x`, weight and bias; the other arguments have none."""
+        """Returns the gradients of `x`, weight and bias; the other arguments have none.
+
+        `xhat` is the normalised input, `(x - mean) * invstd`, and `total` the number of values per
+        channel on all ranks. Sums are taken per channel, so they are of shape (C,).
+        """
         x, weight, mean, variance, invstd, total = ctx.saved_tensors
         needs_dx, needs_d_weight, needs_d_bias = ctx.needs_input_grad[:3]
         dy = gradients[0]
@@ -368,13 +395,18 @@ class _Normalize(torch.autograd.Function):
 
         dx = None
         if needs_dx:
-            # dx = scale * (dy - mean(dy) - xhat * mean(dy * xhat)), with means over all ranks.
-            sums = torch.stack([sum_dy, sum_dy_xhat]).double()
+            sums = torch.stack([sum_dy, sum_dy_xhat]).double()  # (2, C)
             sums = sums.to(carrier_device(x.device, ctx.group))
-            routing.all_reduce(sums, group=ctx.group)
+            routing.all_reduce(sums, group=ctx.group)  # now they are sums over all ranks
             if ctx.is_placeholder:  # the global moments do not depend on it
                 dx = torch.zeros_like(x)
             else:
+                # With scale = invstd * weight, and the sums over all ranks:
+                #   dx = scale * (dy - sum_dy / total - xhat * sum_dy_xhat / total)
+                #      = scale * dy + constant + factor_of_xhat * xhat, where
+                #   constant = sum_dy / -total * scale
+                #   factor_of_xhat = sum_dy_xhat / -total * scale
+                # Both are computed at once, from the two rows of `sums`.
                 scale = invstd if weight is None else invstd * weight
                 coefficients = sums.to(x.device).div_(-total).mul_(scale).to(invstd.dtype)
                 constant, factor_of_xhat = coefficients
@@ -382,8 +414,8 @@ class _Normalize(torch.autograd.Function):
                     dy, scale.to(invstd.dtype), x, mean, variance, ctx.eps, factor_of_xhat, constant
                 )
 
-        # Like those of every other parameter: of this rank's loss alone, and zeros from a rank
-        # without samples.
+        # Like those of every other parameter, these are gradients of this rank's loss alone, which
+        # are averaged over the ranks later. They are zeros on a rank without samples.
         d_weight = sum_dy_xhat.to(weight.dtype) if needs_d_weight else None
         d_bias = None
         if needs_d_bias:
@@ -489,6 +521,7 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
             converted[name] = layer
         else:
             left_alone.append(name)
+    # Only now, so that nothing is changed if an error was raised above.
     for layer in converted.values():
         # A torch SyncBatchNorm has a process group already, other layers have none.
         layer.process_group = process_group or vars(layer).get("process_group")

@@ -81,7 +81,12 @@ class BalancedDataParallel(DataParallel):
         self.gpu0_bsz = None
 
     def sizes(self, count: int) -> list[int]:
-        """Returns how many of `count` samples each replica computes."""
+        """Returns how many of `count` samples each replica computes.
+
+        Raises:
+            SettingError: it is the second training batch of the same size, and the first replica
+                would compute all of it.
+        """
         if self.gpu0_bsz is None or self.num_replicas == 1:  # divided by shares, or not at all
             return super().sizes(count)
         if self._looks_for_short_batches and self.training and torch.is_grad_enabled():
@@ -94,8 +99,8 @@ class BalancedDataParallel(DataParallel):
         """Raises SettingError for the second training batch that the first GPU computes alone.
 
         A single short batch is accepted: it may be the last one of an epoch after a resume, or one
-        of those that `micro_batch_size="auto"` tries. After the first full batch nothing is checked
-        any more.
+        of those that `micro_batch_size="auto"` tries. Its size is kept in `_short_batch_size`.
+        After the first full batch nothing is checked any more.
         """
         if batch_size == self._short_batch_size:
             raise SettingError(

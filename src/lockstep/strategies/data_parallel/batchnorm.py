@@ -42,22 +42,15 @@ class BatchNormOverReplicas:
         return self.layer.training or self.layer.running_mean is None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalises `x`, (N, C) or (N, C, ...), by the statistics of all replicas' samples."""
+        """Normalises `x`, (N, C) or (N, C, ...), by the statistics of all replicas' samples.
+
+        Raises:
+            UsageError: the layer is computed again in a backward pass, by activation checkpointing.
+        """
         layer = self.layer
         replica = current_replica.get()  # None: there is one replica, or no forward pass of them
         if replica is None or not self.uses_batch_statistics:
-            # A call in a backward pass is activation checkpointing, which computes a block again.
-            # It must compute what the forward pass has computed, but the replicas do not meet here.
-            if not in_backward_pass():
-                layer.met_replicas = False
-            elif self.uses_batch_statistics and layer.met_replicas:
-                raise UsageError(
-                    "activation checkpointing of a block with BatchNorm under strategy 'dp'",
-                    f"{self.name!r} takes statistics over all replicas, and in the backward pass "
-                    "each block is computed again alone",
-                    "checkpoint blocks without BatchNorm, use strategy='ddp', or give each replica "
-                    "statistics of its own with sync_batchnorm=False",
-                )
+            self._check_not_recomputed()
             return BatchNorm.forward(layer, x)
         layer.met_replicas = True
         sync_batchnorm.check_input(layer, x, self.name)
@@ -66,11 +59,32 @@ class BatchNormOverReplicas:
         )
         return output
 
+    def _check_not_recomputed(self) -> None:
+        """Raises UsageError if a forward pass with all replicas is computed again without them.
+
+        Activation checkpointing calls the layer in the backward pass and expects the result of the
+        forward pass. But the replicas do not meet there.
+        """
+        if not in_backward_pass():
+            self.layer.met_replicas = False  # this forward pass may be computed again
+            return
+        if self.uses_batch_statistics and self.layer.met_replicas:
+            raise UsageError(
+                "activation checkpointing of a block with BatchNorm under strategy 'dp'",
+                f"{self.name!r} takes statistics over all replicas, and in the backward pass "
+                "each block is computed again alone",
+                "checkpoint blocks without BatchNorm, use strategy='ddp', or give each replica "
+                "statistics of its own with sync_batchnorm=False",
+            )
+
 
 def synchronise_batchnorm(module: nn.Module) -> BatchNormNames:
     """Gives every torch BatchNorm and SyncBatchNorm in `module` the statistics of all replicas.
 
     Layers with a forward of their own are left alone, as `sync_batchnorm.convert` does.
+
+    Returns:
+        The names of the layers that were converted, and of those that were left alone.
     """
     names = BatchNormNames([], [])
     for name, part in module.named_modules():
@@ -101,15 +115,18 @@ def normalise_over_replicas(inputs: Sequence[tuple[Any, Tensor]]) -> list[Tensor
     Raises:
         DataError: there is only one value per channel.
     """
-    first_layer, x = inputs[0]
+    first_layer, x = inputs[0]  # the statistics are on the device of this `x`
     dims = sync_batchnorm.all_but_channels(x)
     dtype = sync_batchnorm.statistics_dtype(x)
+    # The number n of values per channel, of all replicas.
     num_values = sum(x.numel() for _, x in inputs) // first_layer.num_features
     if num_values == 1:
         raise sync_batchnorm.one_value_error(
             f"batch normalisation over a batch on {len(inputs)} replicas",
             "all replicas together have 1",
         )
+    # mean = sum(x) / n, variance = sum((x - mean) ** 2) / n, over the replicas: both (C,). They are
+    # part of autograd's graph, so gradients come back through them.
     sums = [x.sum(dims, dtype=dtype) for _, x in inputs]
     mean = _sum_on(x.device, sums) / num_values
     deviations = [x - per_channel(mean, x) for _, x in inputs]
@@ -120,6 +137,7 @@ def normalise_over_replicas(inputs: Sequence[tuple[Any, Tensor]]) -> list[Tensor
         sync_batchnorm.update_running_stats(first_layer, mean.detach(), variance.detach(), total)
     inverse_std = (variance + first_layer.eps).rsqrt()
 
+    # output = (x - mean) / sqrt(variance + eps) * weight + bias
     outputs: list[Tensor] = []
     for (layer, x), deviation in zip(inputs, deviations, strict=True):
         scale = inverse_std.to(x.device)

@@ -38,6 +38,7 @@ def parse_device_ids(
         return [], replicas
 
     num_visible = torch.cuda.device_count()
+    # Without the argument these are all visible GPUs, so none on a machine without GPUs.
     given: Any = range(num_visible) if device_ids is None else device_ids
     is_list = not isinstance(given, int | str | torch.device)  # else one device was given
     devices: list[torch.device] = []
@@ -52,7 +53,8 @@ def parse_device_ids(
             f"they name GPUs, each once, and {num_visible} are visible here",
             "give a list of numbers below that; replicas=N computes on one device of any kind",
         )
-    return devices, max(1, len(devices))
+    num_replicas = max(1, len(devices))  # without GPUs, one on the module's own device
+    return devices, num_replicas
 
 
 def parse_output_device(output_device: int | torch.device | None) -> torch.device | None:
@@ -70,6 +72,7 @@ def parse_output_device(output_device: int | torch.device | None) -> torch.devic
         return torch.device("cpu")
     device = _to_device(output_device)
     num_visible = torch.cuda.device_count()
+    # `torch.device("cuda")` has no index.
     if device.type == "cuda" and (device.index or 0) not in range(num_visible):
         raise SettingError(
             f"output_device={output_device!r}",

@@ -35,9 +35,9 @@ def warn_of_lists(num_replicas: int, batch: Any, num_samples: int) -> None:
         return
     warn(
         f"inputs of a module on {num_replicas} replicas",
-        f"{descriptions[0]}, beside tensors of {num_samples} samples: it would go whole to every "
-        "replica",
-        "give what belongs to the samples as tensors; nothing, where it does not",
+        f"{descriptions[0]}, beside tensors of {num_samples} samples: it is not split, so every "
+        "replica gets all of it",
+        "give what belongs to the samples as tensors; if this does not, nothing has to be done",
         code="LS310",
     )
 
@@ -55,6 +55,7 @@ def describe_sample_lists(batch: Any, num_samples: int) -> list[str]:
         if all(isinstance(value, str | bytes | int | float) for value in batch):
             return [f"a {type(batch).__name__} of {num_samples}"]
 
+    # Any other container is searched for such lists and arrays.
     values: Sequence[Any] = ()
     if isinstance(batch, Mapping):
         values = list(batch.values())
@@ -74,6 +75,7 @@ def is_loss_term(value: Any) -> bool:
 def forward_state(module: nn.Module) -> ForwardState:
     """Returns the buffers of a module, and the terms of a loss that its attributes hold.
 
+    The keys are the name of the buffer or attribute, and the index in a container: 0 for a buffer.
     BatchNorm layers are left out: the option `sync_batchnorm` decides about their statistics.
     """
     state: ForwardState = {}
@@ -116,24 +118,25 @@ def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> N
     for state in state_of_replica:
         keys.update(dict.fromkeys(state))
 
-    names: dict[str, None] = {}
+    names: dict[str, None] = {}  # of the state to warn of; an ordered set, too
     for key in keys:
         values = [state.get(key) for state in state_of_replica]
         first = values[0]
         differs = not all(_may_be_equal(first, value) for value in values[1:])
         # A list or dictionary that existed before the pass is one object in all replicas, so they
-        # all show the same entry, although each of them has added its own.
+        # all show the same entry, although each of them has added its own. Such an entry does not
+        # differ, but it is new.
         is_shared = first is values[1]
-        was_replaced = is_shared and first is not state_before.get(key)
-        if differs or was_replaced:
+        is_new_in_shared = is_shared and first is not state_before.get(key)
+        if differs or is_new_in_shared:
             name, _ = key
             names[name] = None
     if not names:
         return
     warn(
         f"a module on {len(modules)} replicas that keeps {join_first(list(names), 4)}",
-        "each replica makes its own of its samples, and the first one's stays; a list grows "
-        "by an entry a replica, and a dictionary keeps the last one's",
+        "each replica makes its own from its samples, and only that of the first replica stays; a "
+        "list gets an entry from each replica, and a dictionary keeps that of the last one",
         "return what the loss needs from forward, so that it is joined",
         code="LS310",
     )

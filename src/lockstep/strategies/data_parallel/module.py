@@ -181,7 +181,11 @@ class DataParallel(nn.DataParallel[nn.Module]):
     # Replicas are new objects in each forward pass: compiled code would be made anew each time.
     @partial(never_compiled, recursive=True)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass on all replicas, and joins their outputs."""
+        """Runs the module's forward pass on all replicas, and joins their outputs.
+
+        What the pass leaves in the first replica that runs, such as buffers and attributes, is then
+        in the module. The first training pass on several replicas warns if others left other state.
+        """
         replicas = self._make_replicas((inputs, kwargs))
         # The first replica that runs is the module itself, or a copy if the first device gets no
         # samples. What the forward pass leaves in a copy must be copied to the module.
@@ -206,34 +210,27 @@ class DataParallel(nn.DataParallel[nn.Module]):
     def _make_replicas(self, batch: Any) -> list[Replica]:
         """Splits a batch, and returns the replicas that have samples of it.
 
-        The replica on the first device is the module itself; the others are copies.
-
         Args:
             batch: the positional and the keyword arguments of the forward pass.
         """
         state = parameters_and_buffers(self.module)
-        devices = self._devices_for(state, batch)
-        home = devices[0]
+        devices = self._devices_for(state, batch)  # one for each replica
+        home = devices[0]  # where the parameters are
         self._check_is_on(home, state)
         num_samples = count_samples(batch, self.dim, self.num_replicas)
-        sizes = [0] * self.num_replicas
-        numbers = [0]  # without samples only the first replica runs
         if num_samples > 0:
             sizes = self.sizes(num_samples)
             numbers = [number for number, size in enumerate(sizes) if size > 0]
+        else:  # only the first replica runs
+            sizes = [0] * self.num_replicas
+            numbers = [0]
 
-        numbers_of_copies = [number for number in numbers if number != 0]
-        devices_of_copies = [devices[number] for number in numbers_of_copies]
-        copies = replicate(self.module, state, home, devices_of_copies)
-        # The module that runs as the replica of each number.
-        module_by_number = dict(zip(numbers_of_copies, copies, strict=True))
-        module_by_number[0] = self.module
-
+        modules = self._modules_of_replicas(numbers, devices, state)
         if len(numbers) > 1 and not self._has_checked_inputs:
             self._has_checked_inputs = True
             warn_of_lists(len(numbers), batch, num_samples)
         replicas: list[Replica] = []
-        for number in numbers:
+        for number, module in zip(numbers, modules, strict=True):
             device = devices[number]
             begin = sum(sizes[:number])
             end = begin + sizes[number]
@@ -244,9 +241,24 @@ class DataParallel(nn.DataParallel[nn.Module]):
                     f"lockstep: in replica {number} on {device}, "
                     f"which has {sizes[number]} of {num_samples} samples"
                 )
-            module = module_by_number[number]
             replicas.append(Replica(module, device, home, sizes[number], args, kwargs, error_note))
         return replicas
+
+    def _modules_of_replicas(
+        self, numbers: Sequence[int], devices: Sequence[torch.device], state: Sequence[Tensor]
+    ) -> list[nn.Module]:
+        """Returns the module of each replica: the module itself for number 0, else a copy.
+
+        Args:
+            numbers: of the replicas, ascending.
+            devices: the device of every replica by its number, also of those that do not run.
+            state: the module's parameters and buffers.
+        """
+        devices_of_copies = [devices[number] for number in numbers if number != 0]
+        copies = replicate(self.module, state, devices[0], devices_of_copies)
+        if numbers[0] == 0:
+            return [self.module, *copies]
+        return copies
 
     def _check_is_on(self, home: torch.device, state: Sequence[Tensor]) -> None:
         """Raises UsageError if a parameter or buffer is not on the first device."""
@@ -267,7 +279,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
         another thread: for several devices, or if replicas wait for each other in a BatchNorm.
         """
         devices = [replica.device for replica in replicas]
-        if len(replicas) > 1 and (len(set(devices)) > 1 or self._replicas_meet()):
+        on_several_devices = len(set(devices)) > 1
+        if len(replicas) > 1 and (on_several_devices or self._replicas_meet()):
             return parallel_apply([replica.run for replica in replicas], devices)
         return [replica.run() for replica in replicas]
 
@@ -282,7 +295,12 @@ class DataParallel(nn.DataParallel[nn.Module]):
     def _join_outputs(
         self, replicas: Sequence[Replica], outputs: Sequence[Any], device: torch.device
     ) -> Any:
-        """Joins what the replicas returned into one output on `device`."""
+        """Joins what the replicas returned into one output on `device`.
+
+        Each *leaf*, which is anything that is not a container, is joined from the leaves at the
+        same place of all outputs; see `scatter_gather.gather_leaf`. Sets `returned_mean`: True if a
+        leaf is one number with a gradient, such as a loss, that was joined from several replicas.
+        """
         self.returned_mean = False
         if len(outputs) == 1:
             return map_tensors(outputs[0], lambda tensor: tensor.to(device))
@@ -301,7 +319,9 @@ class DataParallel(nn.DataParallel[nn.Module]):
         )
         output = join_trees(outputs, join_leaf)
         for tensor in tensors(output):
-            if is_loss_term(tensor) and not tensor.is_leaf:
+            # A leaf of autograd's graph is a parameter that was returned as it is.
+            is_parameter = tensor.is_leaf
+            if is_loss_term(tensor) and not is_parameter:
                 self.returned_mean = True
         return output
 

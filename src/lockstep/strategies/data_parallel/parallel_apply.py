@@ -90,7 +90,10 @@ class ReplicaBarrier:
                 raise threading.BrokenBarrierError
 
     def fail(self, error: BaseException) -> None:
-        """Notes that a replica has failed, and cancels the others when they wait next."""
+        """Notes in `error` that a replica has failed, and cancels the others when they wait next.
+
+        Whoever waits, or is going to wait, gets a `threading.BrokenBarrierError`.
+        """
         # A broken barrier is what the other replicas raise when one has failed.
         if self.error is None and not isinstance(error, threading.BrokenBarrierError):
             self.error = error
@@ -112,10 +115,14 @@ class ReplicaBarrier:
 
 
 def _end_meeting(arrivals: dict[int, Arrival], results: list[Any]) -> None:
-    """Checks that all replicas are at the same place, and replaces the results.
+    """Checks that all replicas are at the same place, and computes the results of the meeting.
+
+    Args:
+        arrivals: of each replica, by its number. It is emptied for the next meeting.
+        results: its content is replaced by one result per replica; by none at the end of the pass.
 
     Raises:
-        UsageError: they are not.
+        UsageError: the replicas are at different places.
     """
     in_order = [arrivals[position] for position in sorted(arrivals)]
     arrivals.clear()
@@ -161,11 +168,15 @@ def parallel_apply(
     Raises:
         BaseException: what the first call that failed has raised, after all calls have ended.
     """
-    barrier = ReplicaBarrier(len(calls), in_turn=len(set(devices)) == 1)
+    share_one_device = len(set(devices)) == 1
+    barrier = ReplicaBarrier(len(calls), in_turn=share_one_device)
     mode_factories = _mode_factories_of_this_thread(devices)
 
     def run_replica(position: int) -> Any:
-        """Runs the call at a position in the current thread. Its error is left in the barrier."""
+        """Runs the call at a position in the current thread, and returns its result.
+
+        If it fails, the barrier keeps the error, and the result is None.
+        """
         token = current_replica.set(RunningReplica(barrier, position))
         try:
             with ExitStack() as stack:
@@ -194,7 +205,7 @@ def parallel_apply(
             barrier.fail(error)
 
     failure = barrier.error
-    barrier.error = None
+    barrier.error = None  # as below: the error refers to frames that refer to the barrier
     if failure is None:
         return results
     try:

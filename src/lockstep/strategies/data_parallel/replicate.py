@@ -64,9 +64,10 @@ def replicate(
         tensors_of_copies = copy_to_devices(tensors, devices)
     copies: list[nn.Module] = []
     for new_tensors in tensors_of_copies:
-        new_tensor_by_id = {
-            id(tensor): new for tensor, new in zip(tensors, new_tensors, strict=True)
-        }
+        # By the id of the tensor of `module` whose place the new one takes.
+        new_tensor_by_id: dict[int, Tensor] = {}
+        for tensor, new_tensor in zip(tensors, new_tensors, strict=True):
+            new_tensor_by_id[id(tensor)] = new_tensor
         copies.append(copy_module(module, new_tensor_by_id))
     return copies
 
@@ -84,6 +85,7 @@ def copy_module(module: nn.Module, new_tensor_by_id: dict[int, Tensor]) -> nn.Mo
         new_tensor_by_id: the tensor that takes the place of each parameter and buffer, by the `id`
             of the latter.
     """
+    # Submodules are copied first and connected then, since each may stand in several places.
     copy_of: dict[nn.Module, nn.Module] = {}
     for name, part in module.named_modules():
         _check_can_be_copied(name, part)
@@ -107,9 +109,10 @@ def copy_module(module: nn.Module, new_tensor_by_id: dict[int, Tensor]) -> nn.Mo
             if new_parameter is not parameter:
                 # A plain tensor; by `setattr`, with which an RNN updates its list of weights.
                 setattr(new_part, name, new_parameter)
-            # So that `next(self.parameters()).device` is the device of the copy.
+            # This dictionary belongs to `new_part` already. The tensor is put there too, so that
+            # `next(self.parameters()).device` is the device of the copy.
             parameters[name] = new_parameter
-        if "forward" in vars(part):
+        if "forward" in vars(part):  # set on the object, so it refers to the original
             new_part.forward = _bind_forward(vars(part)["forward"], part, new_part)
     return copy_of[module]
 
@@ -176,6 +179,7 @@ def _rebind(value: Any, original: nn.Module, new_module: nn.Module | None) -> An
             return MethodType(value.__func__, new_module)
         return value  # a method of another object
     new_value = copy.copy(value)
+    # Autocast wraps the `forward` that was set before it, if there was one.
     if isinstance(value, AutocastForward) and value.own is not None:
         new_value.own = _rebind(value.own, original, new_module)
     for name, inner in vars(value).items():
@@ -190,7 +194,7 @@ def copy_to_devices(
     tensors: Sequence[Tensor], devices: Sequence[torch.device]
 ) -> list[list[Tensor]]:
     """Returns differentiable copies of the tensors, one list for each of the devices."""
-    if not devices or not tensors:
+    if not devices or not tensors:  # there is nothing to copy
         return [[] for _ in devices]
     # torch's broadcast takes no complex tensors.
     real_tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
@@ -218,10 +222,13 @@ class Broadcast(torch.autograd.Function):
         ctx.home = tensors[0].device
         ctx.num_tensors = len(tensors)
         ctx.set_materialize_grads(False)
-        needs_gradient = ctx.needs_input_grad[1:]
+        needs_gradient = ctx.needs_input_grad[1:]  # of each tensor; the first argument is a list
         copies: list[Tensor] = []
         without_gradient: list[Tensor] = []
-        for copies_on_device in broadcast_coalesced(tensors, [ctx.home, *devices])[1:]:
+        # torch's function broadcasts from the first device, for which it returns the tensors
+        # themselves.
+        lists_of_copies = broadcast_coalesced(tensors, [ctx.home, *devices])[1:]
+        for copies_on_device in lists_of_copies:
             for copied, needed in zip(copies_on_device, needs_gradient, strict=True):
                 copies.append(copied)
                 if not needed:
@@ -262,6 +269,8 @@ def copy_state_back(
     module: nn.Module, replica: nn.Module, before: AttributesOfPart, home: torch.device
 ) -> None:
     """Copies what a forward pass has left in a copy to the original, which has not run.
+
+    That is attributes that were set, and buffers.
 
     Args:
         module: the original.

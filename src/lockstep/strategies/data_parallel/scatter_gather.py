@@ -23,7 +23,8 @@ def count_samples(batch: Any, dim: int, num_replicas: int) -> int:
     """Returns the number of samples in a batch: the size along `dim` of its tensors.
 
     A tensor of size 1 there, beside larger ones, is not split: it belongs to every sample. The
-    result is 0 if there is nothing to split.
+    result is 0 if there is nothing to split. With one replica nothing has to be split, and the
+    smallest of several sizes is returned.
 
     Raises:
         DataError: there are several replicas, and the sizes differ, or the batch holds an object
@@ -36,7 +37,7 @@ def count_samples(batch: Any, dim: int, num_replicas: int) -> int:
         if _is_splittable_tensor(leaf) and has_dimension(leaf, dim):
             sizes.add(leaf.shape[dim])
     if len(sizes) > 1:
-        sizes.discard(1)
+        sizes.discard(1)  # tensors that belong to every sample
     if len(sizes) > 1 and num_replicas > 1:
         shown = ", ".join(str(size) for size in sorted(sizes))
         raise DataError(
@@ -95,7 +96,7 @@ def scatter(
         """Returns the part of one tensor of the batch, on the replica's device."""
         holds_samples = has_dimension(tensor, dim) and tensor.shape[dim] == num_samples
         if holds_samples and part_size < num_samples:
-            if tensor.is_sparse:
+            if tensor.is_sparse:  # `narrow` makes a view, which sparse tensors do not have
                 tensor = torch.narrow_copy(tensor, dim, begin, part_size)
             else:
                 tensor = torch.narrow(tensor, dim, begin, part_size)
@@ -128,17 +129,20 @@ def gather_leaf(
     """
     first = leaves[0]
     if all(isinstance(leaf, Tensor) for leaf in leaves):
-        if _is_same_state(leaves, index_of_state):
+        if _is_same_state(leaves, index_of_state):  # a parameter that was returned as it is
             return first.to(device)
         if _are_means(leaves, sizes):
             return _weighted_mean([leaf.to(device) for leaf in leaves], sizes)
         if any(has_dimension(leaf, dim) for leaf in leaves):
             return _concatenate(leaves, dim, device)
-        # Tensors without the dimension of samples, such as counters, must be equal.
+        # Tensors without the dimension of samples, such as counters, must be equal. They can only
+        # be compared on one device.
         leaves = [leaf.to(device) for leaf in leaves]
         first = leaves[0]
-    elif all(isinstance(leaf, float) for leaf in leaves) and len(set(leaves)) > 1:
-        return _weighted_mean(leaves, sizes)  # not of equal numbers, which rounding could change
+    elif all(isinstance(leaf, float) for leaf in leaves):
+        # Equal numbers are returned as they are below: rounding could change their mean.
+        if len(set(leaves)) > 1:
+            return _weighted_mean(leaves, sizes)
 
     # Anything else must be equal on all replicas.
     if all(_are_equal(leaf, first) for leaf in leaves):
@@ -152,11 +156,16 @@ def gather_leaf(
 
 
 def _is_same_state(leaves: Sequence[Tensor], index_of_state: Sequence[Mapping[int, int]]) -> bool:
-    """Returns True if every replica returned its copy of the same parameter or buffer."""
-    indices = {
-        indices_of_replica.get(id(leaf))
-        for indices_of_replica, leaf in zip(index_of_state, leaves, strict=True)
-    }
+    """Returns True if every replica returned its copy of the same parameter or buffer.
+
+    Args:
+        leaves: one per replica.
+        index_of_state: see `gather_leaf`.
+    """
+    # None: the leaf is no parameter or buffer of this replica.
+    indices: set[int | None] = set()
+    for leaf, indices_of_replica in zip(leaves, index_of_state, strict=True):
+        indices.add(indices_of_replica.get(id(leaf)))
     return len(indices) == 1 and None not in indices
 
 
@@ -186,6 +195,7 @@ def _concatenate(tensors: list[Tensor], dim: int, device: torch.device) -> Tenso
     Raises:
         UsageError: their shapes differ in other dimensions.
     """
+    # The sizes of each tensor without `dim`; None: it has no such dimension.
     other_dimensions: set[torch.Size | None] = set()
     for tensor in tensors:
         if tensor.shape == (0,):  # torch concatenates these with tensors of any shape

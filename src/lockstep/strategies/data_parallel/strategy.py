@@ -56,7 +56,8 @@ class DP(Strategy):
                 f"world size {run.topology.size}: dp is one process for all its devices",
                 "use strategy='ddp', or start one process",
             )
-        example = self._make_data_parallel(nn.Identity(), run)  # checks the devices and shares
+        # A trial on a module without parameters: it checks the devices and the shares.
+        example = self._make_data_parallel(nn.Identity(), run)
         device_ids = example.device_ids
         if device_ids and device_ids[0] != run.device.index:
             raise SettingError(
@@ -104,9 +105,10 @@ class DP(Strategy):
         device_ids = self.device_ids
         replicas = self.replicas
         if device_ids is None and replicas is None:
-            if run.device.type == "cpu":
+            if run.device.type == "cpu":  # also if there are GPUs that the run does not use
                 replicas = 1
             else:
+                # The run's own GPU first, because batches arrive there.
                 other_gpus = set(range(torch.cuda.device_count())) - {run.device.index}
                 device_ids = [run.device.index, *sorted(other_gpus)]
         return DataParallel(
@@ -166,9 +168,9 @@ class WeightedMeanWarning(Extension):
         warn(
             f"a mean computed inside of a model on {self._module.num_replicas} devices, and a "
             "loader with weight=",
-            "a device's mean counts by its samples; their weight is that of the whole batch",
-            "return the loss of each sample and what it weighs, and divide their sums "
-            "outside; nothing, where it is a mean over samples",
+            "a device's mean counts by its samples: by their number, not by their weights",
+            "return the loss and the weight of each sample, and divide their sums outside of the "
+            "model; if a plain mean over samples is meant, nothing has to be done",
             code="LS310",
         )
 
