@@ -210,6 +210,7 @@ class Coverage:
         ended_pass.planned.count = ended_pass.plan.num_samples_from(ended_pass.start)
         self._planned.add(ended_pass.planned)
         self._delivered.add(ended_pass.delivered)
+        # One checksum over the orders of all passes that are compared together.
         order_checksum = ended_pass.order_checksum.to_bytes(4, "little")
         self._orders_checksum = zlib.crc32(order_checksum, self._orders_checksum)
         self._num_passes += 1

@@ -48,12 +48,14 @@ def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
     samples: dict[int, Parts] = {}
     for index, parts in parts_by_index.items():
         samples[index] = {name: part for name, part in parts.items() if name not in random_parts}
+    # The dataset may be a `Subset`, or consist of several: a checksum over the indices of each.
+    subset_checksums: list[int] = []
+    for indices_of_subset in subset_indices(source.dataset):
+        subset_checksums.append(zlib.crc32(index_bytes(indices_of_subset)))
     hugging_face = getattr(source.dataset, HUGGING_FACE_FINGERPRINT, None)
-    return Fingerprint(
-        subsets=[zlib.crc32(index_bytes(indices)) for indices in subset_indices(source.dataset)],
-        hugging_face=hugging_face if isinstance(hugging_face, str) else None,
-        samples=samples,
-    )
+    if not isinstance(hugging_face, str):
+        hugging_face = None
+    return Fingerprint(subset_checksums, hugging_face, samples)
 
 
 def _spread_indices(length: int) -> list[int]:

@@ -39,7 +39,7 @@ class Epochs:
             self._begin()
             try:
                 yield self.present
-            except GeneratorExit:  # the loop was left with `break`
+            except GeneratorExit:  # the loop was left with `break`, perhaps before the epoch's end
                 self.present = self.next
                 self._passes_at_begin = None
                 raise

@@ -103,10 +103,10 @@ class RowCounter:
             "a collate function that leaves samples out, or adds rows",
             f"a global batch of {planned} samples has {rows} rows, so each rank's part counts by "
             "the rows that it has",
-            "check two things. If the loss is no mean over rows, but over tokens, say, tell how "
-            "many of these a batch has: world.loader(..., weight=...). If the rows of a sample "
-            "depend on the other samples of its batch, they depend on the number of ranks, since "
-            "each rank collates its own part. Otherwise there is nothing to do",
+            "nothing, if the loss is a mean over rows and each row is made of one sample. If it is "
+            "a mean over something else, such as tokens, say how many of these a batch has: "
+            "world.loader(..., weight=...). If a row is made of several samples of its batch, the "
+            "rows depend on the number of ranks, since each rank collates its own samples",
         )
 
     def warn_of_unknown(self, planned: int) -> None:

@@ -38,10 +38,14 @@ into memory, and enough for BatchNorm."""
 
 
 def initial_shares(shares: str | Sequence[int] | None, size: int) -> tuple[int, ...]:
-    """Returns shares as `parse_shares` does; for `"auto"` equal ones, until they are measured.
+    """Returns the shares with which a run begins, one for each rank.
+
+    Args:
+        shares: as the user set them. For `"auto"` they are equal until they are measured.
+        size: the number of ranks.
 
     Raises:
-        SettingError: see `parse_shares`.
+        SettingError: they are no shares for so many ranks.
     """
     return parse_shares(None if is_auto(shares) else shares, size)
 
@@ -135,10 +139,10 @@ def times_are_sufficient(times: Sequence[Sequence[float]]) -> bool:
     Otherwise more times have to be taken.
 
     Args:
-        times: of each rank; all ranks have as many.
+        times: seconds for one sample, several for each rank; all ranks have equally many.
     """
     num_times = len(times[0])
-    if num_times >= MAX_TIMES:
+    if num_times >= MAX_TIMES:  # enough, however much they differ
         return True
     if num_times < MIN_TIMES:
         return False
@@ -156,7 +160,7 @@ def are_equally_fast(times: Sequence[Sequence[float]]) -> bool:
     longer than the median of another rank.
 
     Args:
-        times: of each rank.
+        times: seconds for one sample, several for each rank.
     """
     shortest = [min(times_of_rank) for times_of_rank in times]
     medians = [np.median(times_of_rank) for times_of_rank in times]
@@ -175,10 +179,13 @@ def choose_shares_by_times(
     shorter.
 
     Args:
-        times: of each rank.
-        present: see `choose_shares`, which raises SettingError.
-        batch_size: see `choose_shares`.
-        limits: see `choose_shares`.
+        times: seconds for one sample, several for each rank.
+        present: the current shares, which are kept unless others are much better.
+        batch_size: samples of the global batch.
+        limits: the most samples of it that each rank can take; None: any number.
+
+    Raises:
+        SettingError: the limits are too low for the batch.
     """
     if are_equally_fast(times):
         equal = (1,) * len(times)
@@ -221,10 +228,11 @@ def step_seconds(
     """Returns the seconds of a step, which waits for the slowest rank.
 
     Args:
-        times: of each rank, measured at these shares.
+        times: seconds for one sample, several for each rank, measured at these shares.
         shares: one a rank.
         batch_size: samples of the global batch.
-        limits: see `choose_shares`. If the shares do not fit, the result is infinite.
+        limits: the most samples of it that each rank can take; None: any number. If some rank would
+            get more, the result is infinite.
     """
     seconds_of_rank = []
     samples_of_rank = part_sizes(batch_size, shares)
@@ -258,7 +266,7 @@ def choose_shares(
         fitting = [f"{samples} on rank {rank}" for rank, samples in enumerate(room)]
         raise SettingError(
             f"shares='auto' with a global batch of {batch_size}",
-            "of it fit " + ", ".join(fitting),
+            f"fewer samples fit into memory: {', '.join(fitting)}",
             "set micro_batch_size='auto' too: the batch is then computed in micro-batches",
         )
     ideal = _ideal_division(seconds, room, batch_size)
@@ -296,6 +304,7 @@ def _candidates(
     """
     num_ranks = len(present)
     candidates = [present]
+    # Whole numbers nearly in the proportion of `ideal`, whose sum is about `total`.
     for total in range(num_ranks, MAX_SUM_PER_RANK * num_ranks + 1):
         candidates.append(parse_shares(_whole_numbers(ideal, total), num_ranks))
     candidates.append(parse_shares(room, num_ranks))

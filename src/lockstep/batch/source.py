@@ -160,7 +160,9 @@ class Source:
                 sizes = [len(batch) for batch in batches]
                 no_samples = np.empty(0, np.int64)  # there may be no batch
                 order = np.concatenate([no_samples, *batches])
-                return CustomPlan(order, np.cumsum([0, *sizes], dtype=np.int64))
+                # Global batch t has the samples order[bounds[t] : bounds[t + 1]].
+                bounds = np.cumsum([0, *sizes], dtype=np.int64)
+                return CustomPlan(order, bounds)
             order = np.fromiter(cast("torch_data.Sampler[int]", self.sampler), dtype=np.int64)
         return plan_custom_order(order, self.batch_size, drop_last=self.drop_last)
 
@@ -300,12 +302,12 @@ def make_source(
         batch_size: samples of a global batch.
         per_device: samples of a global batch for each device, instead of `batch_size`.
         devices: the number of devices of the run.
-        shuffle: see `World.loader`.
-        drop_last: see `World.loader`.
-        collate: see `World.loader`, `collate_fn`.
-        transform: see `World.loader`.
-        shard: see `World.loader`.
-        options: see `World.loader`.
+        shuffle: True for a random order in each epoch.
+        drop_last: True to leave out a last global batch that is not full.
+        collate: makes a batch of samples; None: torch's function.
+        transform: applied to each sample of an iterable.
+        shard: how a rank comes by its part of an iterable (see `Shard`).
+        options: of torch's DataLoader, by their names (`LOADER_OPTIONS`).
 
     Raises:
         DataError: data or sizes that make no global batch, or an option is unknown or refused by
@@ -314,6 +316,7 @@ def make_source(
     """
     is_loader = isinstance(data, torch_data.DataLoader)
     dataset = data.dataset if is_loader else data
+    # What has both `__iter__` and `__getitem__` is read by index.
     is_iterable = isinstance(dataset, torch_data.IterableDataset) or (
         hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
     )

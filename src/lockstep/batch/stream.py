@@ -101,7 +101,7 @@ class IterableLoader(Loader):
         Raises:
             CheckpointError: the stream or the global batch are not those of the checkpoint.
         """
-        if "ranks" not in state:
+        if "ranks" not in state:  # only the loader of a stream writes it
             raise CheckpointError(
                 "resuming a loader of a stream",
                 "the checkpoint was made with a loader of a dataset with an index",
@@ -110,7 +110,7 @@ class IterableLoader(Loader):
         super().load_state_dict(state)
         self._first_samples = {}
         self._first_samples_before = None
-        if "beginning" in state and self.start > 0:
+        if "beginning" in state and self.start > 0:  # in the middle of an epoch
             self._first_samples_before = json.loads(state["beginning"])
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,6 +217,8 @@ class IterableLoader(Loader):
                 self._whole_batch = []
                 position += 1
             read = self._read_rest(epoch, position, training)
+            # In training each micro-batch has a scale for its loss. It is planned by the numbers of
+            # samples, or follows from what the batches weigh.
             weighing = self._weighing(epoch)
             if not training:
                 read = self._count_rows(epoch, read)
@@ -298,6 +300,7 @@ class IterableLoader(Loader):
         # There may be fewer micro-batches than sizes: another rank has one more virtual rank.
         for index, micro_batch in zip(with_samples, micro_batches, strict=False):
             batch = rank_batch.batches[index]
+            # One sample of some batch is kept, from which batches without samples are made.
             if micro_batch.local_rows:
                 self._keep_one_sample(batch, micro_batch.local_rows)
             else:
@@ -370,7 +373,10 @@ class IterableLoader(Loader):
             check_length(self._collectives, epoch, num_samples)
 
     def _check_gives_samples_again(self, epoch: int, num_samples: int) -> None:
-        """Raises DataError if a pass had no samples although an earlier one had some."""
+        """Raises DataError if a pass had no samples although an earlier one had some.
+
+        Keeps for later passes whether this one had samples.
+        """
         if num_samples:
             self._gave_samples = True
         elif self._gave_samples:

@@ -222,7 +222,7 @@ class IterableFetch(Dataset[Any]):
         )
         return self._divide_part(
             samples,
-            # Numbered so that no two ranks have a number in common.
+            # Sample k of rank r has the number k * ranks + r, so that no two samples have the same.
             first_number=first_on_rank * num_ranks + rank,
             planned_sizes=planned_sizes,
             ended=not samples,
@@ -267,24 +267,26 @@ class IterableFetch(Dataset[Any]):
 
         Args:
             samples: those of this rank alone, fewer than planned at the end of the iterable.
-            first_number: see `_ReadPart`.
+            first_number: the number of the first sample. The next ones have this number plus the
+                number of ranks, and so on.
             planned_sizes: samples of each part, shape `(micro-batches, ranks)`.
-            ended: see `_ReadPart`.
+            ended: True if the iterable gives this rank no more samples.
         """
         rank = self._data_parallel.rank
         # Micro-batch i has samples[bounds[i] : bounds[i + 1]]. At the end of the iterable
         # the last micro-batches are short or empty.
         planned_bounds = np.cumsum([0, *planned_sizes[:, rank]])
         bounds = np.minimum(planned_bounds, len(samples))
-        counts = planned_sizes.sum(axis=0)  # samples of each rank
-        counts[rank] = len(samples)
+        begins_and_ends = np.stack([bounds[:-1], bounds[1:]], axis=1)  # (micro-batches, 2)
+        counts = planned_sizes.sum(axis=0)  # planned samples of each rank
+        counts[rank] = len(samples)  # of the other ranks it is not known yet
         return _ReadPart(
             samples=samples,
             first_number=first_number,
             stride=self._data_parallel.size,
             planned_sizes=planned_sizes,
             counts=counts,
-            bounds=np.stack([bounds[:-1], bounds[1:]], axis=1).tolist(),
+            bounds=begins_and_ends.tolist(),
             ended=ended,
         )
 
@@ -342,6 +344,7 @@ class IterableFetch(Dataset[Any]):
             numbers: of the samples, shape `(n,)`.
         """
         transform = self._source.transform
+        # Without code of the user's, or if `sample_rng=False` was set, nothing is seeded.
         needs_seeds = self._prepares_samples and self._sample_rng
         if not needs_seeds:
             if transform is not None:

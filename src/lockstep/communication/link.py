@@ -50,6 +50,7 @@ def measure(
     previous_s = latency_s
     nbytes = FIRST_MESSAGE_BYTES
     while True:
+        # With the same time on all ranks, all of them go on in the same way.
         seconds = agree(shift(nbytes))
         # The shortest of three tries, as other work on the machine may have disturbed one.
         for _ in range(2):

@@ -84,11 +84,12 @@ class LowRankSum:
         return bool(self.state["times"] < self._num_uncompressed_sums)
 
     def start(self) -> None:
-        """Begins to send `values`. `advance` and `end` follow; other sums' may come between them.
+        """Adds the residual to `values`, and begins to send P = M Q of each matrix M.
 
-        All ranks call all of them in the same order.
+        `advance` and `end` follow; those of other sums may come between them. All ranks call all of
+        them in the same order.
         """
-        if self._sends_whole:
+        if self._sends_whole:  # the first sums are sent without compression
             self._finish = routing.start_all_reduce(self.values)
             return
         # M += residual, and P = M Q. With `rows`, `columns` and `narrow` columns, M has the shape
@@ -125,7 +126,7 @@ class LowRankSum:
         self._finish = routing.start_all_reduce(self.state["right"])
 
     def end(self) -> None:
-        """Waits for the sums of Q, and makes `values` the sum over all ranks."""
+        """Waits for the sums of Q, makes `values` the sum of all ranks, and keeps the residual."""
         self._finish()
         if not self._sends_whole:  # otherwise `values` is the sum already
             num_ranks = dist.get_world_size()

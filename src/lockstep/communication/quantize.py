@@ -57,6 +57,7 @@ def encode(values: Tensor, method: Method, lost: Tensor | None = None) -> Tensor
     scale_of_block = scales.view(-1, 1)
     lost_blocks = None if lost is None else lost.view(-1, BLOCK)
     num_blocks = len(blocks)
+    # A GPU encodes all blocks at once, a processor as many as its cache holds.
     blocks_at_once = num_blocks if values.is_cuda else VALUES_IN_CACHE // BLOCK
     buffer = torch.empty_like(blocks[:blocks_at_once], dtype=wide_dtype(values.dtype))
     for begin in range(0, num_blocks, blocks_at_once):
@@ -78,8 +79,10 @@ def encode(values: Tensor, method: Method, lost: Tensor | None = None) -> Tensor
             # A value that is not finite shows in the sum, and must not come back in every step.
             errors.nan_to_num_(0.0, 0.0, 0.0)
     if method == "int4":
+        # Two codes in one byte: of the first half of the row in the low four bits, of the second
+        # half in the high ones.
         first_half, second_half = codes.tensor_split(2, dim=1)
-        codes = (first_half & 15) | (second_half << 4)  # two codes in one byte
+        codes = (first_half & 15) | (second_half << 4)
     return torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], dim=1)
 
 

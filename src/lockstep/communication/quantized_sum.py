@@ -108,9 +108,10 @@ class QuantizedSum:
         """This rank's shard of its peer's vector, (peers, values): the chunk of each peer."""
 
     def start(self) -> None:
-        """Begins to send `values`. `advance` and `end` follow; other sums' may come between them.
+        """Begins to send `values`.
 
-        All ranks call all of them in the same order.
+        `advance` and `end` follow; those of other sums may come between them. All ranks call all of
+        them in the same order.
         """
         # The padding may hold NaN, if the last block had one the last time.
         self._padded[len(self.values) :] = 0.0
@@ -135,6 +136,7 @@ class QuantizedSum:
                 total += self._chunks[peer]
             else:
                 total += decode(encoded, self._method, decoded)
+        # `encode` writes the rounding errors to the residual of this peer's chunk.
         own_chunk = slice(peers.number, peers.number + 1)
         encoded_total = encode(total, self._method, self._residual_of_chunks(own_chunk))
         # Every peer is sent the same: the sum of this peer's chunk. From now on `_received` has the

@@ -103,9 +103,9 @@ def start_all_to_all(
     if sent.is_cuda:
         works = [dist.all_to_all_single(received, sent.contiguous(), group=group, async_op=True)]
     else:
-        # Not Gloo's own all_to_all: in it each rank sends before it receives. Its word that it is
-        # ready to receive then waits behind what it sends, so only one side sends at a time, and a
-        # slow link is half idle.
+        # Not Gloo's own all_to_all: in it each rank sends before it receives. Its message that it
+        # is ready to receive then waits behind the data that it sends. So only one side sends at a
+        # time, and a slow link is half idle.
         received[own_rank].copy_(sent[own_rank])
         other_ranks = [(own_rank + distance) % num_ranks for distance in range(1, num_ranks)]
         works = []
@@ -155,7 +155,7 @@ def _all_gather_by_first_rank(
     rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None
 ) -> None:
     """Gathers the tensors on the group's first rank, which sends all of them to every rank."""
-    gathered = list(rows) if dist.get_rank(group) == 0 else None  # as `dist.gather` takes it
+    gathered = list(rows) if dist.get_rank(group) == 0 else None  # `dist.gather` wants None there
     dist.gather(tensor, gathered, group=group, group_dst=0)
     dist.broadcast(rows, group=group, group_src=0)
 

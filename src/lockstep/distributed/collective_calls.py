@@ -148,6 +148,7 @@ def find_problem(name: str, leaf: Any) -> Problem | None:
     if isinstance(leaf, Tensor):
         return _find_problem_of_tensor(name, leaf)
     if isinstance(leaf, bool | int | float):
+        # A broadcast sends an integer as text, of any size.
         if isinstance(leaf, float) or leaf.bit_length() < 64 or name == "broadcast":
             return None
         return (
@@ -167,6 +168,7 @@ def find_problem(name: str, leaf: Any) -> Problem | None:
 
 
 def _find_problem_of_tensor(name: str, tensor: Tensor) -> Problem | None:
+    """Returns why the collective of this name cannot take the tensor, or None if it can."""
     was_set = f"world.{name} of a tensor of {tensor.dtype}"
     if not (_takes_part_in_promotion(tensor.dtype) or tensor.dtype in CARRIER_DTYPES):
         return was_set, "no backend can carry this dtype", "convert it first"
@@ -197,7 +199,10 @@ class PackedNest:
 
 
 def pack_nest(value: Any) -> PackedNest:
-    """Takes a nest apart into what a broadcast sends as JSON and the tensors that follow."""
+    """Takes a nest apart into what a broadcast sends as JSON and the tensors that follow.
+
+    If it cannot be sent, the result has a `problem` and nothing else.
+    """
     leaves, spec = pytree.tree_flatten(value)
     problem = describe_call("broadcast", leaves, spec).problem
     try:
@@ -212,7 +217,7 @@ def pack_nest(value: Any) -> PackedNest:
             "send plain dictionaries with text as keys, lists and tuples",
         )
     if problem is not None:
-        return PackedNest({}, [], problem)
+        return PackedNest(form={}, tensors=[], problem=problem)
     tensors = []
     sent_leaves = []
     for leaf in leaves:
@@ -221,7 +226,8 @@ def pack_nest(value: Any) -> PackedNest:
             sent_leaves.append(LeafDescription.of(leaf))
         else:
             sent_leaves.append(leaf)
-    return PackedNest({"leaves": sent_leaves, "structure": structure}, tensors, None)
+    form = {"leaves": sent_leaves, "structure": structure}
+    return PackedNest(form, tensors, problem=None)
 
 
 def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
@@ -230,8 +236,10 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
     Args:
         calls: one for each rank, in their order.
     """
-    collective_names = list(dict.fromkeys(call.name for call in calls))
+    collective_names = list(dict.fromkeys(call.name for call in calls))  # each once, in order
     user_calls = [call.user_call or _usual_user_call(call.name) for call in calls]
+    # What was found: the call of each rank. The structure of its nest is shown if it may be all
+    # that differs.
     structures = {call.structure for call in calls}
     show_structure = len(structures) > 1 and len(collective_names) == 1
     found = []
@@ -244,7 +252,8 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
         if show_structure:
             description += f" in {call.structure}"
         found.append(f"rank {rank}: {description}")
-    ranks_of_user_call = group_by_key(zip(user_calls, range(len(calls)), strict=True))
+    ranks_of_user_call = group_by_key((name, rank) for rank, name in enumerate(user_calls))
+    # First case: the users' lines call different functions.
     if len(ranks_of_user_call) > 1:
         # A barrier waits for whatever the other ranks do, and is rarely the mistake: it comes last.
         ordered = sorted(ranks_of_user_call, key=lambda name: name == "world.barrier()")
@@ -252,6 +261,7 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
             f"{name} on {format_ranks(ranks_of_user_call[name])}" for name in ordered
         )
         return RanksDifferError(was_set, "; ".join(found), advise_call_on_all_ranks(ordered))
+    # Second case: they call the same function, with other arguments or in another way.
     if len(collective_names) == 1:
         was_set = user_calls[0].removesuffix("()")
     else:

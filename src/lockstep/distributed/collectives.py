@@ -1,14 +1,15 @@
 """Collectives on tensors, numbers and nests of them; on one process they are the identity.
 
-Before any data moves, the ranks compare a digest of which collective each of them called and what
-it passed (one 16-byte all-gather on the CPU side, the same for every collective). If they agree,
+A *nest* is a tensor, number or text, or lists and dicts of them; those are its *leaves*. A rank
+*contributes* if its values count: all do, but in a pipeline only the first ranks, which hold the
+results. Before any data moves, the ranks compare a *digest* of which collective each of them called
+and what it passed.
+
+That is one 16-byte all-gather on the CPU side, the same for every collective. If the ranks agree,
 which is nearly always, the collective proceeds. If not, every rank learns what every other called,
 and either the difference is harmless (a rank whose loop had no batch passes the number 0 instead of
 a tensor) or all of them raise the same error. The alternative is what c10d does: wrong numbers, a
 hang, an aborted process, or a message without a name.
-
-A *nest* is a tensor, number or text, or lists and dicts of them; those are its *leaves*. A rank
-*contributes* if its values count: in a pipeline, only the ranks that hold the results do.
 
 Communication pattern, after the digest: `barrier` nothing; `exchange` one all-gather of lengths and
 first bytes, and where a text is longer one of the rest, padded; `sum`, `mean`, `max` and `min` one

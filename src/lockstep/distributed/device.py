@@ -90,7 +90,8 @@ def _every_process_sees_another_gpu(
 
     Args:
         index: the number of the GPU in this process.
-        on_this_machine: see `choose_device`.
+        on_this_machine: exchanges a text with the other processes of this machine and returns the
+            texts of all.
     """
     gpu_uuids = on_this_machine(str(torch.cuda.get_device_properties(index).uuid))
     return len(set(gpu_uuids)) == len(gpu_uuids)

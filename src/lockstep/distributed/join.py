@@ -102,6 +102,7 @@ class Join:
         """
         try:
             # If two processes have rank 0, the first one decides and the second asks like others.
+            # The key counts them.
             decides = self.topology.is_main and self.store.add("ranks 0", 1) == 1
             request = self._write_request()
             if decides:
@@ -241,7 +242,8 @@ class Join:
         # If several processes have one rank, the first one is the member.
         first_request_of_rank: dict[int, JoinRequest] = {}
         for request in self.requests:
-            first_request_of_rank.setdefault(request.rank, request)
+            if request.rank not in first_request_of_rank:
+                first_request_of_rank[request.rank] = request
         members = [first_request_of_rank[rank] for rank in sorted(first_request_of_rank)]
 
         # Only if all ranks have come, once each, can their manifests be compared.

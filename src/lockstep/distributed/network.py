@@ -115,8 +115,9 @@ def resolve(host: str) -> list[str]:
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # UnicodeError: a label is empty or has over 63 characters
         return []
+    # Each `info` is (family, kind, protocol, name, (address, port, ...)). The addresses, each once:
     addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
-    return sorted(addresses, key=_is_ipv6)
+    return sorted(addresses, key=_is_ipv6)  # IPv4 first, otherwise in their order
 
 
 def _is_ipv6(address: str) -> bool:

@@ -397,7 +397,7 @@ def _measure_link(collectives: Collectives) -> Link | None:
 
     def shift(size: int) -> float:
         """Sends `size` bytes to the next machine; returns the seconds that it took."""
-        if ring_position is None:
+        if ring_position is None:  # only the first rank of each machine is in the ring
             return 0.0
         data_to_send = torch.zeros(size, dtype=torch.uint8)
         received_data = torch.zeros(size, dtype=torch.uint8)

@@ -270,6 +270,7 @@ def serve(endpoint: Endpoint, timeout: float) -> Store:
         PortTakenError: another program has the port.
         SettingError: this user may not listen on it.
     """
+    # The name of a machine that has just been started may not resolve yet.
     if not wait_until(endpoint.addresses, time.monotonic() + timeout):
         raise network.unreachable("rank 0", endpoint, network.UNRESOLVED)
     try:
@@ -287,7 +288,7 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
         PortTakenError: another program of this machine has the port.
     """
     deadline = time.monotonic() + timeout
-    found = LookupResult("", "")
+    found = LookupResult("", "")  # each attempt replaces it
 
     def store_is_there() -> bool:
         """Tries once to reach a store; `found` says why there is none."""

@@ -201,15 +201,15 @@ def drop_fsdp_groups(units: Iterable[FSDPModule], mesh: DeviceMesh) -> None:
         if parameter_groups is None:  # torch 2.11 has a single group, or None
             parameter_groups = [state._fsdp_param_group]
         for parameter_group in parameter_groups:
-            if parameter_group is not None:
+            if parameter_group is not None:  # the unit has parameters of its own
                 _clear_process_groups(parameter_group.mesh_info)
                 _clear_process_groups(parameter_group.post_forward_mesh_info)
-    getattr(mesh, "_pg_registry", {}).clear()
+    getattr(mesh, "_pg_registry", {}).clear()  # in some versions the mesh keeps its groups here
 
 
 def _clear_process_groups(mesh_info: Any) -> None:
     """Sets the attributes of an FSDP unit's mesh that are process groups to None."""
-    if not mesh_info:
+    if not mesh_info:  # of a unit that keeps its parameters after the forward pass
         return
     for name in vars(mesh_info):
         if name.endswith("process_group"):
@@ -340,7 +340,7 @@ def in_backward_pass() -> bool:
     """
     import torch
 
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1  # -1: this thread runs none
 
 
 def storage_reference(tensor: Tensor) -> Any:
@@ -417,6 +417,7 @@ def watch_data_loaders(on_batch: Callable[[Any, Any, Any, Any], None]) -> Callab
     original_next = iterator_class.__next__
 
     def watched_next(iterator: Any) -> Any:
+        """Does what `__next__` of torch's iterators does, and tells `on_batch` the result."""
         sampler = iterator._index_sampler
         if type(sampler) is BatchSampler:  # torch's own, around the sampler of the samples
             sampler = sampler.sampler
