@@ -1,7 +1,8 @@
 """Checks that a run has something to save, and that what was saved fits what the run has.
 
 The *state* is a dictionary of objects by name: modules, optimizers, schedulers and so on. The
-*length* of a scheduler is the number of steps that it was built for.
+*manifest* is the JSON file of a checkpoint that says what is in it. The *length* of a scheduler is
+the number of steps that it was built for.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def check_fits(path: Path | str, state: Mapping[str, Any], saved: Mapping[str, A
             "its manifest lacks the step, or the state of the run",
             "use an earlier checkpoint of the same folder",
         )
-    saved_names = saved.keys() - RESERVED_NAMES
+    saved_names = saved.keys() - RESERVED_NAMES  # what the user has named
     if state.keys() != saved_names:
         not_saved = ", ".join(sorted(state.keys() - saved_names)) or "nothing"
         only_saved = ", ".join(sorted(saved_names - state.keys())) or "nothing"

@@ -1,7 +1,8 @@
 """Compares the tensors of two files or checkpoints, as `lockstep checkpoint diff` does.
 
-Tensors are read and compared a chunk at a time. Values are compared in float64, complex ones in
-complex128; integers of the same dtype exactly.
+The tensors of both sides are `LazyTensor`s: their values are read from the files and compared a
+chunk at a time. Values are compared in float64, complex ones in complex128; integers of the same
+dtype exactly.
 """
 
 from __future__ import annotations
@@ -213,6 +214,7 @@ def rename_to_match(
     )
     if not match.changes:
         return dict(b), ""
+    # `match.names` has the name in `a` by the name in `b`, for those that have a counterpart.
     renamed = {new_name: b[name] for name, new_name in match.names.items()}
     new_names = set(renamed)
     for name, tensor in b.items():

@@ -1,7 +1,8 @@
 """What `lockstep checkpoint` sees of a weights file or checkpoint, whatever its form.
 
-A file is opened as `Contents`: names, shapes, dtypes, and a way to read a part of one tensor at a
-time, so that no tensor has to fit into memory. Names are *tied* if one tensor has all of them.
+A file is opened as `Contents`, which has its tensors as `LazyTensor`s: with names, shapes, dtypes,
+and a way to read a part of the values, so that no tensor has to fit into memory. Names are *tied*
+if one tensor has all of them.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def open_contents(
             if id(tensor) not in model_tensor_ids:
                 training_tensors[tensor_name] = tensor
     for tensor in (*tensors.values(), *training_tensors.values()):
-        tensor.check()
+        tensor.check()  # raises an error if its file does not have it
 
     facts = dict(source.facts)
     if largest.place and not source.modules:  # a torch file with the model inside a dictionary
@@ -114,7 +115,7 @@ def _split_state(
     for name, value in state.items():
         if isinstance(value, Tensor):
             _check_tensor(path, name, value)
-            view = view_key(value)
+            view = view_key(value)  # equal for tied tensors: the place in memory, shape and dtype
             if view is None:
                 view = name  # a tensor without memory is tied to no other
             if view not in tensor_of_view:
@@ -123,6 +124,7 @@ def _split_state(
         elif isinstance(value, LazyTensor):
             tensors[name] = value
         else:
+            # Such as a module's extra state. It is small, so it is read now.
             extra[name] = copy_to_memory(read_values(value))
     return tensors, extra
 

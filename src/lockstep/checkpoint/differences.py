@@ -40,12 +40,12 @@ def shape_of(value: object) -> OptionalShape:
 def describe_conflict(saved: object, own: object) -> str | None:
     """Returns both shapes as a text if they differ: "[2, 8] in the file, [5, 8] in the model".
 
-    Returns:
-        None if the shapes are equal, or if one of the values has no shape.
-
     Args:
         saved: a tensor of a file.
         own: the model's tensor of that name.
+
+    Returns:
+        None if the shapes are equal, or if one of the values has no shape.
     """
     saved_shape = shape_of(saved)
     own_shape = shape_of(own)

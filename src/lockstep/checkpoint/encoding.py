@@ -314,12 +314,13 @@ class _Encoder:
             box = Box(*local_box(value))
         else:
             box = Box(offsets=(0,) * value.dim(), sizes=tuple(value.shape))
-        view = view_key(value)
+        view = view_key(value)  # equal for tied tensors; None if it has no memory
         if view in self._tree_of_view:
             return self._tree_of_view[view]
         another_rank_stores_it = is_replicated_copy(value)
         is_whole = box.sizes == value.shape
         if self._main and is_whole and not another_rank_stores_it:
+            # All that rank 0 has whole is stored as one tensor; everything else as shards.
             tree = self._add_tensor(self._to_host(local), path)
         else:
             # The tree names the tensor even if this rank has no elements of it to store.
@@ -514,8 +515,9 @@ class _Decoder:
         return [(self.decode(key), self.decode(value)) for key, value in pairs]
 
     def _decode_ordered_dict(self, tree: Any) -> OrderedDict[Any, Any]:
-        """Returns the dictionary of {"$ordered": pairs, "metadata": ...}, which may be a
-        module's state: then it has the versions of the modules as its metadata.
+        """Returns the dictionary of {"$ordered": pairs, "metadata": ...}.
+
+        If it is the state of a module, its metadata are the versions of the modules inside.
         """
         state = OrderedDict(self._decode_pairs(tree["$ordered"]))
         if "metadata" in tree:

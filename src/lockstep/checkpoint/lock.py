@@ -64,8 +64,9 @@ class Lock:
     def acquire(self) -> None:
         """Takes the lock. If this object has it already, checks that the lock file is still there.
 
-        Called before every save. Each call also sets the time of the lock file, by which runs on
-        other machines see that this run is alive.
+        Several objects of one process share the lock on a folder. Called before every save. Each
+        call also sets the time of the lock file, by which runs on other machines see that this run
+        is alive.
 
         Raises:
             CheckpointError: another run writes into the folder; or this is no longer the folder in
@@ -116,7 +117,8 @@ def find_other_writer(folder: Path) -> str | None:
     """Returns a description of another run that writes into a folder, or None."""
     path = Path(os.path.abspath(folder)) / LOCK_FILE
     if path in _acquired:
-        return None
+        return None  # this process has the lock, so no other run does
+    # If the lock is free, it is taken for an instant: closing the file releases it.
     with suppress(OSError), path.open("rb+") as file:
         return _try_lock(file.fileno(), path)
     return None

@@ -120,13 +120,14 @@ def collect_round(step: int, reports: Sequence[Report], num_virtual_ranks: int) 
             # Several ranks of a machine may have the same state: the first one's file is taken.
             if facts["shared"] and machine not in shared_files:
                 shared_files[machine] = facts["file"]
-            for number in facts["replicas"]:
+            for number in facts["replicas"]:  # the virtual ranks in this file
                 if number not in files:
                     files[number] = {}
                 if machine not in files[number]:
                     files[number][machine] = facts["file"]
             rng_state_of_rank[facts["rank"]] = facts["random"]
 
+    # A virtual rank that is there is its own substitute.
     substitutes = {}
     if files:
         for number in range(num_virtual_ranks):
@@ -350,6 +351,7 @@ def _overwrite(path: Path, tensors: Mapping[str, Tensor]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.pwrite(descriptor, zero_length, 0)
+        # The header with its length before it, then the bytes of each tensor.
         header, *values = file_content(path, tensors)
         os.lseek(descriptor, HEADER_LENGTH_BYTES, os.SEEK_SET)
         storage.write(descriptor, header[HEADER_LENGTH_BYTES:])

@@ -1,8 +1,9 @@
 """Writes one checkpoint so that it is there in full or not at all.
 
-Each rank writes its own part, in a thread while the training goes on, into a hidden folder, and
-flushes it to disk. When all have done so, rank 0 writes the manifest, and one rename puts the
-checkpoint in place. Older checkpoints are removed only after that.
+What a rank stores is its *part*. Each rank writes its part, in a thread while the training goes on,
+into a hidden folder, flushes it to disk, and sends rank 0 a *report* of what it has written. When
+rank 0 has all reports, it writes the *manifest*, which says what belongs to the checkpoint, and one
+rename puts the checkpoint in place. Older checkpoints are removed only after that.
 
 A rank that fails, or is ended by Ctrl-C or SIGTERM, removes the hidden folder, unless its part has
 been written and reported. A process that is killed by SIGKILL cannot: the next save removes it. The
@@ -226,7 +227,7 @@ def write_checkpoint(
             storage.sync_folder(temporary)
             check()  # the run may have been ended meanwhile
             _put_in_place(temporary, final)
-        except BaseException:
+        except BaseException:  # also Ctrl-C, and what `check` raises
             remove_unfinished(temporary)
             raise
         # The new checkpoint is sound, even if it has replaced a damaged one of its name.

@@ -250,7 +250,8 @@ class Checkpoint:
         self._copies.begin(states.values())
         try:
             # Second exchange: all ranks have copied their states, and the folder exists. Only then
-            # may the training go on and change the states, and only then does any rank write.
+            # may the training go on and change the states, and only then does any rank write. All
+            # ranks get the name of the folder from rank 0.
             prepared, folder_names = exchange_on_all_ranks(
                 self._collectives,
                 self._action,
@@ -405,7 +406,7 @@ class Checkpoint:
             if path is None:
                 # The save was left out because an earlier one was being written. Now that is done.
                 path = self.save()
-            self.wait()
+                self.wait()
             self._world.print(f"stopped by SIGTERM; {path} is complete, resume() goes on")
             raise SystemExit(EXIT_CODE_AFTER_SIGTERM)
         return path
@@ -430,7 +431,8 @@ class Checkpoint:
             if self._resume_round(self._rounds, self._virtual_ranks):
                 return True
         action = f"resuming from {self.folder}"
-        # Only rank 0 reads all files, to find out whether a checkpoint is sound.
+        # Each rank tells the others what it sees in the folder. Only rank 0 reads all files, to
+        # find out whether a checkpoint is sound.
         find = find_latest_sound if self._collectives.topology.is_main else find_latest_complete
         _, answers = exchange_on_all_ranks(
             self._collectives, action, lambda: (None, find(self.folder).as_json())
@@ -443,6 +445,7 @@ class Checkpoint:
             self.last_resume_note = f"nothing to resume in {self.folder}"
             return False
         path = self.folder / chosen.name
+        # If any rank cannot read its states, no rank loads any.
         loaded = run_on_all_ranks(
             self._collectives, action, lambda: self._read_states(path, chosen.id)
         )

@@ -201,7 +201,7 @@ class Writer:
         try:
             run_on_all_ranks(self._collectives, self._action, finish_and_release)
         except RuntimeError as error:
-            # The process group may be gone because another rank has failed, which is reported
-            # elsewhere.
+            # An error that is not ours comes from the process group, which is gone because another
+            # rank has failed. That is reported elsewhere, so only rank 0 raises it.
             if isinstance(error, LockstepError) or self._collectives.topology.is_main:
                 raise

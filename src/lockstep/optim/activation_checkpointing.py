@@ -27,7 +27,7 @@ from torch.utils import checkpoint
 from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.module_filter import ModuleFilter, candidates, repeated_blocks, select_modules
-from lockstep.optim.saved_activations import measure
+from lockstep.optim.saved_activations import Activations, measure
 from lockstep.settings import check_whole_number
 from lockstep.units import parse_bytes
 
@@ -35,7 +35,7 @@ Example = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The positional and the keyword arguments of one call of a model."""
 
 MAX_BLOCKS_COMPARED = 8
-"""How many blocks are compared before the next one is chosen."""
+"""How many of the remaining blocks are compared before the next one is chosen."""
 SHARE_OF_FREE_MEMORY = 0.9
 """What `budget="auto"` uses of the free memory. Some is lost between tensors and to kernels."""
 TENSORS_PER_PARAMETER = 3
@@ -177,13 +177,37 @@ def _choose_by_budget(
         args, kwargs = example
         activations = measure(module, blocks, args, kwargs)
 
-    # Blocks are known by their numbers in `blocks` here. Those that save most stand first.
+    # From here on blocks are identified by their numbers in `blocks`.
     recomputed = {number for number in activations.inside if _recomputes(blocks[number])}
+    peaks = _add_until_it_fits(activations, recomputed, max_bytes)
+    if peaks[-1] > max_bytes:
+        raise SettingError(
+            f"checkpoint_activations(..., budget={budget!r})",
+            f"{max_bytes:,} bytes; the least that any choice keeps is {min(peaks):,}, and "
+            f"{peaks[0]:,} are kept as it is",
+            "make the example (and micro_batch_size) smaller, or choose other submodules",
+        )
+    return [blocks[number] for number in sorted(recomputed)]
+
+
+def _add_until_it_fits(activations: Activations, recomputed: set[int], max_bytes: int) -> list[int]:
+    """Adds blocks to those that recompute, one by one, until what is kept fits into a budget.
+
+    Args:
+        activations: what each block keeps.
+        recomputed: the numbers of the blocks that recompute. The new ones are added.
+        max_bytes: the budget.
+
+    Returns:
+        The peaks of memory in bytes: before the first block was added, and after each. The last one
+        exceeds the budget if it does not fit even with all blocks.
+    """
+    # Those that save most stand first.
     remaining = [number for number in activations.by_saving() if number not in recomputed]
-    peaks = [activations.peak(recomputed)]  # in bytes; one more after each choice
+    peaks = [activations.peak(recomputed)]
     while peaks[-1] > max_bytes and remaining:
-        # Of the blocks that save most, take the one with which the peak is lowest: the later a
-        # block runs, the more is kept while it is recomputed.
+        # Of the first few, take the one with which the peak is lowest: the later a block runs, the
+        # more is kept while it is recomputed.
         best = remaining[0]
         lowest_peak = activations.peak(recomputed | {best})
         for number in remaining[1:MAX_BLOCKS_COMPARED]:
@@ -194,14 +218,7 @@ def _choose_by_budget(
         remaining.remove(best)
         recomputed.add(best)
         peaks.append(lowest_peak)
-    if peaks[-1] > max_bytes:
-        raise SettingError(
-            f"checkpoint_activations(..., budget={budget!r})",
-            f"{max_bytes:,} bytes; the least that any choice keeps is {min(peaks):,}, and "
-            f"{peaks[0]:,} are kept as it is",
-            "make the example (and micro_batch_size) smaller, or choose other submodules",
-        )
-    return [blocks[number] for number in sorted(recomputed)]
+    return peaks
 
 
 def _free_bytes(module: nn.Module) -> int:

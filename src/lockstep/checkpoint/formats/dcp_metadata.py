@@ -141,7 +141,8 @@ def _check_operations(content: bytes) -> None:
         if number > MAX_OPERATIONS or is_too_large_index:
             raise ValueError("it would take more memory than any metadata does")
 
-        # Takes from the stack what the operation takes, and adds up the sizes.
+        # Takes from the stack what the operation takes, and adds up the sizes. pickletools has a
+        # list of what that is (`stack_before`), and of what the operation puts there instead.
         operands = operation.stack_before
         if pickletools.markobject in operands:
             # It takes everything above the last mark, and some values below the mark.
@@ -159,7 +160,7 @@ def _check_operations(content: bytes) -> None:
         elif operation.name in GET_OPERATIONS:
             sizes.append(memo[index])
         elif operation.name in PUT_OPERATIONS:
-            memo[index] = sizes[-1]
+            memo[index] = sizes[-1]  # the value itself stays on the stack
         elif operation.name == "MEMOIZE":
             memo[len(memo)] = size  # it has taken one value, and puts it back
             sizes.append(size)
@@ -171,7 +172,7 @@ def _check_operations(content: bytes) -> None:
                 new_size = size + 1
             if new_size > MAX_TUPLE_VALUES:
                 raise ValueError("it has a tuple that is larger than any of metadata")
-            sizes += [new_size] * len(operation.stack_after)
+            sizes += [new_size] * len(operation.stack_after)  # one value, or none
 
 
 def state_of_record(record: Any, class_name: str) -> dict[str, Any]:

@@ -235,8 +235,10 @@ def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
         indexes = sorted(folder.glob(f"*{INDEX_ENDING}"))
         files = sorted(folder.glob("*.safetensors"))
         if not indexes and not files:
+            # The usual name of a torch file with published weights; no files if it is not there.
             files = sorted(folder.glob("pytorch_model.bin"))
-    # Many publish the same weights in both forms side by side.
+    # Many publish the same weights in both forms side by side: "model.safetensors.index.json" and
+    # "pytorch_model.bin.index.json". The safetensors are taken.
     safetensors_indexes = [index for index in indexes if ".safetensors" in index.suffixes]
     if safetensors_indexes:
         indexes = safetensors_indexes

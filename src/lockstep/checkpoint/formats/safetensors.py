@@ -212,7 +212,7 @@ def file_content(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[memoryvi
         CheckpointError: the format cannot hold a tensor's dtype.
     """
     # The largest elements come first, as safetensors orders them: so each tensor begins at a
-    # multiple of the size of its elements.
+    # multiple of the size of its elements. Those of one size are in the order of their names.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     yield memoryview(_make_header(path, ordered))
     for _, tensor in ordered:

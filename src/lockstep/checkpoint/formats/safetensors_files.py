@@ -80,7 +80,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
                 "use no index from a source that you do not trust; its files are plain names",
             )
     num_torch_files = len([name for name in weight_map.values() if name.endswith(TORCH_ENDINGS)])
-    if 0 < num_torch_files < len(weight_map):
+    if 0 < num_torch_files < len(weight_map):  # some, but not all
         raise unreadable(
             path,
             "it names safetensors files and files of torch.save",

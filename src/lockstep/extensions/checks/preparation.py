@@ -70,33 +70,16 @@ class PreparationCheck(Check):
         self._prepared_optimizers.append(optimizer)
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Looks at the parameters that the loss reaches, and posts their checksums if it is time.
-
-        It does so only for the first losses of each line of the script, because reading a graph
-        takes long.
-        """
+        """Looks at the parameters that the loss reaches; posts their checksums if that is due."""
         self._num_backwards += 1
-        if not self._is_active:
-            return
-        if self._num_backwards > MAX_BACKWARDS_WATCHED and not self._unprepared_models:
-            return
-        if not self.run.collectives.contributes:
-            return  # an earlier stage of a pipeline, whose loss is not used
-        if not loss.requires_grad:
-            return
-        location = user_location()
+        location = self._line_to_look_at(loss)
         if location is None:
             return
-        num_right = self._right_losses.get(location, 0)
-        if num_right >= MAX_RIGHT_LOSSES_PER_LINE:
-            return
         model = self._unprepared_models.get(location)
-        if model is not None and (model.was_posted or model.first_checksum is None):
-            return  # it was compared, or cannot be
         prepared_ids = {id(parameter) for parameter in self._prepared_parameters()}
         leaves = unprepared_leaves(loss, prepared_ids)
         if leaves is None or self._may_be_right(leaves):
-            self._right_losses[location] = num_right + 1
+            self._right_losses[location] = self._right_losses.get(location, 0) + 1
             self._unprepared_models.pop(location, None)
             return
         parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
@@ -108,6 +91,31 @@ class PreparationCheck(Check):
         model.update_checksum()
         if model.num_backwards >= BACKWARDS_BEFORE_COMPARISON:
             self._post(model)
+
+    def _line_to_look_at(self, loss: Tensor) -> Location | None:
+        """Returns the line of the script that has given this loss to `World.backward`.
+
+        Returns:
+            None if the graph of the loss is not to be read. Reading takes long, so it is done only
+            for the first losses of each line, until it is known whether they are right.
+        """
+        if not self._is_active:
+            return None
+        if self._num_backwards > MAX_BACKWARDS_WATCHED and not self._unprepared_models:
+            return None
+        if not self.run.collectives.contributes:
+            return None  # an earlier stage of a pipeline, whose loss is not used
+        if not loss.requires_grad:
+            return None
+        location = user_location()
+        if location is None:
+            return None
+        if self._right_losses.get(location, 0) >= MAX_RIGHT_LOSSES_PER_LINE:
+            return None
+        model = self._unprepared_models.get(location)
+        if model is not None and (model.was_posted or model.first_checksum is None):
+            return None  # the model of this line was compared, or cannot be
+        return location
 
     def _prepared_parameters(self) -> list[Tensor]:
         """Returns all parameters of prepared modules, and those that a strategy has replaced.
