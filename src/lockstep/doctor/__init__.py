@@ -93,6 +93,7 @@ def judge(facts: Mapping[str, Facts]) -> dict[str, Finding]:
 
 
 def _judge_check(check: str, facts: Facts) -> Finding:
+    """Returns the finding of one check: a warning if its facts are not known."""
     if UNKNOWN in facts:
         do = "what it looked at may hang or be broken"
         return Finding(WARNING, f"not known: {facts[UNKNOWN]}", do)

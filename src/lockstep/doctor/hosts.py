@@ -150,6 +150,7 @@ class _Examination:
 
     async def _read_clocks(self) -> None:
         """Adds to the facts of each machine by how many seconds its clock is ahead: `clock`."""
+        # A small part of the time: a process that does not hang tells its time at once.
         answers = await self._ask(_read_clock, self._remaining_s() / 12)
         for name, answer in answers.items():
             self.facts[name].update(answer)

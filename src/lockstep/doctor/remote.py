@@ -76,6 +76,7 @@ def facts(
 
 
 def _digest(file: Path) -> dict[str, Any] | None:
+    """Returns some digits of the digest of a file; None if there is no such file."""
     if not file.is_file():
         return None
     return {"digest": hashlib.sha256(file.read_bytes()).hexdigest()[:8]}

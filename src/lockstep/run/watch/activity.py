@@ -226,23 +226,37 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
         wait: what its stack says about its wait: the function in which it waits (`op`; empty if
             there is none), and whether that is certain.
     """
-    in_unrecorded_function = wait.op in _UNRECORDED_FUNCTIONS  # such as `recv`, with Gloo
-    # At first all calls that are not known to have completed.
-    candidates: Sequence[CollectiveCall] = state.pending_calls()
-    if wait.certain and wait.op and not in_unrecorded_function:
+    pending = state.pending_calls()  # the calls that are not known to have completed
+    if wait.op in _UNRECORDED_FUNCTIONS:  # such as `recv`, with Gloo
+        started_call = _started_call(pending)
+        if started_call is not None:
+            return started_call
+        # Another pending collective does not explain this wait; it may be of another thread.
+        return _latest_call([call for call in pending if call.p2p])
+    if wait.certain and wait.op:
         # The stack proves that the main thread is inside a recorded call: it is its latest one.
         all_calls = state.calls or ()
         calls_of_main_thread = [call for call in all_calls if call.thread == state.main_thread]
         # A record may lack the threads of its calls.
         candidates = calls_of_main_thread or all_calls
-    # NCCL's record says which call a GPU has started, and is in now. Gloo's never says so.
-    for call in candidates:
+        return _started_call(candidates) or _latest_call(candidates)
+    return _started_call(pending) or _latest_call(pending)
+
+
+def _started_call(calls: Sequence[CollectiveCall]) -> CollectiveCall | None:
+    """Returns the call that a GPU has started, and is in now, or None.
+
+    NCCL's record tells it. Gloo's calls are never recorded as started.
+    """
+    for call in calls:
         if call.state == "started":
             return call
-    if in_unrecorded_function:
-        # A pending collective does not explain this wait; it may belong to another thread.
-        candidates = [call for call in candidates if call.p2p]
-    return candidates[-1] if candidates else None  # the latest, as they are in order of time
+    return None
+
+
+def _latest_call(calls: Sequence[CollectiveCall]) -> CollectiveCall | None:
+    """Returns the last of a rank's calls, which are in order of time; None if there is none."""
+    return calls[-1] if calls else None
 
 
 # --- Processor time

@@ -41,19 +41,18 @@ def deadlock(case: Case) -> Verdict | None:
         # a deadlock only if nothing is under way, or if a rank is in a mismatched collective.
         has_mismatched_rank = bool(case.graph.mismatched & waiting.keys())
         is_deadlock = case.nothing_in_transit or has_mismatched_rank
+        # It is concluded from idle processors that nothing is under way. A GPU sends without them.
+        is_proven = case.nothing_in_transit and not _uses_gpu(waiting)
+        advice = advice_on_p2p(waiting)
     else:
         # If all ranks wait in the same collective, it is the network that does not move.
         ops = {activity.op for activity in waiting.values()}
         calls_differ = mismatch is not None or len(ops) > 1
         is_deadlock = calls_differ or _create_different_groups(waiting)
+        is_proven = True
+        advice = _advice(waiting, mismatch)
     if not is_deadlock:
         return None
-    # That nothing is in transit was concluded from idle processors. A GPU transfers without them.
-    uses_gpu = any(
-        activity.call is not None and activity.call.backend == "nccl"
-        for activity in waiting.values()
-    )
-    is_proven = not has_p2p or (case.nothing_in_transit and not uses_gpu)
     all_wait = all(rank in case.graph.waits_for for rank in case.alive)
     headline = (
         f"deadlock: {format_ranks(waiting)} {conjugate('waits', len(waiting))} in "
@@ -64,10 +63,18 @@ def deadlock(case: Case) -> Verdict | None:
         "deadlock",
         _ranks_at_fault(waiting, mismatch),
         headline,
-        advice_on_p2p(waiting) if has_p2p else _advice(waiting, mismatch),
+        advice,
         fatal=is_proven and all_wait,
         mismatch=mismatch,
     )
+
+
+def _uses_gpu(waiting: Mapping[int, Activity]) -> bool:
+    """True if a rank waits in a call of NCCL's, which its GPU executes."""
+    for activity in waiting.values():
+        if activity.call is not None and activity.call.backend == "nccl":
+            return True
+    return False
 
 
 def _with_present_lines(mismatch: Mismatch, waiting: Mapping[int, Activity]) -> Mismatch:

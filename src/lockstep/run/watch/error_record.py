@@ -245,6 +245,7 @@ def _handled_error(error: BaseException) -> BaseException | None:
 
 
 def _type_name(error: BaseException) -> str:
+    """Returns the name of an exception's class: `ValueError`, `socket.gaierror`."""
     module = type(error).__module__
     name = type(error).__qualname__
     needs_no_module = module in ("builtins", "__main__") or module.startswith("lockstep.")

@@ -155,11 +155,25 @@ def first_failure(
     if not roots:
         return None
 
-    # They come back in the order of time. Each later one is either too close to the first to be put
-    # after it, or a consequence of it. Only a later Ctrl-C is not worth a word.
+    return replace(
+        _first_of_roots(roots, explained),
+        ended_by_lockstep=tuple(sorted(end.rank for end in ends.ended_by_lockstep)),
+        folder=folder,
+    )
+
+
+def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatus]) -> FirstFailure:
+    """Returns the earliest root, which also says what happened at the same time and after it.
+
+    Args:
+        roots: one or more failures, in any order.
+        followers: how those ranks ended whose lost peer is explained by the roots.
+    """
     first, *later_roots = _merge_equal_roots(roots)
     at_the_same_time: list[str] = []
-    consequences = _describe_followers(explained)
+    consequences = _describe_followers(followers)
+    # A later root is either too close to the first one to be put after it, or a consequence of it.
+    # Only a later Ctrl-C is neither: it is not worth a word.
     for root in later_roots:
         if _cannot_be_ordered(first, root):
             at_the_same_time.append(_describe_root(root, first.host))
@@ -167,11 +181,7 @@ def first_failure(
             delay = f"{root.time - first.time:.1f} s later"
             consequences.append(f"{root.subject} ({root.headline}, {delay})")
     return replace(
-        first,
-        at_the_same_time=tuple(at_the_same_time),
-        consequences=tuple(consequences),
-        ended_by_lockstep=tuple(sorted(end.rank for end in ends.ended_by_lockstep)),
-        folder=folder,
+        first, at_the_same_time=tuple(at_the_same_time), consequences=tuple(consequences)
     )
 
 
@@ -275,7 +285,8 @@ def _describe_followers(followers: Sequence[ExitStatus]) -> list[str]:
     """Returns texts such as `ranks 0-3 (Connection closed by peer)`, one for each error."""
     ranks_by_text: dict[str, list[int]] = {}
     for end in sorted(followers, key=lambda end: end.rank):
-        ranks_by_text.setdefault(_lost_peer_text(end) or "", []).append(end.rank)
+        text = _lost_peer_text(end) or ""  # it is what makes it a follower, so it is not None
+        ranks_by_text.setdefault(text, []).append(end.rank)
     return [f"{format_ranks(ranks)} ({text})" for text, ranks in ranks_by_text.items()]
 
 

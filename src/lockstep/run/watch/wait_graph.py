@@ -286,12 +286,14 @@ def _ranks_whose_call_would_help(
             completable_calls[call.key, call.seq] = call  # once, also if many ranks wait in it
     for call in completable_calls.values():
         helpful_ranks |= table.missing_ranks(call)
-    # Ranks whose partners are unknown: any rank that they are assumed to wait for may help.
-    ranks_by_assumption: dict[frozenset[int], list[int]] = {}
+    # Ranks whose partners are unknown: any other rank that they are assumed to wait for may help.
+    # For each such rank that is `graph.waits_for[rank] - {rank}`. But thousands of ranks may share
+    # one set. So each set is looked at once, with all the ranks that wait for it.
+    ranks_by_awaited_set: dict[frozenset[int], list[int]] = {}
     for rank in graph.deadlocked & graph.partners_unknown:
-        ranks_by_assumption.setdefault(graph.waits_for[rank], []).append(rank)
-    for awaited, waiting_ranks in ranks_by_assumption.items():
-        # Each of these ranks waits for all of the set but itself. Two of them wait for all of it.
+        ranks_by_awaited_set.setdefault(graph.waits_for[rank], []).append(rank)
+    for awaited, waiting_ranks in ranks_by_awaited_set.items():
+        # Of two ranks that wait for the set, each may be helped by the other one.
         if len(waiting_ranks) == 1:
             helpful_ranks |= awaited - set(waiting_ranks)
         else:
