@@ -89,6 +89,25 @@ def test_all_ranks_get_all_hosts_in_the_order_of_ranks(size: int) -> None:
     assert decisions == [[f"host{rank // 2}" for rank in range(size)]] * size
 
 
+def test_machines_of_the_same_name_are_told_apart_by_their_boot_id() -> None:
+    store = dist.HashStore()
+    places = [("host", "a"), ("host", "b"), ("host", "a"), ("other", "a")]
+    decisions: list[Decision] = [[]] * len(places)
+
+    def run(rank: int) -> None:
+        host, boot_id = places[rank]
+        topology = rank_of(rank, len(places)).topology
+        join = Join(store, topology, {}, "a table", 600.0, host=host, boot_id=boot_id)
+        decisions[rank] = join.agree()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(places))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert decisions == [["host", "host (2)", "host", "other"]] * len(places)
+
+
 class Counting:
     """A store that counts the bytes that one rank reads."""
 

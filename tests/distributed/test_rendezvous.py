@@ -16,10 +16,16 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+import lockstep
 from lockstep.distributed import rendezvous
 from lockstep.distributed.backend import choose_backend, close_group, open_group
 from lockstep.distributed.manifest import collect
-from lockstep.distributed.network import Endpoint, local_addresses, wait_until
+from lockstep.distributed.network import (
+    Endpoint,
+    is_loopback_address,
+    local_addresses,
+    wait_until,
+)
 from lockstep.distributed.rendezvous import join, parse_init_method
 from lockstep.distributed.topology import Topology, detect
 from lockstep.errors import (
@@ -152,6 +158,39 @@ def test_on_one_machine_rank_0_listens_on_loopback_alone(free_port: Callable[[],
     for name in ("localhost", own[-1]):
         environment = by_hand(2, free_port(), name)
         assert run_ranks(where_rank_0_listens, 2, environment=environment) == [["127.0.0.1"], []]
+
+
+def place_in_run(init_method: str | None) -> tuple[int, int, int]:
+    with lockstep.init(init_method=init_method, device="cpu") as world:
+        total = torch.tensor(1.0)
+        dist.all_reduce(total)
+        assert total.item() == world.size
+        return world.local_rank, world.local_size, world.node_rank
+
+
+@pytest.mark.parametrize("with_local_rank", [False, True])
+@pytest.mark.parametrize("method", ["env", "tcp", "tcp on loopback", "file"])
+def test_without_a_local_world_size_the_ranks_of_a_machine_are_counted(
+    method: str, with_local_rank: bool, free_port: Callable[..., int], tmp_path: Path
+) -> None:
+    own_addresses = [addresses[0] for addresses in local_addresses().values()]
+    outside_addresses = [address for address in own_addresses if not is_loopback_address(address)]
+    if not outside_addresses:
+        pytest.skip("this machine has no address but loopback")
+    host = "127.0.0.1" if method == "tcp on loopback" else outside_addresses[0]
+    port = free_port(host)
+
+    def environment(rank: int) -> dict[str, str]:
+        variables = {"RANK": str(rank), "WORLD_SIZE": "3"}
+        if with_local_rank:
+            variables["LOCAL_RANK"] = str(rank)
+        if method == "env":
+            variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        return variables
+
+    init_method = {"env": None, "file": f"file://{tmp_path}/f"}.get(method, f"tcp://{host}:{port}")
+    places = run_ranks(place_in_run, 3, init_method, environment=environment)
+    assert places == [(0, 3, 0), (1, 3, 0), (2, 3, 0)]
 
 
 @pytest.fixture(params=["tcp", "file", "agent"])

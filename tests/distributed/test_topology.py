@@ -48,6 +48,7 @@ def topology(
     source: str,
     *,
     agent_store: bool = False,
+    unknown: frozenset[str] = frozenset(),
 ) -> Topology:
     return Topology(
         rank=ranks[0],
@@ -59,11 +60,13 @@ def topology(
         master_port=master[1],
         source=source,
         agent_store=agent_store,
+        unknown=unknown,
     )
 
 
 BY_HAND = "RANK and WORLD_SIZE"
 M = ("10.0.0.1", 29501)
+NOTHING_LOCAL = frozenset({"local_rank", "local_size", "node_rank"})
 
 
 @pytest.mark.parametrize(
@@ -93,13 +96,27 @@ M = ("10.0.0.1", 29501)
             ["--local-rank", "1"],
             topology((5, 8), (1, 4), 1, M, BY_HAND),
         ),
-        # by hand: a loopback master means that all ranks are here, another one that none other is
+        # by hand: a loopback master means that all ranks are here, another one says nothing
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5"},
             [],
             topology((1, 2), (1, 2), 0, ("127.0.0.1", 5), BY_HAND),
         ),
-        ({**MASTER, "RANK": "1", "WORLD_SIZE": "2"}, [], topology((1, 2), (0, 1), 1, M, BY_HAND)),
+        (
+            {**MASTER, "RANK": "1", "WORLD_SIZE": "2"},
+            [],
+            topology((1, 2), (0, 1), 1, M, BY_HAND, unknown=NOTHING_LOCAL),
+        ),
+        (
+            {**MASTER, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+            [],
+            topology((1, 2), (1, 2), 1, M, BY_HAND, unknown=NOTHING_LOCAL - {"local_rank"}),
+        ),
+        (
+            {**MASTER, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "GROUP_RANK": "1"},
+            [],
+            topology((3, 4), (1, 2), 1, M, BY_HAND, unknown=frozenset({"local_size"})),
+        ),
         ({"RANK": "0", "WORLD_SIZE": "1"}, [], topology((0, 1), (0, 1), 0, (None, None), BY_HAND)),
         (SLURM, [], topology((3, 4), (1, 2), 1, ("gpu07", port_of("77.2")), "Slurm")),
         (
@@ -142,6 +159,37 @@ M = ("10.0.0.1", 29501)
 )
 def test_who_am_i(environ: dict[str, str], argv: list[str], expected: Topology | None) -> None:
     assert detect(environ, argv) == expected
+
+
+@pytest.mark.parametrize("variables", [["RANK"], ["RANK", "LOCAL_RANK"]])
+def test_the_ranks_of_a_machine_are_counted_if_nothing_says_how_many_it_has(
+    variables: list[str],
+) -> None:
+    hosts = ["a", "a", "a", "b", "b"]
+    local_ranks = [0, 1, 2, 0, 1]
+    for rank, local_rank in enumerate(local_ranks):
+        numbers = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        environ = {**MASTER, "WORLD_SIZE": "5"} | {name: numbers[name] for name in variables}
+        place = detect(environ)
+        assert place is not None
+        assert not place.one_node
+        node = 0 if rank < 3 else 1
+        expected = topology((rank, 5), (local_rank, 3 - node), node, M, BY_HAND)
+        assert place.with_hosts(hosts) == expected
+        everything_here = place.with_hosts(["a"] * 5)
+        assert everything_here.one_node
+        assert (everything_here.local_size, everything_here.node_rank) == (5, 0)
+
+
+def test_what_the_environment_says_is_kept() -> None:
+    place = detect({**TORCHRUN})
+    assert place is not None
+    assert place.with_hosts(["a"] * 8) == place
+    # Two containers of one machine that have host names of their own.
+    environ = {**MASTER, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    in_container = detect(environ)
+    assert in_container is not None
+    assert in_container.with_hosts(["a", "b"]) == topology((1, 2), (1, 2), 1, M, BY_HAND)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from torch.distributed import Store
 
 from lockstep import errors
 from lockstep.distributed.manifest import mismatches
-from lockstep.distributed.network import wait_until
+from lockstep.distributed.network import boot_id, wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.wording import format_ranks, group_by_key
 
@@ -61,6 +61,8 @@ class JoinRequest:
     started: float
     """When the process was created, in seconds since 1970."""
     manifest: Mapping[str, str]
+    boot_id: str = ""
+    """Changes whenever the machine is started; empty if its system has no such number."""
 
     @property
     def process(self) -> str:
@@ -71,6 +73,24 @@ class JoinRequest:
 def read_request(store: Store, key: str) -> JoinRequest:
     """Returns the request that was written under a key; the key must exist."""
     return JoinRequest(**json.loads(store.get(key)))
+
+
+def name_machines(requests: Sequence[JoinRequest]) -> list[str]:
+    """Returns a name for the machine of each request, which is equal for those of one machine.
+
+    The name is the host name. If several machines have the same one, the second is called "name
+    (2)", and so on. As for NCCL, two processes are on one machine if both host name and boot id are
+    equal: containers of one machine share the boot id, and machines may share a host name.
+    """
+    boot_ids_of_host: dict[str, list[str]] = {}
+    names = []
+    for request in requests:
+        boot_ids = boot_ids_of_host.setdefault(request.host, [])
+        if request.boot_id not in boot_ids:
+            boot_ids.append(request.boot_id)
+        number = boot_ids.index(request.boot_id) + 1
+        names.append(request.host if number == 1 else f"{request.host} ({number})")
+    return names
 
 
 @dataclass
@@ -88,6 +108,7 @@ class Join:
     file: Path | None = None
     """The file of the store, if it has one. Rank 0 removes it if the join fails."""
     host: str = field(default_factory=socket.gethostname)
+    boot_id: str = field(default_factory=boot_id)
     requests: list[JoinRequest] = field(default_factory=list)
     """The requests that rank 0 has read."""
 
@@ -95,7 +116,7 @@ class Join:
         """Asks to join and returns when rank 0 has decided to start the run.
 
         Returns:
-            The host of each rank.
+            The host of each rank, as `name_machines` returns them.
 
         Raises:
             JoinError, RanksDifferError: the same on all ranks.
@@ -130,6 +151,7 @@ class Join:
             pid=process.pid,
             started=process.create_time(),
             manifest=dict(self.manifest),
+            boot_id=self.boot_id,
         )
         self.store.set(f"request/{request.number}", json.dumps(vars(request)))
         return request
@@ -251,7 +273,7 @@ class Join:
         error_fields = None
         if error is not None:
             error_fields = (type(error).__name__, error.was_set, error.found, error.do)
-        hosts = [member.host for member in members]
+        hosts = name_machines(members)
         # Consecutive ranks mostly share a host, so each host is written once, with their number.
         host_counts = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
         if error is None:

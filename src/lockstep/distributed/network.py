@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.errors import MasterUnreachableError, PortTakenError, SettingError
@@ -41,7 +42,18 @@ MAX_ATTEMPTS_PER_SECOND = 4000
 """How often all ranks that wait for the same thing look for it; more would overload the store."""
 
 
-# The addresses of this machine
+# This machine
+
+
+def boot_id() -> str:
+    """Returns a random number that Linux draws when the machine is started; else "".
+
+    Together with the host name it tells machines apart, as in NCCL.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def local_addresses() -> dict[str, list[str]]:

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,9 +45,6 @@ from lockstep.settings import Choice, Settings, settings_of_ranks
 if TYPE_CHECKING:
     from lockstep.distributed.rendezvous import Joined
 
-
-SCRIPT_SOURCE = "the script"
-"""The `source` of a topology whose rank and world size are arguments of `lockstep.init`."""
 
 MAIN_PROCESS_FIRST_TIMEOUT = timedelta(days=7)
 """Long enough for any work of rank 0. A rank that has died ends the run in other ways."""
@@ -176,7 +173,7 @@ def join_run(
     try:
         if topology.size > 1:
             joined = _meet_other_ranks(topology, settings, environ)
-            topology = _add_local_rank(topology, joined)
+            topology = topology.with_hosts(joined.hosts)
         run, choices = _set_up_run(topology, settings, environ, joined)
     except BaseException:
         close_group()
@@ -221,11 +218,12 @@ def _find_topology(
         )
     # Without a launcher nothing says which processes share this machine. If the address of rank 0
     # is a loopback address, all of them do. Otherwise each is taken to be alone on its machine
-    # until the ranks have met (`_add_local_rank`).
+    # until the ranks have met (`Topology.with_hosts`).
     master_host = environ.get("MASTER_ADDR")
     if init_method is not None and init_method.startswith("tcp://"):
         master_host = urlsplit(init_method).hostname
     all_on_this_machine = network.means_loopback(master_host)
+    unknown = () if all_on_this_machine else ("local_rank", "local_size", "node_rank")
     return Topology(
         rank=rank,
         size=world_size,
@@ -234,7 +232,8 @@ def _find_topology(
         node_rank=0 if all_on_this_machine else rank,
         master_addr=environ.get("MASTER_ADDR"),
         master_port=port(environ),
-        source=SCRIPT_SOURCE,
+        source="the script",
+        unknown=frozenset(unknown),
     )
 
 
@@ -263,19 +262,6 @@ def _meet_other_ranks(topology: Topology, settings: Settings, environ: Mapping[s
         manifest=collect(compared_settings),
         timeout=settings.join_timeout_s,
         attempt=f"{run_id}.{restart_count}.{_num_joins}",
-    )
-
-
-def _add_local_rank(topology: Topology, joined: Joined) -> Topology:
-    """Completes a topology that came from the script, now that the hosts of all ranks are known."""
-    if topology.source != SCRIPT_SOURCE:
-        return topology
-    hosts_in_order = list(dict.fromkeys(joined.hosts))
-    return replace(
-        topology,
-        local_rank=joined.ranks_on_this_host.index(topology.rank),
-        local_size=len(joined.ranks_on_this_host),
-        node_rank=hosts_in_order.index(joined.hosts[topology.rank]),
     )
 
 

@@ -195,7 +195,9 @@ def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint |
     if parts.path.strip("/") or parts.query:
         found = "something follows the port; rank and world_size are arguments of init"
         raise _malformed(init_method, found)
-    return Endpoint(host, port, topology.one_node)
+    # At a loopback address only processes of this machine can meet.
+    one_node = topology.one_node or network.means_loopback(host)
+    return Endpoint(host, port, one_node)
 
 
 def _endpoint_of_environment(topology: Topology) -> Endpoint:

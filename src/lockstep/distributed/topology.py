@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.distributed.network import LOOPBACK, means_loopback
 from lockstep.errors import SettingError
@@ -82,6 +82,10 @@ class Topology:
     """What the place was read from, for messages: `torchrun`, `Slurm`, ..."""
     memory: tuple[str, ...] = ()
     """Two files in memory that the launcher keeps open for this rank and its successors."""
+    unknown: frozenset[str] = frozenset()
+    """Which of `local_rank`, `local_size` and `node_rank` the environment does not say. Until the
+    ranks have met (`with_hosts`) they have the values of a rank that is alone on its machine, or
+    whose machine has no more ranks than its own local rank shows."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -104,8 +108,36 @@ class Topology:
 
     @property
     def one_node(self) -> bool:
-        """True if all processes run on this machine."""
-        return self.local_size == self.size
+        """True if all processes are known to run on this machine."""
+        return self.local_size == self.size and "local_size" not in self.unknown
+
+    def with_hosts(self, hosts: Sequence[str]) -> Topology:
+        """Returns the same place with the values that were unknown.
+
+        Args:
+            hosts: the host of each rank, which the ranks know once they have met.
+        """
+        this_host = hosts[self.rank]
+        ranks_here = [rank for rank, host in enumerate(hosts) if host == this_host]
+        different_hosts = list(dict.fromkeys(hosts))  # in the order of their first ranks
+        local_rank = self.local_rank
+        if "local_rank" in self.unknown:
+            local_rank = ranks_here.index(self.rank)
+        local_size = self.local_size
+        if "local_size" in self.unknown:
+            # Containers of one machine may each have a host name of their own, and a LOCAL_RANK
+            # that counts the ranks of the machine.
+            local_size = max(len(ranks_here), local_rank + 1)
+        node_rank = self.node_rank
+        if "node_rank" in self.unknown:
+            node_rank = different_hosts.index(this_host)
+        return replace(
+            self,
+            local_rank=local_rank,
+            local_size=local_size,
+            node_rank=node_rank,
+            unknown=frozenset(),
+        )
 
 
 @dataclass(frozen=True)
@@ -153,17 +185,26 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
     local_size = _optional_number(environ, "LOCAL_WORLD_SIZE")
     if not local_size:
         local_size = _optional_number(environ, "LOCAL_SIZE")
-    if local_size is None:
-        # Nothing says how many ranks share this machine. If the master's address is a loopback
-        # address, all do; otherwise at least those up to this one's local rank.
-        all_on_this_machine = size == 1 or means_loopback(master_addr)
-        local_size = size if all_on_this_machine else (local_rank or 0) + 1
-    if local_rank is None:
-        local_rank = rank % local_size
+    if local_size is None and (size == 1 or means_loopback(master_addr)):
+        local_size = size  # only processes of one machine can meet at a loopback address
     node_rank = _optional_number(environ, "GROUP_RANK")
-    if node_rank is None:
-        # rank - local_rank is the first rank of this machine; those before it fill whole machines.
-        node_rank = (rank - local_rank) // local_size
+    unknown = set()
+    if local_size is not None:
+        if local_rank is None:
+            local_rank = rank % local_size
+        if node_rank is None:
+            # rank - local_rank is the first rank of this machine; those before fill whole machines.
+            node_rank = (rank - local_rank) // local_size
+    else:
+        # Nothing says which ranks share this machine, so it is seen when they have met.
+        unknown.add("local_size")
+        if local_rank is None:
+            unknown.add("local_rank")
+            local_rank = 0
+        if node_rank is None:
+            unknown.add("node_rank")
+            node_rank = rank
+        local_size = local_rank + 1
     by_torch_elastic = "TORCHELASTIC_RUN_ID" in environ
     source = environ.get("LOCKSTEP_LAUNCHER")
     if not source:
@@ -179,6 +220,7 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         source=source,
         memory=tuple(environ.get("LOCKSTEP_MEMORY", "").split()),
+        unknown=frozenset(unknown),
     )
     if local_size > size or rank < local_rank:
         raise SettingError(

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep import __version__
-from lockstep.distributed.network import address_reaching, is_loopback_address, wait_until
+from lockstep.distributed.network import address_reaching, boot_id, is_loopback_address, wait_until
 from lockstep.run.start.zygote import die_with_parent
 
 ANSWER_MARK = b"\x1elockstep "
@@ -114,7 +114,7 @@ def describe_machine(request: dict[str, Any]) -> dict[str, Any]:
         "missing": _enter_folder(request["folder"], request["script"]),
         "own": own_address,
         "first": first_address,
-        "machine": f"{socket.gethostname()} {_boot_id()}",
+        "machine": f"{socket.gethostname()} {boot_id()}",
         "time": time.time(),
     }
 
@@ -128,13 +128,6 @@ def _enter_folder(folder: str, script: str | None) -> str:
     if script is not None and not Path(script).exists():
         return f"{Path(folder, script)}: there is no such file"
     return ""
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def listen(port: int, any_port_if_taken: bool) -> tuple[socket.socket | None, dict[str, Any]]:
