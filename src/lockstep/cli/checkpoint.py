@@ -127,13 +127,14 @@ def diff_command(
     from lockstep.checkpoint.comparison import compare, rename_to_match
     from lockstep.checkpoint.contents import open_contents
 
+    # `reading` has the values of --name, --trust and --training.
     try:
         contents_a = open_contents(a, everything=True, **reading)
         contents_b = open_contents(b, everything=True, **reading)
         tensors_a = _all_tensors(contents_a)
         tensors_b = _all_tensors(contents_b)
         tensors_b_renamed, changes = rename_to_match(tensors_a, tensors_b)
-        if changes:
+        if changes:  # a text that says how names of B were changed
             pairing = "paired after this" if match else "with --match they would pair after this"
             _print(f"names in {b}: {pairing}: {changes}")
         if match:
@@ -189,10 +190,11 @@ def convert_command(
     from lockstep.checkpoint.formats.safetensors_files import index_of, parse_shard_size
 
     max_shard_bytes = parse_shard_size(shard_size)
+    # OUT becomes one file, or an index and several files.
     for path in (out, index_of(out)):
         if path.exists() and not overwrite:
             raise SettingError(f"the output {out}", f"{path} is there already", "add --overwrite")
-    contents = open_contents(source, **reading)
+    contents = open_contents(source, **reading)  # `reading`: the values of --name and --trust
     converted = convert(
         contents,
         out,
@@ -245,6 +247,7 @@ def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
 
 
 def _inspection_as_json(inspection: Inspection) -> dict[str, Any]:
+    """Returns what `inspect --json` prints: the state of each checkpoint, and the contents."""
     checkpoints = [
         {"path": str(health.path), "problems": list(health.problems)}
         for health in inspection.checkpoints
@@ -260,6 +263,7 @@ def _inspection_as_json(inspection: Inspection) -> dict[str, Any]:
 
 
 def _contents_as_json(contents: Contents) -> dict[str, Any]:
+    """Returns everything that is known of a checkpoint or a file, in plain values."""
     from lockstep.checkpoint.contents import totals
 
     return {
@@ -278,7 +282,8 @@ def _contents_as_json(contents: Contents) -> dict[str, Any]:
 def _describe_tensors(tensors: Mapping[str, LazyTensor]) -> list[dict[str, Any]]:
     """Returns name, shape, dtype and size of each tensor.
 
-    A tensor that is stored under several names is *tied* to the first of them.
+    If a tensor is stored under several names, "tied_to" is the first of them for all others. It is
+    None for tensors that are stored under one name.
     """
     from lockstep.checkpoint.contents import tied_to
     from lockstep.checkpoint.lazy_tensor import dtype_name
@@ -303,7 +308,7 @@ def _print_health(inspection: Inspection) -> None:
             _print(f"{health.path}: {'; '.join(health.problems)}")
             continue
         text = "complete"
-        metric = (health.manifest or {}).get("metric")
+        metric = (health.manifest or {}).get("metric")  # what the checkpoint was saved with
         if isinstance(metric, float):
             text += f", metric {metric:g}"
         if health.path == inspection.best:
@@ -311,6 +316,7 @@ def _print_health(inspection: Inspection) -> None:
         _print(f"{health.path}: {text}")
     for path in inspection.leftovers:
         _print(f"{path}: a save that was stopped, or goes on")
+    # Contents can be shown of a file of weights, too, which is no checkpoint.
     if inspection.contents is None:
         _print("no complete checkpoint is there; lockstep checkpoint repair says what can be done")
     elif inspection.checkpoints:
@@ -339,7 +345,7 @@ def _print_contents(contents: Contents, sort: str, limit: int) -> None:
     shown = tensors[:limit] if limit else tensors
     rows = []
     for tensor in shown:
-        first_name = tensor["tied_to"]
+        first_name = tensor["tied_to"]  # None unless it is the same tensor under another name
         size = f"is {first_name}" if first_name else _format_size(tensor["bytes"])
         rows.append((tensor["name"], str(tensor["shape"]), tensor["dtype"], size))
     _print_table(("name", "shape", "dtype", "size"), rows, right_aligned=(3,))
@@ -354,10 +360,12 @@ def _print_contents(contents: Contents, sort: str, limit: int) -> None:
 
 
 def _print_labelled(label: str, value: object) -> None:
+    """Prints a line with a label, so that values stand one under the other."""
     _print(f"  {label.ljust(LABEL_WIDTH)} {value}")
 
 
 def _print_totals(label: str, tensors: Mapping[str, LazyTensor]) -> None:
+    """Prints a line such as `total: 12 tensors (12 float32), 4,810 values, 19.2 kB`."""
     from lockstep.checkpoint.contents import totals
 
     total = totals(tensors.values())
@@ -377,11 +385,15 @@ def _all_tensors(contents: Contents) -> dict[str, LazyTensor]:
 
 
 def _pair_row(pair: Pair) -> tuple[str, ...]:
-    """Returns the cells of a pair: its name, what differs, both tensors, and by how much."""
+    """Returns the seven cells of the row in which `diff` shows a tensor.
+
+    They are its name, what differs, dtype and shape in A and in B, and three cells that say by how
+    much the values differ: how many of them, the largest difference, the largest relative one.
+    Those three are empty if the values cannot be compared.
+    """
     a = pair.a
     b = pair.b
     values = pair.values
-    # Three cells say by how much the values differ. They are empty if values cannot be compared.
     if a is None:
         return (pair.name, "in b alone", "", _dtype_and_shape(b), "", "", "")
     if b is None:
@@ -393,12 +405,12 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
         differing.append("dtype")
     if values.count:
         differing.append("values")
-    if any(values.nans):
+    if any(values.nans):  # the numbers of NaNs in A and in B
         differing.append(f"NaN {values.nans[0]}/{values.nans[1]}")
     what = ", ".join(differing) or "equal"
     cells = (pair.name, what, _dtype_and_shape(a), _dtype_and_shape(b))
-    # No value may differ by more than --atol and --rtol allow, and the largest difference still be
-    # worth showing. It is 0 if a NaN on one side is the only difference, but that one counts.
+    # `count` may be 0 although values differ: by less than --atol and --rtol allow. The largest
+    # difference may be 0 although `count` is not: if one of two values is NaN.
     values_are_same = values.count == 0 and values.absolute == 0
     if values_are_same:
         return (*cells, "0", "", "")
@@ -407,6 +419,7 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
 
 
 def _dtype_and_shape(tensor: LazyTensor | None) -> str:
+    """Returns "float32 [64, 10]", or "" if there is no such tensor."""
     from lockstep.checkpoint.lazy_tensor import dtype_name
 
     return "" if tensor is None else f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
@@ -422,8 +435,8 @@ def _print_table(
         rows: the cells of each row.
         right_aligned: the indices of the columns that are aligned on the right.
     """
-    table = []
-    widths = [0] * len(head)
+    table = []  # the cells of each row as they are printed
+    widths = [0] * len(head)  # of the columns, in characters
     for row in (head, *rows):
         cells = [replace_unprintable(cell) for cell in row]
         table.append(cells)
@@ -444,7 +457,7 @@ def _differing_extra(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     from lockstep.checkpoint.comparison import same_extra
 
     differing = []
-    for name in {**a, **b}:
+    for name in {**a, **b}:  # all names, those of `a` first
         in_both = name in a and name in b
         if not in_both or not same_extra(a[name], b[name]):
             differing.append(name)
@@ -452,7 +465,10 @@ def _differing_extra(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def _print(text: str = "") -> None:
-    """Prints lines. Much of the text comes from files, so it must not move the cursor."""
+    """Prints a text of one or more lines, without control characters.
+
+    Much of it comes from files, which might move the cursor of a terminal otherwise.
+    """
     click.echo("\n".join(replace_unprintable(line) for line in text.split("\n")))
 
 

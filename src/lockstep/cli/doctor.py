@@ -1,6 +1,7 @@
 """`lockstep doctor`: checks whether a machine, or several together, are ready for a run.
 
-A check returns a *finding*: a level (ok, warning or error), what was found, and what to do.
+A check of a machine, such as of its clock, gives a *finding*: a level (ok, warning or error), what
+was found, and what to do. *Facts* are what was measured, from which checks are judged.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ def command(
     Each check is one line: ok, warning or error, what was found, and what to do.
     """
     if ctx.args:
+        # As in `lockstep doctor a b`, or `lockstep doctor --hosts a b` without commas.
         machines = [hosts, *ctx.args] if hosts else ctx.args
         do = f"lockstep doctor --hosts {','.join(machines)}"
         raise SettingError(f"lockstep doctor {' '.join(ctx.args)}", "machines need --hosts", do)
-    files = {}
+    files = {}  # what to compare on all machines
     if script is not None:
         files["script"] = script
     if data is not None:
@@ -70,7 +72,13 @@ def command(
 
 
 def _examine_this_machine(folder: Path, fix: bool, as_json: str | None) -> int:
-    """Prints the findings about this machine; returns the exit code."""
+    """Prints the findings about this machine, and returns the exit code.
+
+    Args:
+        folder: where checkpoints are to go.
+        fix: repair what can be repaired.
+        as_json: the file for the report, see `write_json`.
+    """
     from lockstep import doctor
 
     facts, repairs = doctor.examine(folder, repair=fix)
@@ -89,7 +97,7 @@ def _examine_hosts(
         hosts: the machines, or a hostfile.
         folder: where checkpoints are to go.
         ssh: how to call ssh.
-        files: what to compare: `script`, a file; `data`, a file or folder.
+        files: what to compare on all machines: a file as `script`, a file or folder as `data`.
         fix: repair on each machine what can be repaired.
         as_json: the file for the report, see `write_json`.
 
@@ -105,6 +113,7 @@ def _examine_hosts(
     facts_of_machine, failures = doctor_hosts.examine(
         parse_hosts(hosts), folder, ssh_command(ssh), files=files, fix=fix
     )
+    # The findings of each section of the report, by check. A section is a machine, or the links.
     sections: dict[str, dict[str, Finding]] = {}
     for machine, facts in facts_of_machine.items():
         sections[machine] = doctor.judge(facts["checks"])
@@ -113,12 +122,13 @@ def _examine_hosts(
         sections[machine] = {"reached": failure, **sections.get(machine, {})}
     if facts_of_machine:
         sections["between the machines"] = comparison.judge(facts_of_machine)
-    text = []
+    report = []
     for section, findings in sections.items():
+        # Nothing is repaired between the machines, or where no facts came from.
         repairs = facts_of_machine.get(section, {}).get("fixed", ())
-        text.append(f"{section}:")
-        text += [f"  {line}" for line in _report_lines(findings, repairs)]
-    print_for_people(text, as_json)
+        report.append(f"{section}:")
+        report += [f"  {line}" for line in _report_lines(findings, repairs)]
+    print_for_people(report, as_json)
     findings_as_json = {}
     for section, findings in sections.items():
         findings_as_json[section] = {
@@ -130,7 +140,13 @@ def _examine_hosts(
 
 
 def _report_lines(findings: Mapping[str, Finding], repairs: Iterable[str]) -> list[str]:
-    """Returns a line for each repair, and then the lines of the findings."""
+    """Returns a line for each repair that was made, and then the lines of the findings.
+
+    Args:
+        findings: by check.
+        repairs: what was repaired, as texts.
+    """
     from lockstep import doctor
 
-    return [*(f"fixed    {repair}" for repair in repairs), *doctor.lines(findings)]
+    repair_lines = [f"fixed    {repair}" for repair in repairs]
+    return [*repair_lines, *doctor.lines(findings)]

@@ -29,6 +29,7 @@ def command(words: tuple[str, ...], markdown: bool) -> None:
     entries = catalogue.find(query)
     if not entries:
         raise click.UsageError(f"Nothing in the catalogue is about {query!r}: see lockstep explain")
+    # Without a terminal it is MAX_WIDTH; the number of lines, 24, is not used.
     width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
     if len(entries) > 1:
         click.echo(_format_list(entries, width))
@@ -37,25 +38,25 @@ def command(words: tuple[str, ...], markdown: bool) -> None:
     entry = entries[0]
     code_without_letters = entry.code.removeprefix("LS")
     is_exact = query.upper() in (entry.code, code_without_letters)
-    if _is_code(query) and not is_exact:
+    if _is_code(query) and not is_exact:  # a code that does not exist; `find` took a similar one
         click.echo(f"There is no {query}; the nearest is:")
     click.echo(_format_entry(entry, width))
 
 
 def _is_code(query: str) -> bool:
-    """Returns True for `LS303` and `303`."""
+    """Returns whether a query is a code, such as `LS303` or `303`, and not words."""
     return query.upper().removeprefix("LS").isdigit()
 
 
 def _format_list(entries: list[Entry], width: int) -> str:
-    """Returns a line for each entry, under the headings of their groups."""
+    """Returns a text with a line for each entry, under the headings of their groups."""
     lines: list[str] = []
-    for group, heading in GROUPS.items():
+    for group, heading in GROUPS.items():  # a group is the beginning of its codes, such as "LS3"
         entries_of_group = [entry for entry in entries if entry.code.startswith(group)]
         if not entries_of_group:
             continue
         if lines:
-            lines.append("")
+            lines.append("")  # between two groups
         lines.append(heading)
         for entry in entries_of_group:
             head = f"{INDENT}{entry.code}  "
@@ -64,6 +65,7 @@ def _format_list(entries: list[Entry], width: int) -> str:
 
 
 def _format_entry(entry: Entry, width: int) -> str:
+    """Returns all texts of an entry, wrapped to a width."""
     title = textwrap.fill(f"{entry.code}: {entry.title}", width)
     cause = _wrap_paragraphs(entry.cause, width)
     cure = _wrap_paragraphs(entry.cure, width)
@@ -71,7 +73,10 @@ def _format_entry(entry: Entry, width: int) -> str:
 
 
 def _wrap_paragraphs(text: str, width: int) -> str:
-    """Indents the text and wraps its paragraphs; those that are indented are code and stay."""
+    """Returns a text, indented, with its paragraphs wrapped to a width.
+
+    Paragraphs that are indented already are code, and are not wrapped.
+    """
     paragraphs = []
     for paragraph in text.split("\n\n"):
         is_code = paragraph.startswith("    ")

@@ -37,6 +37,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Finds the subcommand of a command line; for an unknown one, suggests what was meant."""
         name = args[0]
+        # An unknown option in its place is click's to report.
         if name not in COMMANDS and not name.startswith("-"):
             similar = difflib.get_close_matches(name, COMMANDS, n=1)
             if similar:

@@ -13,7 +13,12 @@ from lockstep.errors import SettingError
 
 
 def print_for_people(lines: Sequence[str], json_file: str | None) -> None:
-    """Prints the lines, unless standard output is reserved for the JSON."""
+    """Prints the lines, unless standard output is reserved for the JSON.
+
+    Args:
+        lines: what is printed.
+        json_file: the value of --json; `-` is standard output, None is no file.
+    """
     if json_file != "-":
         click.echo("\n".join(lines))
 
@@ -23,11 +28,16 @@ def write_json(json_file: str | None, values: dict[str, Any]) -> None:
 
     Numbers that strict JSON does not have become texts: "NaN", "Infinity".
 
+    Args:
+        json_file: the value of --json; `-` is standard output, None is no file.
+        values: what is written.
+
     Raises:
         SettingError: the file cannot be written.
     """
     if json_file is None:
         return
+    # Python writes NaN and Infinity as bare words, which `parse_constant` turns into texts.
     with_texts_for_nan = json.loads(json.dumps(values), parse_constant=str)
     text = json.dumps(with_texts_for_nan, indent=2)
     if json_file == "-":

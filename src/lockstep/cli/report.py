@@ -64,10 +64,13 @@ def command(
 
 
 def _is_stdout(path: Path) -> bool:
-    """Returns True for /dev/stdout, which may also be a file that the shell has opened."""
+    """Returns whether a path is the standard output of this process.
+
+    So it is for /dev/stdout, and for a file into which the shell writes the standard output.
+    """
     try:
         return os.path.samestat(path.stat(), os.fstat(1))
-    except OSError:
+    except OSError:  # there is no such file yet
         return False
 
 
@@ -82,13 +85,14 @@ def _write_page(path: Path, page: str) -> None:
     target = Path(os.path.realpath(path))  # a symbolic link stays one
     try:
         is_pipe = path.exists() and not path.is_file()
-        if is_pipe:  # it cannot be replaced by a new file
+        if is_pipe:  # or a device; it cannot be replaced by a new file
             path.write_text(page, encoding="utf-8")
             return
         write_atomically(target, page)
     except OSError as error:
         with contextlib.suppress(OSError):
-            target.with_name(f"{target.name}.new").unlink()  # what `write_atomically` has begun
+            # The file that `write_atomically` has begun, and would have renamed.
+            target.with_name(f"{target.name}.new").unlink()
         found = f"it cannot be written: {error.strerror}"
         raise SettingError(f"--out {path}", found, "name another file") from error
     click.echo(f"{click.format_filename(path)}: {len(page.encode()) / 1e6:.1f} MB")

@@ -51,11 +51,13 @@ class RunCommand(click.Command):
     """A command that accepts torchrun's flags among its own options, before the script."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Returns the command's parameters, and torchrun's flags once `parse_args` needs them."""
+        """Returns the command's parameters, with torchrun's flags if `parse_args` has read them."""
         return [*super().get_params(ctx), *ctx.meta.get(TORCHRUN_OPTIONS, ())]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses the command line; torchrun's flags are collected in `ctx.meta[TORCHRUN_FLAGS]`.
+
+        It is parsed a second time, with torchrun's flags, if the first time finds an unknown flag.
 
         Raises:
             SettingError: neither this command nor torchrun has a flag.
@@ -63,13 +65,15 @@ class RunCommand(click.Command):
         ctx.allow_interspersed_args = False  # what follows the script belongs to the script
         ctx.meta[TORCHRUN_FLAGS] = []
         try:
-            return super().parse_args(ctx, [*args])
+            return super().parse_args(ctx, [*args])  # a copy, since click empties the list
         except click.NoSuchOption:
             # Perhaps the flag is torchrun's. Its flags are read only now, since that imports torch.
             own_flags = _flags_of(self)
-            ctx.meta[TORCHRUN_OPTIONS] = [
-                option for option in torchrun_options() if own_flags.isdisjoint(option.opts)
-            ]
+            options = []
+            for option in torchrun_options():
+                if own_flags.isdisjoint(option.opts):  # else this command has it itself
+                    options.append(option)
+            ctx.meta[TORCHRUN_OPTIONS] = options  # `get_params` returns them from now on
         try:
             return super().parse_args(ctx, [*args])
         except click.NoSuchOption as error:
@@ -102,12 +106,14 @@ def torchrun_options() -> list[click.Option]:
         takes_no_value = action.nargs == 0
         options.append(
             click.Option(
+                # The name comes first, then the flags, such as --nnodes.
                 [f"torchrun_{action.dest}", *action.option_strings],
                 # None lets click decide; False would mean that the value may be left out.
                 is_flag=True if takes_no_value else None,
-                expose_value=False,
+                expose_value=False,  # the callback takes the value
                 callback=_collect_torchrun_flag,
-                is_eager=action.dest == "print_completion",  # it is given without a script
+                # Eager options are handled before click finds that there is no script.
+                is_eager=action.dest == "print_completion",
                 hidden=True,
             )
         )
@@ -117,16 +123,19 @@ def torchrun_options() -> list[click.Option]:
 def _collect_torchrun_flag(
     ctx: click.Context, option: click.Parameter, value: str | bool | None
 ) -> None:
-    """Adds one of torchrun's flags to those that were given; click calls it for each option.
+    """Adds one of torchrun's flags to `ctx.meta[TORCHRUN_FLAGS]`, if it was given.
+
+    Click calls this for each option. With --print-completion the command prints and exits here.
 
     Args:
         ctx: the context of the command.
         option: the option of click that stands for the flag.
-        value: None or False if the flag was not given; True, or else the text that follows it.
+        value: None or False if the flag was not given; otherwise the text that follows it, or True
+            for a flag that no text follows.
     """
     if value is None or value is False:
         return
-    flag = max(option.opts, key=len)  # --module rather than -m
+    flag = max(option.opts, key=len)  # the longest spelling: --module rather than -m
     if value is True:
         ctx.meta[TORCHRUN_FLAGS].append(flag)
     elif option.is_eager and value:
@@ -145,7 +154,7 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]
         self._read = declaration.reader
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Returns the value, or ends with click's error for one that cannot be read."""
+        """Returns what the value stands for, or ends with click's error if it cannot be read."""
         try:
             return self._read(value)
         except ValueError:
@@ -153,7 +162,10 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]
 
 
 def setting_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds an option to a command for each setting whose declaration has a help text."""
+    """Adds an option to a command for each setting whose declaration has a help text.
+
+    It is used as a decorator and returns the command.
+    """
     # The option that is added last stands first, as that of the topmost decorator does.
     for declaration in reversed(list(DECLARATIONS.values())):
         if not declaration.help:
@@ -285,7 +297,10 @@ def command(
     one itself to another value ends in an error.
     """
     _check_combinations(ctx)
+    # The options for runs that are started elsewhere, which are no settings of `lockstep.init`.
     elsewhere = {name: settings.pop(name) for name in (*OPTIONS_OF_HOSTS, *OPTIONS_OF_SLURM)}
+
+    # By ssh on the machines of --hosts.
     if elsewhere["hosts"] is not None:
         hosts_spec = _hosts_spec(ctx, script, args, elsewhere)
         if dry_run:
@@ -293,13 +308,16 @@ def command(
         else:
             _exit(ctx, run_on_hosts(hosts_spec, _print), script, args)
         return
+
+    # As a job of Slurm.
     if elsewhere["slurm"]:
         options = _sbatch_options(ctx, script, elsewhere)
         job_script = slurm_batch.job_script(options, nproc, _launcher_arguments(ctx, script, args))
         click.echo(job_script if dry_run else slurm_batch.submit(job_script, options))
         return
+
+    # Inside a job of Slurm. Its variables say how the machines find each other, unless flags do.
     torchrun_flags = tuple(ctx.meta[TORCHRUN_FLAGS])
-    # Inside a job of Slurm its variables say how the machines find each other, unless flags do.
     placement = None
     if not has_node_flags(torchrun_flags, os.environ):
         placement = slurm.find_placement(os.environ, nproc)
@@ -314,6 +332,8 @@ def command(
             else:
                 slurm.exec_srun(command_line)
             return
+
+    # On this machine.
     spec = LaunchSpec(
         script=Script(path=script, arguments=args, module=module),
         nproc=nproc,
@@ -341,6 +361,10 @@ def _hosts_spec(
         script: the script.
         args: the arguments of the script.
         options: the values of OPTIONS_OF_HOSTS.
+
+    Raises:
+        SettingError: a flag of torchrun cannot be used with --hosts, there is no such script, or
+            --copy would send too much.
     """
     from lockstep.run.start.script import check_script
 
@@ -380,6 +404,10 @@ def _sbatch_options(ctx: click.Context, script: str, options: dict[str, Any]) ->
         ctx: the context of the command.
         script: the script.
         options: the values of OPTIONS_OF_SLURM.
+
+    Raises:
+        SettingError: an option is wrong, a flag of torchrun cannot be used with --slurm, or there
+            is no such script.
     """
     from lockstep.run.start.script import check_script
 
@@ -403,7 +431,7 @@ def _is_given(ctx: click.Context, param_name: str) -> bool:
 def _check_combinations(ctx: click.Context) -> None:
     """Raises SettingError for options that mean nothing without, or together with, another one."""
     flag_of = {str(param.name): param.opts[0] for param in ctx.command.params}
-    # An option of --hosts or of --slurm without that.
+    # Options such as --copy without --hosts, or --nodes without --slurm.
     for main_option, *dependent_options in (OPTIONS_OF_HOSTS, OPTIONS_OF_SLURM):
         if _is_given(ctx, main_option):
             continue
@@ -414,7 +442,7 @@ def _check_combinations(ctx: click.Context) -> None:
                     f"there is no {flag_of[main_option]}",
                     "add it, or leave this out",
                 )
-    # --report tensorboard: it takes a folder, unless one has that name.
+    # `--report tensorboard`, where a folder is needed. It is right if such a folder has a record.
     report = ctx.params["report"]
     if report in ("tensorboard", "wandb") and not _has_record(Path(report)):
         do = f"name one, and afterwards: lockstep report FOLDER --to {report}"
@@ -424,6 +452,7 @@ def _check_combinations(ctx: click.Context) -> None:
 
 
 def _has_record(folder: Path) -> bool:
+    """Returns whether a folder has the record of a run, as --report has written it."""
     from lockstep.extensions.report.record_format import RECORD_SUFFIX
 
     return any(folder.glob(f"*{RECORD_SUFFIX}"))
@@ -432,14 +461,17 @@ def _has_record(folder: Path) -> bool:
 def _launcher_arguments(ctx: click.Context, script: str, args: tuple[str, ...]) -> list[str]:
     """Returns the arguments for `lockstep run` on another machine: all that was given here.
 
-    Only the number of processes and the options that say where the run is started are left out.
+    Only --nproc, --dry-run and the options that say where the run is started are left out.
     """
-    module = ["-m"] if ctx.params["module"] else []
-    return [*_given_options(ctx), *ctx.meta[TORCHRUN_FLAGS], *module, script, *args]
+    module_flag = ["-m"] if ctx.params["module"] else []
+    return [*_given_options(ctx), *ctx.meta[TORCHRUN_FLAGS], *module_flag, script, *args]
 
 
 def _given_options(ctx: click.Context) -> list[str]:
-    """Returns the options that the user gave, as words of a command line."""
+    """Returns the options that the user gave, as words of a command line.
+
+    Left out are those that the launchers on other machines are not given, or are given otherwise.
+    """
     left_out = {*OPTIONS_OF_HOSTS, *OPTIONS_OF_SLURM, "nproc", "module", "dry_run"}
     words = []
     for param in ctx.command.params:
@@ -459,6 +491,7 @@ def _given_options(ctx: click.Context) -> list[str]:
 
 
 def _print(line: str) -> None:
+    """Prints a line of Lockstep itself, on standard error, since the script uses the output."""
     click.echo(f"lockstep: {line}", err=True)
 
 
@@ -481,7 +514,11 @@ def misplaced_option(ctx: click.Context, script: str, args: tuple[str, ...]) -> 
 
 
 def _exit(ctx: click.Context, exit_code: int, script: str, args: tuple[str, ...]) -> None:
-    """Exits with the code of the run."""
+    """Exits with the code of the run.
+
+    If the script refused its arguments, it says first which of them may be an option of this
+    command.
+    """
     if exit_code == REFUSED_ARGUMENT_EXIT_CODE:
         hint = misplaced_option(ctx, script, args)
         if hint:

@@ -92,6 +92,7 @@ def command(
     first difference is named with its likely cause.
     """
     reference_config, *configs = _plan_runs(script, args, options)
+    # A run whose strategy trains several replicas has a reference of its own.
     num_runs = 1 + len(configs) + len([config for config in configs if config.trains_replicas])
     names = "; ".join(config.name for config in (reference_config, *configs))
     # Printed before torch is imported, which takes seconds.
@@ -100,7 +101,7 @@ def command(
     from lockstep.verify.run_record import record_run
     from lockstep.verify.verdict import judge
 
-    run = VerifyProgress(num_runs).run
+    start = VerifyProgress(num_runs).run
     verdicts = []
     with tempfile.TemporaryDirectory(
         prefix="lockstep-verify-", ignore_cleanup_errors=True
@@ -109,19 +110,14 @@ def command(
         run_with_same_samples = None
         if options["same_samples"]:
             # The run on several processes stores its batches, and the reference trains on them.
-            batches = folder / "batches"
-            steps = options["steps"] or DEFAULT_STEPS_WITH_SAME_SAMPLES
-            config = replace(configs[0], batches_folder=batches, steps=steps)
-            run_with_same_samples = record_run(config, folder / "0", run)
-            if run_with_same_samples.stopped_at:
-                # It was stopped, so the reference is stopped after as many steps.
-                reference_steps = run_with_same_samples.steps
-            else:
-                reference_steps = reference_config.steps
-            reference_config = replace(
-                reference_config, batches_folder=batches, seconds=None, steps=reference_steps
+            config = replace(
+                configs[0],  # the only one: the options that add others are refused
+                batches_folder=folder / "batches",
+                steps=options["steps"] or DEFAULT_STEPS_WITH_SAME_SAMPLES,
             )
-        reference = record_run(reference_config, folder / "reference", run)
+            run_with_same_samples = record_run(config, folder / "0", start)
+            reference_config = _with_batches_of(run_with_same_samples, reference_config)
+        reference = record_run(reference_config, folder / "reference", start)
         _check_arguments(ctx, reference, script, args)
         _check_reference(reference, script, args, options)
         if reference.stopped_at and not options["same_samples"]:
@@ -131,16 +127,17 @@ def command(
         for number, config in enumerate(configs):
             compared_with = reference
             if config.trains_replicas:
-                compared_with = record_run(config.reference(), folder / f"reference {number}", run)
+                its_folder = folder / f"reference {number}"
+                compared_with = record_run(config.reference(), its_folder, start)
                 _check_reference(compared_with, script, args, options)
             recorded = run_with_same_samples
             if recorded is None:
-                recorded = record_run(config, folder / str(number), run)
+                recorded = record_run(config, folder / str(number), start)
             verdict = judge(compared_with, recorded)
             verdicts.append(verdict)
             print_for_people(verdict.lines(), as_json)
             switched_off = verdict.other.switched_off
-            if number == 0 and switched_off:
+            if number == 0 and switched_off:  # it is the same in all runs
                 text = f"  switched off for the comparison: {', '.join(switched_off)}"
                 print_for_people([text], as_json)
     from_best_to_worst = list(EXIT_CODES)
@@ -150,12 +147,35 @@ def command(
     ctx.exit(EXIT_CODES[worst.word])
 
 
+def _with_batches_of(other_run: RunRecord, reference_config: RunConfig) -> RunConfig:
+    """Returns the config of a reference that trains on the batches which another run has stored.
+
+    Args:
+        other_run: the run on several processes.
+        reference_config: the config of the reference without `--same-samples`.
+    """
+    steps = reference_config.steps
+    if other_run.stopped_at:  # so the reference is stopped after as many steps
+        steps = other_run.steps
+    batches_folder = other_run.config.batches_folder
+    # The number of steps is known, so there is no limit of time.
+    return replace(reference_config, batches_folder=batches_folder, seconds=None, steps=steps)
+
+
 def _check_arguments(
     ctx: click.Context, reference: RunRecord, script: str, args: tuple[str, ...]
 ) -> None:
-    """Raises UsageError if the script refused its arguments and they have an option of verify."""
+    """Raises UsageError if the script refused its arguments and one of them is an option of verify.
+
+    Args:
+        ctx: the context of the command, which has its options.
+        reference: the run on one process.
+        script: the script.
+        args: the arguments of the script.
+    """
     from lockstep.cli.run import misplaced_option
 
+    # So argparse and click end a script that was given an argument it does not know.
     refused_arguments = reference.error.startswith("sys.exit(2)")
     if not refused_arguments:
         return
@@ -177,18 +197,18 @@ def _check_reference(
     """
     from lockstep.verify.reference_check import check_reference
 
-    module = ["-m"] if options["module"] else []
-    command_without_verify = shlex.join(["lockstep", "run", *module, script, *args])
+    module_flag = ["-m"] if options["module"] else []
+    command_without_verify = shlex.join(["lockstep", "run", *module_flag, script, *args])
     lockstep_options = []  # these need a script that trains with Lockstep
     for name in ("accumulate", "shares", "strategy"):
         if options[name]:
             lockstep_options.append(f"--{name}")
     check_reference(
         reference,
-        f"lockstep verify {script}",
-        lockstep_options,
-        command_without_verify,
-        "script",
+        was_set=f"lockstep verify {script}",
+        lockstep_options=lockstep_options,
+        command=command_without_verify,
+        subject="script",
     )
 
 
@@ -217,7 +237,7 @@ def _plan_runs(script: str, args: tuple[str, ...], options: dict[str, Any]) -> l
             OWN_PROCESSES_HINT,
         )
     nproc = options["nproc"]
-    # The run on several processes. The others differ from it in a few settings.
+    # The plain run on several processes. Those that follow differ from it in a few settings.
     several = RunConfig(
         name=f"{nproc} processes",
         nproc=nproc,
@@ -225,7 +245,8 @@ def _plan_runs(script: str, args: tuple[str, ...], options: dict[str, Any]) -> l
         steps=options["steps"] or DEFAULT_STEPS,
         precision=options["precision"],
     )
-    reference = several.reference(nproc if options["batch_per_process"] else 1)
+    # With --batch-per-process the one process trains on as much as all processes together.
+    reference = several.reference(batch_times=nproc if options["batch_per_process"] else 1)
     if options["steps"] is None:
         reference = replace(reference, seconds=DEFAULT_SECONDS)
     configs = [reference, several]
@@ -238,8 +259,9 @@ def _plan_runs(script: str, args: tuple[str, ...], options: dict[str, Any]) -> l
         name = f"{several.name}, shares {shares}"
         configs.append(replace(several, name=name, overrides={"shares": shares}))
     for strategy in options["strategy"]:
+        strategy_name = strategy.partition(":")[0]  # options follow the colon
         # With dp one process computes on all of its devices.
-        processes = 1 if strategy.partition(":")[0] == "dp" else nproc
+        processes = 1 if strategy_name == "dp" else nproc
         configs.append(
             replace(
                 several,

@@ -31,7 +31,7 @@ class VerifyProgress:
 
     def __init__(self, num_runs: int) -> None:
         self._num_runs = num_runs
-        self._run_number = 0
+        self._run_number = 0  # of the present run, from 1
         self._on_terminal = sys.stderr.isatty()
         self._begin_s = time.monotonic()
         self._expected_run_s: float | None = None
@@ -40,11 +40,11 @@ class VerifyProgress:
         # Of the present run:
         self._run_begin_s = 0.0
         self._num_steps = -1  # nothing is known of the run yet
-        self._first_step_end_s = 0.0
-        self._next_print_s = 0.0
+        self._first_step_end_s = 0.0  # from the begin of the run
+        self._next_print_s = 0.0  # if standard error is no terminal
 
     def run(self, folder: Path, config: RunConfig) -> str:
-        """Runs the script once, and returns what it printed.
+        """Runs the script once while the progress is printed, and returns what the script printed.
 
         Args:
             folder: where the run puts what it records.
@@ -63,31 +63,55 @@ class VerifyProgress:
                 click.echo(CLEAR_LINE, nl=False, err=True)
 
     def _update(self, config: RunConfig, num_steps: int) -> None:
-        """Is called again and again during a run, with the number of steps that it has made."""
+        """Prints the progress of the present run. It is called several times a second.
+
+        Args:
+            config: of the run.
+            num_steps: how many steps it has made so far.
+        """
         now = time.monotonic()
-        elapsed_s = now - self._run_begin_s
         num_steps = min(num_steps, config.steps)
         if num_steps > self._num_steps:
-            # Several steps may have been made since the last call. The first call that finds any
-            # is taken for the end of the first step.
-            first_step_was_over = num_steps >= 2 and self._num_steps >= 1
-            if not first_step_was_over:
-                self._first_step_end_s = elapsed_s
-                self._next_print_s = now  # prints at once
-            if num_steps > 0:
-                self._expected_run_s = elapsed_s + self._remaining_s(config, num_steps, elapsed_s)
-            self._num_steps = num_steps
+            self._note_steps(config, num_steps, now)
         if self._on_terminal:
             click.echo(f"\r{self._line(config, now)}\x1b[K", nl=False, err=True)
         elif now >= self._next_print_s:
             self._next_print_s = now + PRINT_INTERVAL_S
             click.echo(self._line(config, now), err=True)
 
+    def _note_steps(self, config: RunConfig, num_steps: int, now: float) -> None:
+        """Notes that the present run has made more steps, and estimates how long it will take.
+
+        Args:
+            config: of the run.
+            num_steps: how many steps it has made; 0 when the run begins.
+            now: the time.
+        """
+        elapsed_s = now - self._run_begin_s
+        # Several steps may have been made since the last call. The first call that finds any is
+        # taken for the end of the first step.
+        first_step_was_over = self._num_steps >= 1
+        if not first_step_was_over:
+            self._first_step_end_s = elapsed_s
+            self._next_print_s = now  # prints at once
+        if num_steps > 0:
+            self._expected_run_s = elapsed_s + self._remaining_s(config, num_steps, elapsed_s)
+        self._num_steps = num_steps
+
     def _remaining_s(self, config: RunConfig, num_steps: int, elapsed_s: float) -> float:
-        """Estimates the rest of the run. The first step, which takes longer, does not count."""
+        """Estimates how many seconds the rest of the present run will take.
+
+        The first step takes longer than the others and does not count, so after it alone the
+        estimate is 0.
+
+        Args:
+            config: of the run.
+            num_steps: how many steps it has made, at least one.
+            elapsed_s: how long it has taken so far.
+        """
         seconds_per_step = (elapsed_s - self._first_step_end_s) / max(1, num_steps - 1)
         remaining_s = seconds_per_step * (config.steps - num_steps)
-        if config.seconds:
+        if config.seconds:  # a limit of time, after which the run makes no further step
             remaining_s = min(remaining_s, config.seconds)
         return remaining_s
 
@@ -98,7 +122,7 @@ class VerifyProgress:
         return f"{run}: step {self._num_steps} of {max_steps}, {self._time_left(now)}"
 
     def _time_left(self, now: float) -> str:
-        """Says how long all runs together will still take."""
+        """Returns a text that says how long all runs together will still take."""
         from lockstep.extensions.report.console import clock
 
         if self._expected_run_s is None:
@@ -106,7 +130,7 @@ class VerifyProgress:
         rest_of_run_s = max(0.0, self._run_begin_s + self._expected_run_s - now)
         later_runs_s = (self._num_runs - self._run_number) * self._expected_run_s
         left_s = rest_of_run_s + later_runs_s
-        if left_s < 1.0:  # it takes longer than expected, and nothing is known of the rest
+        if left_s < 1.0:  # perhaps it takes longer than expected, which no number could say
             return "about to end"
         total_s = now - self._begin_s + left_s
         return f"{clock(left_s)} left of about {clock(total_s)}"
