@@ -34,7 +34,7 @@ outside.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 from lockstep.user_code import Location, user_line, user_location
 from lockstep.wording import did_you_mean
@@ -218,6 +218,8 @@ def warn(
 ) -> None:
     """Gives a warning at the user's own line, on rank 0 only.
 
+    The functions of `on_warning` are called with its text first.
+
     Args:
         was_set: what the user asked for, in the user's own terms.
         found: what may be wrong with it.
@@ -229,6 +231,7 @@ def warn(
     is_rank_0 = _rank is None or _rank == 0
     if not is_rank_0 and not on_this_rank:
         return
+    # If no line of the user's runs, as in a command, there is no file to name.
     file, line = at or user_location() or ("lockstep", 0)
     text = _format_message(was_set, found, do, code)
     for function in on_warning:
@@ -248,7 +251,7 @@ def explain_hint(code: str) -> str:
 
 
 def unknown_choice_error(
-    was_set: str, word: object, what: str, known_words: Iterable[str]
+    was_set: str, word: object, what: str, known_words: Collection[str]
 ) -> SettingError:
     """Returns the error for a word that is none of the known ones.
 
@@ -258,7 +261,8 @@ def unknown_choice_error(
         what: the noun for the known words, in the plural: "strategies".
         known_words: the words that could have been meant.
     """
-    do = did_you_mean(str(word).lower(), known_words, "choose one of them", 0.3)
+    # There are few words to choose from, so they need not be very similar.
+    do = did_you_mean(str(word).lower(), known_words, "choose one of them", cutoff=0.3)
     return SettingError(was_set, f"{what} are {', '.join(known_words)}", do)
 
 

@@ -310,7 +310,12 @@ def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:
 
 
 def check_micro_batches(number: Any, size: Any) -> None:
-    """Raises SettingError if a number of micro-batches is invalid, or their size is set too."""
+    """Raises SettingError if a number of micro-batches is invalid, or their size is set too.
+
+    Args:
+        number: the setting `num_micro_batches`; None: not set.
+        size: the setting `micro_batch_size`; None: not set.
+    """
     if number is None:
         return
     check_whole_number(f"num_micro_batches={number!r}", number)

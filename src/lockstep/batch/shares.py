@@ -208,11 +208,11 @@ def confirm_shares(
         last: the shares that the last times led to.
     """
     initial = next(iter(seconds))  # the shares with which the search began
-    if last in seconds:  # measuring these shares has led to the same shares again
+    if last in seconds:  # the search is at its end: measuring these shares has led to them again
         best = last
-    else:
+    else:  # it was given up before
         best = min(seconds, key=seconds.__getitem__)
-    if seconds[best] == math.inf:  # nothing that was tried fits
+    if seconds[best] == math.inf:  # nothing that was tried fits, and `last` may
         return last
     if seconds[initial] <= seconds[best] * MIN_SPEEDUP:
         return initial

@@ -284,10 +284,12 @@ class IterableLoader(Loader):
 
     def _divide(self, epoch: int, rank_batch: RankBatch) -> Iterator[ReadMicroBatch]:
         """Yields this rank's micro-batches of a global batch, each with its batch."""
-        planned_sizes = rank_batch.planned_sizes  # shape (micro-batches, ranks)
-        # Samples that are planned for a rank in earlier micro-batches, of the same shape.
+        # These three have the shape (micro-batches, ranks): the samples that are planned for a
+        # rank in a micro-batch, those in all micro-batches before it, and those that it has. At
+        # the end of the stream a rank may have fewer samples in all (`counts`, shape (ranks,))
+        # than planned: then its last micro-batches are short or empty.
+        planned_sizes = rank_batch.planned_sizes
         planned_before = np.cumsum(planned_sizes, axis=0) - planned_sizes
-        # At the end of the stream a rank may have fewer samples than planned.
         sizes = np.clip(rank_batch.counts - planned_before, 0, planned_sizes)
         # The indices of the micro-batches of which some rank has samples.
         with_samples = np.flatnonzero(sizes.sum(axis=1))

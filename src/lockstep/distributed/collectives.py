@@ -251,20 +251,7 @@ class Collectives:
         # shape on each rank.
         descriptions_of_leaf = list(zip(*leaves_of_rank, strict=True))
 
-        # Numbers, and tensors without dimensions, of all leaves travel in one exchange.
-        number_positions = []
-        local_numbers = []
-        for position, leaf in enumerate(leaves):
-            if all(description.is_number for description in descriptions_of_leaf[position]):
-                number_positions.append(position)
-                local_numbers.append(leaf.item() if isinstance(leaf, Tensor) else leaf)
-        reduced_numbers: dict[int, Number] = {}  # by the position of the leaf
-        if number_positions:
-            numbers_of_rank = self._exchange(local_numbers)
-            numbers_that_count = numbers_of_rank[: self.num_contributing_ranks]
-            for column, position in enumerate(number_positions):
-                reduced_numbers[position] = combine([row[column] for row in numbers_that_count])
-
+        reduced_numbers = self._reduce_numbers(leaves, descriptions_of_leaf, combine)
         operation = getattr(dist.ReduceOp, "SUM" if name == "mean" else name.upper())
         reduced = []
         for position, leaf in enumerate(leaves):
@@ -280,6 +267,40 @@ class Collectives:
             for listener in self.sum_listeners:
                 listener(leaves, reduced)
         return pytree.tree_unflatten(reduced, spec)
+
+    def _reduce_numbers(
+        self,
+        leaves: Sequence[Any],
+        descriptions_of_leaf: Sequence[Sequence[LeafDescription]],
+        combine: Callable[[list[Number]], Number],
+    ) -> dict[int, Number]:
+        """Reduces the leaves that are numbers, or tensors without dimensions, on all ranks.
+
+        All of them travel in one exchange.
+
+        Args:
+            leaves: what this rank passed.
+            descriptions_of_leaf: for each leaf, its type, dtype and shape on each rank.
+            combine: reduces the numbers of all ranks to one.
+
+        Returns:
+            The reduced numbers, by the positions of the leaves.
+        """
+        positions = []
+        local_numbers = []
+        for position, leaf in enumerate(leaves):
+            if all(description.is_number for description in descriptions_of_leaf[position]):
+                positions.append(position)
+                local_numbers.append(leaf.item() if isinstance(leaf, Tensor) else leaf)
+        if not positions:
+            return {}
+        numbers_of_rank = self._exchange(local_numbers)
+        # The ranks that contribute come first.
+        contributed = numbers_of_rank[: self.num_contributing_ranks]
+        reduced: dict[int, Number] = {}
+        for column, position in enumerate(positions):
+            reduced[position] = combine([numbers[column] for numbers in contributed])
+        return reduced
 
     def _agree_on_call(
         self,
@@ -310,17 +331,36 @@ class Collectives:
         history = [part.history_digest() for part in self.rank_histories]
         if self.single_process or self._digests_agree(call, history):
             return self._same_leaves_on_all_ranks(call)
+        return self._compare_calls(call, is_compatible)
 
-        # Something differs. Every rank sends all that it has called and done, and finds out what.
+    def _compare_calls(
+        self,
+        call: CallDescription,
+        is_compatible: Callable[[Sequence[LeafDescription]], bool] | None,
+    ) -> list[tuple[LeafDescription, ...]]:
+        """Finds out on all ranks how their calls, or their histories, differ.
+
+        Every rank sends what it has called and done. If the difference is harmless, the collective
+        proceeds. Otherwise all ranks raise the same error.
+
+        Args:
+            call: what this rank called.
+            is_compatible: returns True if the descriptions of one leaf on all ranks, which are not
+                equal, are no mistake; None: they must be equal.
+
+        Returns:
+            The leaves that each rank passed, in the order of the ranks.
+        """
         call_with_user_call = call._replace(user_call=user_call())
         details = [part.history_details() for part in self.rank_histories]
         answers = self._exchange([call_with_user_call, details])
         calls = [CallDescription.from_json(call_fields) for call_fields, _ in answers]
+        # These raise an error if the histories may not differ as they do.
         for index, part in enumerate(self.rank_histories):
             part.compare_histories([details_of_rank[index] for _, details_of_rank in answers])
+        # Only the histories differed.
         calls_without_user_call = {other._replace(user_call=None) for other in calls}
         if len(calls_without_user_call) == 1:
-            # Only the histories differed, and `compare_histories` has let that pass.
             return self._same_leaves_on_all_ranks(call)
         # All ranks called the same collective, and some rank cannot take part: all raise its error.
         if len({other.name for other in calls}) == 1:
