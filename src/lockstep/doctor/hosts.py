@@ -227,7 +227,7 @@ class _Examination:
         """
         addresses = {name: self._remotes[name].host.address for name in self.facts}
         # The answer needs time to arrive, and so do the requests that come after this one.
-        checks_s = min(DEADLINE_S, self._remaining_s(2 * ANSWER_TRANSFER_S))
+        checks_s = min(DEADLINE_S, self._remaining_s(reserve_s=2 * ANSWER_TRANSFER_S))
 
         async def run_checks(remote: Remote) -> dict[str, Any]:
             return await remote.ask(
@@ -239,7 +239,8 @@ class _Examination:
                 seconds=checks_s,
             )
 
-        answers = await self._ask(run_checks, self._remaining_s(ANSWER_TRANSFER_S))
+        timeout_s = self._remaining_s(reserve_s=ANSWER_TRANSFER_S)
+        answers = await self._ask(run_checks, timeout_s)
         # `lockstep run --hosts` sends these variables from here to each machine, so in a run they
         # have the same values everywhere.
         forwarded = {}

@@ -42,7 +42,10 @@ def _limit(number: int) -> int | None:
 
 
 def judge(facts: Facts) -> Finding:
-    """Finds limits that are too low for several ranks with several workers each."""
+    """Finds limits that are too low for several ranks with several workers each.
+
+    A limit that is None does not exist.
+    """
     files = facts["files"]
     processes = facts["processes"]
     locked = facts["locked"]

@@ -342,7 +342,7 @@ def _launcher_exit_code(end: ExitStatus) -> int:
         return end.code
     if end.code == 0:  # it has left the others
         return EXIT_LOST_RANK
-    # A signal ended it.
+    # Otherwise a signal ended it, and its code is minus the number of the signal.
     signal_number = -end.code
     error = end.error
     if error is None or error.type == "SystemExit":  # it had raised no exception before

@@ -155,6 +155,7 @@ def _rank_that_stands_out(window: Sequence[_Collective]) -> int | None:
     tenth_wait = waits[STRAGGLER_MIN_LATE_ARRIVALS - 1]
     if tenth_wait <= MIN_RATIO_OF_TENTH_TO_THIRD_WAIT * third_wait:
         return None
+    # If another rank causes much of the waiting, too, they may all be slow in turn.
     if len(ranks) > 1:
         second_slowest = ranks[-2]
         if sum(waits_by_rank[second_slowest]) > OTHER_RANK_MAX_SHARE * sum(waits):

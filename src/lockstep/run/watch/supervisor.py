@@ -112,6 +112,7 @@ class Supervisor:
                 self._judge(now, self._first_snapshot)
                 self._first_snapshot = None
         elif quiet_s >= self._max_quiet_s and now >= self._next_snapshot_at:
+            # A rank has been quiet for too long, and the last pair is some time ago.
             self._first_snapshot = self._take_snapshot()
             self._first_snapshot_at = now
         elif now >= self._next_straggler_check_at:

@@ -78,10 +78,10 @@ class WaitGraph:
         for rank, activity in activities.items():
             if rank in excluded or activity.kind not in (Kind.WAITING, Kind.PERHAPS_WAITING):
                 continue
-            calls = _calls_waited_in(activity)
+            calls = _calls_waited_in(activity)  # the call it waits in is one of them, if known
             if not calls:
                 self.partners_unknown.add(rank)
-            wait = _identify_wait(activity, calls)
+            wait = _identify_wait(activity, calls)  # equal for all that wait for the same ranks
             if wait not in awaited_by_wait:
                 awaited = frozenset(_awaited_ranks(activity, activities, table))
                 # If there is an equal set already, that one is taken.
