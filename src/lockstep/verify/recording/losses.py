@@ -1,9 +1,10 @@
 """Records losses when their backward passes begin: values, terms, divisors, and their origin.
 
 `state.update` is the record of the current optimizer step, and `state.notes` is what is remembered
-until it is complete. What a loss was made from is known by the marks on its tensor (`marks`), by
-the calls of torch's loss functions before it, and by the forward passes since the last backward
-pass (`state.notes.forward_passes`, which have a `record` each).
+until it is complete. What a loss was made from is known by the *marks* on its tensor (all that is
+computed from a marked tensor gets the mark), by the calls of torch's loss functions before it, and
+by the forward passes since the last backward pass (`state.notes.forward_passes`, each with the
+`record` of its samples and the `outputs` of the model).
 """
 
 from __future__ import annotations
@@ -52,14 +53,15 @@ class LossRecorder:
         self._gradients = gradients
         self._foreign_steps = foreign_steps
         self._couples_samples: dict[str, bool] = {}
-        """By model that was looked at, whether one sample's output depends on other samples."""
+        """By model that was tested, whether one sample's output depends on other samples."""
         self._coupling_is_slow = False
+        """True once such a test has taken longer than `MAX_COUPLING_S`."""
 
     @guarded
     def record_weighted(self, loss: Tensor) -> None:
         """Records a loss that `World.backward` was given, which is weighted.
 
-        Its backward pass follows, and must not be recorded again.
+        Its backward pass follows and calls `begin_backward`, which must not record it again.
         """
         self.state.loss_is_weighted = False
         self.begin_backward(loss)
@@ -67,7 +69,11 @@ class LossRecorder:
 
     @guarded
     def begin_backward(self, loss: Tensor) -> None:
-        """Records a loss whose backward pass begins."""
+        """Records a loss whose backward pass begins.
+
+        The forward passes that it may be made from become part of the update, and the gradients of
+        the backward pass are noted from here on.
+        """
         state = self.state
         if state.loss_is_weighted:  # `World.backward` has recorded it before
             return
@@ -80,7 +86,8 @@ class LossRecorder:
         self._foreign_steps.record_if_loss_parameters_changed(loss)
         if state.is_first_update and len(state.notes.forward_passes) > 1:
             self._forget_trial_passes(loss)
-        # These are all: derivatives may compute checkpointed parts of the model again below.
+        # The list is read once: looking for coupled samples below differentiates the loss, and so
+        # may call checkpointed parts of the model again, which would be added to it.
         forward_passes = state.notes.forward_passes
         marks = marks_of(loss)
         self._record_origin(loss, marks)
@@ -98,21 +105,30 @@ class LossRecorder:
         first call was such a trial, its inputs are replaced by those of the first other call.
         """
         notes = self.state.notes
-        inputs = self.state.update.model_inputs
-        loss_nodes = nodes_behind(loss.grad_fn)
+        loss_nodes = nodes_behind(loss.grad_fn)  # of the autograd graph
         used_passes = []
         for forward_pass in notes.forward_passes:
             if any(output.grad_fn in loss_nodes for output in forward_pass.outputs):
                 used_passes.append(forward_pass)
         # No pass is used if the loss is made from something else than outputs of models.
-        if not used_passes or used_passes[0] is notes.forward_passes[0]:
+        if not used_passes:
             return
-        if inputs and used_passes[0].inputs is not None:
-            inputs[-1] = used_passes[0].inputs
+        first_was_no_trial = used_passes[0] is notes.forward_passes[0]
+        if first_was_no_trial:
+            return
+        # The last of `model_inputs` is that of the first call since the last backward pass.
+        model_inputs = self.state.update.model_inputs
+        if model_inputs and used_passes[0].inputs is not None:
+            model_inputs[-1] = used_passes[0].inputs
         notes.forward_passes = used_passes
 
     def _record_origin(self, loss: Tensor, marks: Mapping[str, Any]) -> None:
-        """Records where a loss was made, and the exchanges and draws that it is made from."""
+        """Records where a loss was made, and the exchanges and draws that it is made from.
+
+        Args:
+            loss: whose backward pass begins.
+            marks: those on the loss, by kind: what it is made from.
+        """
         state = self.state
         update = state.update
         update.loss_line = line_of_loss(loss) or user_line() or ""
@@ -127,13 +143,13 @@ class LossRecorder:
     def _record_sample_coupling(self, loss: Tensor, forward_passes: Sequence[ForwardPass]) -> None:
         """Records whether the loss, or a model, lets samples influence each other.
 
-        This is a property of the script, so the run on one process, with whole batches, is enough
-        to know it.
+        It sets `loss_compares_samples` and `coupling_model` of the update. This is a property of
+        the script, so the run on one process, with whole batches, is enough to know it.
         """
         if dist.is_initialized() and dist.get_world_size() > 1:
             return
         update = self.state.update
-        samples = 0
+        samples = 0  # in the batch that the loss is made from
         batches = update.batches or update.model_inputs
         if batches:
             samples = int(batches[-1].weights["samples"])
@@ -148,21 +164,23 @@ class LossRecorder:
     def _coupling_model(self, forward_passes: Sequence[ForwardPass]) -> str:
         """Returns a model whose output for one sample depends on other samples; empty if none does.
 
-        A model in which samples were found to be coupled is remembered. The others are looked at
-        again in the first steps, except where that is slow.
+        A model in which samples were found to be coupled stays such a model. The others are tested
+        again in the first steps, unless a test is slow.
         """
         for forward_pass in forward_passes:
             model = forward_pass.record.model
             if forward_pass.hidden is None:  # no part of the model has a row for each sample
                 continue
-            if self._couples_samples.get(model):
+            is_coupled = self._couples_samples.get(model)  # None: it was not tested before
+            if is_coupled:
                 continue
-            is_early = self.state.writer.count < MIN_STEPS and not self._coupling_is_slow
-            if not is_early and model in self._couples_samples:
+            tests_again = self.state.writer.count < MIN_STEPS and not self._coupling_is_slow
+            if is_coupled is False and not tests_again:
                 continue
             begun = time.monotonic()
-            coupled = couples_samples(forward_pass.outputs, forward_pass.hidden)
-            self._couples_samples[model] = coupled
+            self._couples_samples[model] = couples_samples(
+                forward_pass.outputs, forward_pass.hidden
+            )
             if time.monotonic() - begun > MAX_COUPLING_S:
                 self._coupling_is_slow = True
         for forward_pass in forward_passes:
@@ -176,22 +194,31 @@ class LossRecorder:
         value = float(loss.detach())
         if not math.isnan(value):
             return value
+        # The loss is made from the last batch, and from the inputs of the last model call.
         update = self.state.update
         for batch in (*update.batches[-1:], *update.model_inputs[-1:]):
-            if not batch.weights["samples"]:
+            is_empty = batch.weights["samples"] == 0
+            if is_empty:
                 return 0.0
         return value
 
     def _record_loss_calls(
         self, marks: Mapping[str, Any], forward_passes: Sequence[ForwardPass]
     ) -> None:
-        """Records what the loss may have been divided by, and the targets of its samples."""
+        """Records what the loss may have been divided by, and the targets of its samples.
+
+        The arguments of torch's loss functions go to `loss_options` of the update.
+
+        Args:
+            marks: those on the loss, by kind.
+            forward_passes: since the last backward pass.
+        """
         state = self.state
-        calls = state.mode.pop_loss_calls()
+        calls = state.mode.pop_loss_calls()  # since the last backward pass
         divisors = {}
         if "divisor" in marks:
             divisor, _line = marks["divisor"]
-            if divisor:
+            if divisor != 0:
                 divisors["divisor of the loss"] = divisor
         if calls:
             divisors["labels in the loss"] = sum(call.weight for call in calls)
@@ -205,12 +232,15 @@ class LossRecorder:
             _record_targets(forward_passes[0], calls)
 
     def _end_forward_passes(self, forward_passes: Sequence[ForwardPass]) -> None:
-        """Adds the forward passes before this backward pass to the update."""
+        """Adds the forward passes before this backward pass to the update, and forgets them.
+
+        The hooks on their outputs still fill in the gradients of the outputs.
+        """
         notes = self.state.notes
         records = [forward_pass.record for forward_pass in forward_passes]
         for record in records:
-            # A gradient that the script took before, such as a penalty's, is not the loss's.
-            record.output_gradients = record.output_gradients[:0]
+            # A gradient that the script took before, such as that of a penalty, is not the loss's.
+            record.output_gradients = record.output_gradients[:0]  # an array without rows
         update = self.state.update
         update.forwards = [*update.forwards, *records][-MAX_RECORDED_FORWARD_PASSES:]
         notes.forward_passes = []
@@ -219,12 +249,14 @@ class LossRecorder:
 
 
 def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> None:
-    """Records the targets of each sample of a forward pass.
+    """Sets the targets of a forward pass: two numbers for each sample.
+
+    Nothing is recorded unless all targets have one row, or an equal number of rows, for each
+    sample.
 
     Args:
         forward_pass: of the model whose outputs became the loss.
-        calls: the calls of loss functions with their targets. Nothing is recorded unless all
-            targets have one row, or an equal number of rows, for each sample.
+        calls: the calls of loss functions with their targets.
     """
     num_samples = len(forward_pass.record.inputs)
     if not num_samples:
@@ -236,7 +268,7 @@ def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> Non
     if not targets:
         return
     for tensor in targets:
-        if not tensor.dim() or len(tensor) % num_samples != 0:
+        if tensor.dim() == 0 or len(tensor) % num_samples != 0:
             return
     forward_pass.record.targets = summarize_rows(targets, num_samples)
 
@@ -244,12 +276,13 @@ def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> Non
 def _are_positions(targets: Tensor) -> bool:
     """True if targets only number the samples, as in a contrastive loss: 0, 1, 2, ...
 
-    They are places in what is compared. These differ on a rank that compares less, or gathers.
+    They say which of all outputs that are compared is that of the same sample. On a rank that
+    gathers outputs, or compares only its own, this is another number than on one process.
     """
     if targets.is_floating_point() or targets.dtype == torch.bool or targets.dim() != 1:
         return False
     count = len(targets)
-    if count <= 2:
+    if count <= 2:  # labels may be 0 and 1 by chance
         return False
     # On rank 1 they may be 4, 5, 6, ...: the first one is subtracted.
     positions = torch.arange(count).to(targets)

@@ -34,7 +34,10 @@ LOCAL_KINDS = (STATISTIC, MODEL_CALL, BATCH_NORM)
 
 
 def mark(values: Any, **marks: Any) -> None:
-    """Adds marks, by kind, to every tensor in a nest of values."""
+    """Adds marks, by kind, to every tensor in a nest of values.
+
+    Of a kind that a tensor has already, the larger value is kept.
+    """
     if not marks:
         return
     for tensor in tensors(values):
@@ -46,12 +49,15 @@ def mark(values: Any, **marks: Any) -> None:
 
 
 def marks_of(values: Any) -> dict[str, Any]:
-    """Returns the marks of all tensors in a nest of values, by kind."""
+    """Returns the marks of all tensors in a nest of values, by kind.
+
+    Of a kind that several tensors have, the largest value counts.
+    """
     merged: dict[str, Any] = {}
-    for leaf in pytree.tree_leaves(values):
-        if not isinstance(leaf, Tensor):
+    for tensor in pytree.tree_leaves(values):
+        if not isinstance(tensor, Tensor):
             continue
-        for kind, value in leaf.__dict__.get("_marks", {}).items():
+        for kind, value in tensor.__dict__.get("_marks", {}).items():
             merged[kind] = max(merged.get(kind, value), value)
     return merged
 

@@ -2,7 +2,8 @@
 
 A *root* is a module that the script wrapped or called and that is no part of another root. A tensor
 is named by the class of its root and its name inside, as `Net/layer.weight`; a second root of the
-same class is `Net#2`. Nothing here knows of updates or of other ranks.
+same class is `Net#2`. To *prepare* a module is to pass it to Lockstep's `World.prepare`. A sharded
+parameter, as FSDP makes them, has only a part of its values on this rank.
 """
 
 from __future__ import annotations
@@ -49,21 +50,25 @@ class Models:
         """The line of the communication hook that the script gave DDP; empty without one."""
 
     def add(self, module: nn.Module) -> None:
-        """Adds a module that was wrapped or called, unless it is part of a known root."""
-        inner = unwrap(module)
-        if id(inner) in self._module_ids or not has_tensors(inner):
+        """Makes a module that was wrapped or called a root, unless it is part of one already."""
+        inner_module = unwrap(module)  # such as the module inside of DDP
+        if id(inner_module) in self._module_ids or not has_tensors(inner_module):
             return
-        name = _class_name(inner)
-        # Roots of this class that are known already: `Net`, `Net#2`, ...
-        roots_of_class = [root for root, _ in self._roots if root.split("#")[0] == name]
-        if roots_of_class:
-            name = f"{name}#{len(roots_of_class) + 1}"
+        name = _class_name(inner_module)
+        # Names of the roots of this class that are known already: `Net`, `Net#2`, ...
+        names_of_class = []
+        for root_name, _ in self._roots:
+            if root_name.split("#")[0] == name:
+                names_of_class.append(root_name)
+        if names_of_class:
+            name = f"{name}#{len(names_of_class) + 1}"
         self._roots.append((name, module))
-        self._module_ids |= {id(part) for part in module.modules()}
+        self._module_ids |= {id(submodule) for submodule in module.modules()}
 
     def add_ddp(self, wrapper: DistributedDataParallel) -> None:
-        """Adds a module that DDP has been put around."""
+        """Adds a module that DDP was put around, with the parameters that DDP averages."""
         self.add(wrapper)
+        # DDP leaves out parameters that are frozen when it is built.
         averaged = {id(p) for p in wrapper.module.parameters() if p.requires_grad}
         self.ddp_parameter_ids[id(wrapper.module)] = averaged
         ranks = dist.get_process_group_ranks(wrapper.process_group)
@@ -73,7 +78,8 @@ class Models:
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields each parameter with its name; a tied one once, under its first name.
 
-        Parameters that only an optimizer has follow, named by their place in it.
+        After those of the roots come parameters that only an optimizer has. They are named by their
+        place in it: "/parameter 3 of optimizer 1".
         """
         yielded_ids = set()
         for name, parameter in self._named("named_parameters"):
@@ -96,11 +102,12 @@ class Models:
     def _named(self, method: str) -> Iterator[tuple[str, Any]]:
         """Yields what a method such as `named_parameters` yields for each root, each object once.
 
-        Parameters and buffers without values yet (lazy ones, or on the meta device) are left out.
+        Names begin with that of the root. Parameters and buffers without values yet (lazy ones, or
+        on the meta device) are left out.
         """
         yielded_ids: set[int] = set()
         for root_name, root in self._roots:
-            plain_name = plain_names(root)
+            plain_name = plain_names(root)  # a function that removes "module." of wrappers
             for name, value in getattr(root, method)():
                 is_lazy = isinstance(value, UninitializedParameter | UninitializedBuffer)
                 is_meta = getattr(value, "is_meta", False)
@@ -114,8 +121,8 @@ class Models:
     ) -> Iterator[tuple[tuple[int, int], nn.Parameter]]:
         """Yields parameters that no root has, of optimizers that were built and have not stepped.
 
-        Each comes with a pair: the number of its optimizer, in the order in which they were built,
-        and the place of the parameter in this optimizer.
+        Without a root they have no name. Each comes with a pair instead: the number of its
+        optimizer, in the order in which they were built, and its place in this optimizer.
         """
         unstepped_numbers = []
         for number, optimizer in enumerate(self.built_optimizers):
@@ -133,9 +140,10 @@ class Models:
                     yield (number, place), parameter
 
     def plain_attributes(self) -> dict[str, Array]:
-        """Returns a summary and the size of each tensor in a plain attribute of a user's module.
+        """Returns three numbers for each tensor in a plain attribute of a user's module, by name.
 
-        These are neither parameters nor buffers, so nothing keeps them equal between ranks.
+        They are a weighted sum of the values, the largest absolute value, and the number of values.
+        The tensors are neither parameters nor buffers, so nothing keeps them equal between ranks.
         """
         arrays: dict[str, Array] = {}
         for module_name, module in self.modules():
@@ -144,11 +152,13 @@ class Models:
             for attribute, value in vars(module).items():
                 if not isinstance(value, Tensor | list | tuple):
                     continue
-                leaves = [t for t in pytree.tree_leaves(value) if type(t) is Tensor]
-                for place, tensor in enumerate(leaves):
+                # The attribute itself, or the tensors in the list. A parameter in a list is of a
+                # subclass of Tensor.
+                plain_tensors = [t for t in pytree.tree_leaves(value) if type(t) is Tensor]
+                for place, tensor in enumerate(plain_tensors):
                     # "Net/layer.scale"; of the root itself, "Net/scale" instead of "Net/.scale"
                     name = f"{module_name}.{attribute}".replace("/.", "/")
-                    if len(leaves) > 1:
+                    if len(plain_tensors) > 1:
                         name = f"{name}[{place}]"
                     arrays[name] = np.array([*summarize(tensor), tensor.numel()])
         return arrays
@@ -158,8 +168,12 @@ class Models:
         return {name: summarize(p) for name, p in self.parameters() if not is_sharded(p)}
 
     def parameters_with_gradient_at(self, storage: int) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters whose gradient lies at this address; none if it is 0."""
-        if not storage:
+        """Yields the parameters whose gradient lies at this address.
+
+        Args:
+            storage: the address; 0 of a tensor without one, for which nothing is yielded.
+        """
+        if storage == 0:
             return
         for name, parameter in self.parameters():
             if parameter.grad is not None and storage_of(parameter.grad) == storage:
@@ -176,7 +190,10 @@ class Models:
         return not self._parameter_ids_within(self.prepared_ids).isdisjoint(parameter_ids)
 
     def parameters_unknown_to_ddp(self) -> list[str]:
-        """Returns the trainable parameters inside of DDP modules that DDP does not average."""
+        """Returns the trainable parameters inside of DDP modules that DDP does not average.
+
+        They were frozen, or not there, when DDP was built.
+        """
         inside = self._parameter_ids_within(self.ddp_parameter_ids.keys())
         averaged = set().union(*self.ddp_parameter_ids.values())
         unknown = inside - averaged
@@ -193,7 +210,7 @@ class Models:
         return names
 
     def _wrapped_ids(self) -> set[int]:
-        """Returns the ids of the modules inside of DDP or prepared by Lockstep."""
+        """Returns the ids of the modules inside of DDP, and of those that Lockstep has prepared."""
         return self.ddp_parameter_ids.keys() | self.prepared_ids
 
     def _parameter_ids_within(self, module_ids: Collection[int]) -> set[int]:
@@ -210,6 +227,7 @@ def _class_name(module: nn.Module) -> str:
 
     FSDP changes the class of a `Net` to a subclass named `FSDPNet`: the name is still `Net`.
     """
+    # From the class itself to its bases.
     names = [module_class.__name__ for module_class in type(module).__mro__]
     names_without_fsdp = [name for name in names if "FSDP" not in name]
     return names_without_fsdp[0]

@@ -3,7 +3,7 @@
 An *update* is one optimizer step with all that led to it. `state.update` is the record of the
 current one (`RankUpdate`), and `state.notes` is what is remembered until it is complete. Before the
 step, the gradients and all that the step starts from are recorded; after it, the parameters. Then
-the update is written.
+the update is written. `state.models` yields the tensors of all models with their names.
 """
 
 from __future__ import annotations
@@ -87,9 +87,10 @@ class OptimizerRecorder:
 
     @guarded
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """An optimizer is about to step; torch calls this with all arguments of `step`.
+        """Records what a step starts from: torch calls this hook with all arguments of `step`.
 
         An optimizer may call another one, as that of ZeRO does. Only the outermost is recorded.
+        The script may be ended here, if enough steps are recorded.
 
         Returns:
             The arguments for `step`; None leaves them as they are. A closure computes the
@@ -97,18 +98,21 @@ class OptimizerRecorder:
         """
         state = self.state
         state.running_optimizers.append(optimizer)
-        if len(state.running_optimizers) > 1:
+        is_outermost = len(state.running_optimizers) == 1
+        if not is_outermost:
             return None
         state.mode.writes.watched = frozenset()  # the step itself writes to all parameters
         if optimizer not in state.steps_of:
             state.steps_of[optimizer] = 0
             state.models.stepped_optimizers.append(optimizer)
-        # Of several optimizers, all make the same number of steps before the script ends.
+        # The script is not ended before an optimizer that has made fewer steps than another one, so
+        # that all have made the same number in the end.
         if state.steps_of[optimizer] == max(state.steps_of.values()):
             state.end_script_if_enough()
 
         itself, *other_args = args  # the first argument of `step` is the optimizer itself
-        if not any(callable(value) for value in (*other_args, *kwargs.values())):
+        has_closure = any(callable(value) for value in (*other_args, *kwargs.values()))
+        if not has_closure:
             self._record_step_inputs(optimizer)
             return None
         recording_args = [self._with_recording(value, optimizer) for value in other_args]
@@ -118,7 +122,12 @@ class OptimizerRecorder:
         return (itself, *recording_args), recording_kwargs
 
     def _with_recording(self, value: Any, optimizer: Optimizer) -> Any:
-        """Returns a closure that also records the gradients; other values as they are."""
+        """Replaces a closure by one that also records the gradients; other values stay the same.
+
+        Args:
+            value: an argument of `step`.
+            optimizer: which steps.
+        """
         if not callable(value):
             return value
         closure: Callable[[], Any] = value
@@ -132,12 +141,9 @@ class OptimizerRecorder:
 
     @guarded
     def _record_step_inputs(self, optimizer: Optimizer) -> None:
-        """Records all that the step starts from, once the gradients are there.
-
-        A closure may be called several times; the first call counts.
-        """
+        """Records all that the step starts from in the update, once the gradients are there."""
         state = self.state
-        if state.notes.step_inputs_recorded:
+        if state.notes.step_inputs_recorded:  # by an earlier call of the same closure
             return
         state.notes.step_inputs_recorded = True
         self._take_over_backward_passes()
@@ -151,23 +157,28 @@ class OptimizerRecorder:
         self._later_batches = self._inputs.end_update()
 
     def _take_over_backward_passes(self) -> None:
-        """Copies what is known of the backward passes, if those were before another step."""
+        """Copies what is known of backward passes from the last update, if this one had none.
+
+        Two optimizers may step after one backward pass. It belongs to the updates of both.
+        """
         state = self.state
-        # With losses of its own, the update has had backward passes since the other step.
-        if state.update.losses or not state.last_update.losses:
+        has_backward_passes = bool(state.update.losses)
+        if has_backward_passes or not state.last_update.losses:
             return
         fields = {name: getattr(state.last_update, name) for name in FIELDS_OF_BACKWARD_PASSES}
         state.update = replace(state.update, **fields)
 
     def _record_parameters(self, optimizer: Optimizer) -> None:
-        """Records the parameters before the step, and what the optimizer remembers of them."""
+        """Records the parameters before the step, and the optimizer's state of each of them."""
         state = self.state
         update = state.update
-        named = list(state.models.parameters())
-        is_first_step = not any(state.steps_of.values())
-        if is_first_step:
-            update.initial = {**copy_arrays(named), **update.initial}
-        # Parameters count as they were at the first forward pass; of the others, as they are now.
+        named_parameters = list(state.models.parameters())
+        no_optimizer_has_stepped = not any(state.steps_of.values())
+        if no_optimizer_has_stepped:
+            # Values from the first forward pass, where there are any, come before those of now.
+            update.initial = {**copy_arrays(named_parameters), **update.initial}
+        # Two numbers for each parameter as it was at the first forward pass. Those that no model
+        # had then, such as a parameter that only the optimizer has, count as they are now.
         update.parameter_sums = {
             **state.models.whole_parameters(),
             **state.notes.parameters_at_start,
@@ -176,18 +187,23 @@ class OptimizerRecorder:
         update.module_tensors = state.models.plain_attributes()
         update.frozen = state.frozen_parameters()
         evaluating_ids = state.notes.evaluating_parameters
-        update.in_eval_mode = [name for name, p in named if id(p) in evaluating_ids]
+        update.in_eval_mode = [name for name, p in named_parameters if id(p) in evaluating_ids]
         optimizer_state = {}
-        for name, parameter in named:
+        for name, parameter in named_parameters:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and not is_sharded(value):
                     # A weighted sum, the largest absolute value, and the number of values.
-                    summary = np.array([*summarize(value), value.numel()])
-                    optimizer_state[f"{name}/{key}"] = summary
+                    numbers = np.array([*summarize(value), value.numel()])
+                    optimizer_state[f"{name}/{key}"] = numbers
         update.optimizer_state = optimizer_state
 
     def _record_wrapping(self, parameter_ids: set[int], optimizer: Optimizer) -> None:
-        """Records how the models are wrapped, and which BatchNorm layers are not synchronized."""
+        """Records how the models are wrapped, and which BatchNorm layers are not synchronized.
+
+        Args:
+            parameter_ids: the ids of the optimizer's parameters.
+            optimizer: which steps.
+        """
         models = self.state.models
         update = self.state.update
         update.unknown_to_ddp = models.parameters_unknown_to_ddp()
@@ -210,12 +226,18 @@ class OptimizerRecorder:
         update.learning_rate_lines = [getattr(group, "line", "") for group in groups_with_rate]
 
     def _record_origin_of_gradients(self, optimizer: Optimizer) -> None:
-        """Records random numbers and outputs of earlier steps that the gradients are made from."""
+        """Records random numbers and outputs of earlier steps that the gradients are made from.
+
+        It sets `earlier_outputs_line` and `gradient_draw_line` of the update, to "" if there are
+        none.
+        """
         state = self.state
-        number_of_last_update = state.updates_until_step_of.get(optimizer, 0)
+        # Updates are numbered. A model was called in an earlier step if its output is marked with
+        # the number of an update that was written when this optimizer stepped last.
+        updates_at_last_step = state.updates_until_step_of.get(optimizer, 0)
         state.update.earlier_outputs_line = ""
         for update_number, line in state.notes.earlier_model_calls.items():
-            is_of_earlier_step = update_number < number_of_last_update
+            is_of_earlier_step = update_number < updates_at_last_step
             if is_of_earlier_step:
                 state.update.earlier_outputs_line = line
                 break
@@ -223,14 +245,18 @@ class OptimizerRecorder:
         marks = marks_of(list(self._gradients.all_gradients()))
         if "draw" in marks:
             number, line, *_ = marks["draw"]
-            if number > state.step_draws.count_before:
+            was_drawn_for_this_step = number > state.step_draws.count_before
+            if was_drawn_for_this_step:
                 state.update.gradient_draw_line = line
 
     # After the step
 
     @guarded
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer has stepped: records the parameters, and writes the update."""
+        """Records the parameters after a step, writes the update, and begins the next one.
+
+        Torch calls this hook for every optimizer, also for one that another optimizer calls.
+        """
         state = self.state
         ended_optimizer = state.running_optimizers.pop()
         is_outermost = not state.running_optimizers
@@ -238,13 +264,14 @@ class OptimizerRecorder:
             return
         update = state.update
         self._record_identity(optimizer)
+        # Without backward passes of its own, the update keeps those that it has taken over.
         update.local_gradients = self._gradients.local_gradients() or update.local_gradients
-        state.last_update = replace(update)
+        state.last_update = replace(update)  # a copy, before the parameters are added
         parameter_ids = {id(parameter) for parameter in parameters_of(optimizer)}
         stepped = [(n, p) for n, p in state.models.parameters() if id(p) in parameter_ids]
         update.parameters = copy_arrays(stepped)
         update.buffers = copy_arrays(state.models.buffers())
-        # Since the update before, the script may have written to a parameter or buffer.
+        # The lines that have written to parameters or buffers since the update before, by storage.
         stacks = state.mode.writes.pop_stacks()
         update.write_stacks = {}
         for name, storage in state.watch_writes().items():
@@ -256,7 +283,8 @@ class OptimizerRecorder:
         micro_batch = state.micro_batch
         state.finish_update(update, self._later_batches, micro_batch.virtual_rank_number)
         state.updates_until_step_of[optimizer] = state.writer.count
-        # Virtual ranks all step for a global batch: that is one step.
+        # If the process computes several virtual ranks, each steps for the same global batch. The
+        # last of them completes the step.
         if micro_batch.virtual_rank is None or micro_batch.last:
             state.steps_of[optimizer] += 1
         state.step_draws.restart()
@@ -275,11 +303,15 @@ class OptimizerRecorder:
         if optimizer in state.models.built_optimizers:
             update.construction_index = state.models.built_optimizers.index(optimizer)
         name_of_id = {id(parameter): name for name, parameter in state.models.parameters()}
+        # A sharded parameter that is in no model has no name: an empty one keeps its place.
         update.optimizer_parameters = [name_of_id.get(id(p), "") for p in parameters_of(optimizer)]
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a parameter group, except for its learning rate, and its size."""
+    """Returns the numeric options of a parameter group, except for its learning rate.
+
+    The entry "parameters" is the group's number of parameters.
+    """
     options = {}
     for name, value in group.items():
         if name not in ("lr", "initial_lr") and isinstance(value, bool | int | float | tuple):

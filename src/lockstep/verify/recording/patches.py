@@ -1,9 +1,9 @@
 """Everything that `lockstep verify` patches in torch and Lockstep, with the reason for each patch.
 
-To *patch* a function is to replace it, for the rest of the process, by one that calls it and also
-tells the `Recorder` of the call. `recorder.calls`, `recorder.inputs` and so on record one subject
-each. `FunctionMode` sees all calls of torch's functions, and `Determinism` says what is changed in
-them. Where torch has public hooks (optimizer steps, forward passes), those are used.
+To *patch* a function is to replace it, for the rest of the process, by one that calls the original
+and also tells the `Recorder` of the call. `recorder.calls`, `recorder.inputs` and so on record one
+subject each. `FunctionMode` sees all calls of torch's functions, and `Determinism` changes some of
+them, such as dropout. Where torch has public hooks (optimizer steps, forward passes), those serve.
 
 The patches, in the order below:
 
@@ -170,7 +170,7 @@ def _disable_autocast(determinism: Determinism) -> None:
     def disabled(
         context: Any, device_type: str, dtype: Any = None, enabled: bool = True, **options: Any
     ) -> None:
-        """Builds a `torch.autocast` that changes nothing."""
+        """Takes the place of `torch.autocast.__init__`: the context changes nothing."""
         if enabled:
             determinism.switched_off["autocast"] += 1
         original_init(context, device_type, dtype, enabled=False, **options)
@@ -181,8 +181,9 @@ def _disable_autocast(determinism: Determinism) -> None:
 def _see_recomputed_activations(mode: FunctionMode) -> None:
     """Patches `torch.utils.checkpoint.checkpoint`, which recomputes activations in backward passes.
 
-    The backward pass is a call of torch, and the function mode is hidden inside of it. It is
-    entered again here, so that activations are recomputed in float64 as they were computed.
+    Torch switches the function mode off inside of a call of torch, and the backward pass is one.
+    The mode is switched on again here, so that activations are recomputed in float64 as they were
+    computed.
     """
     module: Any = torch.utils.checkpoint
     original_checkpoint = module.checkpoint
@@ -194,6 +195,7 @@ def _see_recomputed_activations(mode: FunctionMode) -> None:
         def compute(*inputs: Any, **options: Any) -> Any:
             if not mode.in_backward:  # the first time, in the forward pass
                 return function(*inputs, **options)
+            # What is recomputed is a forward pass, within the backward pass.
             with mode.backward_pass(False), mode:
                 return function(*inputs, **options)
 
@@ -208,7 +210,8 @@ def _disable_compile(determinism: Determinism) -> None:
 
     @wraps(original_compile)
     def disabled(model: Any = None, **options: Any) -> Any:
-        # Without a model, as in `@torch.compile(mode=...)`, it returns a decorator.
+        # Without a model, as in `@torch.compile(mode=...)`, it returns a decorator, which calls
+        # this function again with the model.
         if model is not None:
             determinism.switched_off["torch.compile"] += 1
         return original_compile(model, **{**options, "disable": True})
@@ -243,7 +246,8 @@ def _disable_checkpoints(determinism: Determinism) -> None:
 def _watch_backward_passes(recorder: Recorder) -> None:
     """Patches `torch.autograd.backward`, to see losses and the gradients of each backward pass.
 
-    `Tensor.backward` calls it too. A backward pass inside of another one is not the script's.
+    `Tensor.backward` calls it too. A backward pass inside of another one, as reentrant activation
+    checkpointing makes it, is not the script's.
     """
 
     def before(tensors: Any, *_: Any, **__: Any) -> None:
@@ -251,7 +255,8 @@ def _watch_backward_passes(recorder: Recorder) -> None:
         loss = tensors
         if isinstance(tensors, list | tuple) and len(tensors) == 1:
             loss = tensors[0]
-        if not in_backward_pass() and isinstance(loss, Tensor) and loss.numel() == 1:
+        is_scalar = isinstance(loss, Tensor) and loss.numel() == 1
+        if is_scalar and not in_backward_pass():
             recorder.losses.begin_backward(loss)
 
     def after(*_: Any, **__: Any) -> None:
@@ -272,7 +277,10 @@ def _watch_collectives(recorder: Recorder) -> None:
 
 
 def _watch_torch_collective(recorder: Recorder, name: str) -> None:
-    """Patches a function of `torch.distributed`, to see its input, or what an all-reduce leaves."""
+    """Patches a function of `torch.distributed`, to see its input, or what an all-reduce leaves.
+
+    Arguments may be given by place or by name.
+    """
 
     def before(*args: Any, **kwargs: Any) -> None:
         """Records a call with its input, unless Lockstep itself calls."""
@@ -280,7 +288,8 @@ def _watch_torch_collective(recorder: Recorder, name: str) -> None:
         if _is_of_lockstep(caller.f_globals["__name__"]):
             return
         if name in GATHERING_FUNCTIONS:
-            # all_gather(output, input): its results carry no gradient.
+            # all_gather(tensor_list, tensor) or all_gather_into_tensor(output_tensor, input_tensor)
+            # fill their first argument, without a gradient.
             output = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
             tensor = args[1] if len(args) > 1 else _input_by_name(kwargs)
             recorder.calls.record(name, tensor, output)
@@ -291,13 +300,14 @@ def _watch_torch_collective(recorder: Recorder, name: str) -> None:
     def after(*args: Any, **kwargs: Any) -> None:
         """Records the result of an all-reduce; an asynchronous one has none yet."""
         if name == "all_reduce" and not kwargs.get("async_op"):
-            recorder.gradients.record_reduced(args[0] if args else kwargs.get("tensor"))
+            tensor = args[0] if args else kwargs.get("tensor")
+            recorder.gradients.record_reduced(tensor)
 
     _wrap(dist, name, before, after)
 
 
 def _input_by_name(kwargs: dict[str, Any]) -> Any:
-    """Returns the input of a collective that is passed by its name."""
+    """Returns the input of a collective that is passed by its name; None if it has another one."""
     return kwargs.get("tensor", kwargs.get("input_tensor"))
 
 
@@ -307,10 +317,13 @@ def _watch_world_collective(recorder: Recorder, name: str) -> None:
 
     @wraps(original)
     def collective(world: World, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Records a call for each tensor of the value, and that a gather loses gradients."""
+        """Calls the original, and records a call for each tensor of the value.
+
+        A gather without `gradient=True` loses the gradient of its input.
+        """
         calls = [recorder.calls.record(f"world.{name}", tensor) for tensor in tensors(value)]
         result = original(world, value, *args, **kwargs)
-        if world.size > 1:
+        if world.size > 1:  # on one process nothing is exchanged
             loses_gradient = name == "gather" and not kwargs.get("gradient")
             recorder.calls.end_collective(calls, result, loses_gradient=loses_gradient)
         return result
@@ -319,19 +332,17 @@ def _watch_world_collective(recorder: Recorder, name: str) -> None:
 
 
 def _watch_ddp(recorder: Recorder, determinism: Determinism) -> None:
-    """Patches DDP, to see what it wraps and whether its gradients are compressed.
-
-    A module is prepared before DDP copies the places of its parameters.
-    """
+    """Patches DDP, to see what it wraps and whether the script gives it a communication hook."""
 
     def before_init(_: Any, module: Any, *__: Any, **___: Any) -> None:
+        # Converted to float64 now, since DDP keeps references to the parameters.
         determinism.prepare_module(module)
 
     def after_init(wrapper: DistributedDataParallel, *_: Any, **__: Any) -> None:
         recorder.forwards.add_ddp(wrapper)
 
     def before_comm_hook(*_: Any, **__: Any) -> None:
-        caller = sys._getframe(2)
+        caller = sys._getframe(2)  # whoever called DDP's method
         if not _is_of_lockstep(caller.f_globals["__name__"]):
             recorder.state.models.comm_hook_line = user_line() or "somewhere"
 
@@ -345,15 +356,18 @@ def _watch_gradient_clipping(recorder: Recorder) -> None:
     for name in CLIPPING_FUNCTIONS:
         clip = partial(recorder.gradients.clip, getattr(utils, name))
         setattr(utils, name, clip)
-        setattr(utils.clip_grad, name, clip)
+        setattr(utils.clip_grad, name, clip)  # the module that defines them
 
 
 def _watch_optimizers(recorder: Recorder) -> None:
     """Patches optimizers and schedulers, to see when they are built and who sets a rate."""
 
     def after_group(optimizer: Optimizer, *_: Any, **__: Any) -> None:
-        """An optimizer is being built, which adds each of its parameter groups."""
-        recorder.state.step_draws.restart()
+        """Notes an optimizer that is being built, and watches who sets the rate of its group.
+
+        The constructor of every optimizer calls this for each of its parameter groups.
+        """
+        recorder.state.step_draws.restart()  # numbers drawn so far initialized the model
         optimizer.param_groups[-1] = ParameterGroup(optimizer.param_groups[-1])
         built = recorder.state.models.built_optimizers
         if optimizer not in built:
@@ -392,11 +406,11 @@ def _watch_tensor_hooks(recorder: Recorder) -> None:
     original_register: Any = Tensor.register_hook
 
     def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-        """Registers the hook; one of the script's own on a parameter is watched."""
+        """Takes the place of `Tensor.register_hook`: a hook of the script's own is watched."""
         caller = sys._getframe(1)
         is_of_torch = caller.f_globals["__name__"].startswith("torch.")
         line = user_line()
-        if is_of_torch or not line:
+        if is_of_torch or not line:  # without a line of the user's, it is a hook of a library
             return original_register(self, hook)
 
         def watched_hook(gradient: Tensor) -> Any:
@@ -420,24 +434,30 @@ def _watch_tensor_hooks(recorder: Recorder) -> None:
 def _record_sample_indices(mode: FunctionMode) -> None:
     """Lets iterators of DataLoaders keep the indices that they draw until the batch is handed out.
 
-    Drawing the order of samples does not count as a draw: the order itself is compared.
+    With worker processes, the indices of several batches are drawn before the first batch comes.
     """
 
     def draw_indices(iterator: Any, draw: Callable[[], Any]) -> Any:
         """Draws the indices of the next batch, and keeps them on the loader's iterator."""
+        # Drawing the order of samples does not count as a draw: the order itself is compared.
         with mode.draws.paused():
             indices = draw()
         _pending_indices(iterator).append(indices)
         return indices
 
     def forget_indices(iterator: Any) -> None:
+        """Forgets the indices of the last pass: persistent workers begin another one."""
         vars(iterator).pop(INDICES_ATTRIBUTE, None)
 
     watch_indices(draw_indices, forget_indices)
 
 
 def _pending_indices(iterator: Any) -> deque[Any]:
-    """Returns the indices of batches that an iterator of a DataLoader has not handed out yet."""
+    """Returns the indices of batches that an iterator of a DataLoader has not handed out yet.
+
+    The queue is made on first use and stays an attribute of the iterator: whoever adds indices, or
+    takes them out, changes it for all.
+    """
     attributes = vars(iterator)
     if INDICES_ATTRIBUTE not in attributes:
         attributes[INDICES_ATTRIBUTE] = deque()
@@ -448,7 +468,11 @@ def _pending_indices(iterator: Any) -> deque[Any]:
 def _number_loaders(kept_batches: BatchWriter | BatchReader) -> None:
     """Numbers the script's DataLoaders as they are built, to find the batches of each again.
 
-    Where batches are read, each loader also gets the length of the one that wrote them.
+    In the run that reads the batches of another run, `len(loader)` is the length that the loader
+    had there.
+
+    Args:
+        kept_batches: a writer of batches, or a reader of those of the other run.
     """
 
     def after_init(loader: DataLoader[Any], dataset: Any, *_: Any, **__: Any) -> None:
@@ -474,7 +498,14 @@ def _number_loaders(kept_batches: BatchWriter | BatchReader) -> None:
 def _watch_loaders(
     recorder: Recorder, mode: FunctionMode, kept_batches: BatchWriter | BatchReader | None
 ) -> None:
-    """Patches the iteration of DataLoaders, to see batches, and to keep or replace them."""
+    """Patches the iteration of DataLoaders, to see batches, and to keep or replace them.
+
+    Args:
+        recorder: is told of each batch.
+        mode: sees every call of torch's functions.
+        kept_batches: a writer, to which batches are written; or a reader, whose batches take the
+            place of the loader's own; or None.
+    """
     original_iter = DataLoader.__iter__
     original_lockstep_iter = Loader.__iter__
 
@@ -486,11 +517,12 @@ def _watch_loaders(
             yield batch
 
     def iterate_recorded(loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yields the loader's own batches, converted, and records them if they are trained on.
+        """Yields the loader's own batches, in float64, and records them if they are trained on.
 
-        In evaluation, gradients are off.
+        They are trained on if gradients are on; in evaluation they are off. Batches may also be
+        written for the other run.
         """
-        indices = _pending_indices(iterator)
+        pending_indices = _pending_indices(iterator)
         batches = _until_enough(recorder, iterator)
         writer = None
         name_of_pass = ""
@@ -500,14 +532,16 @@ def _watch_loaders(
         for number in count():
             # What is drawn while the batch is read belongs to the batch.
             mode.draws.restart()
-            streams = stream_digests()
+            streams_before = stream_digests()
             try:
                 batch = mode.determinism.convert(next(batches))
             except StopIteration:
                 return
-            ids = _as_numbers(indices.popleft()) if indices else None
+            # The iterator draws indices before it reads a batch. That of a subclass of DataLoader
+            # may draw none.
+            ids = _as_numbers(pending_indices.popleft()) if pending_indices else None
             if torch.is_grad_enabled():
-                drawn = mode.draws.since_restart() | moved_streams(streams)
+                drawn = mode.draws.since_restart() | moved_streams(streams_before)
                 recorder.inputs.record_batch(loader, batch, ids=ids, random_draws=drawn)
             if writer is not None:
                 writer.write(name_of_pass, number, LoadedBatch(batch, ids))
@@ -518,7 +552,7 @@ def _watch_loaders(
 
         Its batches are to be trained on if gradients are on; in evaluation they are off.
         """
-        if _is_lockstep_dataset(self.dataset):
+        if _is_lockstep_dataset(self.dataset):  # it serves a loader of Lockstep's, which is patched
             return original_iter(self)
         if torch.is_grad_enabled():
             recorder.inputs.begin_pass(self)
@@ -527,7 +561,10 @@ def _watch_loaders(
         return iterate_recorded(self, original_iter(self))
 
     def iterate_lockstep(self: Loader) -> Iterator[Any]:
-        """Takes the place of `iter(loader)` for loaders of Lockstep; these record themselves."""
+        """Takes the place of `iter(loader)` for loaders of Lockstep: converts their batches.
+
+        The recorder is told of these batches as an extension of the run.
+        """
         batches = _until_enough(recorder, original_lockstep_iter(self))
         return map(mode.determinism.convert, batches)
 
@@ -536,12 +573,13 @@ def _watch_loaders(
 
 
 def _until_enough(recorder: Recorder, iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yields batches, and ends the script once enough steps are recorded.
+    """Yields batches, and ends the script by an exception once enough steps are recorded.
 
-    Reading a batch that is not compared any more may take longer than all else.
+    This is asked before each batch is read: reading one that is not compared any more may take
+    longer than all else.
     """
     while True:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # never in the middle of an evaluation
             recorder.state.end_script_if_enough()
         try:
             yield next(iterator)
@@ -550,7 +588,10 @@ def _until_enough(recorder: Recorder, iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def _as_numbers(indices: Any) -> list[int] | None:
-    """Returns the indices of a batch as integers; None if they are something else, or none."""
+    """Returns the indices of a batch as integers; None if there are none, or if one is no integer.
+
+    A dataset may have other keys, such as texts or pairs.
+    """
     if not isinstance(indices, list | tuple) or not indices:
         return None
     if not all(isinstance(index, int | np.integer | Tensor) for index in indices):
@@ -564,8 +605,8 @@ def _enlarge_batches(recorder: Recorder, times: int) -> None:
     signature = inspect.signature(original_init)
 
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
-        """Builds a DataLoader with larger batches, if it can have any."""
-        arguments = signature.bind(self, *args, **kwargs).arguments
+        """Builds a DataLoader with larger batches, or notes its line if it cannot have any."""
+        arguments = signature.bind(self, *args, **kwargs).arguments  # by name, with "self"
         if not _is_lockstep_dataset(arguments["dataset"]):
             try:
                 enlarge(arguments, times)
@@ -582,8 +623,9 @@ def _enlarge_batches(recorder: Recorder, times: int) -> None:
 def _refuse_own_ranks(recorder: Recorder, nproc: int) -> None:
     """Patches the start of processes: a rank that the script starts itself cannot be recorded.
 
-    A process of the script's own may be a helper. It is a rank if it opens a process group that is
-    larger than the run, which raises an error then.
+    `torch.multiprocessing.spawn` and `start_processes` start ranks, and raise an error. A `Process`
+    may be a helper. It is a rank if it opens a process group with more than `nproc` ranks, which
+    raises an error then.
     """
     original_start = BaseProcess.start
 
@@ -593,7 +635,7 @@ def _refuse_own_ranks(recorder: Recorder, nproc: int) -> None:
         if is_user_file(caller.f_code.co_filename):
             recorder.note_own_process(user_line() or "")
             run = partial(refuse_larger_groups, nproc, process.run)
-            process.run = run  # type: ignore[method-assign]
+            process.run = run  # type: ignore[method-assign]  # what the new process executes
         original_start(process)
         # `run` refers to the process, which would then never be freed.
         vars(process).pop("run", None)
@@ -618,7 +660,13 @@ def _wrap(
 ) -> None:
     """Patches a function to call others before and after it, with the same arguments.
 
-    In `before` and `after`, frame 1 is the patched function and frame 2 is its caller.
+    In `before` and `after`, `sys._getframe(2)` is the frame that called the patched function.
+
+    Args:
+        owner: a module or a class.
+        name: of its function.
+        before: called before it.
+        after: called after it, unless it raises an error.
     """
     function = getattr(owner, name)
 

@@ -57,32 +57,41 @@ class Recorder(Extension):
 
     @guarded
     def module_prepared(self, wrapped: PreparedModule) -> None:
-        """`World.prepare` has wrapped a module."""
+        """Adds a module that `World.prepare` has wrapped to the models that are recorded."""
         module = wrapped.module
+        # A strategy sets this attribute on its module if the user has chosen something that changes
+        # the results, such as compressed gradients. The first one is reported.
         if not self.by_choice:
             self.by_choice = vars(module).get("by_choice", "")
         self.forwards.add_prepared(module)
 
     def delivered(self, batch: DeliveredBatch) -> None:
-        """A loader of Lockstep's hands out a micro-batch."""
+        """Records a micro-batch that a loader of Lockstep's hands out."""
         self.inputs.record_lockstep_batch(batch)
 
     @guarded
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """`World.backward` is about to run the backward pass of a loss, which is weighted here."""
+        """Records a loss whose backward pass `World.backward` is about to run.
+
+        Args:
+            weighted_loss: the loss times the scale of the micro-batch.
+            micro_batch: from which it was computed.
+        """
         loss = weighted_loss
-        if micro_batch.scale == 0:  # it counts as 0, and may be NaN
+        # A micro-batch that only keeps this rank in step with others has the scale 0. Its loss
+        # counts as 0, but may be NaN, as the mean over no samples is.
+        if micro_batch.scale == 0:
             loss = weighted_loss.new_zeros(())
         self.losses.record_weighted(loss)
 
     # What patches tell
 
     def note_own_process(self, line: str) -> None:
-        """The script has started a process of its own, at this line."""
+        """Notes the line at which the script has started a process; the first one is kept."""
         self.own_process_line = self.own_process_line or line
 
     def note_loader_not_enlarged(self, line: str) -> None:
-        """The batches of a DataLoader that was built at this line cannot be made larger."""
+        """Notes the line of a DataLoader whose batches cannot be made larger; the first is kept."""
         self.line_of_loader_not_enlarged = self.line_of_loader_not_enlarged or line
 
     # What is told when the script has ended
@@ -105,6 +114,7 @@ class Recorder(Extension):
         """
         if self.state.has_joined:
             return {}
+        # The next update may have begun: then it began with the parameters of that moment.
         if self.state.update.began_with_forward:
             return self.state.notes.parameters_at_start
         return self.state.models.whole_parameters()

@@ -3,7 +3,8 @@
 Such a loss (a contrastive one, a batch normalization) gives other numbers on several processes,
 as each sees a part of the batch. It is found by derivatives: the samples are split into two groups
 by one bit of their number, for each bit in turn. If a weighted sum over the outputs of one group
-has a gradient by inputs of the other group, samples are *coupled*.
+has a gradient by inputs of the other group, samples are *coupled*. Any two samples differ in some
+bit, so log2(samples) splits are enough.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ DISTANCE_NODES = ("CdistBackward0", "EuclideanDistBackward0", "PdistBackward0")
 def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
     """True if the loss's gradient by one sample's output depends on another sample's output.
 
-    This takes second derivatives. A dependence that is constant between jumps (a choice by rank, a
-    detached weight) is not found, and neither is one that torch cannot differentiate twice, except
-    for distances between the outputs.
+    This takes second derivatives. A dependence that does not change with small changes of the
+    outputs (the order in which samples are sorted, a detached weight) has none and is not found.
+    Neither is one that torch cannot differentiate twice, except for distances between outputs.
 
     Args:
         loss: a scalar.
@@ -37,10 +38,11 @@ def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> b
     """
     if samples <= 1 or not loss.requires_grad:
         return False
-    # A model may compute two views of each sample in one call; longer outputs may have several
-    # rows for a sample, such as tokens, and cannot be told apart.
+    # A contrastive model may compute two views of each sample in one call, and return one row for
+    # each view. An output with more rows, such as one for each token, is left out: which rows
+    # belong to which sample is not known.
     possible_rows = (samples, 2 * samples)
-    outputs = [t for t in _final_outputs(outputs) if t.dim() and len(t) in possible_rows]
+    outputs = [t for t in _final_outputs(outputs) if t.dim() > 0 and len(t) in possible_rows]
     if not outputs or sum(t.numel() for t in outputs) > MAX_VALUES:
         return False
     # torch raises RuntimeError for a function without a second derivative.
@@ -60,11 +62,12 @@ def couples_samples(outputs: Sequence[Tensor], hidden: Tensor) -> bool:
     """
     if len(hidden) < 2:
         return False
-    outputs = [t for t in outputs if t.dim() and len(t) == len(hidden)]
+    outputs = [t for t in outputs if t.dim() > 0 and len(t) == len(hidden)]
     if not outputs or any(t is hidden for t in outputs):  # nothing is computed from the activation
         return False
     if sum(t.numel() for t in (*outputs, hidden)) > MAX_VALUES:
         return False
+    # torch raises RuntimeError for what it cannot differentiate; then it is not known.
     with suppress(RuntimeError):
         return _samples_are_coupled(outputs, [hidden], len(hidden))
     return False
@@ -80,20 +83,24 @@ def _samples_are_coupled(
         sources: tensors; these and the results have one row, or several, for each sample.
         samples: number of samples.
     """
+    # Different weights for all values, so that their dependences do not cancel out in a sum.
     weights = [torch.arange(t.numel(), device=t.device).cos().view_as(t) for t in results]
+    # For each row of a tensor, the number of its sample.
     result_samples = [_sample_of_row(t, samples) for t in results]
     source_samples = [_sample_of_row(t, samples) for t in sources]
-    for bit in range((samples - 1).bit_length()):
-        # A weighted sum over the samples that have this bit ...
-        probe = torch.zeros(())
+    for bit in range((samples - 1).bit_length()):  # the bits of the largest number
+        # A weighted sum over the samples whose number has this bit ...
+        weighted_sum = torch.zeros(())
         for result, weight, sample in zip(results, weights, result_samples, strict=True):
             has_bit = (sample >> bit) & 1 == 1
-            probe = (result * weight)[has_bit].sum() + probe
-        gradients = torch.autograd.grad(probe, sources, retain_graph=True, materialize_grads=True)
+            weighted_sum = (result * weight)[has_bit].sum() + weighted_sum
+        gradients = torch.autograd.grad(
+            weighted_sum, sources, retain_graph=True, materialize_grads=True
+        )
         largest = max(float(gradient.abs().max()) for gradient in gradients)
-        if not largest:  # this sum depends on nothing
+        if largest == 0:  # this sum depends on nothing
             continue
-        # ... must have no gradient by the samples that have not.
+        # ... must have no gradient by the samples whose number has not.
         for gradient, sample in zip(gradients, source_samples, strict=True):
             lacks_bit = (sample >> bit) & 1 == 0
             if bool((gradient[lacks_bit].abs() > MIN_RELATIVE_GRADIENT * largest).any()):
@@ -102,17 +109,21 @@ def _samples_are_coupled(
 
 
 def _sample_of_row(tensor: Tensor, samples: int) -> Tensor:
-    """Returns the number of the sample that each row belongs to; views of it follow one another."""
+    """Returns the number of the sample that each row belongs to.
+
+    With two views of three samples the numbers are 0, 1, 2, 0, 1, 2: all first views come first.
+    """
     return torch.arange(len(tensor), device=tensor.device) % samples
 
 
 def _measures_distances(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
     """True if `torch.cdist` or `pdist` between outputs is part of the loss."""
-    output_nodes = {output.grad_fn for output in outputs}
+    output_nodes = {output.grad_fn for output in outputs}  # of the autograd graph
     for node in nodes_behind(loss.grad_fn):
         if node.name() not in DISTANCE_NODES:
             continue
-        # Both arguments of a distance must come from the models: none may be a constant.
+        # All arguments of a distance must come from the models. An output's distance to a constant
+        # does not compare samples.
         arguments = [argument for argument, _ in node.next_functions]
         are_from_models = [bool(output_nodes & nodes_behind(argument)) for argument in arguments]
         if all(are_from_models):
@@ -121,26 +132,32 @@ def _measures_distances(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
 
 
 def nodes_behind(*nodes: Any) -> set[Any]:
-    """Returns all nodes of the autograd graph that these come from, and these themselves."""
+    """Returns all nodes of the autograd graph that these come from, and these themselves.
+
+    Args:
+        *nodes: such as `loss.grad_fn`; None of a tensor that carries no gradient.
+    """
     reached = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
+    nodes_to_visit = list(nodes)
+    while nodes_to_visit:
+        node = nodes_to_visit.pop()
         if node is None or node in reached:
             continue
         reached.add(node)
-        waiting += [argument for argument, _ in node.next_functions]
+        # The nodes of its arguments.
+        nodes_to_visit += [argument for argument, _ in node.next_functions]
     return reached
 
 
 def _final_outputs(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Returns the outputs from which no other output is made.
 
-    What happens between two models is not the loss's doing.
+    If one model is called with the output of another, only the last output is what the loss
+    compares samples by.
     """
-    with_node = [(output, output.grad_fn) for output in outputs if output.grad_fn is not None]
-    arguments = []
-    for _, node in with_node:
-        arguments += [argument for argument, _ in node.next_functions]
-    intermediate = nodes_behind(*arguments)
-    return [output for output, node in with_node if node not in intermediate]
+    arguments: list[Any] = []  # nodes that some output is made from
+    for output in outputs:
+        if output.grad_fn is not None:
+            arguments += [argument for argument, _ in output.grad_fn.next_functions]
+    inner_nodes = nodes_behind(*arguments)
+    return [t for t in outputs if t.grad_fn is not None and t.grad_fn not in inner_nodes]

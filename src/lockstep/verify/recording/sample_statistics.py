@@ -30,35 +30,47 @@ DIM_IS_THIRD_ARGUMENT = {"topk", "kthvalue", "norm", "normalize", "quantile", "v
 
 
 def reduces_over_samples(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """True if the call of this function goes over the first dimension of a batch."""
+    """True if the call of this function goes over the first dimension of a batch.
+
+    Args:
+        name: of the function of torch that is called.
+        args: of the call.
+        kwargs: of the call.
+    """
     if name not in REDUCTIONS and name not in CHOICES:
         return False
     values = args[0] if args else kwargs.get("input")
-    if not isinstance(values, Tensor) or not values.dim() or len(values) < 2:
+    if not isinstance(values, Tensor) or values.dim() == 0 or len(values) < 2:
         return False
+    # What is done with outputs of a model is seen by its gradients, except for choices.
     if values.requires_grad and name not in CHOICES:
         return False
     # The longest text of a batch is a whole number, and pads the batch: that does no harm.
     if name in EXTREMES and not values.is_floating_point():
         return False
     for dim in _dims(name, args, kwargs):
-        if dim is None:  # all of them
+        if dim is None:  # all dimensions
             return True
-        is_first_dim = type(dim) is int and dim % values.dim() == 0  # for two, 0 or -2
+        # For a tensor of two dimensions, the first one is 0 or -2. With one argument more, the
+        # place of `dim` may hold something else, such as another tensor in `torch.max(a, b)`.
+        is_first_dim = type(dim) is int and dim % values.dim() == 0
         if is_first_dim:
             return True
     return False
 
 
 def _dims(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the dimensions that a function goes over, as they were given or by default."""
+    """Returns the dimensions that a function goes over, as they were given or by default.
+
+    [None] stands for all dimensions.
+    """
     # torch.sum(input, dim), but torch.norm(input, p, dim)
     place = 2 if name in DIM_IS_THIRD_ARGUMENT else 1
     if "dim" in kwargs:
         dim = kwargs["dim"]
     elif len(args) > place:
         dim = args[place]
-    elif name == "normalize":
+    elif name == "normalize":  # its default
         dim = 1
     elif name in CHOICES_OVER_LAST_DIM:
         dim = -1
@@ -70,15 +82,20 @@ def _dims(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[A
 def summary_number(result: Any) -> float | None:
     """Returns a number that changes with any value of a result's first tensor.
 
-    None if the values cannot be read: of tensors on the meta device, or inside a function that
-    `torch.func` transforms.
+    None if there is no tensor, or if its values cannot be read: on the meta device, or inside a
+    function that `torch.func` transforms.
+
+    Args:
+        result: what a call of torch has returned: a tensor, or a tuple such as that of `max`.
     """
     result_tensors = tensors(result)
     if not result_tensors:
         return None
     tensor = result_tensors[0]
+    # A subclass of Tensor may be sharded, or wrapped by `torch.func`.
     if type(tensor) is not Tensor or tensor.is_meta or tensor.is_complex():
         return None
-    with suppress(RuntimeError):
-        return float(summarize(tensor)[0])
+    with suppress(RuntimeError):  # torch raises it for values that cannot be read
+        weighted_sum, _ = summarize(tensor)
+        return float(weighted_sum)
     return None

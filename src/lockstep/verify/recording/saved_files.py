@@ -1,8 +1,9 @@
 """Keeps what a script saves apart from the user's files, and lets it find what it saved.
 
 `torch.save` would write over a checkpoint of the user's, and the next run would resume from it. So
-a file is saved under another name in a folder of the run. Functions that open, move or remove files
-are patched to take the saved file when they are called with the path that the script knows.
+a file is saved in a folder of the run, under a name that is a hash of the script's path: its
+*place*. Functions that open, move or remove files are patched to take the file at this place when
+they are called with the path that the script knows.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class SavedFiles:
         self._stat = os.stat  # the function before it is patched
 
     def place_of(self, path: Any) -> str:
-        """Returns where the file is that the script saves under this path."""
+        """Returns where a file is kept that the script saves under this path."""
         name = hashlib.blake2b(os.path.abspath(path).encode(), digest_size=8).hexdigest()
         return f"{self._folder}/{name}"
 
@@ -58,7 +59,7 @@ class SavedFiles:
         """Patches what saves files and what reads, moves or removes them.
 
         Args:
-            determinism: counts the files that are saved elsewhere.
+            determinism: counts the files that are saved elsewhere, for the verdict.
         """
         original_save = torch.save
         original_save_weights = lockstep.save_weights
@@ -92,27 +93,34 @@ class SavedFiles:
             """Calls the function with the place of a saved file, or as it was called."""
             if args and self._has(args[0]):
                 path, *other_args = args
-                if name in MOVING_FUNCTIONS and other_args:
-                    other_args[0] = self._target_of_move(path, other_args[0])
+                if name in MOVING_FUNCTIONS and other_args:  # such as os.rename(path, target)
+                    other_args[0] = self._place_after_move(path, other_args[0])
                 args = (self.place_of(path), *other_args)
             return function(*args, **kwargs)
 
         setattr(owner, name, with_saved_file)
-        # Python asks these sets what a function of `os` can do.
-        for capable in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
-            if function in capable:
-                capable.add(with_saved_file)
+        # Python's library looks functions up in these sets, to know which arguments they take. The
+        # replacement takes the same ones.
+        for functions in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
+            if function in functions:
+                functions.add(with_saved_file)
 
-    def _target_of_move(self, path: Any, target: Any) -> str:
-        """Returns where a saved file is kept after it was moved to a path, or into a folder."""
+    def _place_after_move(self, path: Any, target: Any) -> str:
+        """Returns where a saved file is kept after it was moved to a path, or into a folder.
+
+        Args:
+            path: the old path, as the script knows it.
+            target: the new path, or an existing folder.
+        """
         if os.path.isdir(target):
             return self.place_of(os.path.join(target, os.path.basename(path)))
         return self.place_of(target)
 
     def _has(self, path: Any) -> bool:
         """True if the script has saved a file under this path."""
-        if not isinstance(path, str | os.PathLike):
+        if not isinstance(path, str | os.PathLike):  # such as an open file
             return False
         with suppress(FileNotFoundError):
-            return bool(self._stat(self.place_of(path)))
+            self._stat(self.place_of(path))
+            return True
         return False

@@ -3,7 +3,8 @@
 An *update* is one step of one optimizer, with everything that led to it since the last one; it is
 recorded as a `RankUpdate`. Each part of the recorder (`inputs`, `forwards`, `losses`, `gradients`,
 `optimizers`, `calls`, `foreign_steps`) fills in the fields of its subject. What it must remember
-until the update is complete, and what is not recorded, is kept in `UpdateNotes`.
+until the update is complete, and what is not recorded, is kept in `UpdateNotes`. The script ends
+once the steps that are to be compared are recorded.
 """
 
 from __future__ import annotations
@@ -52,10 +53,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def guarded(method: Method) -> Method:
-    """Lets an error of the recorder end the script as `RecordingFailed`, not as its own error.
+    """Decorates a method of the recorder: an error in it is one of the recorder, not the script's.
 
-    Errors of Lockstep are the script's. So is a lost connection: sharded tensors are gathered to be
-    recorded, and if that fails, another rank has failed before and says why.
+    It ends the script as `RecordingFailed`. The traceback is kept in `state.internal_error`.
     """
 
     @wraps(method)
@@ -63,13 +63,15 @@ def guarded(method: Method) -> Method:
         """Calls the method on a part of the recorder, such as its `LossRecorder`."""
         try:
             return method(part, *args, **kwargs)
-        except LockstepError:
+        except LockstepError:  # the script has used Lockstep wrongly
             raise
         except Exception as error:
+            # Sharded tensors are gathered to be recorded. If that fails, another rank has failed
+            # before and says why.
             has_lost_connection = re.search(LOST_PEER_PATTERN, str(error))
             if has_lost_connection:
                 raise
-            if not part.state.internal_error:
+            if not part.state.internal_error:  # the first error counts
                 part.state.internal_error = traceback.format_exc()
             raise RecordingFailed(RecordingFailedError.exit_code) from error
 
@@ -197,7 +199,7 @@ class RecorderState:
     def finish_update(
         self, update: RankUpdate, later_batches: list[Batch], virtual_rank: int | None = None
     ) -> None:
-        """Writes a complete update and begins the next one.
+        """Writes a complete update and begins the next one, with empty notes.
 
         Args:
             update: what is written.
@@ -205,7 +207,7 @@ class RecorderState:
             virtual_rank: whose model was updated; None unless each virtual rank has one.
         """
         self.writer.write(update, virtual_rank)
-        # The limit of time for the steps begins with the first one.
+        # The time limit runs from the first step on: after it, the smaller of the two is the first.
         self._first_step_time = min(self._first_step_time, time.monotonic())
         self.update = RankUpdate(contributes=self.update.contributes, batches=later_batches)
         self.notes = UpdateNotes()
@@ -215,7 +217,7 @@ class RecorderState:
         """Raises `Finished` when the steps to be compared are recorded.
 
         The optimizer with the most steps decides: the first one may have pretrained something on
-        this rank alone.
+        this rank alone. On a rank without optimizers, the steps of others count.
         """
         steps = max(self.steps_of.values(), default=self.foreign_steps)
         if self._is_inside_global_batch() or not self._is_enough(steps):
@@ -224,46 +226,58 @@ class RecorderState:
         raise Finished(0)
 
     def _is_enough(self, steps: int) -> bool:
-        """True after so many steps, or, from `MIN_STEPS` on, when the time for them is over."""
+        """True if this number of steps is enough, or the time for them is over.
+
+        At least `MIN_STEPS` are recorded, whatever time they take.
+        """
         if steps >= self._config.steps:
             return True
-        if self._config.seconds is None or steps < MIN_STEPS:
+        time_limit_s = self._config.seconds
+        if time_limit_s is None or steps < MIN_STEPS:
             return False
-        return time.monotonic() > self._first_step_time + self._config.seconds
+        return time.monotonic() > self._first_step_time + time_limit_s
 
     def _is_inside_global_batch(self) -> bool:
-        """True if virtual ranks have not all stepped for the current global batch."""
-        if self.micro_batch.virtual_rank is None:
+        """True if virtual ranks have not all stepped for the current global batch.
+
+        A process that computes several virtual ranks steps once for each, one after the other.
+        """
+        if self.micro_batch.virtual_rank is None:  # the process computes one rank only
             return False
         # A batch that was handed out and not stepped on yet belongs to it.
         has_pending_batch = bool(self.update.batches)
         return has_pending_batch or not self.micro_batch.last
 
     def record_marks(self, marks: Mapping[str, Any], draws_before: int) -> None:
-        """Records the marks of a tensor that the loss is made from.
+        """Records the marks of a tensor that the loss is made from, in the update and the notes.
 
         Args:
-            marks: by kind, see `marks`.
-            draws_before: draws up to this number were not made for this step.
+            marks: by kind; they say what the tensor is made from.
+            draws_before: draws of random numbers up to this one were not made for this step.
         """
-        # Some kinds end with the line, the number or the id that they are about.
         for kind, value in marks.items():
+            # "statistic train.py:12: ...": the value is a number that stands for the statistic.
             if kind.startswith(STATISTIC):
-                self.update.batch_statistics[kind.removeprefix(STATISTIC)] = value
+                line = kind.removeprefix(STATISTIC)
+                self.update.batch_statistics[line] = value
+            # "model 3": the value is the line that called a model before update 3.
             elif kind.startswith(MODEL_CALL):
-                self.notes.earlier_model_calls[int(kind.removeprefix(MODEL_CALL))] = value
+                update_number = int(kind.removeprefix(MODEL_CALL))
+                self.notes.earlier_model_calls[update_number] = value
+            # "norm 140": the value is the id of a BatchNorm layer.
             elif kind.startswith(BATCH_NORM):
                 self.notes.local_batch_norms.add(value)
         if "draw" in marks:
             number, line, digest = marks["draw"]
-            if number > draws_before:
+            was_drawn_for_this_step = number > draws_before
+            if was_drawn_for_this_step:
                 self.update.loss_draws.append((line, digest))
 
     def watch_writes(self) -> dict[str, int]:
-        """Watches all parameters and buffers of the models from here on.
+        """Watches writes to all parameters and buffers of the models from here on.
 
         Returns:
-            The storage of each, by name.
+            The storage of each, which is the address of its values, by name.
         """
         storages = {}
         for name, parameter in self.models.parameters():

@@ -1,7 +1,8 @@
 """Records the random numbers that are drawn for each step.
 
 A loop may draw for a step before it calls the model, say to add noise to the batch. So the draws of
-a step begin when its batch is handed out, or when the step before it ended.
+a step begin when its batch is handed out, or when the step before it ended. A *stream* is a random
+generator that cannot be watched call by call, such as numpy's: its state is compared instead.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ class StepDraws:
         self._streams_before = stream_digests()
 
     def restart(self) -> None:
-        """What is drawn from here on is drawn for the next step."""
+        """Forgets the draws so far: what is drawn from here on is drawn for the next step.
+
+        The statistics over samples that became numbers of Python's are forgotten as well.
+        """
         self.count_before = self._mode.draws.count
         self._mode.statistics = {}
         self._mode.draws.digests = set()
         self._streams_before = stream_digests()
 
     def record(self, update: RankUpdate) -> None:
-        """Adds what was drawn so far to an update."""
+        """Adds to an update what was drawn since `restart`, and the statistics since then."""
         update.scalar_statistics |= self._mode.statistics
         update.drawn_digests |= self._mode.draws.digests
         update.random_streams |= moved_streams(self._streams_before)

@@ -23,7 +23,8 @@ from lockstep.verify.tolerance import Array
 def summarize(tensor: Tensor) -> Array:
     """Returns a weighted sum of the values and the largest absolute value.
 
-    The weights are cosines of the positions: the sum also changes when two values are swapped.
+    The weights are cosines of the positions: the sum also changes when two values are swapped. The
+    result has the shape (2,); NaN counts as 0.
     """
     values = tensor.detach().flatten().double().nan_to_num()
     positions = torch.arange(len(values), device=values.device, dtype=torch.float64)
@@ -42,14 +43,15 @@ def summarize_rows(values: Sequence[Tensor], count: int) -> Array:
     Returns:
         An array of shape (count, 2), or (0, 2) if there is nothing to sum.
     """
-    flat_tensors = []
+    tables = []  # of each tensor, its values in the shape (count, values of a sample)
     for tensor in values:
         if tensor.numel():
-            flat_tensors.append(tensor.detach().reshape(count, -1).double().nan_to_num())
-    if not flat_tensors or not count:
+            tables.append(tensor.detach().reshape(count, -1).double().nan_to_num())
+    if not tables or count == 0:
         return np.zeros((0, 2))
-    rows = torch.cat(flat_tensors, dim=1)
-    # As in `summarize`; two sums with different weights are hardly ever both the same by chance.
+    rows = torch.cat(tables, dim=1)
+    # sums[sample, k] = sum over positions p of rows[sample, p] * weights[p, k]. Two sums with
+    # different weights are hardly ever both the same by chance.
     positions = torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype)
     first_weights = positions.cos()
     second_weights = (1.7 * positions + 1).cos()
@@ -63,11 +65,12 @@ def sample_tensors(values: object) -> tuple[int, list[Tensor]]:
     Returns:
         The number of samples, which is the number of rows of the first tensor, and the tensors.
     """
-    dense = [t for t in tensors(values) if t.layout == torch.strided and t.dim()]
-    if not dense:
+    # Sparse tensors and single numbers have no rows.
+    candidates = [t for t in tensors(values) if t.layout == torch.strided and t.dim() > 0]
+    if not candidates:
         return 0, []
-    count = len(dense[0])
-    return count, tensors_with_rows(dense, count)
+    count = len(candidates[0])
+    return count, tensors_with_rows(candidates, count)
 
 
 def tensors_with_rows(values: Sequence[Tensor], count: int) -> list[Tensor]:
@@ -79,34 +82,42 @@ def tensors_with_rows(values: Sequence[Tensor], count: int) -> list[Tensor]:
     for tensor in values:
         if tensor.dim() > 1 and len(tensor) != count:
             tensor = tensor.transpose(0, 1)
-        if tensor.dim() and len(tensor) == count and not tensor.is_complex():
+        if tensor.dim() > 0 and len(tensor) == count and not tensor.is_complex():
             with_rows.append(tensor)
     return with_rows
 
 
 def storage_of(tensor: Tensor) -> int:
     """Returns the address of the tensor's values; 0 if there is no single one."""
+    if is_sharded(tensor):
+        return 0
     # A tensor subclass without a storage, or a tensor without a size yet, raises here.
     with suppress(RuntimeError, ValueError):
-        return 0 if is_sharded(tensor) else tensor.untyped_storage().data_ptr()
+        return tensor.untyped_storage().data_ptr()
     return 0
 
 
 def digest(tensor: Tensor) -> str:
-    """Returns a hash of all values of a dense tensor, bit for bit; of a sharded one, this rank's.
+    """Returns a hash of all values of a dense tensor, bit for bit.
 
-    The values are copied first: storage that numpy looks at cannot be freed, and FSDP frees what it
-    has gathered.
+    Of a sharded tensor, only this rank's values count. The values are copied first: memory that
+    numpy looks at cannot be freed, and FSDP frees what it has gathered.
     """
     copy = own_part(tensor).cpu().clone().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(copy.numpy().data, digest_size=8).hexdigest()
 
 
 def copy_arrays(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Array]:
-    """Copies named tensors to numpy arrays, floating-point ones as float64; None is left out.
+    """Copies tensors to numpy arrays, floating-point ones as float64.
 
-    A sharded tensor is gathered, so all ranks must call this together. The values are copied for
-    the same reason as in `digest`.
+    A sharded tensor is gathered, so all ranks must call this together. The values are copied in any
+    case: memory that numpy looks at cannot be freed, and FSDP frees what it has gathered.
+
+    Args:
+        named: pairs of a name and a tensor. None, such as a missing gradient, is left out.
+
+    Returns:
+        The arrays by name.
     """
     arrays = {}
     for name, tensor in named:

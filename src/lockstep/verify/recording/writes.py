@@ -1,4 +1,8 @@
-"""Notes which lines of the script write to the tensors of models."""
+"""Notes which lines of the script write to the tensors of models.
+
+A tensor is known by its *storage*, the address of its values, since a parameter and a view of it
+are different tensors. `FunctionMode`, which sees all calls of torch's functions, calls `WriteLog`.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +28,7 @@ METHODS_WITHOUT_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_
 
 
 class WriteLog:
-    """The last write to each watched tensor.
-
-    A tensor is known by its storage, the address of its values.
-    """
+    """The last write to each watched tensor."""
 
     def __init__(self) -> None:
         self.watched: frozenset[int] = frozenset()
@@ -38,23 +39,32 @@ class WriteLog:
         """Called with a storage that the script, not a collective, has written to."""
 
     def note_call(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Notes a call of torch if it writes to a watched tensor."""
-        sets_data = name == "__set__" and func == SET_DATA
+        """Notes a call of torch if it writes to a watched tensor.
+
+        Args:
+            func: the function or method that was called.
+            name: its name.
+            args: of the call.
+            kwargs: of the call.
+        """
+        sets_data = name == "__set__" and func == SET_DATA  # tensor.data = other
         if sets_data:
             # The tensor has another storage now, which is watched from here on.
             self.watched |= {storage_of(args[0])}
         if sets_data or _is_in_place(name) or "out" in kwargs:
+            # A method such as `add_` writes to its first argument, which may be a list of tensors,
+            # and a function with `out=` to that.
             for tensor in tensors((args[:1], kwargs.get("out"))):
                 self.note_write(tensor)
 
     def note_write(self, tensor: Tensor, *, by_hand: bool = True) -> None:
-        """Notes that a tensor's values were written to.
+        """Notes that a tensor's values were written to, if it is watched.
 
         Args:
             tensor: which was written to.
             by_hand: by the script itself; False: by a collective.
         """
-        if not self.watched:
+        if not self.watched:  # as inside of an optimizer's step: saves looking up the storage
             return
         storage = storage_of(tensor)
         if storage not in self.watched:
@@ -74,7 +84,7 @@ class WriteLog:
 
 
 def _is_in_place(name: str) -> bool:
-    """True for a method such as `add_`, and for an operator such as `__iadd__`."""
+    """True if a method or an operator writes to its tensor, as `add_` and `__iadd__` do."""
     if name in WRITING_OPERATORS:
         return True
     ends_with_one_underscore = name.endswith("_") and not name.endswith("__")
