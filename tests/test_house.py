@@ -50,7 +50,8 @@ SEEN_FROM_BESIDE = {
 }
 MAY_USE_BESIDE = {"verify", "doctor", "testing", "cli", ""}
 # Gloo takes its interface from the environment alone; set while a run goes on, then restored.
-MAY_WRITE_ENVIRONMENT = {"distributed.interface"}
+# The interface for Gloo, and what cuBLAS reads before its first call.
+MAY_WRITE_ENVIRONMENT = {"distributed.interface", "distributed.determinism"}
 MAY_PRINT = ("cli.", "extensions.report.")
 # Modules that still use private names of torch, with the reason. The list must shrink to nothing.
 PRIVATE_NAMES_ELSEWHERE = {

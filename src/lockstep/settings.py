@@ -162,6 +162,13 @@ class Settings:
         help="Most samples computed at a time; auto: as many as fit.",
     )
     """Samples of one rank, `"auto"`, or None for the whole part."""
+    virtual_ranks: int | None = _setting(
+        None,
+        reader=whole_number_from_1,
+        metavar="INTEGER",
+        help="Compute as on so many ranks: the same bits on any number of processes.",
+    )
+    """Parts of every global batch that are computed each by itself; None: those of the ranks."""
     backend: str | None = _setting(None, reader=str, metavar="NAME", help="nccl, gloo or mpi.")
     device: str | None = _setting(
         None,
@@ -277,6 +284,7 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
             values[f"{name}_s"] = parse_seconds(name, values.pop(name))
     check_seed(values.get("seed", 0))
     check_micro_batches(values.get("num_micro_batches"), values.get("micro_batch_size"))
+    check_virtual_ranks(values)
     return Settings(**values)
 
 
@@ -326,6 +334,25 @@ def check_micro_batches(number: Any, size: Any) -> None:
             "set num_micro_batches, which gives the same micro-batches on any number of ranks, or "
             "micro_batch_size, which bounds what one rank computes at a time",
         )
+
+
+def check_virtual_ranks(values: Mapping[str, Any]) -> None:
+    """Raises SettingError if `virtual_ranks` is invalid, or does not go with another setting.
+
+    Args:
+        values: what was set, by the names of the arguments.
+    """
+    number = values.get("virtual_ranks")
+    if number is None:
+        return
+    check_whole_number(f"virtual_ranks={number!r}", number)
+    for name in ("shares", "micro_batch_size"):
+        if is_auto(values.get(name)):
+            raise SettingError(
+                f"virtual_ranks={number} with {name}='auto'",
+                "what is measured differs from run to run, and with it the bits",
+                f"give {name} as a number, or leave it out",
+            )
 
 
 def _mean_the_same(in_script: Any, outside: Any) -> bool:

@@ -25,6 +25,7 @@ from lockstep.batch.source import Shard, make_source
 from lockstep.batch.weighing import Weight
 from lockstep.communication.traffic import traffic
 from lockstep.distributed import process_group
+from lockstep.distributed.determinism import compute_deterministically
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import main_process_first
 from lockstep.distributed.seeding import seed_everything, seed_rank
@@ -150,7 +151,8 @@ class World:
         prepared = self._preparer.prepare(objects)
         # Models are built with the same random numbers on all ranks. From here on they differ.
         has_module = any(isinstance(thing, nn.Module) for thing in objects)
-        if has_module and not self._ranks_have_own_seeds:
+        ranks_draw_apart = self._run.settings.virtual_ranks is None
+        if has_module and ranks_draw_apart and not self._ranks_have_own_seeds:
             seed_rank(self._run.settings.seed, self._run.collectives.data_parallel.rank)
             self._ranks_have_own_seeds = True
         self._announce()
@@ -518,6 +520,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     shares: Any = None,
     micro_batch_size: int | str | None = None,
     num_micro_batches: int | None = None,
+    virtual_ranks: int | None = None,
     device: str | None = None,
     sync_batchnorm: bool = True,
     ledger: str | Path | None = None,
@@ -546,6 +549,9 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             into its memory; by default its whole part.
         num_micro_batches: instead of it, the number of micro-batches of a global batch, on any
             number of ranks; BatchNorm then has the same statistics everywhere.
+        virtual_ranks: computes as if on so many ranks, with the same bits on any number of
+            processes up to it; see docs/same_bits.md. By default the parts of a batch, and so the
+            last bits of every sum, depend on the number of processes.
         device: `cpu`, `cuda` or `cuda:0`; by default a GPU if there is one.
         sync_batchnorm: False leaves BatchNorm layers with statistics of their own on each rank.
         ledger: a folder in which every rank writes down which samples it trains in which step, for
@@ -573,6 +579,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         shares=shares,
         micro_batch_size=micro_batch_size,
         num_micro_batches=num_micro_batches,
+        virtual_ranks=virtual_ranks,
         device=device,
         sync_batchnorm=sync_batchnorm,
         ledger=ledger if ledger is None else str(ledger),
@@ -591,6 +598,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         run.step.num_devices = len(plan.local_devices)
         choices.insert(0, Choice("strategy", chosen.name, reason))
         seed_everything(settings.seed)
+        if settings.virtual_ranks is not None:
+            choices += compute_deterministically(run.collectives, settings.virtual_ranks)
         return World(run, chosen, plan, choices)
     except BaseException:
         process_group.leave(run, failed=True)

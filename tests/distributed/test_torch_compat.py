@@ -238,6 +238,14 @@ def test_subclasses_of_tensor_can_be_asked_nothing():
     assert asked
 
 
+def test_lists_of_tensors_are_added_and_multiplied_in_place():
+    tensors = [torch.tensor([1.0, 2.0]), torch.tensor(3.0)]
+    torch_compat.add_to_each(tensors, [torch.tensor([0.5, 0.5]), torch.tensor(1.0)])
+    torch_compat.multiply_each(tensors, 2.0)
+    assert tensors[0].tolist() == [3.0, 5.0]
+    assert tensors[1].item() == 8.0
+
+
 def test_a_store_is_known_by_its_answer():
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600)

@@ -181,7 +181,12 @@ def test_a_refused_loss_reaches_nobody() -> None:
 def test_a_micro_batch_of_a_virtual_rank_opens_and_closes_the_part_of_that_rank() -> None:
     def micro_batch(begins: bool, ends: bool) -> MicroBatch:
         virtual_rank = VirtualRank(
-            number=1, begins=begins, ends=ends, number_on_process=2, mean_number_on_process=2.0
+            number=1,
+            begins=begins,
+            ends=ends,
+            number_on_process=2,
+            mean_number_on_process=2.0,
+            has_own_step=True,
         )
         return MicroBatch(first=False, last=False, scale=3.0, virtual_rank=virtual_rank)
 

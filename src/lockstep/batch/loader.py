@@ -341,8 +341,9 @@ class Loader:
         self._custom_plan = plan if isinstance(plan, CustomPlan) else None
         self.coverage.begin(epoch, start, plan)
         self._needs_empty_batches = False
-        # Every virtual rank has samples of each global batch, or training on it is refused.
-        if self._plan.num_virtual_ranks is None:
+        virtual_ranks = self._plan.virtual_ranks
+        # Every copy of the model has samples of each global batch, or training on it is refused.
+        if virtual_ranks is None or not virtual_ranks.train_copies:
             self._needs_empty_batches = not self._plan.every_rank_has_samples(plan)
         segments = self._plan.plan_training(plan, start)
         return self._run_pass(epoch, start, self._read_segments(epoch, segments), training=True)
@@ -520,7 +521,7 @@ class Loader:
                     self._collectives,
                     epoch,
                     weight_before,
-                    self._plan.num_virtual_ranks,
+                    self._plan.virtual_ranks,
                 )
                 if rest_of_global_batch:
                     scaled = islice(scaled, 1)

@@ -2,7 +2,7 @@
 
 A *global batch* holds the samples of one optimizer step, over all ranks; its *position* is its
 number in the epoch. Each rank computes its part in one or more *micro-batches*. A *virtual rank*
-(DiLoCo) is a part of every global batch with a model of its own; see `session.micro_batch`.
+is a fixed part of every global batch, whatever the number of ranks; see `session.micro_batch`.
 
 DDP averages gradients over the ranks, and the backward passes of a rank add up. So the mean loss
 over the `n` samples of a micro-batch counts as it should when it is multiplied by the *scale*
@@ -22,15 +22,17 @@ from lockstep.batch.autotune_request import AutotuneRequest
 from lockstep.batch.indices import Indices, ceil_div
 from lockstep.batch.plan import (
     Plan,
+    VirtualRankPiece,
     micro_batches_needed,
     split_batch,
+    split_over_virtual_ranks,
     split_sizes,
     virtual_ranks_of,
 )
 from lockstep.batch.shares import first_micro_batch
 from lockstep.distributed.topology import DataParallelRank
 from lockstep.errors import DataError, SettingError
-from lockstep.session.micro_batch import MicroBatch, VirtualRank
+from lockstep.session.micro_batch import MicroBatch, VirtualRank, VirtualRanks
 
 
 class PlannedMicroBatch(NamedTuple):
@@ -85,17 +87,20 @@ class MicroBatchPlan:
     """The micro-batch size until another one is measured."""
     min_micro_batches: int = 1
     """The least number of micro-batches of a global batch."""
-    num_virtual_ranks: int | None = None
-    """Each virtual rank has an equal part of every global batch; None: there are none."""
+    virtual_ranks: VirtualRanks | None = None
+    """Each has an equal part of every global batch; None: there are none."""
     request: AutotuneRequest
     """What is to be measured in the first pass that trains."""
 
     def __post_init__(self) -> None:
         self._num_micro_batches(self.batch_size)  # raises SettingError for an impossible size
-        if self.num_virtual_ranks is not None and len(set(self.initial_shares)) > 1:
+        virtual_ranks = self.virtual_ranks
+        if virtual_ranks is None or not virtual_ranks.train_copies:
+            return
+        if len(set(self.initial_shares)) > 1:
             raise SettingError(
                 f"shares {':'.join(map(str, self.initial_shares))} for "
-                f"{self.num_virtual_ranks} replicas",
+                f"{virtual_ranks.count} replicas",
                 "each of them trains on an equal part of the global batch, wherever it is computed",
                 "leave shares out",
             )
@@ -117,13 +122,6 @@ class MicroBatchPlan:
         return self.initial_micro_batch_size
 
     @property
-    def max_virtual_ranks_of_process(self) -> int:
-        """The most virtual ranks that one process computes, one after the other."""
-        if self.num_virtual_ranks is None:
-            return 1
-        return ceil_div(self.num_virtual_ranks, len(self.shares))
-
-    @property
     def num_micro_batches(self) -> int:
         """The number of micro-batches of a full global batch."""
         return len(self.split(self.batch_size))
@@ -137,29 +135,41 @@ class MicroBatchPlan:
         Returns:
             Begin and end of each part, shape `(micro-batches, ranks, 2)`.
         """
+        return split_batch(count, self.shares, self.num_pieces(count), self.virtual_ranks)
+
+    def num_pieces(self, count: int) -> int:
+        """Returns in how many micro-batches a global batch is computed, at most.
+
+        With virtual ranks, it is the number of micro-batches of each virtual rank's part.
+
+        Args:
+            count: samples of the global batch.
+        """
         if self.sizes_vary:
-            number = self._num_micro_batches(count)
-        else:
-            # All batches are divided as a full one is, except for a short last batch.
-            number = self._num_micro_batches(self.batch_size)
-            if self.num_virtual_ranks is None and count < self.batch_size:
-                number = self._num_micro_batches_of_short(count, number)
-        return split_batch(count, self.shares, number, self.num_virtual_ranks)
+            return self._num_micro_batches(count)
+        # All batches are divided as a full one is, except for a short last batch.
+        number = self._num_micro_batches(self.batch_size)
+        if self.virtual_ranks is None and count < self.batch_size:
+            return self._num_micro_batches_of_short(count, number)
+        return number
 
     def _num_micro_batches(self, count: int) -> int:
         """Returns in how many micro-batches `count` samples are computed.
 
         With virtual ranks, it is the number of micro-batches of each virtual rank's part.
         """
-        if self.num_virtual_ranks is None:
+        if self.virtual_ranks is None:
             needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
             # With fewer samples than that, some micro-batch would have none.
             at_least = min(self.min_micro_batches, count)
             return max(needed, at_least)
-        largest_part = ceil_div(count, self.num_virtual_ranks)
-        smallest_part = count // self.num_virtual_ranks
+        largest_part = ceil_div(count, self.virtual_ranks.count)
+        if not self.virtual_ranks.train_copies:
+            needed = micro_batches_needed(largest_part, (1,), self.micro_batch_size)
+            return max(needed, self.min_micro_batches)
+        smallest_part = count // self.virtual_ranks.count
         # Several ranks share the part of a virtual rank, if there are more ranks.
-        ranks_of_part = max(1, len(self.shares) // self.num_virtual_ranks)
+        ranks_of_part = max(1, len(self.shares) // self.virtual_ranks.count)
         equal_shares = (1,) * ranks_of_part
         needed = micro_batches_needed(largest_part, equal_shares, self.micro_batch_size)
         at_least = min(self.min_micro_batches, smallest_part)
@@ -190,17 +200,20 @@ class MicroBatchPlan:
         return True
 
     def check_trained(self, smallest: int) -> None:
-        """Checks that every virtual rank has samples of each global batch that is trained on.
+        """Checks that each copy of the model has samples of each global batch that is trained on.
 
         Args:
             smallest: samples of the smallest global batch.
 
         Raises:
-            DataError: some virtual rank would have none.
+            DataError: the virtual rank of some copy would have none.
         """
-        if self.num_virtual_ranks is not None and smallest < self.num_virtual_ranks:
+        virtual_ranks = self.virtual_ranks
+        if virtual_ranks is None or not virtual_ranks.train_copies:
+            return
+        if smallest < virtual_ranks.count:
             raise DataError(
-                f"a global batch of {smallest} samples for {self.num_virtual_ranks} replicas",
+                f"a global batch of {smallest} samples for {virtual_ranks.count} replicas",
                 "each of them makes a step with its own part, and some would have none",
                 "leave a short last batch out with drop_last=True, or use fewer replicas",
             )
@@ -301,13 +314,11 @@ class MicroBatchPlan:
         sizes = split_sizes(split)
         begin_of_split = int(split[0, 0, 0])
         end_of_split = int(split[-1, -1, 1])
-        micro_batches = make_micro_batches(
+        micro_batches = self.make_micro_batches(
             sizes,
-            rank,
             count,
             has_first=begin_of_split == 0,
             has_last=end_of_split == count,
-            num_virtual_ranks=self.num_virtual_ranks,
         )
         bounds = split[:, rank].tolist()
         # There may be fewer micro-batches than bounds: another rank has one more virtual rank.
@@ -317,6 +328,30 @@ class MicroBatchPlan:
             on_all_ranks = bool(sizes[index].all())
             parts.append(_RankPart(micro_batch, slice(begin, end), on_all_ranks))
         return parts
+
+    def make_micro_batches(
+        self, sizes: Indices, count: int, *, has_first: bool = True, has_last: bool = True
+    ) -> list[MicroBatch]:
+        """Returns this rank's micro-batches of a global batch, or of consecutive parts of it.
+
+        Args:
+            sizes: samples of each part, shape `(micro-batches, ranks)`. If there are virtual ranks,
+                it is the whole global batch.
+            count: samples of the whole global batch.
+            has_first: True if the first part is the first of the global batch.
+            has_last: True if the last part is the last of the global batch.
+        """
+        rank = self.data_parallel.rank
+        if self.virtual_ranks is None:
+            return make_micro_batches(sizes, rank, count, has_first=has_first, has_last=has_last)
+        if self.virtual_ranks.train_copies:
+            return _micro_batches_of_copies(sizes, rank, count, self.virtual_ranks.count)
+        pieces_of_ranks = split_over_virtual_ranks(
+            count, self.shares, self.num_pieces(count), self.virtual_ranks.count
+        )
+        return _micro_batches_of_virtual_ranks(
+            pieces_of_ranks[rank], count, self.virtual_ranks.count, num_ranks=len(self.shares)
+        )
 
 
 def _plan_batches(
@@ -343,7 +378,6 @@ def make_micro_batches(
     *,
     has_first: bool = True,
     has_last: bool = True,
-    num_virtual_ranks: int | None = None,
 ) -> list[MicroBatch]:
     """Returns a rank's micro-batches of a global batch, or of consecutive parts of it.
 
@@ -353,10 +387,7 @@ def make_micro_batches(
         count: samples of the whole global batch.
         has_first: True if the first part is the first of the global batch.
         has_last: True if the last part is the last of the global batch.
-        num_virtual_ranks: of the run; None: there are none.
     """
-    if num_virtual_ranks is not None:
-        return _micro_batches_of_virtual_ranks(sizes, rank, count, num_virtual_ranks)
     num_micro_batches, num_ranks = sizes.shape
     # If the global batch is one micro-batch, equally large on all ranks, DDP averages as it should.
     is_whole = has_first and has_last and num_micro_batches == 1
@@ -381,9 +412,49 @@ def make_micro_batches(
 
 
 def _micro_batches_of_virtual_ranks(
+    pieces: Sequence[VirtualRankPiece], count: int, num_virtual_ranks: int, *, num_ranks: int
+) -> list[MicroBatch]:
+    """Returns a rank's micro-batches, if all virtual ranks train one model.
+
+    Args:
+        pieces: of the rank.
+        count: samples of the whole global batch.
+        num_virtual_ranks: of the run.
+        num_ranks: that compute them.
+    """
+    numbers = {piece.virtual_rank for piece in pieces if not piece.is_padding}
+    micro_batches = []
+    for index, piece in enumerate(pieces):
+        virtual_rank = VirtualRank(
+            number=piece.virtual_rank,
+            begins=piece.piece == 0,
+            ends=piece.piece == piece.num_pieces - 1,
+            number_on_process=len(numbers),
+            mean_number_on_process=num_virtual_ranks / num_ranks,
+            has_own_step=False,
+            is_padding=piece.is_padding,
+        )
+        local_rows = piece.end - piece.begin
+        micro_batch = MicroBatch(
+            global_samples=count,
+            local_rows=local_rows,
+            first=index == 0,
+            last=index == len(pieces) - 1,
+            num_micro_batches=len(pieces),
+            # With this factor the mean over these samples counts in the mean over virtual ranks as
+            # these samples count in the mean over the global batch.
+            scale=local_rows * num_virtual_ranks / max(1, count),
+            plain=False,
+            virtual_rank=virtual_rank,
+        )
+        micro_batches.append(micro_batch)
+    return micro_batches
+
+
+def _micro_batches_of_copies(
     sizes: Indices, rank: int, count: int, num_virtual_ranks: int
 ) -> list[MicroBatch]:
-    """Returns a rank's micro-batches, those of its first virtual rank first.
+    """Returns a rank's micro-batches, those of its first copy of the model first.
 
     Args:
         sizes: samples of each part, shape `(micro-batches, ranks)`. A column has the pieces of the
@@ -413,6 +484,7 @@ def _micro_batches_of_virtual_ranks(
                 ends=piece == pieces_of_virtual_rank - 1,
                 number_on_process=len(numbers),
                 mean_number_on_process=max(1.0, num_virtual_ranks / num_ranks),
+                has_own_step=True,
             )
             position = first_piece + piece
             micro_batch = MicroBatch(

@@ -16,10 +16,12 @@ BatchNorm, whose statistics are those of a micro-batch, independent of that numb
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +34,7 @@ from lockstep.batch.shuffling import (
     shuffled_indices,
 )
 from lockstep.errors import DataError, SettingError
+from lockstep.session.micro_batch import VirtualRanks
 from lockstep.settings import is_whole_number
 from lockstep.wording import count_noun
 
@@ -175,7 +178,7 @@ def split_batch(
     count: int,
     shares: tuple[int, ...],
     micro_batches: int = 1,
-    num_virtual_ranks: int | None = None,
+    virtual_ranks: VirtualRanks | None = None,
 ) -> Indices:
     """Divides a global batch over micro-batches and ranks.
 
@@ -187,15 +190,19 @@ def split_batch(
         count: samples in the global batch.
         shares: one weight a rank, `(1, 2)`: rank 1 computes twice as much as rank 0.
         micro_batches: in how many pieces the batch is computed, one after the other.
-        num_virtual_ranks: that divide the global batch; see `_split_over_virtual_ranks`. None:
-            there are none.
+        virtual_ranks: that divide the global batch; see `_split_over_copies` and
+            `split_over_virtual_ranks`. None: there are none.
 
     Returns:
         Begin and end of each part within the global batch, shape `(micro-batches, ranks, 2)`.
     """
     num_ranks = len(shares)
-    if num_virtual_ranks is not None:
-        return _split_over_virtual_ranks(count, num_ranks, micro_batches, num_virtual_ranks)
+    if virtual_ranks is not None and virtual_ranks.train_copies:
+        return _split_over_copies(count, num_ranks, micro_batches, virtual_ranks.count)
+    if virtual_ranks is not None:
+        return _as_array(
+            split_over_virtual_ranks(count, shares, micro_batches, virtual_ranks.count)
+        )
     num_micro_batches = max(1, min(micro_batches, count))
     # How many samples of a micro-batch a rank gets is how often it stands there among these ranks.
     rank_of_sample = _spread_ranks(part_sizes(count, shares))
@@ -247,10 +254,90 @@ def _spread_ranks(sizes: Sequence[int]) -> Indices:
     return rank_of_place[order_of_places]
 
 
-def _split_over_virtual_ranks(
+class VirtualRankPiece(NamedTuple):
+    """A micro-batch of a virtual rank, or one without samples that only fills up a rank's list."""
+
+    virtual_rank: int
+    piece: int
+    """Its number among the pieces of its virtual rank, from 0."""
+    num_pieces: int
+    """How many pieces the virtual rank's part is computed in."""
+    begin: int
+    """Where its samples begin in the global batch."""
+    end: int
+    is_padding: bool = False
+    """True if it only fills up a rank's list."""
+
+
+@lru_cache(maxsize=256)
+def split_over_virtual_ranks(
+    count: int, shares: tuple[int, ...], micro_batches: int, num_virtual_ranks: int
+) -> list[list[VirtualRankPiece]]:
+    """Divides a global batch over virtual ranks that train one model.
+
+    The parts of the virtual ranks are consecutive and differ by one sample at most. They do not
+    depend on the ranks, each of which computes neighbouring virtual ranks, as many as its share
+    says. Virtual ranks that have no samples, of a short global batch, are left out.
+
+    Args:
+        count: samples in the global batch.
+        shares: one weight a rank.
+        micro_batches: pieces in which each part is computed; fewer if a part has fewer samples.
+        num_virtual_ranks: of the run.
+
+    Returns:
+        For each rank its pieces, in order. All ranks have as many: the others are filled up with
+        pieces without samples, because a loop may communicate in each of its micro-batches.
+    """
+    sizes = part_sizes(count, (1,) * num_virtual_ranks)
+    begins = np.cumsum([0, *sizes]).tolist()
+    bounds_of_ranks = virtual_rank_bounds(shares, num_virtual_ranks)
+    pieces_of_ranks = []
+    for first, end in itertools.pairwise(bounds_of_ranks):
+        pieces = []
+        for number in range(first, end):
+            num_pieces = min(micro_batches, sizes[number])
+            for piece in range(num_pieces):
+                begin = begins[number] + ceil_div(sizes[number] * piece, num_pieces)
+                piece_end = begins[number] + ceil_div(sizes[number] * (piece + 1), num_pieces)
+                pieces.append(VirtualRankPiece(number, piece, num_pieces, begin, piece_end))
+        pieces_of_ranks.append(pieces)
+    most_pieces = max(1, *(len(pieces) for pieces in pieces_of_ranks))
+    for rank, pieces in enumerate(pieces_of_ranks):
+        end = bounds_of_ranks[rank + 1]
+        place = begins[end]  # in the global batch; a piece without samples begins and ends here
+        last_virtual_rank = max(0, end - 1)
+        padding = VirtualRankPiece(last_virtual_rank, 0, 1, place, place, is_padding=True)
+        pieces += [padding] * (most_pieces - len(pieces))
+    return pieces_of_ranks
+
+
+def virtual_rank_bounds(shares: tuple[int, ...], num_virtual_ranks: int) -> tuple[int, ...]:
+    """Returns which virtual ranks each rank computes, if all virtual ranks train one model.
+
+    Args:
+        shares: one weight a rank.
+        num_virtual_ranks: of the run.
+
+    Returns:
+        Rank r computes the virtual ranks from number r to before number r + 1 of these.
+    """
+    numbers_of_ranks = part_sizes(num_virtual_ranks, shares)
+    return (0, *itertools.accumulate(numbers_of_ranks))
+
+
+def _as_array(pieces_of_ranks: list[list[VirtualRankPiece]]) -> Indices:
+    """Returns begin and end of each piece, shape `(pieces of a rank, ranks, 2)`."""
+    bounds = [[(piece.begin, piece.end) for piece in pieces] for pieces in pieces_of_ranks]
+    split = np.array(bounds, dtype=np.int64).swapaxes(0, 1)
+    split.setflags(write=False)
+    return split
+
+
+def _split_over_copies(
     count: int, num_ranks: int, micro_batches: int, num_virtual_ranks: int
 ) -> Indices:
-    """Divides a global batch of which each virtual rank has a part of its own.
+    """Divides a global batch over virtual ranks that each train a copy of the model.
 
     The parts do not depend on the number of ranks. If there are fewer ranks, each computes several
     virtual ranks, one after the other; if there are more, several neighbouring ranks compute one
@@ -285,7 +372,7 @@ def _split_over_virtual_ranks(
 
 
 def virtual_ranks_of(rank: int, num_ranks: int, num_virtual_ranks: int) -> range:
-    """Returns the numbers of the virtual ranks that a rank computes.
+    """Returns the numbers of the virtual ranks that a rank computes, if each trains a copy.
 
     It computes as many as other ranks or one more; or a single one, together with other ranks.
     """

@@ -26,7 +26,7 @@ from lockstep.batch.device_copy import to_device
 from lockstep.batch.digest import SAMPLES_COMPARED
 from lockstep.batch.digest_matching import first_differing_sample
 from lockstep.batch.loader import SOME_RANKS_SKIP, Loader
-from lockstep.batch.micro_batches import PlannedMicroBatch, ReadMicroBatch, make_micro_batches
+from lockstep.batch.micro_batches import PlannedMicroBatch, ReadMicroBatch
 from lockstep.batch.source import IterableSource
 from lockstep.batch.stream_consistency import (
     WorkerComparison,
@@ -79,7 +79,7 @@ class IterableLoader(Loader):
                 "they are measured on a global batch that every rank has read as a whole",
                 "give numbers, or leave shard out",
             )
-        if self.source.shard is not None and self._plan.num_virtual_ranks is not None:
+        if self.source.shard is not None and self._plan.virtual_ranks is not None:
             raise SettingError(
                 "strategy='diloco' for a stream with shard=",
                 "each replica has a part of every global batch, whoever computes it, so every rank "
@@ -228,7 +228,7 @@ class IterableLoader(Loader):
                     weighing,
                     self._collectives,
                     epoch,
-                    num_virtual_ranks=self._plan.num_virtual_ranks,
+                    virtual_ranks=self._plan.virtual_ranks,
                 )
             yield from to_device(read, self._collectives.device)
         finally:
@@ -293,11 +293,8 @@ class IterableLoader(Loader):
         sizes = np.clip(rank_batch.counts - planned_before, 0, planned_sizes)
         # The indices of the micro-batches of which some rank has samples.
         with_samples = np.flatnonzero(sizes.sum(axis=1))
-        micro_batches = make_micro_batches(
-            sizes[with_samples],
-            self._collectives.data_parallel.rank,
-            int(rank_batch.counts.sum()),
-            num_virtual_ranks=self._plan.num_virtual_ranks,
+        micro_batches = self._plan.make_micro_batches(
+            sizes[with_samples], int(rank_batch.counts.sum())
         )
         # There may be fewer micro-batches than sizes: another rank has one more virtual rank.
         for index, micro_batch in zip(with_samples, micro_batches, strict=False):
@@ -425,8 +422,7 @@ class IterableLoader(Loader):
     def _keys(self, epoch: int, start: int) -> Iterator[GlobalBatchKey]:
         """Yields the keys of the global batches from position `start` on, without end."""
         plan = self._plan
-        # With virtual ranks, a key has the number of micro-batches of each of them.
-        num_micro_batches = plan.num_micro_batches // plan.max_virtual_ranks_of_process
+        num_micro_batches = plan.num_pieces(self.batch_size)
         # After a run was resumed, the beginning of the epoch is read once for a comparison.
         checks_beginning = self._first_samples_before is not None
         for position in itertools.count(start):
@@ -435,7 +431,7 @@ class IterableLoader(Loader):
                 position,
                 plan.shares,
                 num_micro_batches,
-                plan.num_virtual_ranks,
+                plan.virtual_ranks,
                 pass_begin=start,
                 read_beginning=checks_beginning and position == start,
             )

@@ -27,6 +27,7 @@ from lockstep.batch.stream_reader import PassRandomState, StreamReader
 from lockstep.distributed.seeding import preserve_rng_state, seed_sample
 from lockstep.distributed.topology import DataParallelRank
 from lockstep.distributed.torch_compat import without_worker_info
+from lockstep.session.micro_batch import VirtualRanks
 
 BATCHES_BETWEEN_COMPARISONS = 100
 
@@ -57,7 +58,7 @@ class GlobalBatchKey(NamedTuple):
     shares: tuple[int, ...]
     num_micro_batches: int
     """Micro-batches of the global batch; with virtual ranks, of the part of each."""
-    num_virtual_ranks: int | None
+    virtual_ranks: VirtualRanks | None
     pass_begin: int
     """The position of the first global batch of this pass."""
     read_beginning: bool = False
@@ -186,7 +187,7 @@ class IterableFetch(Dataset[Any]):
         """Reads a whole global batch, and says which samples of it are this rank's."""
         samples = self.read_whole(key.epoch, key.position, key.pass_begin)
         # Begin and end of each part in `samples`, shape (micro-batches, ranks, 2).
-        split = split_batch(len(samples), key.shares, key.num_micro_batches, key.num_virtual_ranks)
+        split = split_batch(len(samples), key.shares, key.num_micro_batches, key.virtual_ranks)
         sizes = split_sizes(split)
         samples_of_rank = sizes.sum(axis=0)
         bounds_on_this_rank = split[:, self._data_parallel.rank]

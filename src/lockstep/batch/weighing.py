@@ -3,7 +3,8 @@
 The *weight* of a batch is what the user's function says (its number of tokens, say), or its number
 of rows if a user's collate function made it. The *scale* of a micro-batch, the factor of its loss,
 is then `w * ranks / W`: `w` is its weight, and `W` that of the whole global batch over all ranks.
-(With virtual ranks, `ranks` and `W` are those of one virtual rank.)
+With virtual ranks (`session.micro_batch`) `ranks` is their number; if each trains a copy of the
+model, `ranks` and `W` are those of one virtual rank.
 
 `W` is an all-reduce of a few bytes on the CPU. The loader reads one global batch ahead and starts
 it a whole step before its result is needed, so no step waits for it. At most one is under way. A
@@ -26,6 +27,7 @@ from lockstep.batch.micro_batches import PlannedMicroBatch, ReadMicroBatch
 from lockstep.batch.rows import RowCounter
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import DataError, RanksDifferError
+from lockstep.session.micro_batch import VirtualRanks
 
 Weight = Callable[[Any], float | Tensor]
 
@@ -127,7 +129,7 @@ def scale_by_weight(
     collectives: Collectives,
     epoch: int,
     weight_before: float = 0.0,
-    num_virtual_ranks: int | None = None,
+    virtual_ranks: VirtualRanks | None = None,
 ) -> Iterator[ReadMicroBatch]:
     """Yields micro-batches with the exact scale of what they weigh, instead of the planned one.
 
@@ -137,7 +139,7 @@ def scale_by_weight(
         collectives: of the run.
         epoch: of the pass.
         weight_before: the weight of what this rank has already got of the first global batch.
-        num_virtual_ranks: of the run; None: there are none.
+        virtual_ranks: of the run; None: there are none.
 
     Raises:
         RanksDifferError: another rank is at another global batch.
@@ -153,7 +155,7 @@ def scale_by_weight(
         # other collective of that rank.
         ready = [] if weight_sum is None else weight_sum.wait()
         weight_sum = _WeightSum(
-            global_batch, weighing, collectives, epoch, weight_before, num_virtual_ranks or 1
+            global_batch, weighing, collectives, epoch, weight_before, virtual_ranks
         )
         global_batch = []
         weight_before = 0.0
@@ -174,7 +176,7 @@ class _WeightSum:
         collectives: of the run.
         epoch: of the pass.
         weight_before: the weight of what this rank has already got of the global batch.
-        num_virtual_ranks: of the run; 1 if there are none.
+        virtual_ranks: of the run; None: there are none.
     """
 
     def __init__(
@@ -184,17 +186,18 @@ class _WeightSum:
         collectives: Collectives,
         epoch: int,
         weight_before: float,
-        num_virtual_ranks: int,
+        virtual_ranks: VirtualRanks | None,
     ) -> None:
         self._global_batch = global_batch
         self._weighing = weighing
         self._collectives = collectives
-        self._num_virtual_ranks = num_virtual_ranks
+        self._virtual_ranks = virtual_ranks
+        self._num_parts = 1 if virtual_ranks is None else virtual_ranks.count
         self._epoch = epoch
         self._position = global_batch[0][0].position
         self._counted = [weighing.count_rows(planned, batch) for planned, batch in global_batch]
         # The weight of each virtual rank's part. Without virtual ranks there is one: of the whole.
-        weights = [0.0] * num_virtual_ranks
+        weights = [0.0] * self._num_parts
         if collectives.contributes:
             # Only autotuning hands out a part before. No strategy with virtual ranks has it, so
             # this is the weight of the whole.
@@ -219,7 +222,7 @@ class _WeightSum:
         if self._work is not None:
             self._work.wait()
         sums = self._sums.tolist()  # of the values in the order in which __init__ joins them
-        weights = sums[: self._num_virtual_ranks]
+        weights = sums[: self._num_parts]
         num_ranks_with_other_rows = sums[-4]
         num_ranks_with_unknown_rows = sums[-3]
         sum_of_epochs = sums[-2]
@@ -264,8 +267,8 @@ class _WeightSum:
                 virtual ranks it has one item, the weight of the whole global batch.
         """
         num_ranks = self._collectives.data_parallel.size
-        # Several ranks may compute one virtual rank together; without virtual ranks, all of them.
-        ranks_of_virtual_rank = max(1, num_ranks // self._num_virtual_ranks)
+        virtual_ranks = self._virtual_ranks
+        trains_copies = virtual_ranks is not None and virtual_ranks.train_copies
         first_planned, _ = self._global_batch[0]
         first = first_planned.micro_batch
         is_only_micro_batch = len(self._global_batch) == 1 and first.first
@@ -273,10 +276,16 @@ class _WeightSum:
         scaled = []
         for counted in self._counted:
             micro_batch = counted.planned.micro_batch
-            total = weights[_index_of_weight(counted)]
+            if trains_copies:
+                # The mean over the part of one copy, which several ranks may compute together.
+                total = weights[_index_of_weight(counted)]
+                num_summands = max(1, num_ranks // self._num_parts)
+            else:
+                total = sum(weights)
+                num_summands = num_ranks if virtual_ranks is None else virtual_ranks.count
             scale = 0.0
             if total > 0:
-                scale = counted.weight * ranks_of_virtual_rank / total
+                scale = counted.weight * num_summands / total
             # A micro-batch that is the whole global batch has scale 1: it needs no scaling.
             micro_batch = replace(micro_batch, scale=scale, plain=is_whole and total > 0)
             # A rank without rows gets an empty batch. But if no rank has rows, each gets what its

@@ -7,7 +7,7 @@ group of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -84,24 +84,27 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
 
 
 def start_all_to_all(
-    received: Tensor, sent: Tensor, group: dist.ProcessGroup | None = None
+    received: Sequence[Tensor] | Tensor,
+    sent: Sequence[Tensor] | Tensor,
+    group: dist.ProcessGroup | None = None,
 ) -> Callable[[], None]:
-    """Begins to send row r of a tensor to rank r of the group, for all r.
+    """Begins to send the tensor `sent[r]` to rank r of the group, for every rank.
 
     Args:
-        received: `(ranks, *)`; row r is filled with what rank r sends to this rank.
-        sent: `(ranks, *)`.
-        group: the ranks.
+        received: tensors, one for each rank, or their rows: `received[r]` is as large as what rank
+            r sends to this rank. They may differ in size.
+        sent: contiguous tensors, one for each rank.
+        group: None for all ranks.
 
     Returns:
-        A function that waits until `received` is filled.
+        A function that waits until `received[r]` has what rank r has sent to this rank.
     """
     own_rank = dist.get_rank(group)
     num_ranks = len(sent)
-    traffic.sent += (num_ranks - 1) * sent[0].nbytes
+    traffic.sent += sum(tensor.nbytes for tensor in sent) - sent[own_rank].nbytes
     works: list[dist.Work | None]
-    if sent.is_cuda:
-        works = [dist.all_to_all_single(received, sent.contiguous(), group=group, async_op=True)]
+    if sent[0].is_cuda:
+        works = [dist.all_to_all(list(received), list(sent), group=group, async_op=True)]
     else:
         # Not Gloo's own all_to_all: in it each rank sends before it receives. Its message that it
         # is ready to receive then waits behind the data that it sends. So only one side sends at a
@@ -110,10 +113,13 @@ def start_all_to_all(
         other_ranks = [(own_rank + distance) % num_ranks for distance in range(1, num_ranks)]
         works = []
         for rank in other_ranks:
-            row = received[rank]  # a view, which is written to
-            works.append(dist.irecv(row, group=group, group_src=rank, tag=ALL_TO_ALL_TAG))
+            if received[rank].numel():
+                row = received[rank]  # it is written to
+                works.append(dist.irecv(row, group=group, group_src=rank, tag=ALL_TO_ALL_TAG))
         for rank in other_ranks:
-            works.append(dist.isend(sent[rank], group=group, group_dst=rank, tag=ALL_TO_ALL_TAG))
+            if sent[rank].numel():
+                row = sent[rank]
+                works.append(dist.isend(row, group=group, group_dst=rank, tag=ALL_TO_ALL_TAG))
 
     # `run.watch.stacks` knows this function by its name.
     def exchange() -> None:

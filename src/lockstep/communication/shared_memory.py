@@ -44,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.communication.summation_tree import RankSums
 from lockstep.communication.traffic import all_reduce_bytes, traffic
 from lockstep.errors import RanksDifferError
 from lockstep.wording import format_ranks
@@ -352,6 +353,67 @@ class SharedMemory:
 
         return end
 
+    def sum_in_tree(
+        self, nodes: Sequence[Tensor], total: Tensor, sums: RankSums, *, scale: float = 1.0
+    ) -> None:
+        """Writes the sum over virtual ranks, in the order of their tree, to `total` on all ranks.
+
+        All ranks have to be on this machine. Errors are those of `all_reduce`.
+
+        Args:
+            nodes: this rank's values of nodes of the tree, flat tensors as long as `total`. They
+                are overwritten. `total` itself may be one of them.
+            total: flat; of the same dtype and number of elements on all ranks.
+            sums: says how many nodes each rank has, and in which order they are added.
+            scale: the sum is multiplied by this.
+        """
+        most_nodes = max(sums.nodes_of_rank)
+        fits_into_slot = total.nbytes * most_nodes <= self._slot_bytes
+        bytes_to_read = total.nbytes * len(sums.merges)
+        with self._calling("all_reduce", total, " in a tree"):
+            if fits_into_slot and bytes_to_read <= ALL_TO_ALL_BYTES:
+                self._sum_tree_by_all(nodes, total, sums)
+                if scale != 1.0:
+                    total.mul_(scale)
+            else:
+                slices = torch.tensor_split(total, self._local_size)
+                slices_of_nodes = [torch.tensor_split(node, self._local_size) for node in nodes]
+                self._reduce_scatter_in_tree(
+                    slices_of_nodes,
+                    slices[self._local_rank],
+                    sums,
+                    scale=scale,
+                    longest_slice=len(slices[0]),
+                )
+                self._gather(slices)
+        traffic.shared += total.nbytes * max(1, len(nodes))
+
+    def reduce_scatter_in_tree(
+        self,
+        slices_of_nodes: Sequence[Sequence[Tensor]],
+        total: Tensor,
+        sums: RankSums,
+        *,
+        scale: float = 1.0,
+    ) -> None:
+        """Writes this rank's slice of the sum over virtual ranks to `total`.
+
+        All ranks have to be on this machine. Errors are those of `all_reduce`.
+
+        Args:
+            slices_of_nodes: of each of this rank's nodes of the tree the slices, one for each rank,
+                all as long as `total`. They are overwritten.
+            total: the sum of the slices of this rank is written to it.
+            sums: says how many nodes each rank has, and in which order they are added.
+            scale: the sum is multiplied by this.
+        """
+        with self._calling("reduce_scatter", total, " in a tree"):
+            self._reduce_scatter_in_tree(
+                slices_of_nodes, total, sums, scale=scale, longest_slice=len(total)
+            )
+        for slices in slices_of_nodes:
+            traffic.shared += sum(node_slice.nbytes for node_slice in slices)
+
     def all_gather(self, rows: Tensor, tensor: Tensor) -> None:
         """Fills `rows`, one for each rank of this machine, with their tensors.
 
@@ -464,6 +526,72 @@ class SharedMemory:
                 # Until the own piece is added, the total must not overwrite it.
                 out = own_piece if peer >= local_rank else unused_slot
                 total = combine(total, contributions[peer], out=out)
+
+    def _sum_tree_by_all(self, nodes: Sequence[Tensor], total: Tensor, sums: RankSums) -> None:
+        """Sums a small tensor in the order of a tree: every rank reads the nodes of all ranks."""
+        numel = len(total)
+        slots = self._next_slots(total.dtype)
+        for index, node in enumerate(nodes):
+            slots[self._local_rank][index * numel : (index + 1) * numel].copy_(node)
+        self._barrier()
+        values: list[Tensor] = []
+        for slot, num_nodes in zip(slots, sums.nodes_of_rank, strict=True):
+            for index in range(num_nodes):
+                values.append(slot[index * numel : (index + 1) * numel])
+        # What is in the slots must stay, because other ranks read it too.
+        add_in_tree(values, sums.merges, total, overwrite=False)
+
+    def _reduce_scatter_in_tree(
+        self,
+        slices_of_nodes: Sequence[Sequence[Tensor]],
+        total: Tensor,
+        sums: RankSums,
+        *,
+        scale: float,
+        longest_slice: int,
+    ) -> None:
+        """Sums every slice on one rank; see `reduce_scatter_in_tree`.
+
+        Args:
+            slices_of_nodes: see there; slices may differ in length.
+            total: see there.
+            sums: see there.
+            scale: see there.
+            longest_slice: the length of the longest slice, equal on all ranks.
+        """
+        local_rank = self._local_rank
+        local_size = self._local_size
+        most_nodes = max(sums.nodes_of_rank)
+        # A slot has a piece for each node of its rank and each of the ranks that sum.
+        piece_numel = self._slot_bytes // total.itemsize // (local_size * most_nodes)
+        for start in range(0, longest_slice, piece_numel):
+            slots = self._next_slots(total.dtype)
+            pieces_of_slot = []  # for each rank, by node * ranks + the rank that sums
+            for slot in slots:
+                pieces_of_slot.append(
+                    torch.split(slot[: piece_numel * local_size * most_nodes], piece_numel)
+                )
+            for node, slices in enumerate(slices_of_nodes):
+                for peer, peer_slice in enumerate(slices):
+                    piece = peer_slice[start : start + piece_numel]
+                    if peer != local_rank:
+                        place = pieces_of_slot[local_rank][node * local_size + peer]
+                        place[: len(piece)].copy_(piece)
+            self._barrier()
+            total_piece = total[start : start + piece_numel]
+            values = []
+            for peer, num_nodes in enumerate(sums.nodes_of_rank):
+                for node in range(num_nodes):
+                    if peer == local_rank:
+                        own_slice = slices_of_nodes[node][local_rank]
+                        values.append(own_slice[start : start + piece_numel])
+                    else:
+                        place = pieces_of_slot[peer][node * local_size + local_rank]
+                        values.append(place[: len(total_piece)])
+            # These places are read by no other rank, so sums may overwrite them.
+            add_in_tree(values, sums.merges, total_piece, overwrite=True)
+            if scale != 1.0:
+                total_piece.mul_(scale)
 
     def _gather(self, parts: Sequence[Tensor]) -> None:
         """Copies the part of each rank to all ranks; `parts` has room for all, and the own part."""
@@ -620,6 +748,37 @@ class SharedMemory:
             "call the same collective with the same shapes and dtypes on every rank; look for one "
             "that only some ranks call, under `if world.is_main:` for example",
         )
+
+
+def add_in_tree(
+    values: Sequence[Tensor], merges: Sequence[int], total: Tensor, *, overwrite: bool
+) -> None:
+    """Adds values up in the order of a tree; see `summation_tree`.
+
+    Args:
+        values: of nodes of the tree, in the order of their leaves. `total` may be one of them.
+        merges: for each value, how many merges follow when it was pushed. One value is left.
+        total: the sum is written to it.
+        overwrite: True if partial sums may be written to `values`.
+    """
+    num_additions = sum(merges)
+    stack: list[Tensor] = []
+    for value, num_merges in zip(values, merges, strict=True):
+        stack.append(value)
+        for _ in range(num_merges):
+            right = stack.pop()
+            left = stack.pop()
+            num_additions -= 1
+            is_last = num_additions == 0  # nothing is needed any more of what is in `total`
+            if is_last:
+                stack.append(torch.add(left, right, out=total))
+            elif overwrite:
+                stack.append(left.add_(right))
+            else:
+                stack.append(left + right)
+    (result,) = stack
+    if result.data_ptr() != total.data_ptr():  # there was a single value
+        total.copy_(result)
 
 
 def open_shared_memory(

@@ -231,6 +231,20 @@ def write_counts(tensors: Iterable[Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
+def add_to_each(tensors: list[Tensor], summands: list[Tensor]) -> None:
+    """Adds one summand to each tensor, in place: one call for all of them."""
+    import torch
+
+    torch._foreach_add_(tensors, summands)
+
+
+def multiply_each(tensors: list[Tensor], factor: float) -> None:
+    """Multiplies all tensors by a number, in place: one call for all of them."""
+    import torch
+
+    torch._foreach_mul_(tensors, factor)
+
+
 class Members(NamedTuple):
     """The dicts in which a module keeps its own parameters, buffers and submodules, by name."""
 

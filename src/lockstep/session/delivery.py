@@ -86,6 +86,8 @@ class TrainingPass:
         """Calls of `World.backward` for the current micro-batch."""
         self.loss: Tensor | float = 0.0
         """Sum of the weighted losses of the current global batch on this rank."""
+        self.loss_of_virtual_rank: dict[int, Tensor] = {}
+        """The same for each virtual rank of this process, if they train one model."""
         self.accumulated = False
         """True if earlier micro-batches of the current global batch have left gradients."""
         self.stepped = False

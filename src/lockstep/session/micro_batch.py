@@ -1,14 +1,27 @@
 """A micro-batch: what a rank computes in one forward and backward pass, and how much it counts.
 
 A *global batch* holds the samples of one optimizer step, over all ranks. Each rank computes its
-part of it in one or more *micro-batches*. Where a strategy trains several copies of the model, each
-on a fixed part of every global batch (DiLoCo's replicas), such a part belongs to a *virtual rank*:
-one process computes one or several of them, one after the other, or several processes share one.
+part of it in one or more *micro-batches*.
+
+A *virtual rank* is a fixed part of every global batch that is computed by itself, whatever the
+number of processes: one process computes one or several of them, one after the other. Either all
+virtual ranks train one model, and their gradients are added up (the setting `virtual_ranks`), or
+each trains a copy of the model, with an optimizer step of its own (DiLoCo's replicas). In the
+second case several processes may compute one virtual rank together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VirtualRanks:
+    """The virtual ranks of a run."""
+
+    count: int
+    train_copies: bool
+    """True if each trains a copy of the model; False if all train one model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +38,11 @@ class VirtualRank:
     """How many virtual ranks this process computes, one after the other."""
     mean_number_on_process: float
     """How many a process computes on average; at least 1."""
+    has_own_step: bool
+    """True if an optimizer steps for it alone: each virtual rank trains a copy of the model."""
+    is_padding: bool = False
+    """True if the process has no virtual rank to compute, and gets a micro-batch without samples so
+    that every process has as many micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +64,9 @@ class MicroBatch:
     """Micro-batches of the global batch."""
     scale: float = 1.0
     """Factor of the loss. With it, the average over ranks of the accumulated gradients is the
-    gradient of the mean over the global batch; with virtual ranks, over the part of one of them."""
+    gradient of the mean over the global batch. If virtual ranks train one model, so is the average
+    over virtual ranks. If they train copies, the accumulated gradients are those of the mean over
+    the part of one virtual rank."""
     plain: bool = True
     """True if `scale` is 1 on every rank and the global batch is one micro-batch. Then
     `loss.backward()` gives the same gradients as `world.backward(loss)`."""
@@ -56,12 +76,32 @@ class MicroBatch:
     @property
     def opens(self) -> bool:
         """True if no gradients of the same optimizer step come before it."""
-        return self.first or (self.virtual_rank is not None and self.virtual_rank.begins)
+        return self.first or (self.has_own_step and self.virtual_rank_begins)
 
     @property
     def closes(self) -> bool:
         """True if an optimizer steps after it."""
-        return self.last or (self.virtual_rank is not None and self.virtual_rank.ends)
+        return self.last or (self.has_own_step and self.virtual_rank_ends)
+
+    @property
+    def begins_gradients(self) -> bool:
+        """True if `parameter.grad` holds nothing yet that belongs to it."""
+        return self.first or self.virtual_rank_begins
+
+    @property
+    def has_own_step(self) -> bool:
+        """True if an optimizer steps for its virtual rank alone."""
+        return self.virtual_rank is not None and self.virtual_rank.has_own_step
+
+    @property
+    def virtual_rank_begins(self) -> bool:
+        """True if it is the first micro-batch of its virtual rank in the global batch."""
+        return self.virtual_rank is not None and self.virtual_rank.begins
+
+    @property
+    def virtual_rank_ends(self) -> bool:
+        """True if it is the last micro-batch of its virtual rank in the global batch."""
+        return self.virtual_rank is not None and self.virtual_rank.ends
 
     @property
     def virtual_rank_number(self) -> int | None:
@@ -69,7 +109,7 @@ class MicroBatch:
         return None if self.virtual_rank is None else self.virtual_rank.number
 
     def without_virtual_rank(self) -> MicroBatch:
-        """Returns this micro-batch as it counts while all virtual ranks train one model."""
+        """Returns this micro-batch as it counts before virtual ranks begin to train copies."""
         if self.virtual_rank is None:
             return self
         # A process adds up the gradients of several virtual ranks, each with a mean of its own.

@@ -483,11 +483,24 @@ class Step:
             training_pass.stepped = False
         part = counted.detach()
         virtual_rank = training_pass.micro_batch.virtual_rank
+        if virtual_rank is not None and not virtual_rank.has_own_step:
+            self._add_loss_of_virtual_rank(training_pass, virtual_rank, part)
         # With virtual ranks, the scale makes a mean over one of them; this makes it one over all.
         if virtual_rank is not None and virtual_rank.mean_number_on_process != 1:
             part = part / virtual_rank.mean_number_on_process
         training_pass.loss = part + training_pass.loss
         return weighted
+
+    def _add_loss_of_virtual_rank(
+        self, training_pass: TrainingPass, virtual_rank: VirtualRank, part: Tensor
+    ) -> None:
+        """Adds a weighted loss to what a virtual rank has of the loss of the global batch."""
+        losses = training_pass.loss_of_virtual_rank
+        if training_pass.micro_batch.first:
+            losses.clear()
+        if not virtual_rank.is_padding:
+            number = virtual_rank.number
+            losses[number] = part if number not in losses else losses[number] + part
 
     def mark_stepped(self) -> None:
         """Notes that a prepared optimizer has stepped.

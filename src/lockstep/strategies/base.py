@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.batch.plan import part_sizes
 from lockstep.batch.shares import initial_shares
 from lockstep.communication.compressed_means import CompressedMeans
 from lockstep.distributed.process_group import Run
@@ -37,7 +38,7 @@ from lockstep.distributed.topology import DataParallelRank
 from lockstep.errors import LockstepError, SettingError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.session.extension import Extension
-from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.micro_batch import MicroBatch, VirtualRanks
 from lockstep.session.step import CHECK_EVERY
 from lockstep.settings import Choice
 
@@ -69,9 +70,9 @@ class StrategyPlan:
     computes any number of samples without other ranks."""
     static_graph: bool = False
     """True if every forward pass of the training has to use the same operations."""
-    num_virtual_ranks: int | None = None
-    """The number of virtual ranks (`session.micro_batch`), which does not depend on the number of
-    processes. None if the strategy has none."""
+    virtual_ranks: VirtualRanks | None = None
+    """The virtual ranks (`session.micro_batch`), whose number does not depend on the number of
+    processes. None: there are none."""
 
     def micro_batch_size(self, per_device: int | str | None) -> int | str | None:
         """Returns how many samples this process may compute at a time.
@@ -107,13 +108,59 @@ def plan_for(run: Run, rank: DataParallelRank) -> StrategyPlan:
     Raises:
         SettingError: the shares do not fit the number of parts.
     """
+    shares = initial_shares(run.settings.shares, rank.size)
     return StrategyPlan(
         rank=rank,
-        shares=initial_shares(run.settings.shares, rank.size),
+        shares=shares,
         num_devices=rank.size,
         local_devices=(rank.rank,),
         num_micro_batches=max(run.settings.min_micro_batches, run.settings.num_micro_batches or 1),
+        virtual_ranks=_planned_virtual_ranks(run, shares),
     )
+
+
+def refuse_virtual_ranks(run: Run, strategy: str, reason: str) -> None:
+    """Raises SettingError if virtual ranks were asked for, under a strategy without them.
+
+    Args:
+        run: of this process.
+        strategy: its name.
+        reason: why it cannot have them.
+    """
+    if run.settings.virtual_ranks is not None:
+        raise SettingError(
+            f"virtual_ranks={run.settings.virtual_ranks} with strategy={strategy!r}",
+            reason,
+            "use strategy='single', 'ddp', 'fsdp' or 'hsdp', or leave virtual_ranks out",
+        )
+
+
+def _planned_virtual_ranks(run: Run, shares: tuple[int, ...]) -> VirtualRanks | None:
+    """Returns the virtual ranks of a run in which all train one model; None: none were asked for.
+
+    Args:
+        run: of this process.
+        shares: one for each rank.
+
+    Raises:
+        SettingError: some rank would have no virtual rank to compute.
+    """
+    number = run.settings.virtual_ranks
+    if number is None:
+        return None
+    num_ranks = len(shares)
+    numbers_of_ranks = part_sizes(number, shares)
+    if 0 in numbers_of_ranks:
+        found = f"{num_ranks} processes, each of which computes at least one of them"
+        if len(set(shares)) > 1:
+            divided = ", ".join(str(number_of_rank) for number_of_rank in numbers_of_ranks)
+            found = f"shares {':'.join(map(str, shares))} give the processes {divided} of them"
+        raise SettingError(
+            f"virtual_ranks={number}",
+            found,
+            "start fewer processes, or set a larger number from the beginning of the training",
+        )
+    return VirtualRanks(count=number, train_copies=False)
 
 
 def open_group(run: Run, name: str, ranks: Tensor) -> dist.ProcessGroup:
@@ -322,7 +369,22 @@ class Single(Strategy):
 
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
         """Returns the module itself, on its device."""
-        return PreparedModule(module=module, choices=move_to_device(module, run.device))
+        choices = move_to_device(module, run.device)
+        return replace(on_one_process(module, run), choices=choices)
+
+
+def on_one_process(module: nn.Module, run: Run) -> PreparedModule:
+    """Returns a module as it is prepared if there is one process: nothing is sent."""
+    if run.settings.virtual_ranks is None:
+        return PreparedModule(module=module)
+    # These modules need what is defined above.
+    from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
+    from lockstep.strategies.virtual_ranks import VirtualRankGradients, tree_of
+
+    tree = tree_of(run)
+    gradients = VirtualRankGradients(list(module.parameters()), tree, run.step, single_process=True)
+    buffers = VirtualRankBuffers(module, tree, run.step)
+    return PreparedModule(module=module, extensions=[gradients, buffers])
 
 
 class ModuleWrapper(nn.Module):

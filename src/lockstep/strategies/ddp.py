@@ -47,6 +47,8 @@ from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies import base
 from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.strategies.replication import take_from_first
+from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
+from lockstep.strategies.virtual_ranks import BucketTreeSum, VirtualRankGradients, tree_of
 from lockstep.units import format_bytes
 from lockstep.wording import join_first
 
@@ -125,7 +127,7 @@ class DDP(base.Strategy):
                 "move all its parameters to GPUs",
             )
         if run.topology.size == 1:
-            return base.PreparedModule(module=module, choices=choices)
+            return replace(base.on_one_process(module, run), choices=choices)
         take_from_first([*module.parameters(), *module.buffers()])
         if not any(p.requires_grad for p in module.parameters()):
             choices.append(Choice("ddp", "not wrapped", "no parameter to train"))
@@ -155,15 +157,31 @@ class DDP(base.Strategy):
             choices.append(
                 Choice("compression", compress, f"{sent}; not the numbers of one device")
             )
+        extensions: list[Extension] = []
+        average: str | Sequence[str] = self.average_buffers
+        left_out: Sequence[str] = ()
+        if wrapped.virtual_ranks is not None:
+            buffers = VirtualRankBuffers(
+                module, wrapped.virtual_ranks.tree, run.step, average, prepared=wrapped
+            )
+            average = ()
+            left_out = buffers.averaged
+            # Buffers are combined before those that are left are taken from rank 0.
+            extensions = [wrapped.virtual_ranks, buffers]
         moving_buffers = MovingBuffers(
-            module, run.step, average=self.average_buffers, strategy=type(self).__name__
+            module,
+            run.step,
+            average=average,
+            left_out=left_out,
+            strategy=type(self).__name__,
         )
+        extensions.append(_StepsUnderDDP(wrapped, moving_buffers))
         return base.PreparedModule(
             module=wrapped,
             choices=choices,
             equal_tensors=lambda: [base.EqualTensors.of(module)],
             check_every=self.check_every,
-            extensions=[_StepsUnderDDP(wrapped, moving_buffers)],
+            extensions=extensions,
             compressed=wrapped.compressed,
         )
 
@@ -200,6 +218,9 @@ class DDP(base.Strategy):
         """
         if self.compress is None or run.settings.uncompressed:
             return None
+        base.refuse_virtual_ranks(
+            run, f"ddp:compress={self.compress}", "what compression loses depends on the ranks"
+        )
         if self.compress != "bf16" and run.settings.precision == "fp16":
             raise SettingError(
                 f"compress={self.compress!r} with precision='fp16'",
@@ -351,7 +372,13 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         if options.compress is not None and run.settings.uncompressed:
             self.by_choice = f"gradients are sent as {options.compress}"
         self.compressed: CompressedMeans | None = None
-        self._averager: _BucketAverager | CompressedMeans | None = None
+        self.virtual_ranks: VirtualRankGradients | None = None
+        """Keeps the gradients of virtual ranks apart, if there are any."""
+        if run.settings.virtual_ranks is not None:
+            self.virtual_ranks = VirtualRankGradients(
+                list(module.parameters()), tree_of(run), run.step
+            )
+        self._averager: _BucketAverager | BucketTreeSum | CompressedMeans | None = None
         """Becomes DDP's communication hook in the first forward pass, unless the user registers
         another hook before."""
         if compress is not None:
@@ -360,6 +387,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 parameters, compress, options.powersgd_rank, options.powersgd_start
             )
             self._averager = self.compressed
+        elif self.virtual_ranks is not None:
+            self._averager = BucketTreeSum(self.virtual_ranks)
         elif run.device.type == "cpu":
             shared = routing.shared_memory()
             # Our own hook also measures how long this rank waits for others.
@@ -506,6 +535,12 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             raise UsageError(
                 "register_comm_hook of a model that was prepared with DDP(compress=...)",
                 "either sends the gradients in a way of its own",
+                "leave one of them out",
+            )
+        if self.virtual_ranks is not None and not isinstance(state, BucketTreeSum):
+            raise UsageError(
+                "register_comm_hook of a model that is prepared with virtual_ranks",
+                "the sum over virtual ranks is such a hook, and another one would give other bits",
                 "leave one of them out",
             )
         self._averager = None

@@ -43,8 +43,15 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import share_meshes_with_copies
 from lockstep.errors import RanksDifferError, SettingError
 from lockstep.optim.module_filter import ModuleFilter
+from lockstep.session.extension import Extension
 from lockstep.settings import Choice, check_whole_number
-from lockstep.strategies.base import PreparedModule, Strategy, StrategyPlan
+from lockstep.strategies.base import (
+    PreparedModule,
+    Strategy,
+    StrategyPlan,
+    on_one_process,
+    refuse_virtual_ranks,
+)
 from lockstep.strategies.fsdp_blocks import Blocks, find_blocks
 from lockstep.strategies.fsdp_compat import average_shards_separately, save_pretrained_whole
 from lockstep.strategies.fsdp_misuse import (
@@ -55,8 +62,11 @@ from lockstep.strategies.fsdp_misuse import (
 )
 from lockstep.strategies.fsdp_module import ShardedModule
 from lockstep.strategies.fsdp_outputs import UnitOutputs
+from lockstep.strategies.fsdp_virtual_ranks import ShardedVirtualRanks
 from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.strategies.replication import norm_over_ranks, take_from_first
+from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
+from lockstep.strategies.virtual_ranks import tree_of
 from lockstep.units import format_bytes
 
 
@@ -112,6 +122,14 @@ class FSDP(Strategy):
                 f"torch {torch.__version__} cannot do that",
                 "use every parameter on every rank, or torch 2.13 or later",
             )
+        if self.accumulate_shards:
+            refuse_virtual_ranks(
+                run,
+                f"{self.name}:accumulate_shards=true",
+                "whole gradients of virtual ranks are added up before they are sent",
+            )
+        if not hasattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter"):
+            refuse_virtual_ranks(run, self.name, f"torch {torch.__version__} cannot do that")
         return replace(super().plan(run), evaluation_is_collective=True)
 
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
@@ -124,7 +142,8 @@ class FSDP(Strategy):
             UsageError: parameters cannot be sharded.
         """
         if run.topology.size == 1:
-            return PreparedModule(module=module.to(run.device), may_unfreeze=True)
+            prepared = on_one_process(module.to(run.device), run)
+            return replace(prepared, may_unfreeze=True)
         if next(module.parameters(), None) is None:
             _take_from_first(list(module.buffers()), run.device)
             nothing = Choice(self.name, "not sharded", "no parameters")
@@ -151,8 +170,17 @@ class FSDP(Strategy):
             unit.register_forward_hook(outputs.before_torch)
             self._shard(unit, mesh, run)
             unit.register_forward_hook(outputs.after_torch)
+        extensions: list[Extension] = []
+        average: str | Sequence[str] = self.average_buffers
+        left_out: Sequence[str] = ()
+        if run.settings.virtual_ranks is not None:
+            tree = tree_of(run)
+            buffers = VirtualRankBuffers(module, tree, run.step, average)
+            average = ()
+            left_out = buffers.averaged
+            extensions = [ShardedVirtualRanks(list(units.values()), tree, run.step, mesh), buffers]
         moving_buffers = MovingBuffers(
-            module, run.step, average=self.average_buffers, strategy=type(self).__name__
+            module, run.step, average=average, left_out=left_out, strategy=type(self).__name__
         )
         sharded = ShardedModule(
             units,
@@ -181,7 +209,7 @@ class FSDP(Strategy):
             zero_grad_misses_gradients=not self.accumulate_shards,
             units=units,
             equal_tensors=sharded.equal_tensors,
-            extensions=[sharded],
+            extensions=[*extensions, sharded],
         )
 
     def _make_mesh(self, run: Run) -> DeviceMesh:

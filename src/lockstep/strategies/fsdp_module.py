@@ -90,6 +90,8 @@ class ShardedModule(Extension):
         """The optimizer step that the latest pass belonged to."""
         self._averages_gradients = True
         """True if torch is set to average gradients in the next backward pass."""
+        self._frees_after_backward = True
+        """True if torch is set to free gathered parameters after the next backward pass."""
         self._is_double_backward = False
         """True if units stay gathered because a backward pass will itself be differentiated."""
         self._forward_is_running = False
@@ -131,14 +133,17 @@ class ShardedModule(Extension):
                 if self._unused is not None:
                     self._unused.forget_round()
         is_last = step.micro_batch.last
-        if is_last is self._averages_gradients:
-            return
-        self._averages_gradients = is_last
-        self._root.set_is_last_backward(is_last)
-        if not self._accumulate_shards:
-            self._root.set_requires_gradient_sync(is_last)
-        if self._keep_gathered:
+        # Gradients of virtual ranks are handed on when each of them has ended.
+        averages_gradients = is_last or step.micro_batch.virtual_rank_ends
+        if self._keep_gathered and is_last is not self._frees_after_backward:
+            self._frees_after_backward = is_last
             self._root.set_reshard_after_backward(is_last)
+        if averages_gradients is self._averages_gradients:
+            return
+        self._averages_gradients = averages_gradients
+        self._root.set_is_last_backward(averages_gradients)
+        if not self._accumulate_shards:
+            self._root.set_requires_gradient_sync(averages_gradients)
 
     def begin_double_backward(self) -> None:
         """Keeps units gathered, because a backward pass is differentiated and needs them again."""
@@ -152,7 +157,7 @@ class ShardedModule(Extension):
         if not self._is_double_backward:
             return
         self._is_double_backward = False
-        frees_after_backward = self._averages_gradients or not self._keep_gathered
+        frees_after_backward = self._frees_after_backward
         self._root.set_reshard_after_backward(frees_after_backward)
         if not self._keep_gathered:
             # Not the root's, as torch does it: backward begins with the parameters of the root.

@@ -39,6 +39,7 @@ class MovingBuffers:
         group: None for all ranks.
         average: patterns of the names of floating-point buffers that are averaged over the ranks,
             weighted by their samples. All others are taken from the first rank.
+        left_out: names of buffers that something else keeps equal.
         strategy: the name of the class whose option `average_buffers` a warning may suggest.
     """
 
@@ -49,6 +50,7 @@ class MovingBuffers:
         group: dist.ProcessGroup | None = None,
         *,
         average: str | Sequence[str] = (),
+        left_out: Sequence[str] = (),
         strategy: str | None = None,
     ) -> None:
         self._module = module
@@ -65,6 +67,8 @@ class MovingBuffers:
         """The names of buffers that are averaged, and of those that may move."""
         for name, buffer in module.named_buffers():
             if buffer.numel() == 0 or buffer.is_meta or id(buffer) in synchronised_ids:
+                continue
+            if name in left_out:
                 continue
             is_chosen = any(fnmatchcase(name, pattern) for pattern in patterns)
             if is_chosen and buffer.is_floating_point():

@@ -141,7 +141,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self._step_called_in = self._step.key
         if not micro_batch.closes:
             return None
-        if micro_batch.virtual_rank is not None:
+        if micro_batch.virtual_rank is not None and micro_batch.has_own_step:
             self._activate_state_of(micro_batch.virtual_rank.number)
             if len(self._states) == micro_batch.virtual_rank.number_on_process:
                 # All virtual ranks have a state, so the one that they began with is not needed.

@@ -33,7 +33,7 @@ from lockstep.communication.compressed_means import CompressedMeans
 from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import BatchNorm, let_compile_again, without_compile
-from lockstep.errors import UsageError, warn
+from lockstep.errors import SettingError, UsageError, warn
 from lockstep.optim.precision import ForwardsSetLater, Precision
 from lockstep.session.extension import Place
 from lockstep.settings import Choice, check_micro_batches, is_auto
@@ -47,11 +47,13 @@ from lockstep.strategies.base import (
 )
 from lockstep.strategies.micro_batch_buffers import MicroBatchBuffers
 from lockstep.strategies.placeholder import Placeholders
+from lockstep.strategies.virtual_rank_norm import norm_by_rows
 from lockstep.training.agreement import check_equal_on_ranks
 from lockstep.training.batchnorm_notes import BatchNormNotes
 from lockstep.training.forward_watch import ForwardWatch
 from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
 from lockstep.training.virtual_rank_states import VirtualRankStates
+from lockstep.training.virtual_rank_streams import VirtualRankStreams
 from lockstep.wording import join_first
 
 
@@ -85,9 +87,9 @@ class Preparer:
         self.sizes: FindsSizes
         """Set by `World` before anything is prepared."""
         self.virtual_ranks: VirtualRankStates | None = None
-        if plan.num_virtual_ranks is not None:
+        if plan.virtual_ranks is not None and plan.virtual_ranks.train_copies:
             self.virtual_ranks = VirtualRankStates(
-                plan.num_virtual_ranks, run.topology.is_main, self.wrapped, self.optimizers
+                plan.virtual_ranks.count, run.topology.is_main, self.wrapped, self.optimizers
             )
         self._plan = plan
         self._loaders_of_this_call: list[Loader] = []
@@ -97,8 +99,13 @@ class Preparer:
         self._replacement: MutableMapping[Tensor, nn.Parameter | None] = WeakTensorKeyDictionary()
         """What an optimizer holds instead of a parameter that a strategy has replaced. None: the
         parameter lives on other ranks."""
+        self.streams: VirtualRankStreams | None = None
+        """The random streams of virtual ranks that train one model; None: there are none."""
         self._batchnorm_notes = BatchNormNotes(run, plan, self.add_choice)
         self._placeholders = Placeholders(run.step, self.wrapped)
+        if run.settings.virtual_ranks is not None:
+            self.streams = VirtualRankStreams(run.settings.seed, run.device, run.step)
+            run.extensions.add(self.streams, Place.PREPARED_OBJECT)
         run.extensions.add(ForwardWatch(run.step, self.wrapped.keys()), Place.PREPARED_OBJECT)
         run.extensions.add(self._placeholders, Place.PREPARED_OBJECT)
         if self.precision.dtype in (torch.bfloat16, torch.float16):
@@ -215,7 +222,10 @@ class Preparer:
             updates_module = not parameters_of_module.isdisjoint(parameters_of(optimizer))
             if updates_module:  # under fp16 its gradients are multiplied by the scale of the loss
                 self.precision.unscale([optimizer.inner])
-        norm = self.strategy.total_norm(parameters, norm_type)
+        if self.run.settings.virtual_ranks is None:
+            norm = self.strategy.total_norm(parameters, norm_type)
+        else:
+            norm = norm_by_rows(parameters, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
@@ -232,8 +242,21 @@ class Preparer:
                 "world.backward was not given a loss of this micro-batch",
                 "call it in the training loop, after world.backward(loss)",
             )
+        num_virtual_ranks = self.run.settings.virtual_ranks
+        if num_virtual_ranks is not None:
+            return self._loss_over_virtual_ranks(num_virtual_ranks)
         mean: float = self.run.collectives.mean(float(training_pass.loss))
         return mean
+
+    def _loss_over_virtual_ranks(self, num_virtual_ranks: int) -> float:
+        """Returns the loss of the global batch, with the same bits on any number of processes."""
+        losses = torch.zeros(num_virtual_ranks, dtype=torch.float64)
+        for number, loss in self.run.step.training_pass.loss_of_virtual_rank.items():
+            losses[number] = float(loss)
+        # Each of them is not 0 on one process at most, so this only brings them together.
+        losses_of_all = self.run.collectives.sum(losses)
+        total: float = sum(losses_of_all.tolist())
+        return total / num_virtual_ranks
 
     def _check_accumulation(self) -> None:
         """Checks that a backward pass adds to the gradients of the earlier micro-batches.
@@ -253,7 +276,7 @@ class Preparer:
                 "not between the micro-batches, so it would be counted",
                 "leave micro_batch_size out, or add the losses up and call world.backward once",
             )
-        if micro_batch.opens or training_pass.num_backwards:
+        if micro_batch.begins_gradients or training_pass.num_backwards:
             return  # there was no earlier micro-batch, or this one has been checked already
         if any(wrapped.zero_grad_misses_gradients for wrapped in self.wrapped.values()):
             return  # the gradients are not in `parameter.grad`, where this looks for them
@@ -294,6 +317,8 @@ class Preparer:
         """
         plan = self._plan
         settings = self.run.settings
+        if settings.virtual_ranks is not None:
+            _check_loader_of_virtual_ranks(shares, micro_batch_size)
         check_micro_batches(num_micro_batches, micro_batch_size)
         min_micro_batches = plan.num_micro_batches
         if num_micro_batches is not None:
@@ -319,7 +344,7 @@ class Preparer:
                     plan.micro_batch_size(micro_batch_size)
                 ),
                 min_micro_batches=min_micro_batches,
-                num_virtual_ranks=plan.num_virtual_ranks,
+                virtual_ranks=plan.virtual_ranks,
             ),
             seed=settings.seed,
             collectives=self.run.collectives,
@@ -329,6 +354,8 @@ class Preparer:
         )
         number = next(self._loader_numbers)
         self.choices.append(loader.choice(number))
+        if settings.virtual_ranks is not None:
+            return loader
         if loader.micro_batches > 1 or is_auto(micro_batch_size):
             self._batchnorm_notes.loader_cuts(number, loader.micro_batches, micro_batch_size)
         return loader
@@ -342,7 +369,10 @@ class Preparer:
             UsageError: another prepared module has some of its parameters too.
         """
         has_batchnorm = any(isinstance(part, BatchNorm) for part in module.modules())
-        if has_batchnorm:
+        if has_batchnorm and self.run.settings.virtual_ranks is not None:
+            reason = "of each virtual rank, as DDP has them; running ones: their mean"
+            self._choose("batchnorm", "statistics", reason)
+        elif has_batchnorm:
             self._batchnorm_notes.module_has_batchnorm()
             if self.run.collectives.data_parallel.size > 1:
                 self._synchronize_batchnorm(module)
@@ -370,7 +400,9 @@ class Preparer:
         self.run.prepared.append(weakref.ref(wrapped.module))
         for extension in wrapped.extensions:
             self.run.extensions.add(extension, Place.STRATEGY)
-        if self._plan.rank.rank == 0:  # under a pipeline on all stages: each has other buffers
+        watches_buffers = self.run.settings.virtual_ranks is None
+        # Under a pipeline all stages are rank 0 of the plan: each of them has other buffers.
+        if watches_buffers and self._plan.rank.rank == 0:
             watch = MicroBatchBuffers(
                 module, self.run.step, pipelined=wrapped.gradients_after_backward
             )
@@ -416,7 +448,7 @@ class Preparer:
             return
         group = self.run.groups.get(self._plan.statistics_group)
         converted = sync_batchnorm.convert(module, group)
-        if self._plan.num_virtual_ranks is not None:
+        if self._plan.virtual_ranks is not None:
             statistics_of = "the replica's part of the global batch"
         elif self._may_use_micro_batches():
             statistics_of = "each micro-batch over all ranks, not of the global batch"
@@ -635,6 +667,22 @@ def check_model(module: nn.Module) -> None:
             f"world.prepare of a {type(module).__name__} with lazy layers",
             f"{join_first(lazy)} have no shape before the first input",
             "run one forward pass of the model on a sample batch first, then build the optimizer",
+        )
+
+
+def _check_loader_of_virtual_ranks(shares: Any, micro_batch_size: Any) -> None:
+    """Raises SettingError for what a loader cannot have with virtual ranks."""
+    if shares is not None:
+        raise SettingError(
+            f"shares={shares!r} of a loader with virtual_ranks",
+            "they say which virtual ranks a process computes, and that is one thing in a run",
+            "set them for the run: lockstep.init(shares=...)",
+        )
+    if is_auto(micro_batch_size):
+        raise SettingError(
+            "micro_batch_size='auto' with virtual_ranks",
+            "what is measured differs from run to run, and with it the bits",
+            "give a number",
         )
 
 

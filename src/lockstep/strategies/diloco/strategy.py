@@ -33,6 +33,7 @@ from lockstep.batch.indices import ceil_div
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import outside_compiled_code
 from lockstep.errors import SettingError, warn
+from lockstep.session.micro_batch import VirtualRanks
 from lockstep.settings import Choice
 from lockstep.strategies.base import (
     PreparedModule,
@@ -40,6 +41,7 @@ from lockstep.strategies.base import (
     StrategyPlan,
     move_to_device,
     open_group,
+    refuse_virtual_ranks,
 )
 from lockstep.strategies.diloco.exchange import ACROSS_VIRTUAL_RANKS, SAME_VIRTUAL_RANKS
 from lockstep.strategies.diloco.options import DiLoCoOptions
@@ -66,6 +68,9 @@ class DiLoCo(DiLoCoOptions, Strategy):
         Raises:
             SettingError: a world size that does not fit, or precision fp16.
         """
+        refuse_virtual_ranks(
+            run, self.name, "it has virtual ranks of its own, each of which trains a copy"
+        )
         num_ranks = run.topology.size
         if num_ranks > self.replicas and num_ranks % self.replicas != 0:
             raise SettingError(
@@ -91,7 +96,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
         run.step.num_common_steps = self.start
         return replace(
             super().plan(run),
-            num_virtual_ranks=self.replicas,
+            virtual_ranks=VirtualRanks(count=self.replicas, train_copies=True),
             statistics_group=SAME_VIRTUAL_RANKS,
         )
 

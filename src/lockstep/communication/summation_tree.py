@@ -1,0 +1,131 @@
+"""The fixed binary tree in which numbers of virtual ranks are added up.
+
+Floating-point addition is not associative: which numbers are added first decides the last bits of a
+sum. So the order is fixed by a binary tree whose *leaves* are the virtual ranks. Its shape depends
+on their number alone, and not on how many processes compute them. A *node* is a range of leaves
+`(begin, end)`; its value is the value of its left child plus that of its right child. A leaf may be
+absent, if a virtual rank has no samples of a short global batch: its parent then has the value of
+the other child.
+
+A process that has the leaves of a range adds up all nodes that lie in it, and hands the largest of
+them on. A range of `n` leaves has at most `2 log2 n` of these. The order in which the children of a
+node are added does not matter: addition is commutative, in floating point too.
+
+Sums are computed with a stack. The values are pushed in the order of their leaves; after each push
+a number of *merges* follows, in which the two topmost values are replaced by their sum. These
+numbers are what this module computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class Node(NamedTuple):
+    """A node of the tree: the virtual ranks from `begin` to `end - 1`."""
+
+    begin: int
+    end: int
+
+    def children(self) -> tuple[Node, Node]:
+        """Returns the left and the right child of a node that is no leaf.
+
+        The left one has the largest power of two of leaves that is less than those of this node, so
+        it is a complete tree.
+        """
+        size = self.end - self.begin
+        size_of_left = 1 << (size - 1).bit_length() - 1
+        middle = self.begin + size_of_left
+        return Node(self.begin, middle), Node(middle, self.end)
+
+
+class RankSums(NamedTuple):
+    """How a tree is summed by several ranks, each of which has the leaves of a range."""
+
+    leaves_of_rank: tuple[tuple[int, ...], ...]
+    """The leaves that are present, for each rank."""
+    merges_of_rank: tuple[tuple[int, ...], ...]
+    """For each rank, and each of these leaves: how many merges follow when it was pushed."""
+    nodes_of_rank: tuple[int, ...]
+    """How many values a rank has on its stack at the end."""
+    merges: tuple[int, ...]
+    """For each of these values, in the order of the ranks: how many merges follow when it was
+    pushed. One value is left: the sum."""
+
+
+@lru_cache(maxsize=256)
+def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> RankSums:
+    """Plans how ranks sum a tree.
+
+    Args:
+        present: for each leaf, whether it has a value.
+        bounds: rank r has the leaves from `bounds[r]` to `bounds[r + 1] - 1`.
+    """
+    whole = Node(0, len(present))
+    leaves_of_rank = []
+    merges_of_rank = []
+    nodes_of_rank = []
+    nodes_of_all_ranks: list[Node] = []
+    for begin, end in itertools.pairwise(bounds):
+        leaves = [leaf for leaf in range(begin, end) if present[leaf]]
+        nodes = [
+            node for node in largest_nodes(whole, begin, end) if any(present[node.begin : node.end])
+        ]
+        merges: list[int] = []
+        for node in nodes:
+            merges += count_merges(node, [Node(leaf, leaf + 1) for leaf in leaves])
+        leaves_of_rank.append(tuple(leaves))
+        merges_of_rank.append(tuple(merges))
+        nodes_of_rank.append(len(nodes))
+        nodes_of_all_ranks += nodes
+    return RankSums(
+        leaves_of_rank=tuple(leaves_of_rank),
+        merges_of_rank=tuple(merges_of_rank),
+        nodes_of_rank=tuple(nodes_of_rank),
+        merges=tuple(count_merges(whole, nodes_of_all_ranks)),
+    )
+
+
+def largest_nodes(node: Node, begin: int, end: int) -> list[Node]:
+    """Returns the largest nodes at or below a node that lie in a range of leaves, in order."""
+    if end <= node.begin or node.end <= begin:  # the node has no leaf of the range
+        return []
+    if begin <= node.begin and node.end <= end:
+        return [node]
+    left, right = node.children()
+    return largest_nodes(left, begin, end) + largest_nodes(right, begin, end)
+
+
+def count_merges(root: Node, pushed: Sequence[Node]) -> list[int]:
+    """Returns how many merges follow when each of some nodes was pushed.
+
+    Args:
+        root: the node whose sum is computed.
+        pushed: nodes below it that have values, in order, none within another. Those that are not
+            below it are left out.
+
+    Returns:
+        A number for each pushed node at or below the root.
+    """
+    merges: list[int] = []
+    nodes = set(pushed)
+
+    def visit(node: Node) -> bool:
+        """Counts the merges below a node; returns True if it has a value."""
+        if node in nodes:
+            merges.append(0)
+            return True
+        if node.end - node.begin == 1:  # an absent leaf
+            return False
+        left, right = node.children()
+        left_has_value = visit(left)
+        right_has_value = visit(right)
+        if left_has_value and right_has_value:
+            merges[-1] += 1
+        return left_has_value or right_has_value
+
+    visit(root)
+    return merges

@@ -1,0 +1,178 @@
+"""Sums of the gradients of virtual ranks under FSDP2, in the order of their tree.
+
+Torch calls a reduce-scatter of ours for each unit, with the whole gradient of the unit
+(`FSDPModule.set_custom_reduce_scatter`), after the last backward pass of each virtual rank. Before
+the last virtual rank of a process nothing is sent: the gradient is added to those of the virtual
+ranks before it as far as the tree allows (`strategies.virtual_ranks`). So a process that computes
+several virtual ranks keeps whole gradients between them, as FSDP does between micro-batches.
+
+Under `hsdp` a shard is on several processes. All of them get its sum, and torch adds up what they
+have once more, so all but the first give zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lockstep.communication.tree_sum import start_tree_reduce_scatter
+from lockstep.errors import UsageError
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import Step
+from lockstep.strategies.virtual_ranks import (
+    VirtualRankTree,
+    check_virtual_rank_backward,
+    has_leaf,
+)
+
+
+class TreeReduceScatter:
+    """Sums the gradients of one unit over virtual ranks, a shard on each process.
+
+    It has the methods of torch's `ReduceScatter`, which `FSDPModule.set_custom_reduce_scatter`
+    describes.
+
+    Args:
+        tree: of the run.
+        step: of the run.
+        mesh: of the processes; parameters are sharded over its last dimension.
+    """
+
+    def __init__(self, tree: VirtualRankTree, step: Step, mesh: DeviceMesh) -> None:
+        self._tree = tree
+        self._step = step
+        self._num_shards = mesh.size(mesh.ndim - 1)
+        self._is_first_copy = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
+        self._nodes: list[Tensor] = []
+        """The partial sums of this process's virtual ranks; a stack."""
+        self._num_pushed = 0
+        """How many virtual ranks of this process have been pushed."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory for the gradients of the unit, or for a shard of them."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Takes the gradient of a virtual rank; after the last one writes the sum of the shard.
+
+        Args:
+            output_tensor: becomes the shard of the gradient. Until the last virtual rank of the
+                process it is zero.
+            input_tensor: the gradient of the unit, flat: one chunk for each shard.
+            group: of the processes that have the shards.
+            op: a sum.
+            async_op: False.
+        """
+        micro_batch = self._step.micro_batch
+        sums = self._tree.sums(micro_batch.global_samples)
+        if has_leaf(micro_batch):
+            self._push(input_tensor, micro_batch)
+        if not micro_batch.last:
+            output_tensor.zero_()
+            return
+        slices_of_nodes = []
+        for node in self._nodes:
+            chunks = node.chunk(self._num_shards)
+            # The processes that have the same shard get the same chunk.
+            copies = len(sums.nodes_of_rank) // self._num_shards
+            slices_of_nodes.append(list(chunks) * copies)
+        self.forget()
+        scale = 1.0 / self._tree.num_virtual_ranks
+        wait = start_tree_reduce_scatter(slices_of_nodes, output_tensor, sums, scale=scale)
+        wait()
+        if not self._is_first_copy:
+            output_tensor.zero_()
+
+    def forget(self) -> None:
+        """Forgets the gradients of a global batch."""
+        self._nodes = []
+        self._num_pushed = 0
+
+    def _push(self, gradient: Tensor, micro_batch: MicroBatch) -> None:
+        """Adds the gradient of a virtual rank to those before it, as far as the tree allows.
+
+        Raises:
+            UsageError: virtual ranks have used other parameters.
+        """
+        rank = self._tree.process
+        sums = self._tree.sums(micro_batch.global_samples)
+        place = sums.leaves_of_rank[rank].index(micro_batch.virtual_rank_number)
+        while self._num_pushed < place:  # virtual ranks that have not used this unit
+            self._push_leaf(torch.zeros_like(gradient), sums.merges_of_rank[rank])
+        if self._nodes and len(self._nodes[-1]) != len(gradient):
+            raise UsageError(
+                "virtual_ranks under fsdp, with parameters that not all of them use",
+                f"virtual rank {micro_batch.virtual_rank_number} has used other parameters of a "
+                "unit than those before it",
+                "use all parameters for every sample, or set "
+                "strategy=lockstep.strategies.FSDP(find_unused_parameters=True)",
+            )
+        self._push_leaf(gradient, sums.merges_of_rank[rank])
+
+    def _push_leaf(self, gradient: Tensor, merges: Sequence[int]) -> None:
+        """Pushes a gradient, and makes the merges that follow it."""
+        self._nodes.append(gradient)
+        for _ in range(merges[self._num_pushed]):
+            right = self._nodes.pop()
+            self._nodes[-1].add_(right)
+        self._num_pushed += 1
+
+
+class ShardedVirtualRanks(Extension):
+    """Sums the gradients of a sharded module over virtual ranks.
+
+    Args:
+        units: the modules that `fully_shard` was applied to.
+        tree: of the run.
+        step: of the run.
+        mesh: of the processes.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[nn.Module],
+        tree: VirtualRankTree,
+        step: Step,
+        mesh: DeviceMesh,
+    ) -> None:
+        self._step = step
+        self._root = units[-1]
+        self._sums: list[TreeReduceScatter] = []
+        unit: Any
+        for unit in units:
+            reduce_scatter = TreeReduceScatter(tree, step, mesh)
+            self._sums.append(reduce_scatter)
+            unit.set_custom_reduce_scatter(reduce_scatter)
+            # Torch would divide by the number of processes.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Clears what the virtual rank before this one has left in the shards: zeros."""
+        if micro_batch.first:
+            self.clear_gradients()
+        elif micro_batch.virtual_rank_begins:
+            for parameter in self._root.parameters():
+                parameter.grad = None
+
+    def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Raises UsageError for what has no place in the tree."""
+        check_virtual_rank_backward(self._step, micro_batch)
+
+    def clear_gradients(self) -> None:
+        """Forgets the gradients of a global batch that was broken off."""
+        for reduce_scatter in self._sums:
+            reduce_scatter.forget()

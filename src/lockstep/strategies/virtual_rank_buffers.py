@@ -1,0 +1,222 @@
+"""Buffers that forward passes change, with virtual ranks that train one model.
+
+Every virtual rank begins a global batch with the same buffers, as every rank does under DDP. So
+before a virtual rank begins, the buffers are set back to what they were when the global batch
+began. After the last one they get their new values: those of BatchNorm, and others that the user
+has named (`average_buffers`), the mean over virtual ranks, added up in the order of the tree; all
+others those of virtual rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.communication.tree_sum import start_tree_sum
+from lockstep.distributed.torch_compat import BatchNorm, add_to_each, write_counts
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import Step, StepKey
+from lockstep.strategies.virtual_ranks import VirtualRankTree, has_leaf
+
+
+class _Copy(NamedTuple):
+    """A copy of a buffer."""
+
+    buffer: Tensor
+    """The buffer itself, which the model may have replaced since."""
+    write_count: int
+    """How often it had been written to when it was copied."""
+    values: Tensor
+
+
+class VirtualRankBuffers(Extension):
+    """Gives every virtual rank the same buffers to begin with, and combines what they made of them.
+
+    Args:
+        module: whose buffers these are.
+        tree: of the run.
+        step: of the run.
+        average: patterns of the names of floating-point buffers that are averaged, besides those of
+            BatchNorm.
+        prepared: the module as `World.prepare` returns it, if that is another one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        tree: VirtualRankTree,
+        step: Step,
+        average: str | Sequence[str] = (),
+        *,
+        prepared: nn.Module | None = None,
+    ) -> None:
+        self._module = module
+        self._prepared_module = module if prepared is None else prepared
+        self._tree = tree
+        self._step = step
+        batchnorm_ids: set[int] = set()
+        for layer in module.modules():
+            if isinstance(layer, BatchNorm):
+                batchnorm_ids.update(id(buffer) for buffer in layer.buffers(recurse=False))
+        patterns = [average] if isinstance(average, str) else average
+        self.averaged: list[str] = []
+        """The names of the buffers that are averaged."""
+        self._batchnorm_counts: list[str] = []
+        """The names of BatchNorm's counts of batches, whose writes torch does not count either."""
+        for name, buffer in module.named_buffers():
+            if buffer.numel() == 0 or buffer.is_meta:
+                continue
+            is_of_batchnorm = id(buffer) in batchnorm_ids
+            is_chosen = any(fnmatchcase(name, pattern) for pattern in patterns)
+            if buffer.is_floating_point() and (is_of_batchnorm or is_chosen):
+                self.averaged.append(name)
+            elif is_of_batchnorm:
+                self._batchnorm_counts.append(name)
+        self._at_beginning: dict[str, _Copy] = {}
+        """The buffers when the present global batch began."""
+        self._nodes: list[list[Tensor]] = []
+        """Partial sums of the averaged buffers over virtual ranks of this process; a stack."""
+        self._of_first: dict[str, Tensor] = {}
+        """What virtual rank 0 has made of the other buffers, if this process computes it."""
+        self._previous: MicroBatch | None = None
+        self._combined_in: StepKey | None = None
+        """The optimizer step after which the buffers were combined."""
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Sets the buffers back to the beginning of the global batch, for another virtual rank."""
+        if micro_batch.virtual_rank is None or not micro_batch.virtual_rank_begins:
+            return
+        previous = self._previous
+        self._previous = micro_batch
+        if micro_batch.first or previous is None:
+            self._nodes.clear()
+            self._of_first.clear()
+            self._copy_buffers()
+            return
+        self._virtual_rank_ended(previous)
+        self._restore_buffers()
+
+    def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Combines the buffers of all virtual ranks, after the first optimizer's step."""
+        micro_batch = self._step.micro_batch
+        if self._prepared_module not in modules or micro_batch.virtual_rank is None:
+            return
+        if self._combined_in == self._step.key or self._previous is None:
+            return
+        self._combined_in = self._step.key
+        self._virtual_rank_ended(self._previous)
+        self._restore_buffers()
+        self._average(micro_batch.global_samples)
+        buffers = self._buffers()
+        with torch.no_grad():
+            for name, values in self._of_first.items():
+                if name in buffers:
+                    buffers[name].copy_(values)
+        self._of_first.clear()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Returns the present buffers by name; those on the meta device belong to other ranks."""
+        buffers = {}
+        for name, buffer in self._module.named_buffers():
+            if buffer.numel() and not buffer.is_meta:
+                buffers[name] = buffer
+        return buffers
+
+    @torch.no_grad()
+    def _copy_buffers(self) -> None:
+        """Copies the buffers, those that may have changed since they were last copied."""
+        buffers = self._buffers()
+        writes_are_not_counted = {*self.averaged, *self._batchnorm_counts}
+        copies = {}
+        for name, buffer in buffers.items():
+            (write_count,) = write_counts([buffer])
+            known = self._at_beginning.get(name)
+            if (
+                known is not None
+                and known.buffer is buffer
+                and known.write_count == write_count
+                and name not in writes_are_not_counted
+            ):
+                copies[name] = known
+            else:
+                copies[name] = _Copy(buffer, write_count, buffer.clone())
+        self._at_beginning = copies
+
+    def _changed_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers that may have changed since the global batch began, by name."""
+        writes_are_not_counted = {*self.averaged, *self._batchnorm_counts}
+        changed = {}
+        for name, buffer in self._buffers().items():
+            copy = self._at_beginning.get(name)
+            if copy is None:
+                continue  # the model has registered it since
+            (write_count,) = write_counts([buffer])
+            is_unchanged = copy.buffer is buffer and copy.write_count == write_count
+            if name in writes_are_not_counted or not is_unchanged:
+                changed[name] = buffer
+        return changed
+
+    @torch.no_grad()
+    def _restore_buffers(self) -> None:
+        """Gives the buffers the values that they had when the global batch began."""
+        for name, buffer in self._changed_buffers().items():
+            copy = self._at_beginning[name]
+            if buffer.shape == copy.values.shape:  # else it is another buffer, such as a cache
+                buffer.copy_(copy.values)
+                (write_count,) = write_counts([buffer])
+                self._at_beginning[name] = _Copy(buffer, write_count, copy.values)
+
+    @torch.no_grad()
+    def _virtual_rank_ended(self, micro_batch: MicroBatch) -> None:
+        """Takes what a virtual rank has made of the buffers.
+
+        Args:
+            micro_batch: of the virtual rank.
+        """
+        if not has_leaf(micro_batch):
+            return
+        if self.averaged:
+            buffers = self._buffers()
+            self._nodes.append([buffers[name].clone() for name in self.averaged])
+            for _ in range(self._tree.num_merges(micro_batch)):
+                right = self._nodes.pop()
+                add_to_each(self._nodes[-1], right)
+        if micro_batch.virtual_rank_number == 0:
+            for name, buffer in self._changed_buffers().items():
+                if name not in self.averaged:
+                    self._of_first[name] = buffer.clone()
+
+    @torch.no_grad()
+    def _average(self, count: int) -> None:
+        """Gives the averaged buffers their means over virtual ranks.
+
+        Args:
+            count: samples of the global batch.
+        """
+        if not self.averaged:
+            return
+        sums = self._tree.sums(count)
+        num_leaves = sum(len(leaves) for leaves in sums.leaves_of_rank)
+        all_buffers = self._buffers()
+        places_by_dtype: dict[torch.dtype, list[int]] = {}
+        buffers = [all_buffers[name] for name in self.averaged]
+        for place, buffer in enumerate(buffers):
+            places_by_dtype.setdefault(buffer.dtype, []).append(place)
+        for places in places_by_dtype.values():
+            nodes = []
+            for node in self._nodes:
+                nodes.append(torch.cat([node[place].reshape(-1) for place in places]))
+            numel = sum(buffers[place].numel() for place in places)
+            total = buffers[places[0]].new_empty(numel)
+            wait = start_tree_sum(nodes, total, sums, scale=1.0 / num_leaves)
+            wait()
+            means = torch.split(total, [buffers[place].numel() for place in places])
+            for place, mean in zip(places, means, strict=True):
+                buffers[place].copy_(mean.view_as(buffers[place]))
+        self._nodes.clear()

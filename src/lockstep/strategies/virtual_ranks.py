@@ -1,0 +1,318 @@
+"""The same bits on any number of processes: gradients and buffers of virtual ranks.
+
+A *virtual rank* has a fixed part of every global batch and computes its gradient in forward and
+backward passes of its own; a process computes several of them, one after the other. Gradients are
+added up over all virtual ranks in the order of a fixed binary tree
+(`communication.summation_tree`), whatever process they come from. So the sum has the same bits on
+any number of processes, unlike the sum of an all-reduce, which adds the gradients of processes.
+
+The gradient of a virtual rank is a *leaf* of the tree. When the next virtual rank begins, the leaf
+is taken out of `parameter.grad` and added to those before it as far as the tree allows; in the last
+backward pass of the process what is left is summed over the processes. The result, divided by the
+number of virtual ranks, is the gradient of the mean loss over the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.batch.plan import part_sizes, virtual_rank_bounds
+from lockstep.batch.shares import initial_shares
+from lockstep.communication.summation_tree import RankSums, plan_sums
+from lockstep.communication.tree_sum import start_tree_sum
+from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import add_to_each, multiply_each
+from lockstep.errors import UsageError
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import Step
+
+
+class VirtualRankTree:
+    """How the processes of a run sum over its virtual ranks.
+
+    Args:
+        num_virtual_ranks: of the run.
+        shares: one weight a process.
+        process: the number of this one.
+    """
+
+    def __init__(self, num_virtual_ranks: int, shares: tuple[int, ...], process: int) -> None:
+        self.num_virtual_ranks = num_virtual_ranks
+        self.bounds = virtual_rank_bounds(shares, num_virtual_ranks)
+        """Process p computes the virtual ranks from `bounds[p]` to `bounds[p + 1] - 1`."""
+        self.process = process
+        self._sums_of_count: dict[int, RankSums] = {}
+
+    def sums(self, count: int) -> RankSums:
+        """Returns how the tree of a global batch is summed.
+
+        Args:
+            count: samples of the global batch. Virtual ranks without samples have no leaf.
+        """
+        if count not in self._sums_of_count:
+            sizes = part_sizes(count, (1,) * self.num_virtual_ranks)
+            present = tuple(size > 0 for size in sizes)
+            self._sums_of_count[count] = plan_sums(present, self.bounds)
+        return self._sums_of_count[count]
+
+    def num_merges(self, micro_batch: MicroBatch) -> int:
+        """Returns how many merges follow when the leaf of a micro-batch was pushed."""
+        sums = self.sums(micro_batch.global_samples)
+        place = sums.leaves_of_rank[self.process].index(micro_batch.virtual_rank_number)
+        return sums.merges_of_rank[self.process][place]
+
+
+def tree_of(run: Run) -> VirtualRankTree:
+    """Returns how the processes of a run sum over its virtual ranks, which it must have."""
+    settings = run.settings
+    assert settings.virtual_ranks is not None
+    shares = initial_shares(settings.shares, run.topology.size)
+    return VirtualRankTree(settings.virtual_ranks, shares, run.topology.rank)
+
+
+Gradients = list[Tensor | None]
+"""A gradient for each trained parameter; None if it was not used."""
+
+
+class VirtualRankGradients(Extension):
+    """Keeps the gradients of a module's virtual ranks apart, and adds them in the tree.
+
+    Args:
+        parameters: of the module.
+        tree: of the run.
+        step: of the run.
+        single_process: True if there is one process, so that nothing else sums the gradients.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        tree: VirtualRankTree,
+        step: Step,
+        *,
+        single_process: bool = False,
+    ) -> None:
+        self._single_process = single_process
+        self.tree = tree
+        self._parameters = list(parameters)
+        self._step = step
+        self._nodes: list[Gradients] = []
+        """The partial sums of this process's virtual ranks before the present one; a stack."""
+        self._place = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._previous: MicroBatch | None = None
+        """The micro-batch before the present one, if it is of the same global batch."""
+
+    # Events
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Takes the gradients of the virtual rank before this one out of the parameters."""
+        if micro_batch.virtual_rank is None:  # outside of a loader
+            return
+        previous = self._previous
+        self._previous = micro_batch
+        if micro_batch.first:
+            self._nodes.clear()
+        elif micro_batch.virtual_rank_begins and previous is not None:
+            gradients = self._take_gradients()
+            if has_leaf(previous):
+                self._nodes.append(gradients)
+                self._merge(self.tree.num_merges(previous))
+
+    def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Raises UsageError for what has no place in the tree."""
+        check_virtual_rank_backward(self._step, micro_batch)
+
+    def backward_ended(self, micro_batch: MicroBatch) -> None:
+        """Writes the gradient of the global batch to the parameters, on one process."""
+        if self._single_process and self._step.micro_batch.last:
+            self._sum_on_one_process()
+
+    def clear_gradients(self) -> None:
+        """Forgets the gradients of a global batch that was broken off."""
+        self._nodes.clear()
+
+    # Sums
+
+    def _sum_on_one_process(self) -> None:
+        """Writes the gradient of the global batch to the parameters; there is one process."""
+        micro_batch = self._step.micro_batch
+        gradients = self._take_gradients()
+        if has_leaf(micro_batch):
+            self._nodes.append(gradients)
+            self._merge(self.tree.num_merges(micro_batch))
+        if not self._nodes:
+            return
+        (total,) = self._nodes
+        self._nodes.clear()
+        used = [gradient for gradient in total if gradient is not None]
+        if used:
+            multiply_each(used, 1.0 / self.tree.num_virtual_ranks)
+        for parameter, gradient in zip(self._parameters, total, strict=True):
+            parameter.grad = gradient
+
+    def start_bucket_sum(self, bucket: dist.GradBucket) -> Callable[[], None]:
+        """Begins to write the gradient of the global batch to a bucket of DDP.
+
+        The bucket has this process's gradients of the last backward pass.
+
+        Returns:
+            A function that waits for it.
+        """
+        micro_batch = self._step.micro_batch
+        sums = self.tree.sums(micro_batch.global_samples)
+        total = bucket.buffer()
+        views = bucket.gradients()
+        places = [self._place[id(parameter)] for parameter in bucket.parameters()]
+        earlier_nodes = self._nodes
+        nodes: list[Tensor] = []
+        if has_leaf(micro_batch):
+            num_merges = self.tree.num_merges(micro_batch)
+            earlier_nodes = self._nodes[: len(self._nodes) - num_merges]
+            for node in reversed(self._nodes[len(earlier_nodes) :]):
+                add_gradients(views, [node[place] for place in places])
+            nodes = [total]
+        flat_nodes = []
+        for node in earlier_nodes:
+            flat_nodes.append(_like_bucket(total, views, [node[place] for place in places]))
+        scale = 1.0 / self.tree.num_virtual_ranks
+        return start_tree_sum([*flat_nodes, *nodes], total, sums, scale=scale)
+
+    def _take_gradients(self) -> Gradients:
+        """Takes the gradients out of the parameters, so that the next ones begin anew.
+
+        Raises:
+            UsageError: one is sparse.
+        """
+        gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        for gradient in gradients:
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise UsageError(
+                    "sparse gradients with virtual_ranks",
+                    "they are added up in a fixed order, which needs dense ones",
+                    "build the embedding without sparse=True",
+                )
+        return gradients
+
+    def _merge(self, number: int) -> None:
+        """Replaces the two topmost partial sums by their sum, a number of times."""
+        for _ in range(number):
+            right = self._nodes.pop()
+            left = self._nodes[-1]
+            for place, gradient in enumerate(right):
+                if left[place] is None and gradient is not None:
+                    # As the zeros that DDP has in the place of a gradient that is not there.
+                    left[place] = torch.zeros_like(gradient)
+            add_gradients(left, right)
+
+
+def check_virtual_rank_backward(step: Step, micro_batch: MicroBatch) -> None:
+    """Raises UsageError for a backward pass that has no place in the sum over virtual ranks.
+
+    Args:
+        step: of the run.
+        micro_batch: that the loss comes from.
+    """
+    if micro_batch.virtual_rank is None:
+        raise UsageError(
+            "world.backward outside of a prepared loader with virtual_ranks",
+            "the loader says which virtual rank a batch belongs to",
+            "train on a loader that world.prepare or world.loader returned, or leave "
+            "virtual_ranks out",
+        )
+    if step.training_pass.num_backwards:
+        raise UsageError(
+            "several backward passes of a batch with virtual_ranks",
+            "the gradients of each virtual rank are added up when its backward pass is over",
+            "add the losses up and call world.backward once",
+        )
+
+
+def has_leaf(micro_batch: MicroBatch) -> bool:
+    """Returns True if the gradient of a micro-batch belongs to the sum over virtual ranks."""
+    return micro_batch.virtual_rank is not None and not micro_batch.virtual_rank.is_padding
+
+
+def add_gradients(totals: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
+    """Adds gradients to others, in place. A gradient that is None counts as zero.
+
+    Args:
+        totals: None only where the gradient is None too.
+        gradients: one for each of them.
+    """
+    used_totals = []
+    used_gradients = []
+    for total, gradient in zip(totals, gradients, strict=True):
+        if gradient is not None and total is not None:
+            used_totals.append(total)
+            used_gradients.append(gradient)
+        elif total is not None:
+            total.add_(0.0)  # so that -0.0 becomes 0.0, as in a sum with zeros
+    if used_totals:
+        add_to_each(used_totals, used_gradients)
+
+
+def _like_bucket(
+    buffer: Tensor, views: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> Tensor:
+    """Returns a flat tensor with gradients in the places that they have in a bucket of DDP.
+
+    Args:
+        buffer: of the bucket.
+        views: the views of the buffer that hold the gradient of each parameter.
+        gradients: one for each of them; None counts as zero.
+    """
+    flat = torch.zeros_like(buffer)
+    for view, gradient in zip(views, gradients, strict=True):
+        if gradient is not None:
+            offset = view.storage_offset() - buffer.storage_offset()
+            flat.as_strided(view.shape, view.stride(), offset).copy_(gradient)
+    return flat
+
+
+class BucketTreeSum:
+    """A communication hook of DDP that sums gradients over virtual ranks.
+
+    Between machines the hook only starts the sum of a bucket, so that several are on their way at
+    the same time; it waits for all of them in the last bucket.
+
+    Args:
+        gradients: of the module that DDP wraps.
+    """
+
+    def __init__(self, gradients: VirtualRankGradients) -> None:
+        self._gradients = gradients
+        self._unfinished: list[Callable[[], None]] = []
+        """Called in the last bucket, in order: they wait for a sum or set a future's result."""
+
+    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Sums a bucket; torch calls this in the backward pass.
+
+        Returns:
+            A future of the gradient of the global batch.
+        """
+        total = bucket.buffer()
+        if total.layout is not torch.strided:
+            raise UsageError(
+                "sparse gradients with virtual_ranks",
+                "they are added up in a fixed order, which needs dense ones",
+                "build the embedding without sparse=True",
+            )
+        if bucket.index() == 0:
+            # If a backward pass has raised, its buckets are still here.
+            self._unfinished.clear()
+        result = torch.futures.Future[Tensor]()
+        self._unfinished.append(self._gradients.start_bucket_sum(bucket))
+        self._unfinished.append(partial(result.set_result, total))
+        if bucket.is_last():
+            for finish in self._unfinished:
+                finish()
+            self._unfinished.clear()
+        return result

@@ -1,0 +1,75 @@
+"""Random numbers of virtual ranks: the same on any number of processes.
+
+What a model draws in its forward passes (dropout) comes from a *stream* of its virtual rank, which
+is seeded anew for every global batch with the seed of the run, the number of the step and that of
+the virtual rank. What the script draws outside of the training loop comes from the *common* stream,
+which is the same on all processes. A stream is the state of the random generators of torch, of the
+GPU, of numpy and of Python's `random`.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.distributed import seeding
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.step import Step
+
+VIRTUAL_RANK_CONSTANT = 0x7A11
+"""Mixed into the seeds of virtual ranks, so that they differ from other mixed seeds."""
+
+
+class VirtualRankStreams(Extension):
+    """Seeds the random generators when a virtual rank begins.
+
+    Args:
+        seed: of the run.
+        device: of this process.
+        step: of the run.
+    """
+
+    def __init__(self, seed: int, device: torch.device, step: Step) -> None:
+        self._seed = seed
+        self._device = device
+        self._step = step
+        self._common: dict[str, Any] | None = None
+        """The common stream, while a training loop uses those of virtual ranks."""
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The state of the common stream, as `seeding.rng_state` returns it."""
+        if self._common is not None:
+            return self._common
+        return seeding.rng_state(self._device)
+
+    def set_common(self, state: dict[str, Any]) -> None:
+        """Sets the common stream to a state that `common` has returned."""
+        if self._common is not None:
+            self._common = state
+        else:
+            seeding.set_rng_state(state, self._device)
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Seeds the generators for the virtual rank that begins."""
+        if micro_batch.virtual_rank is None or not micro_batch.virtual_rank_begins:
+            return
+        if self._common is None:
+            self._common = seeding.rng_state(self._device)
+        number = micro_batch.virtual_rank.number
+        seed = seeding.mix_seed(self._seed, self._step.number, number, VIRTUAL_RANK_CONSTANT)
+        torch.default_generator.manual_seed(seed)
+        if self._device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        np.random.seed(seed & seeding.LOWEST_32_BITS)
+        random.seed(seed)
+
+    def pass_ended(self) -> None:
+        """Continues with the common stream when the last training loop is left."""
+        if self._common is not None and not self._step.in_training_loop:
+            seeding.set_rng_state(self._common, self._device)
+            self._common = None

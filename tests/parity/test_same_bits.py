@@ -1,0 +1,168 @@
+"""With virtual ranks the results have the same bits on any number of processes."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import in_gloo_group, run_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+
+pytestmark = pytest.mark.ranks
+
+
+class Net(nn.Module):
+    """Convolution, BatchNorm, dropout and attention, so that all that may differ is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.attention = nn.TransformerEncoderLayer(
+            8, 2, 16, dropout=0.1, batch_first=True, norm_first=True
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        features = F.relu(self.norm(self.convolution(images)))
+        tokens = features.flatten(2).transpose(1, 2)
+        output: torch.Tensor = self.head(self.attention(tokens).mean(1))
+        return output
+
+
+def samples(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    images = torch.randn(count, 2, 6, 6, generator=generator)
+    return TensorDataset(images, torch.randint(0, 3, (count,), generator=generator))
+
+
+def digest_of(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        digest.update(whole.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def train(**options: Any) -> tuple[str, list[float]]:
+    """Two epochs of three global batches, the last of them short; weights and losses."""
+    micro_batch_size = options.pop("micro_batch_size", None)
+    with lockstep.init(seed=3, virtual_ranks=5, **options) as world:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        model, optimizer, scheduler = world.prepare(model, optimizer, scheduler)
+        loader = world.loader(
+            samples(35), batch_size=16, shuffle=True, micro_batch_size=micro_batch_size
+        )
+        losses = []
+        for _ in world.epochs(2):
+            for images, labels in loader:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(images), labels)
+                world.backward(loss)
+                world.clip_grad_norm_(model, 0.5)
+                optimizer.step()
+                scheduler.step()
+                mean = world.loss()
+                if mean is not None:
+                    losses.append(mean)
+        return digest_of(model), losses
+
+
+@pytest.fixture(scope="module")
+def on_one_process() -> tuple[str, list[float]]:
+    (result,) = run_ranks(train, 1)
+    return result
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_bits_do_not_depend_on_the_processes(
+    strategy: str, size: int, on_one_process: tuple[str, list[float]]
+) -> None:
+    results = run_ranks(train, size, env={"LOCKSTEP_STRATEGY": strategy})
+    assert results == [on_one_process] * size
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"LOCKSTEP_STRATEGY": "hsdp:shard_size=2"},
+        {"LOCKSTEP_SHARES": "1:2:1:1"},
+        {"LOCKSTEP_STRATEGY": "fsdp", "LOCKSTEP_SHARES": "2:1:1:1"},
+    ],
+)
+def test_bits_do_not_depend_on_shares_or_shards(
+    env: dict[str, str], on_one_process: tuple[str, list[float]]
+) -> None:
+    assert run_ranks(train, 4, env=env) == [on_one_process] * 4
+
+
+def train_with(precision: str, micro_batch_size: int | None) -> tuple[str, list[float]]:
+    return train(precision=precision, micro_batch_size=micro_batch_size)
+
+
+@pytest.mark.parametrize(("precision", "micro_batch_size"), [("bf16", 2), ("fp16", None)])
+def test_bits_in_half_precision_and_with_micro_batches(
+    precision: str, micro_batch_size: int | None
+) -> None:
+    (alone,) = run_ranks(train_with, 1, precision, micro_batch_size)
+    assert run_ranks(train_with, 2, precision, micro_batch_size) == [alone] * 2
+
+
+BATCH = 16
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(72, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+@in_gloo_group
+def stock_ddp() -> str:
+    """A loop with torch's DDP alone."""
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    torch.set_num_threads(1)
+    model = DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for start in range(0, 3 * BATCH, BATCH):
+        part = BATCH // size
+        rows = range(start + rank * part, start + (rank + 1) * part)
+        batch = [samples(3 * BATCH)[row] for row in rows]
+        images = torch.stack([image for image, _ in batch])
+        labels = torch.stack([label for _, label in batch])
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    return digest_of(model.module)
+
+
+def two_virtual_ranks() -> str:
+    with lockstep.init(virtual_ranks=2) as world:
+        torch.set_num_threads(1)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loader = DataLoader(samples(3 * BATCH), batch_size=BATCH)
+        model, optimizer, loader = world.prepare(model, optimizer, loader)
+        for images, labels in loader:
+            optimizer.zero_grad()
+            world.backward(F.cross_entropy(model(images), labels))
+            optimizer.step()
+        return digest_of(model)
+
+
+def test_one_process_has_the_bits_of_stock_ddp_on_two() -> None:
+    (alone,) = run_ranks(two_virtual_ranks, 1)
+    assert run_ranks(stock_ddp, 2) == [alone] * 2
