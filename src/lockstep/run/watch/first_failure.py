@@ -125,7 +125,7 @@ def first_failure(
     """Finds the root cause of a run's end, and what followed from it.
 
     Args:
-        exits: how the ranks of all hosts ended, as far as they have ended.
+        exits: how each rank that has ended did so, on all hosts.
         hang: the verdict on a hang, if it was fatal.
         interrupted: the signal that the launcher was sent.
         lost_nodes: machines that have left the run, see `lost_node`.
