@@ -228,7 +228,7 @@ def wrong_sizes(path: Path, files: Mapping[str, Any]) -> list[str]:
     for name, listed_size in files.items():
         try:
             size = size_of_file(path / name)
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError):  # it is not there, or is no plain file
             problems.append(f"{name} is missing")
             continue
         if type(listed_size) is not int or size != listed_size:

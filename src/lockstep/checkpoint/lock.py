@@ -206,8 +206,11 @@ def _describe_this_process() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        # Distinguishes the process from a later one with the same number.
         "started": int(psutil.Process().create_time()),
+        # For users: when the lock was taken.
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        # No other lock has this text, so that each process recognises its own lock file.
         "run": secrets.token_hex(8),
     }
 

@@ -107,6 +107,9 @@ def _find_wrappers(module: nn.Module) -> dict[str, str]:
 def _remove_wrappers(name: str, child_of_wrapper: Mapping[str, str]) -> str:
     """Returns a name, or the path of a submodule, without the parts that wrappers have added.
 
+    If the module itself is a wrapper (path "") with the child "_orig_mod", the name
+    "_orig_mod.block.0.weight" becomes "block.0.weight".
+
     Args:
         name: such as "_orig_mod.block.0.weight"; "" for the module itself.
         child_of_wrapper: the name of each wrapper's child, by the wrapper's path.

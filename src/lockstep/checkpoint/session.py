@@ -77,7 +77,11 @@ signal kills the process before long."""
 
 
 def _in_checkpoint_phase(method: Method) -> Method:
-    """Decorates a method of `Checkpoint`: the report counts its time as time for checkpoints."""
+    """Decorates a method of `Checkpoint`, so that the report of the run counts its time.
+
+    A rank says at each moment which *phase* it spends its time on, one of `extension.PHASES`.
+    Inside the method it is "checkpoint", afterwards again what it was before.
+    """
 
     @wraps(method)
     def wrapper(self: Checkpoint, *args: Any, **options: Any) -> Any:

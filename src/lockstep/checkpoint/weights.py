@@ -119,9 +119,10 @@ def save_weights(
             write_weights(path, _storable_tensors(state, path), max_file_bytes, dtype)
 
     if is_spread:
+        # All ranks are here anyway. If rank 0 cannot write, all of them raise an error.
         run_on_all_ranks(run.collectives, f"saving weights to {path}", write)
     else:
-        write()
+        write()  # the other ranks do not wait
 
 
 def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:

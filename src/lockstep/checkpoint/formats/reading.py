@@ -475,6 +475,12 @@ def _read_header_of(
 ) -> dict[str, TensorInFile]:
     """Returns the tensors in the file that one rank has written of a module. Reads no values.
 
+    Args:
+        path: the path of the checkpoint.
+        manifest: the manifest of the checkpoint.
+        name: the name of the module, or `layout.TRAINING`.
+        rank: the rank that has written the file.
+
     Raises:
         CheckpointError: the manifest does not list the file, or it cannot be read.
     """

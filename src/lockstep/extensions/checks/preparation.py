@@ -199,13 +199,15 @@ class PreparationCheck(Check):
         """Called by torch before any optimizer steps. Warns once of one that is not prepared.
 
         A step is wrong if the script calls it on an optimizer that has parameters of a prepared
-        model and that `World.prepare` did not return.
+        model and that `World.prepare` did not return. What that returns is a wrapper that steps
+        the user's optimizer, its `inner`, at the right times.
         """
         if self._num_backwards == 0:
             return  # a step before any training, such as one that only creates the state
         if any(prepared.stepping for prepared in self._prepared_optimizers):
             return  # a prepared optimizer makes this step, of the optimizer inside it
         ids = {id(parameter) for parameter in parameters_of(optimizer)}
+        # The script may have kept the optimizer that it gave to `World.prepare`.
         is_inner = any(optimizer is prepared.inner for prepared in self._prepared_optimizers)
         if not is_inner:
             for prepared in self._prepared_optimizers:
@@ -216,7 +218,7 @@ class PreparationCheck(Check):
         num_prepared = len(ids & ids_of_prepared_models)
         if num_prepared == 0:
             return  # an optimizer of something else
-        self._unhook()
+        self._unhook()  # from now on torch does not call this function any more
         name = type(optimizer).__name__
         if is_inner:
             found = "it was given to world.prepare, which returned another one"
