@@ -66,7 +66,7 @@ def command(
 def _is_stdout(path: Path) -> bool:
     """Returns whether a path is the standard output of this process.
 
-    So it is for /dev/stdout, and for a file into which the shell writes the standard output.
+    This is true of /dev/stdout, and of a file into which the shell writes the standard output.
     """
     try:
         return os.path.samestat(path.stat(), os.fstat(1))

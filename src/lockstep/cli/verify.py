@@ -175,7 +175,7 @@ def _check_arguments(
     """
     from lockstep.cli.run import misplaced_option
 
-    # So argparse and click end a script that was given an argument it does not know.
+    # Argparse and click end a script with this code if it does not know one of its arguments.
     refused_arguments = reference.error.startswith("sys.exit(2)")
     if not refused_arguments:
         return

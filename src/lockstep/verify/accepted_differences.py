@@ -83,8 +83,8 @@ def _parameters_changed_after_steps(
 ) -> AcceptedDifference | None:
     """Accepts parameters that differ after a step and agree before the next forward pass.
 
-    So it is if a script averages parameters instead of gradients. In both runs such an update gets
-    the parameters of the next forward pass instead of its own, and loses its gradients.
+    This happens if a script averages parameters instead of gradients. In both runs such an update
+    gets the parameters of the next forward pass instead of its own, and loses its gradients.
 
     Returns:
         Both runs with these updates replaced, or None if there is no such update.
@@ -99,8 +99,8 @@ def _parameters_changed_after_steps(
         optimizer = expected[0].optimizer
         next_pair = _first_pair_with_forward_pass(pairs[number + 1 :])
         if next_pair is None:
-            # This was the last step, so no record says what the script made of the parameters. If
-            # earlier steps of this optimizer were accepted, its parameters are not compared.
+            # No forward pass follows, so it is not known what the script made of the parameters.
+            # If an earlier step of this optimizer was accepted, those of this one are left out.
             if optimizer in accepted_optimizers:
                 replaced[number] = (
                     _with_next_parameters(expected, next_update=None),
@@ -167,8 +167,8 @@ def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
                     parameters[name] = rewritten[name]
                 else:
                     parameters[name] = array_after_step
-        # These sums are over the parameters before the update. They matter only if a forward pass
-        # used those parameters; otherwise nothing has, and they may differ.
+        # The sums are over the parameters before this update. Without a forward pass between the
+        # update before and this one, nothing was computed with those parameters.
         parameter_sums: Mapping[str, Array] = {}
         if rank.began_with_forward:
             parameter_sums = rank.parameter_sums
@@ -229,8 +229,8 @@ def _without_losses_and_rates(update: Update) -> Update:
 def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
     """Returns whether the optimizers of the ranks were given different values in some update.
 
-    Then the recorded gradients or parameters are not what was trained with in the end. So it is if
-    gradients are averaged only inside of `optimizer.step()`, if the optimizer of each rank has a
+    Then the recorded gradients or parameters are not what was trained with in the end. This happens
+    if gradients are averaged only inside of `optimizer.step()`, if the optimizer of each rank has a
     slice of the parameters, or if some ranks leave a step to others.
     """
     for update in parallel_run:

@@ -1,10 +1,11 @@
 """Gives one process the batches that several processes trained on, for `--same-samples`.
 
-The ranks of the run on several processes write each batch that a DataLoader of torch hands out to
-train on. On one process every DataLoader then hands out, batch by batch, those of all ranks,
-joined in the order of the ranks. So everything else can be compared even if samplers or
-augmentation differ. A *pass* is one iteration over a DataLoader. It is named by the number of the
-loader, in the order in which loaders were built, and the number of the pass: `0-1`, `0-2`, ...
+The ranks of the run on several processes write each batch that a DataLoader of torch gives them to
+train on. On one process, every DataLoader then gives, batch by batch, those of all ranks, joined in
+the order of the ranks. A *pass* is one iteration over a DataLoader. It is named by the number of
+the loader, in the order in which they were built, and the number of the pass: `0-1`, `0-2`, ...
+
+So everything else can be compared even if samplers or augmentation differ.
 """
 
 from __future__ import annotations

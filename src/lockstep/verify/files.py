@@ -1,16 +1,16 @@
 """Puts files that a script changes back as they were when a run of it is over.
 
-So the next run finds what the first one found: a script that resumes from its own checkpoint begins
-alike each time, and nothing of the user's is lost. Each rank *keeps* a file before the script
-changes it, which means that it copies the file (`FilesBefore`). After the run the command puts it
-back (`restore`). The folder of the run holds, once for all ranks:
+So the next run finds what the first one found, and nothing of the user's is lost. Each rank *keeps*
+a file before the script changes it: it copies the file, and writes its path, its *kind* and the
+name of the copy into an index. The kind is what was at the path before the run: a file, a link, a
+folder, or nothing. After the run the command puts everything back (`restore`). The folder of the
+run holds, once for all ranks:
 
 - a copy of each file, named by a hash of its path
 - a file HASH.known for each path that was kept
 - the index: one line of JSON for each path, `[path, kind, name of the copy or target of the link]`
 
-The *kind* is what was at a path before the run: a file, a link, a folder, or nothing. What
-`torch.save` writes never gets to its path, see `recording/saved_files.py`.
+What `torch.save` writes never gets to its path, see `recording/saved_files.py`.
 """
 
 from __future__ import annotations

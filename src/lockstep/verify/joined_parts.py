@@ -142,6 +142,8 @@ def _find_parts(
         concatenation = _find_concatenation(parts, whole)
         if concatenation is not None:
             concatenations[name] = concatenation
+        # Otherwise they may still be meant as copies, which differ by mistake. Then the comparison
+        # with one process will show it.
         elif _cannot_be_copies(name, parts, whole) or _differ_by_design(name, parallel_run):
             unknown_names.append(name)
     return concatenations, unknown_names
@@ -156,6 +158,7 @@ def _find_concatenation(parts: Sequence[Array], whole: Array) -> _Concatenation 
     if any(part.ndim != whole.ndim for part in parts):
         return None
     for dimension in range(whole.ndim):
+        # In all other dimensions, a part must be as large as the whole tensor.
         other_sizes = _sizes_without(whole, dimension)
         if any(_sizes_without(part, dimension) != other_sizes for part in parts):
             continue
@@ -194,32 +197,36 @@ def _cannot_be_copies(name: str, parts: Sequence[Array], whole: Array) -> bool:
 def _differ_by_design(name: str, parallel_run: Sequence[Update]) -> bool:
     """Returns whether it is intended that the ranks hold different values in a tensor.
 
-    So it is for stages of a pipeline, experts and parts of a layer: their ranks exchange what the
-    models compute, not gradients. Copies of one model may differ too, but by mistake, because they
-    began with different values; those are recognised by what averages their gradients.
+    Stages of a pipeline, experts and parts of a layer are meant to be different. Their ranks
+    exchange what the models compute, and not gradients. Copies of one model may differ, too, but by
+    mistake, because they began with different values.
     """
+    # If the gradients of the tensor are averaged over the ranks, it is meant as a copy.
     for update in parallel_run:
         if any(call.gradient_of == name for call in update.calls):
-            return False  # the script averages this gradient itself: they are copies
+            return False  # by a collective that the script calls
     if not all(name in rank.unwrapped for rank in parallel_run[0]):
-        return False  # DDP or Lockstep averages it
+        return False  # by DDP or Lockstep, which have wrapped the model
     for update in parallel_run:
         gradients = [rank.gradients[name] for rank in update if name in rank.gradients]
         all_ranks_have_it = len(gradients) == len(update)
         if all_ranks_have_it and all(np.array_equal(gradients[0], g) for g in gradients):
-            return False  # something else has averaged it
+            return False  # by something else, since all ranks have the same
+    # Ranks that exchange nothing at all train copies, and were meant to average something.
     return any(_ranks_exchange_outputs(update) for update in parallel_run)
 
 
 def _ranks_exchange_outputs(update: Update) -> bool:
     """Returns whether ranks exchanged what a loss was computed from, before the backward pass.
 
-    A gather alone proves nothing: it may be of losses that are only shown. So it counts only if it
-    is known that a loss was computed from what it returned.
+    That a script gathers something proves nothing: losses that are only shown are gathered, too. An
+    all-gather counts only if a loss was computed from what it returned.
     """
+    # The lines of such all-gathers; "" if there was none.
     if update.first("gather_line") or update.first("detached_gather_line"):
         return True
     for call in update.calls:
+        # `passes_before` is the number of backward passes that came before the call.
         is_before_backward = call.passes_before < update.backward_passes
         if not is_before_backward or call.gradient_of:
             continue

@@ -1,10 +1,12 @@
 """Describes which lines of a script made two runs differ: its tests, and its writes to tensors.
 
 A *test* is an `if` or a `while` of the script, known by its `Place`: file, first line, last line of
-its body. Each rank records in an update (`RankUpdate.branch_outcomes`) whether a test was true (1),
-false (2) or both (3). A *case* (`Divergence`) is the update in which a run on several ranks first
-differs from that on one process. A test whose outcome differs there for the first time, or a line
-that wrote to a tensor on some ranks only, is worth a look.
+its body. Each rank records for each update (optimizer step) whether a test was true (1), false (2)
+or both (3), in `branch_outcomes`. A *case* is where a run on several ranks first differs from that
+on one process: the update `case.actual`, with a record of each rank, from `case.expected`.
+
+A test whose outcome differs there for the first time, or a line that wrote to a tensor on some
+ranks only, is worth a look.
 """
 
 from __future__ import annotations

@@ -28,7 +28,12 @@ StepKey = tuple[int, int]
 
 
 def group_by_step(updates: Sequence[RankUpdate]) -> list[Step]:
-    """Returns the steps that a rank has made, from its records in their order."""
+    """Returns the steps that a rank has made, in their order.
+
+    Args:
+        updates: the records of the rank. Those of one step have the same numbers of optimizer and
+            step.
+    """
     pairs = [((update.optimizer, update.step), update) for update in updates]
     return list(group_by_key(pairs).values())
 
@@ -73,6 +78,7 @@ def _line_up_at_shared_steps(
     # Each section begins with a step of a shared optimizer, except the first, which has the steps
     # before all of those.
     sections_of_ranks = [_split_into_sections(steps, shared_optimizers) for steps in ranks]
+    # Up to the rank that made the fewest steps of shared optimizers.
     num_sections = min(len(sections) for sections in sections_of_ranks)
     first_sections = [sections[0] for sections in sections_of_ranks]
     updates = _line_up_steps_of_some_ranks(first_sections)
@@ -80,6 +86,8 @@ def _line_up_at_shared_steps(
         section_of_rank = [sections[number] for sections in sections_of_ranks]
         shared_step_of_rank = [section[0] for section in section_of_rank]
         shared_update = Update(chain(*shared_step_of_rank))
+        # Both updates may have been made after one backward pass: the one before by some ranks, and
+        # this one by all. Then the inputs of all ranks belong to the one before.
         if updates and _share_a_backward_pass(updates[-1], shared_update):
             updates[-1] = _with_inputs_of_missing_ranks(updates[-1], shared_update)
             shared_update = _without_losses_and_parameter_sums(shared_update)
@@ -174,6 +182,7 @@ def _match_optimizers(
     for number, update in first_updates.items():
         if number in shared_numbers:
             continue
+        # No other optimizer of this rank has this shared number.
         is_free = number in known and number not in shared_numbers.values()
         if is_free and _may_have_same_class(known[number], update):
             shared_numbers[number] = number

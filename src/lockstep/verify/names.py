@@ -1,10 +1,10 @@
 """Gives the tensors of one run the names that the same tensors have in another run of the script.
 
 A tensor is named by its model and its place inside, as `Net/layer.weight`. The part before the "/"
-is the *root*: the class of the model, with a number if there are several, as `Net` and `Net#2`. A
-wrapper that a script uses on several processes only may add something to the place, as in
-`Net/module.layer.weight`, and models of one class may have been met in another order. A run is a
-list of `Update`s (optimizer steps), each with a `RankUpdate` of every rank.
+is the *root*: the class of the model, with a number if there are several, as `Net#2`. A wrapper
+that a script uses on several processes only may change the place (`Net/module.layer.weight`), and
+models of one class may have been met in another order. A run is a list of `Update`s (optimizer
+steps), each with a `RankUpdate` of every rank.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _counterpart(name: str, array: Array, candidates: Mapping[str, Array]) -> st
 def _end_alike(one: str, other: str) -> bool:
     """Returns whether the place of one tensor in its model is the end of the other's.
 
-    So it is for `Net/a.b` and `Wrapper/module.a.b`.
+    For example, `Net/a.b` and `Wrapper/module.a.b` end alike.
     """
     # With a dot in front, so that `xb` does not end like `b`.
     one_place = "." + one.partition("/")[2]

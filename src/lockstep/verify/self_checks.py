@@ -170,9 +170,9 @@ def _describe_repeated_order(updates: Sequence[Update]) -> str:
 
 
 def _last_order_is_fixed(updates: Sequence[Update]) -> bool:
-    """Returns whether rank 0's last batch is from a DistributedSampler that shuffles alike always.
+    """Returns whether rank 0's last batch is from a sampler that has one order for all epochs.
 
-    So it does if `set_epoch` was never called.
+    Such a DistributedSampler shuffles, but its `set_epoch` was never called.
     """
     batches = _indexed_batches_of_rank_0(updates)
     return bool(batches) and batches[-1].order_fixed

@@ -23,7 +23,7 @@ from lockstep.verify.compare import (
     tolerance_of,
 )
 from lockstep.verify.finding import Finding
-from lockstep.verify.joined_parts import join_parts
+from lockstep.verify.joined_parts import JoinedRuns, join_parts
 from lockstep.verify.line_findings import splitting_branches
 from lockstep.verify.names import align_names
 from lockstep.verify.rules.evidence import gradient_patterns
@@ -108,8 +108,8 @@ class Verdict:
     def _same_samples_may_help(self) -> bool:
         """Whether with `--same-samples` more of the runs could be compared.
 
-        So it is if they differ first in the order, the number or the augmentation of samples, which
-        come from DataLoaders of torch.
+        The option removes differences in the order, the number and the augmentation of samples, if
+        these come from DataLoaders of torch. It helps if the first difference is of this kind.
         """
         if self.word != "DIFFERENT":
             return False
@@ -240,12 +240,7 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
     tolerance = tolerance_of(reference.updates, parallel.updates)
 
     # 1. Bring the updates of both runs into a form in which they can be compared.
-    reference_run = reference.updates
-    parallel_run = align_names(reference_run, parallel.updates)
-    joined = join_parts(
-        without_rows_that_are_no_samples(reference_run, parallel_run),
-        without_rows_that_are_no_samples(parallel_run, reference_run),
-    )
+    joined = _joined_updates(reference, parallel)
     accepted = accept_differences(
         joined.reference_run,
         joined.parallel_run,
@@ -288,19 +283,39 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
     more_findings += _gather_in_reference(reference)
     findings += _new_findings(more_findings, findings, cases)
 
-    # 4. Nothing was found, but some ranks made no step.
+    # 4. If nothing was found, say that some ranks took no part.
     if parallel.idle_ranks and not findings:
-        idle = format_ranks(parallel.idle_ranks)
-        if parallel.stopped_at:  # they may have come to train later
-            return Verdict(
-                reference,
-                parallel,
-                unknown=f"while other ranks made the first {parallel.steps} optimizer steps, "
-                f"no step of {idle} was seen",
-                unknown_advice="compare more steps (`--steps`), so that all ranks come to train",
-            )
-        accepted_text = f"neither backward() nor an optimizer step of {idle} was seen"
+        return _judge_idle_ranks(reference, parallel)
     return Verdict(reference, parallel, findings=tuple(findings), accepted=accepted_text)
+
+
+def _joined_updates(reference: RunRecord, parallel: RunRecord) -> JoinedRuns:
+    """Returns the updates of both runs, with tensors of the same names and shapes.
+
+    Rows of inputs that are no samples are left out, and tensors that ranks hold in parts are
+    joined.
+    """
+    reference_run = reference.updates
+    parallel_run = align_names(reference_run, parallel.updates)
+    return join_parts(
+        without_rows_that_are_no_samples(reference_run, parallel_run),
+        without_rows_that_are_no_samples(parallel_run, reference_run),
+    )
+
+
+def _judge_idle_ranks(reference: RunRecord, parallel: RunRecord) -> Verdict:
+    """Returns the verdict on a run without a difference in which some ranks have not trained."""
+    idle = format_ranks(parallel.idle_ranks)
+    if parallel.stopped_at:  # they may have come to train later
+        return Verdict(
+            reference,
+            parallel,
+            unknown=f"while other ranks made the first {parallel.steps} optimizer steps, "
+            f"no step of {idle} was seen",
+            unknown_advice="compare more steps (`--steps`), so that all ranks come to train",
+        )
+    text = f"neither backward() nor an optimizer step of {idle} was seen"
+    return Verdict(reference, parallel, accepted=text)
 
 
 def _until_rounding_grows(
@@ -310,7 +325,7 @@ def _until_rounding_grows(
     num_updates = num_comparable_updates(reference.updates, parallel.updates, tolerance)
     if num_updates == max(len(reference.updates), len(parallel.updates)):
         return reference, parallel
-    until = f"step {num_updates}, as rounding has grown since to more than is passed over"
+    until = f"step {num_updates}, since rounding has grown so far that it may hide a difference"
     return (
         replace(reference, updates=reference.updates[:num_updates], stopped_at=until),
         replace(parallel, updates=parallel.updates[:num_updates]),
@@ -371,7 +386,7 @@ def _gather_in_reference(reference: RunRecord) -> list[Finding]:
     for update in reference.updates:
         line = update.first("gather_line")
         if line:
-            text = "on one process too the loss is made of it"
+            text = "on one process, too, the loss is computed from it"
             return [Finding(Cause("LS207", (text, line)))]
     return []
 
