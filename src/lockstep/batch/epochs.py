@@ -39,7 +39,9 @@ class Epochs:
             self._begin()
             try:
                 yield self.present
-            except GeneratorExit:  # the loop was left with `break`, perhaps before the epoch's end
+            except GeneratorExit:
+                # The loop was left with `break`. If the epoch is not done, it remains the current
+                # one, in which another loop continues.
                 self.present = self.next
                 self._passes_at_begin = None
                 raise

@@ -115,7 +115,7 @@ def find_tensor_rows(dataset: Dataset[Any]) -> TensorRows | None:
         return TensorRows(whole.tensors, rows)
     if type(dataset) is TensorDataset:
         if all(tensor.device.type == "cpu" for tensor in dataset.tensors):
-            return TensorRows(dataset.tensors, None)
+            return TensorRows(dataset.tensors, row_of_sample=None)
     return None
 
 

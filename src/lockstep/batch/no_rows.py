@@ -168,7 +168,11 @@ class Placeholder:
         return without_rows
 
     def _dimension_of_rows(self, result: Tensor) -> int | None:
-        """Returns the dimension of a result that has the placeholder's rows; None: it has none."""
+        """Returns the dimension of a result that has the placeholder's rows; None: it has none.
+
+        `_empty_dimensions` are the dimensions of the arguments that had no rows, and
+        `_possible_lengths` says how many rows of a result may come from one placeholder.
+        """
         if 0 in self._empty_dimensions and result.dim() > 0:
             # The row may have become several, as by `x.flatten(0, 1)`.
             if result.shape[0] in self._possible_lengths:
@@ -233,6 +237,7 @@ class _CutRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dimension: int | None) -> Tensor:
+        """Returns the tensor with size 0 in the dimension of its rows; None: it has no rows."""
         ctx.shape = tensor.shape
         if dimension is None:
             return tensor.clone()

@@ -56,14 +56,14 @@ class RowCounter:
             return 0
         shapes = list(shapes_in(batch, planned))
         if not shapes:
-            # An empty container has no rows. Any other object does not show them.
+            # An empty container has no rows. Any other object is taken for as many as planned.
             is_container = children_of(batch) is not None
             return 0 if is_container else planned
         # A vector, of labels say, or a list of texts is the clearest sign: it has an item a row.
         lengths_of_vectors = {shape.first for shape in shapes if shape.second is None}
         if planned in lengths_of_vectors:
             return planned
-        if UNKNOWN_SHAPE in shapes:
+        if UNKNOWN_SHAPE in shapes:  # a sequence of tensors, which may be samples or fields
             return None
         first_dimensions = {shape.first for shape in shapes}
         second_dimensions = {shape.second for shape in shapes}

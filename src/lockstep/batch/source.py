@@ -448,7 +448,7 @@ def _make_torch_loader(
         if value is not None:
             check_whole_number(f"{name}={value!r}", value, least, DataError)
     try:
-        with warnings.catch_warnings():  # those come when a loader is built for use
+        with warnings.catch_warnings():  # torch warns again when a loader is made for reading
             warnings.simplefilter("ignore")
             return torch_data.DataLoader(
                 dataset, batch_size, drop_last=drop_last, collate_fn=collate, **options

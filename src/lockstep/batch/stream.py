@@ -133,7 +133,8 @@ class IterableLoader(Loader):
         """Digests of the first samples that the stream gave in the current epoch.
 
         If the stream is split over the ranks, a checkpoint holds those of rank 0. If the ranks seek
-        their samples, only the first sample of rank 0 does not depend on the number of ranks.
+        their samples (`shard` is a function), only the first sample of rank 0 does not depend on
+        the number of ranks.
         """
         # Those of the global batches 0, 1, 2, ..., up to the first that is missing.
         found: list[Any] = []

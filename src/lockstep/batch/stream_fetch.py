@@ -211,7 +211,7 @@ class IterableFetch(Dataset[Any]):
         rank = self._data_parallel.rank
         num_ranks = self._data_parallel.size
         num_wanted = int(planned_sizes[:, rank].sum())
-        # The iterable gives only samples of this rank, as many of each global batch.
+        # The iterable gives only samples of this rank, equally many of each global batch.
         first_on_rank = key.position * num_wanted
         samples = self._read(
             key.epoch,

@@ -67,6 +67,7 @@ class UnpreparedLoaders:
         if batch is END_OF_PASS:
             self.dataset_in_use = None
             ended_pass = self._open_passes.pop(iterator, None)
+            # A pass of which no sample could be counted is not reported.
             if ended_pass is not None and ended_pass.samples:
                 self._ended(ended_pass)
             return

@@ -2,7 +2,7 @@
 
 The group of all ranks, and groups of all ranks of one machine, communicate through shared memory if
 `use_shared_memory` was called and the tensor is on the CPU. In all functions `group=None` is the
-group of all ranks.
+group of all ranks. `traffic.block` and `traffic.wait` make a call and count the time that it takes.
 """
 
 from __future__ import annotations

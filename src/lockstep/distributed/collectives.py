@@ -461,7 +461,7 @@ class Collectives:
             tensor: this rank's rows; a 0-dimensional tensor is one row.
             rows_of_rank: the number of rows of each rank.
         """
-        if self.single_process:
+        if self.single_process:  # the tensor itself, which may have a gradient
             return tensor if tensor.dim() else tensor.detach().reshape(1)
         rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
         if not self.contributes:
@@ -512,6 +512,7 @@ class _GatherWithGradient(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, collectives: Collectives, rows_of_rank: list[int]
     ) -> Tensor:
+        """Returns the rows of all ranks that contribute; `tensor` has those of this rank."""
         rank = collectives.topology.rank
         ctx.shape = tensor.shape
         ctx.contributes = collectives.contributes
@@ -523,6 +524,7 @@ class _GatherWithGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Returns the gradient of this rank's rows, summed over the losses of all ranks."""
         total = all_reduced_copy(gradient, dist.ReduceOp.SUM)
         if ctx.contributes:
             own_rows = total[ctx.first_row : ctx.first_row + ctx.num_rows]

@@ -88,7 +88,7 @@ def _check_not_stale(path: Path, timeout_s: float) -> None:
         reason = f"written by {ended[0].process}, which has ended"
     elif age_s > process_age_s + timeout_s:
         reason = "from long before this process was started"
-    else:
+    else:  # other ranks of this run may be joining just now
         return
     age, _, _ = str(timedelta(seconds=round(age_s))).partition(", ")  # `3 days` or `0:05:12`
     raise errors.StaleInitFileError(

@@ -191,10 +191,11 @@ class Join:
                 + advice_on_file,
             )
         decision = json.loads(self.store.get("decision"))
-        self.store.set(f"read/{request.number}", "")
+        self.store.set(f"read/{request.number}", "")  # rank 0 may wait for it before it leaves
         if decision["error"] is not None:
             error_name, was_set, found, do = decision["error"]
-            error: JoinFailure = getattr(errors, error_name)(was_set, found, do)
+            error_class = getattr(errors, error_name)  # such as `MissingRankError`
+            error: JoinFailure = error_class(was_set, found, do)
             raise error
 
         # The decision has each host once, with the number of its consecutive ranks.

@@ -64,8 +64,8 @@ def _agree_on_start_name(folder: Path, collectives: Collectives) -> str:
             latest_time_ns = max(latest_time_ns, int(time_in_name))
     proposals = collectives.exchange((time.time_ns(), secrets.token_hex(4), latest_time_ns))
     start_time_ns, random_hex, _ = proposals[0]
-    for _, _, latest_time_ns in proposals:
-        start_time_ns = max(start_time_ns, latest_time_ns + 1)
+    for _, _, latest_time_on_rank_ns in proposals:
+        start_time_ns = max(start_time_ns, latest_time_on_rank_ns + 1)
     return f"{start_time_ns:020d}-{random_hex}"
 
 

@@ -85,13 +85,13 @@ class Joined:
         # A RuntimeError: the other side has gone, which is what this rank is about to do.
         with suppress(RuntimeError):
             if self.rank != 0:
-                store.set(f"left/{self.rank}", "")
+                store.set(f"left/{self.rank}", "")  # rank 0 waits for it
                 return
             if others_leave:
                 keys = [f"left/{rank}" for rank in range(1, len(self.hosts))]
                 deadline = time.monotonic() + CLOSING_TIMEOUT_S
                 others_have_left = wait_until(partial(store.check, keys), deadline)
-        del store
+        del store  # torch closes it when nothing refers to it any more
         if others_have_left and self.file is not None:
             _remove_file(self.file)
 
