@@ -70,8 +70,9 @@ class CallRecorder:
         return call
 
     def _describe_input(self, call: ScriptCall, tensor: Tensor) -> None:
-        """Fills in what is known of a call by its input."""
+        """Fills in the fields of a call that are known by its input."""
         call.carries_gradient = tensor.requires_grad and torch.is_grad_enabled()
+        # The output of a model in training has this mark, and all that is computed from it.
         call.uses_model_output = "trained" in marks_of(tensor)
         call.in_function = _is_inside_autograd_function()
         # If the input is a gradient, it lies at the address of some parameter's gradient. Several
@@ -149,7 +150,7 @@ def _mark_lost_gradient(call: ScriptCall, result: Any) -> None:
 def _is_inside_autograd_function() -> bool:
     """True in the forward pass of a `torch.autograd.Function` of the script's.
 
-    The gradient of what is gathered there is the business of its `backward`.
+    What is gathered there needs no gradient: the function's own `backward` computes it.
     """
     forward_codes = set()  # the code objects of all functions `forward`
     for function in _all_subclasses(torch.autograd.Function):

@@ -141,24 +141,25 @@ class Determinism:
         Returns:
             The function and arguments to call; any other call is returned as it is.
         """
-        is_method_of_float64 = (
+        # A conversion counts as switched off only if it would have lowered the precision: the
+        # method `float()` of a tensor of integers does not.
+        would_lower_precision = (
             bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         )
-        # tensor.float() becomes tensor.double(). Of a float64 tensor, a conversion is switched off.
-        if func in NARROWING_METHODS:
-            if is_method_of_float64:
+        if func in NARROWING_METHODS:  # tensor.float() becomes tensor.double()
+            if would_lower_precision:
                 self.switched_off[CONVERSIONS] += 1
             return Tensor.double, args, kwargs
         if name == "view":  # view(dtype) looks at the same bytes in another way
             return func, args, kwargs
         # tensor.to(torch.float16) becomes tensor.to(torch.float64). A call without a tensor, such
-        # as torch.zeros(3, dtype=torch.float16), makes a new one as it is told.
+        # as torch.zeros(3, dtype=torch.float16), creates one in the dtype that the script names.
         values = (*args, *kwargs.values())
         names_narrow_dtype = any(isinstance(v, torch.dtype) and v in WIDE_DTYPES for v in values)
         has_tensor = any(isinstance(value, Tensor) for value in values)
         if not names_narrow_dtype or not has_tensor:
             return func, args, kwargs
-        if is_method_of_float64:
+        if would_lower_precision:
             self.switched_off[CONVERSIONS] += 1
         wide_args = tuple(_widen_dtype(value) for value in args)
         wide_kwargs = {key: _widen_dtype(value) for key, value in kwargs.items()}

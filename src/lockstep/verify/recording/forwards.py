@@ -101,7 +101,7 @@ class ForwardRecorder:
     def enter_module(self, module: nn.Module, inputs: Any) -> Any:
         """Records that a module's forward pass begins: torch calls this hook for every module.
 
-        A module inside of a model only tells which batch is used, and of BatchNorm layers.
+        Of a module inside of a model, only the batch that it uses and BatchNorm are noted.
 
         Returns:
             The inputs of the outermost module, in float64; None leaves inputs as they are.
@@ -175,6 +175,7 @@ class ForwardRecorder:
         """
         state = self.state
         update = state.update
+        # The line that first calls a model that is neither in DDP nor prepared by Lockstep.
         if not state.models.is_wrapped(module) and not update.unwrapped_line:
             update.unwrapped_line = user_line() or ""
         if not update.module_tensors_before:
@@ -183,7 +184,7 @@ class ForwardRecorder:
         # The first forward pass of the step.
         if not update.began_with_forward:
             update.began_with_forward = True
-            state.has_joined = False
+            state.has_joined = False  # under `Join`, a rank without samples calls no model
             if state.is_first_update:
                 # The outcomes of `if`s before the training are no part of a step.
                 state.branches.pop_outcomes()

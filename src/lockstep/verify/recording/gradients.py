@@ -154,7 +154,7 @@ class GradientRecorder:
                 continue
             if id(parameter) not in gradients_then:  # the script itself has made the gradient
                 return math.nan
-            now = own_part(parameter.grad).double().flatten()
+            now = own_part(parameter.grad).double().flatten()  # of a shard, this rank's values
             then = gradients_then[id(parameter)].double().flatten()
             dot_product += float(now @ then)
             squared_norm_then += float(then @ then)
@@ -178,7 +178,7 @@ class GradientRecorder:
         Returns:
             What the function of torch returns.
         """
-        self._calls.record("clip", None)
+        call = self._calls.record("clip", None)
         before = self._copy_gradients()
         notes = self.state.notes
         if not notes.gradients_before_clipping:  # of several calls, the first one counts
@@ -186,9 +186,10 @@ class GradientRecorder:
         norm = clip_function(*args, **kwargs)
         has_clipped = False
         for name, array in self._copy_gradients().items():
-            if not np.array_equal(array, before.get(name, array)):
+            # Clipping makes no new gradient: each was there before.
+            if name in before and not np.array_equal(array, before[name]):
                 has_clipped = True
-        self.state.update.calls[-1].has_clipped = has_clipped
+        call.has_clipped = has_clipped
         return norm
 
     @guarded
@@ -228,11 +229,12 @@ class GradientRecorder:
             if id(parameter) in parameter_ids and parameter.grad is not None:
                 parameters_with_gradient[name] = parameter
         update.gradients = copy_arrays((n, p.grad) for n, p in parameters_with_gradient.items())
-        before_clipping = self.state.notes.gradients_before_clipping
-        update.unclipped = {}
-        for name, gradient in update.gradients.items():
-            # A gradient that was not clipped is what it was before.
-            update.unclipped[name] = before_clipping.get(name, gradient)
+        # Where no clipping was seen, `unclipped` is the same as `gradients`.
+        unclipped = dict(update.gradients)
+        for name, gradient in self.state.notes.gradients_before_clipping.items():
+            if name in unclipped:  # the optimizer has this parameter
+                unclipped[name] = gradient
+        update.unclipped = unclipped
         _zero_rounding(update.gradients, parameters_with_gradient.values())
         for gradient_tensor in self.all_gradients():
             self.state.mode.note_dtype(gradient_tensor)

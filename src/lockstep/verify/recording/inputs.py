@@ -100,7 +100,8 @@ class InputRecorder:
     def _add(self, loader: Any, record: Batch, number: int) -> None:
         """Adds a batch to the current update, and numbers its loader.
 
-        The random numbers that are drawn from here on count for the step.
+        It becomes the last batch that the verdict may name, and the random numbers that are drawn
+        from here on count for the step.
 
         Args:
             loader: which handed it out.
@@ -116,6 +117,7 @@ class InputRecorder:
         length_text = ""
         with suppress(TypeError):  # a stream has no length
             length_text = f"{len(loader)} of "
+        # The end of a sentence such as "step 3, batch 3 of 4 of epoch 1".
         state.last_batch_text = f", batch {number} of {length_text}epoch {record.epoch + 1}"
         state.update.batches.append(record)
         # What was drawn to read the batch is no part of what is drawn for the step.

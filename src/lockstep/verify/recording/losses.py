@@ -132,7 +132,8 @@ class LossRecorder:
         state = self.state
         update = state.update
         update.loss_line = line_of_loss(loss) or user_line() or ""
-        # Of several backward passes, the first that has such a line counts.
+        # The line of an all-gather that the loss is made from without its gradient. Of several
+        # backward passes, the first that has such a line counts.
         if not update.gather_line:
             update.gather_line = marks.get("gather", "")
         if not update.detached_gather_line:
@@ -234,7 +235,8 @@ class LossRecorder:
     def _end_forward_passes(self, forward_passes: Sequence[ForwardPass]) -> None:
         """Adds the forward passes before this backward pass to the update, and forgets them.
 
-        The hooks on their outputs still fill in the gradients of the outputs.
+        The hooks on their outputs still fill in the gradients of the outputs. What is noted of
+        forward passes and of clipping begins anew for the next backward pass.
         """
         notes = self.state.notes
         records = [forward_pass.record for forward_pass in forward_passes]
@@ -263,6 +265,7 @@ def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> Non
         return
     targets = []
     for call in calls:
+        # Targets that only number the samples say nothing about them.
         if call.targets.numel() and not _are_positions(call.targets):
             targets.append(call.targets)
     if not targets:

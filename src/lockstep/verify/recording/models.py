@@ -72,6 +72,7 @@ class Models:
         averaged = {id(p) for p in wrapper.module.parameters() if p.requires_grad}
         self.ddp_parameter_ids[id(wrapper.module)] = averaged
         ranks = dist.get_process_group_ranks(wrapper.process_group)
+        # A group of all ranks is the usual case, and is not recorded.
         if len(ranks) < dist.get_world_size():
             self.ddp_group_ranks = ranks
 
@@ -133,9 +134,8 @@ class Models:
         known_ids = {id(parameter) for _, parameter in self.parameters()}
         for number in unstepped_numbers:
             for place, parameter in enumerate(parameters_of(self.built_optimizers[number])):
-                has_values = not (
-                    isinstance(parameter, UninitializedParameter) or parameter.is_meta
-                )
+                is_lazy = isinstance(parameter, UninitializedParameter)
+                has_values = not is_lazy and not parameter.is_meta
                 if has_values and id(parameter) not in known_ids and not is_sharded(parameter):
                     yield (number, place), parameter
 
@@ -204,6 +204,7 @@ class Models:
         wrapped = self._parameter_ids_within(self._wrapped_ids())
         names = []
         for name, parameter in self.parameters():
+            # A sharded parameter is wrapped by FSDP or the like, which reduces its gradient.
             is_wrapped = id(parameter) in wrapped or is_sharded(parameter)
             if parameter.requires_grad and not is_wrapped:
                 names.append(name)

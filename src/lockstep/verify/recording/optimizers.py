@@ -210,12 +210,14 @@ class OptimizerRecorder:
         update.unwrapped = models.unwrapped_parameters()
         update.ddp_ranks = models.ddp_group_ranks
         update.comm_hook_line = models.comm_hook_line
+        # Lockstep has prepared the model, but not this optimizer of its parameters.
         is_prepared = optimizer in self.prepared_by_lockstep
         update.optimizer_unprepared = not is_prepared and models.has_prepared(parameter_ids)
         local_batch_norms = self.state.notes.local_batch_norms
-        update.local_norm_layers = [
-            name for name, m in models.modules() if id(m) in local_batch_norms
-        ]
+        update.local_norm_layers = []
+        for name, module in models.modules():
+            if id(module) in local_batch_norms:
+                update.local_norm_layers.append(name)
 
     def _record_optimizer(self, optimizer: Optimizer) -> None:
         """Records the options of each parameter group, and where the learning rate was set."""

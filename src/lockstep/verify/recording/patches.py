@@ -284,7 +284,7 @@ def _watch_torch_collective(recorder: Recorder, name: str) -> None:
 
     def before(*args: Any, **kwargs: Any) -> None:
         """Records a call with its input, unless Lockstep itself calls."""
-        caller = sys._getframe(2)
+        caller = sys._getframe(2)  # the function that calls the collective
         if _is_of_lockstep(caller.f_globals["__name__"]):
             return
         if name in GATHERING_FUNCTIONS:

@@ -66,8 +66,8 @@ def guarded(method: Method) -> Method:
         except LockstepError:  # the script has used Lockstep wrongly
             raise
         except Exception as error:
-            # Sharded tensors are gathered to be recorded. If that fails, another rank has failed
-            # before and says why.
+            # Sharded tensors are gathered to be recorded. If that fails with a message such as
+            # "Connection closed by peer", another rank has failed before and says why.
             has_lost_connection = re.search(LOST_PEER_PATTERN, str(error))
             if has_lost_connection:
                 raise

@@ -1,9 +1,10 @@
 """Rules for losses and outputs that were computed from random numbers.
 
 A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
-process and one on several ranks: of the optimizer step that differs, `case.expected` is what one
-process recorded and `case.actual` what the ranks recorded, both as tuples of `RankUpdate`s, one for
-each rank. "Needs" names fields of `RankUpdate`. LS101 and so on are codes of `catalogue.toml`.
+process, `case.reference_run`, and one on several, `case.parallel_run`: lists with an update for
+each optimizer step. The update that differs is `case.expected` in the first run and `case.actual`
+in the second: a tuple of `RankUpdate`s, one for each rank, whose fields "Needs" names.
+`merged(field)` joins the arrays of all ranks by name.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Rules for wrong gradients that are the same on all ranks: what was trained, gathers, clipping.
+"""Rules for wrong gradients that are the same on all ranks.
 
 A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
-process and one on several ranks: of the optimizer step that differs, `case.expected` is what one
-process recorded and `case.actual` what the ranks recorded, both as tuples of `RankUpdate`s, one for
-each rank. "Needs" names fields of `RankUpdate`. LS101 and so on are codes of `catalogue.toml`.
+process, `case.reference_run`, and one on several, `case.parallel_run`: lists with an update for
+each optimizer step. The update that differs is `case.expected` in the first run and `case.actual`
+in the second: a tuple of `RankUpdate`s, one for each rank, whose fields "Needs" names.
+`merged(field)` joins the arrays of all ranks by name.
 
-Rules that compare the gradients' values themselves are in `gradient_values`. A gradient before
+They are about what was trained, gathers, and clipping. Rules that compare the gradients' values
+themselves are in `gradient_values`. A gradient before
 clipping is called *unclipped*.
 """
 
@@ -91,7 +93,7 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
     Looks the same: parameters without a gradient on all ranks.
     Says: which parameters.
     """
-    if case.kind != "gradients":  # but "unclipped": gradients before they were clipped
+    if case.kind != "gradients":  # the other kind is "unclipped": gradients before clipping
         return None
     expected = case.expected.merged("gradients")
     actual = case.actual.merged("gradients")

@@ -1,9 +1,10 @@
 """Rules for learning rates, optimizers, and parameters that differ around a step.
 
 A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
-process and one on several ranks: of the optimizer step that differs, `case.expected` is what one
-process recorded and `case.actual` what the ranks recorded, both as tuples of `RankUpdate`s, one for
-each rank. "Needs" names fields of `RankUpdate`. LS101 and so on are codes of `catalogue.toml`.
+process, `case.reference_run`, and one on several, `case.parallel_run`: lists with an update for
+each optimizer step. The update that differs is `case.expected` in the first run and `case.actual`
+in the second: a tuple of `RankUpdate`s, one for each rank, whose fields "Needs" names.
+`merged(field)` joins the arrays of all ranks by name.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def _count_schedules(case: Divergence) -> list[int]:
     for updates in _updates_of_processes(case):
         schedules: list[ScriptCall] = []
         for update in updates:
+            # The script's calls of `scheduler.step()`.
             schedules += [call for call in update.calls if call.name == "schedule"]
         counts.append(len(schedules))
     return counts
@@ -122,7 +124,7 @@ def _ratio_of_first_rates(case: Divergence) -> float:
 
 
 def _format_rate_ratio(ratio: float, num_ranks: int) -> str:
-    """Says how a learning rate was scaled with the number of ranks."""
+    """Says how a learning rate was scaled with the number of ranks: "4 times as high"."""
     if near(ratio, num_ranks):
         text = f"{num_ranks} times"
     elif near(ratio, math.sqrt(num_ranks)):
@@ -227,7 +229,7 @@ def _state_difference(case: Divergence) -> list[str]:
     The result is one sentence, or an empty list.
     """
     expected = case.expected.merged("optimizer_state")
-    scale = scale_of(expected)
+    scale = scale_of(expected)  # the largest value of all tensors, for the tolerance
     for number, rank in enumerate(case.actual):
         names = []
         for name in sorted(expected.keys() | rank.optimizer_state.keys()):

@@ -1,9 +1,10 @@
 """Rules for ranks whose parameters or optimizers differ from those of other ranks.
 
 A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
-process and one on several ranks: of the optimizer step that differs, `case.expected` is what one
-process recorded and `case.actual` what the ranks recorded, both as tuples of `RankUpdate`s, one for
-each rank. "Needs" names fields of `RankUpdate`. LS101 and so on are codes of `catalogue.toml`.
+process, `case.reference_run`, and one on several, `case.parallel_run`: lists with an update for
+each optimizer step. The update that differs is `case.expected` in the first run and `case.actual`
+in the second: a tuple of `RankUpdate`s, one for each rank, whose fields "Needs" names.
+`merged(field)` joins the arrays of all ranks by name.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def factors_of_ranks(case: Divergence) -> Cause | None:
         (
             "after the last backward pass gradients were multiplied by numbers of each rank: "
             f"{by_rank}",
-            "as by the norm of its own shards, where it is to be that of all",
+            "as by clipping with the norm of a rank's own shards instead of that of all shards",
             *first_clip_line(case),
         ),
     )

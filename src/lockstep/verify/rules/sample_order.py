@@ -1,9 +1,10 @@
 """Rules for batches of a DataLoader that have other samples than on one process.
 
 A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
-process and one on several ranks: of the optimizer step that differs, `case.expected` is what one
-process recorded and `case.actual` what the ranks recorded, both as tuples of `RankUpdate`s, one for
-each rank. "Needs" names fields of `RankUpdate`. LS101 and so on are codes of `catalogue.toml`.
+process, `case.reference_run`, and one on several, `case.parallel_run`: lists with an update for
+each optimizer step. The update that differs is `case.expected` in the first run and `case.actual`
+in the second: a tuple of `RankUpdate`s, one for each rank, whose fields "Needs" names.
+`merged(field)` joins the arrays of all ranks by name.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ def repeated_samples(case: Divergence) -> Cause | None:
     counts_of_ranks = []
     for rank in case.actual:
         if rank.contributes:
-            counts_of_ranks.append(Counter(samples_of(Update([rank]))))
+            samples_of_rank = samples_of(Update([rank]))  # of this rank alone
+            counts_of_ranks.append(Counter(samples_of_rank))
     if all(counts == counts_of_ranks[0] for counts in counts_of_ranks):
         which = "every rank trained the same ones"
     else:
@@ -231,7 +233,7 @@ def trained_by_several_ranks(
 ) -> list[str]:
     """Says how many samples several ranks trained, though one process trains each once.
 
-    Only the steps before one process begins with the samples anew are looked at.
+    Only steps of the first pass over the samples count: later, one process trains them again too.
 
     Args:
         case: the difference.
@@ -239,6 +241,7 @@ def trained_by_several_ranks(
     """
     counts_of_one: Counter[Any] = Counter()  # how often one process has trained each sample
     trained_by_rank: list[set[Any]] = [set() for _ in range(case.num_ranks)]
+    # The same step of both runs, from the first step on.
     for expected, actual in zip(case.reference_run, case.parallel_run, strict=False):
         for samples in samples_of_ranks(expected):
             counts_of_one.update(samples)
