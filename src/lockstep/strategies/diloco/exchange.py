@@ -54,7 +54,8 @@ class Exchange:
         """
         num_ranks = self._run.topology.size
         end_sum = start_sum(sums) if num_ranks > 1 else None
-        # A virtual rank that several ranks compute is in the sum once for each of them.
+        # A virtual rank that several ranks compute together is in the sum once for each of them:
+        # with 2 virtual ranks on 6 ranks, 3 times.
         num_summands = max(self._num_virtual_ranks, num_ranks)
 
         def wait() -> None:
@@ -90,21 +91,23 @@ class Exchange:
         padding = -length % BLOCK  # up to a multiple of BLOCK
         if length == 0:  # `encode` needs at least one block
             padding = BLOCK
-        # One row for each virtual rank of this process.
+        # Shape (virtual ranks of this process, length + padding).
         values = F.pad(torch.stack([*vectors]), (0, padding))
         for row, error in zip(values, errors, strict=True):
             if error is not None:
-                row += error
+                row += error  # the row is a view, so this changes `values`
+        # `encode` fills them with what it loses.
         rounding_errors = None if method == "bf16" else torch.empty_like(values)
         finish_gather = self._start_gather(encode(values, method, rounding_errors))
 
         def wait() -> None:
             """Decodes the rows of all virtual ranks, once they are there, and fills `means`."""
-            total = torch.zeros_like(values[:1])
+            total = torch.zeros_like(values[:1])  # (1, length + padding)
             decoded = torch.empty_like(values[:1])
             rows = finish_gather().to(total.device)
             for row in torch.split(rows, 1):
                 total += decode(row, method, decoded)
+            # Rows of zeros may be among them, which change nothing: only virtual ranks count.
             mean = total[0, :length].div_(self._num_virtual_ranks)
             parts = torch.split(mean, [tensor.numel() for tensor in means])
             for tensor, part in zip(means, parts, strict=True):
@@ -132,7 +135,7 @@ class Exchange:
             return lambda: rows  # this process has the rows of all virtual ranks
         num_columns = rows.shape[1]
         num_peers = dist.get_world_size(across)
-        # Every process sends equally many rows, so some add rows of zeros.
+        # Every process sends equally many rows, so some add rows of zeros at the end.
         rows_per_peer = ceil_div(self._num_virtual_ranks, num_peers)
         sent = F.pad(rows, (0, 0, 0, rows_per_peer - len(rows)))
         sent = sent.to(carrier_device(rows.device, across))
@@ -147,7 +150,9 @@ class Exchange:
             column_parts = torch.split(padded, width, 1)
             sent = column_parts[dist.get_rank(same_group)].contiguous()
 
-        # An all-gather, by an all-to-all in which every peer is sent the same.
+        # An all-gather, by an all-to-all in which every peer is sent the same: row r of the
+        # argument goes to peer r, and row r of the result comes from it. All rows of `sent` form
+        # one row there.
         received = sent.new_empty(num_peers * rows_per_peer, sent.shape[1])
         same_for_every_peer = sent.view(1, -1).expand(num_peers, -1)
         finish_exchange = routing.start_all_to_all(
@@ -161,7 +166,8 @@ class Exchange:
                 return received
             gathered = received.new_empty(num_sharing, *received.shape)
             routing.all_gather(gathered, received, same_group)
-            return torch.cat(list(gathered), 1)[:, :num_columns].contiguous()
+            whole_rows = torch.cat(list(gathered), 1)
+            return whole_rows[:, :num_columns].contiguous()  # without the padding
 
         return finish
 

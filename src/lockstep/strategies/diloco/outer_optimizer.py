@@ -87,13 +87,18 @@ class OuterOptimizer:
         self._quantization_errors = {number: {} for number in self._virtual_ranks}
 
     def send(self, fragment: int, due_step: int) -> None:
-        """Starts the exchange of a fragment, which is to be applied in the step `due_step`."""
-        indices = self._fragments[fragment]
+        """Starts the exchange of a fragment, which is to be applied in the step `due_step`.
+
+        From then on the fragment is in flight: in `_in_flight`, with its pseudo-gradients, which
+        are complete when the exchange was waited for.
+        """
+        indices = self._fragments[fragment]  # of the parameters of the fragment
         shared = self._weights.values(SHARED)
         weights_of_virtual_ranks = [self._weights.values(n) for n in self._virtual_ranks]
-        pseudo_gradients: list[Tensor] = []
+        pseudo_gradients: list[Tensor] = []  # one per parameter
         if self._compress is None:
-            # Each tensor is the sum over this process's virtual ranks, then the mean over all.
+            # At first each is the sum over this process's virtual ranks. The exchange replaces it
+            # by the mean over all of them.
             for index in indices:
                 total = torch.zeros_like(shared[index])
                 for weights in weights_of_virtual_ranks:
@@ -108,6 +113,7 @@ class OuterOptimizer:
             for weights in weights_of_virtual_ranks:
                 differences = [(shared[index] - weights[index]).reshape(-1) for index in indices]
                 vectors.append(torch.cat(differences))
+            # What quantization lost the last time, which is sent now; None: nothing was sent yet.
             errors = [self._quantization_errors[n].get(fragment) for n in self._virtual_ranks]
             new_errors, wait = self._exchange.start_quantized_means(
                 vectors, errors, pseudo_gradients, self._compress
@@ -126,7 +132,13 @@ class OuterOptimizer:
         return due
 
     def apply(self, fragment: int) -> None:
-        """Takes the outer step for a fragment in flight, and updates the virtual ranks' weights."""
+        """Takes the outer step for a fragment in flight, and updates the virtual ranks' weights.
+
+        For each parameter with pseudo-gradient g, this is a step of SGD with Nesterov momentum:
+
+            velocity = momentum * velocity + g
+            shared = shared - learning_rate * (g + momentum * velocity)
+        """
         in_flight = self._in_flight.pop(fragment)
         in_flight.wait()
         shared = self._weights.values(SHARED)
@@ -136,12 +148,14 @@ class OuterOptimizer:
             if self._momentum:
                 if index not in self._velocity:
                     self._velocity[index] = torch.zeros_like(gradient)
-                velocity = self._velocity[index].mul_(self._momentum).add_(gradient)
-                update = gradient.add(velocity, alpha=self._momentum)  # Nesterov
+                velocity = self._velocity[index].mul_(self._momentum).add_(gradient)  # in place
+                update = gradient.add(velocity, alpha=self._momentum)
             shared[index].sub_(update, alpha=self._learning_rate)
             for number in self._virtual_ranks:
                 weight = self._weights.values(number)[index]
-                if self._delays:  # it was trained further since the fragment was sent
+                if self._delays:
+                    # It was trained further since the fragment was sent, so it goes on with the
+                    # mean of its own weights and the shared ones.
                     weight.lerp_(shared[index], 1.0 - WEIGHT_OF_OWN_VALUES)
                 else:
                     weight.copy_(shared[index])
@@ -157,7 +171,11 @@ class OuterOptimizer:
         self._in_flight = {}
 
     def shared_state(self) -> dict[str, Any]:
-        """Returns the part of the state that is equal on all ranks, for a checkpoint."""
+        """Returns the part of the state that is equal on all ranks, for a checkpoint.
+
+        Waits for the fragments in flight. "sent" has the number, the due step and the
+        pseudo-gradients of each.
+        """
         self.wait()
         sent: list[list[Any]] = []
         for fragment, in_flight in self._in_flight.items():

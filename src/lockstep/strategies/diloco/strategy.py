@@ -88,7 +88,8 @@ class DiLoCo(DiLoCoOptions, Strategy):
             )
         if num_ranks > 1:
             ranks_per_group = max(1, num_ranks // self.replicas)
-            # Each row has the ranks that compute the same virtual ranks.
+            # Each row has the ranks that compute the same virtual ranks: one rank, or several that
+            # compute one virtual rank together. `open_group` makes a group of each row.
             ranks = torch.arange(num_ranks).view(-1, ranks_per_group)
             open_group(run, SAME_VIRTUAL_RANKS, ranks)
             if self.compress:
@@ -112,6 +113,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
         if run.topology.size > 1:
             take_from_first([*module.parameters(), *module.buffers()])
         if not any(parameter.requires_grad for parameter in module.parameters()):
+            # Nothing is trained, so there is nothing to exchange.
             return PreparedModule(module=module, choices=choices)
         self._warn_of_statistics(module)
         untyped: Any = module  # for attributes and methods without types
@@ -189,8 +191,11 @@ class DiLoCo(DiLoCoOptions, Strategy):
 
 
 def _set_statistics_group(module: nn.Module, run: Run) -> None:
-    """Has the user's SyncBatchNorm layers take statistics over one virtual rank's samples."""
-    group = run.groups.get(SAME_VIRTUAL_RANKS)
+    """Lets the user's SyncBatchNorm layers take statistics over one virtual rank's samples.
+
+    torch's own SyncBatchNorm is converted to ours.
+    """
+    group = run.groups.get(SAME_VIRTUAL_RANKS)  # None on one process
     for layer in module.modules():
         if group is not None and isinstance(layer, nn.SyncBatchNorm):
             convert(layer, group)

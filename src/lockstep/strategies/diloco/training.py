@@ -113,10 +113,15 @@ class DiLoCoTraining(Extension):
     def begin(self, micro_batch: MicroBatch) -> None:
         """Puts the values of the micro-batch's virtual rank into the module.
 
+        If the global batch before this one is not finished yet, it is finished first.
+
         Raises:
             UsageError: some virtual ranks have not stepped for the global batch before this one.
         """
         if micro_batch.first and self._global_batch_is_unfinished:
+            # Some optimizer has stepped for that global batch, but not all of them for its last
+            # virtual rank. If that virtual rank has begun, the script steps some optimizer less
+            # often, which is allowed.
             if not self._last_virtual_rank_began:
                 raise UsageError(
                     "a training loop that was left between the replicas of a global batch",
@@ -126,7 +131,7 @@ class DiLoCoTraining(Extension):
                 )
             self._finish_global_batch()
         self._last_virtual_rank_began = micro_batch.last
-        if micro_batch.opens:
+        if micro_batch.opens:  # the first micro-batch of an optimizer step
             self._stepped_optimizers.clear()
         self._put_present_values()
 
@@ -167,7 +172,7 @@ class DiLoCoTraining(Extension):
         present = self._step.micro_batch
         if not present.closes:  # more micro-batches follow before the step
             return
-        if present.virtual_rank is None:  # the virtual ranks train one model
+        if self._trains_one_model:
             if self._run.topology.size > 1:
                 average_gradients(self.parameters)
         elif self._group is not None:
@@ -176,10 +181,13 @@ class DiLoCoTraining(Extension):
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Puts the virtual rank's weights back, in case an evaluation came in between.
 
+        Notes that the optimizer steps for this virtual rank. While the virtual ranks train one
+        model, the buffers are averaged before the first optimizer's step for a global batch.
+
         Raises:
             UsageError: the optimizer has stepped for this virtual rank before.
         """
-        if self._module not in modules:
+        if self._module not in modules:  # an optimizer of another module
             return
         if id(optimizer) in self._stepped_optimizers:
             raise UsageError(
@@ -189,8 +197,7 @@ class DiLoCoTraining(Extension):
                 "call optimizer.step() once for each batch of the loader",
             )
         self._put_present_values()
-        train_one_model = self._step.micro_batch.virtual_rank is None
-        if train_one_model and not self._global_batch_is_unfinished:
+        if self._trains_one_model and not self._global_batch_is_unfinished:
             # One step for all virtual ranks, whose forward passes have changed their own buffers.
             self._average_buffers()
             self._buffers.put_in_module(SHARED)
@@ -211,7 +218,11 @@ class DiLoCoTraining(Extension):
         self.put_shared_values()
 
     def put_shared_values(self) -> None:
-        """Puts the shared weights and buffers into the module."""
+        """Puts the shared weights and buffers into the module.
+
+        Counts how often torch has written to the weights until now, which shows later if the user
+        has changed them by hand.
+        """
         self._buffers.put_in_module(SHARED)
         if self._weights.in_module is not SHARED:
             self._weights.put_in_module(SHARED)
@@ -227,8 +238,7 @@ class DiLoCoTraining(Extension):
             return
         number = self._step.virtual_rank.number
         self._buffers.put_in_module(number)
-        train_one_model = self._step.micro_batch.virtual_rank is None
-        if train_one_model:
+        if self._trains_one_model:
             return
         if self._weights.in_module is SHARED and self._weights.exists(number):
             # The virtual rank goes on from its own weights, so changed shared ones would be lost.
@@ -237,10 +247,22 @@ class DiLoCoTraining(Extension):
         if number != self._owner_of_gradients:
             self._swap_gradients(number)
 
+    @property
+    def _trains_one_model(self) -> bool:
+        """True in the first steps, in which all virtual ranks train one model.
+
+        The step then gives out micro-batches without a virtual rank.
+        """
+        return self._step.micro_batch.virtual_rank is None
+
     def _swap_gradients(self, number: int) -> None:
-        """Stores the gradients that are in the module, and puts those of a virtual rank there."""
+        """Stores the gradients that are in the module, and puts those of a virtual rank there.
+
+        The virtual rank becomes `_owner_of_gradients`.
+        """
         gradients = [parameter.grad for parameter in self.parameters]
         self._stored_gradients[self._owner_of_gradients] = gradients
+        # A virtual rank without stored gradients has computed none yet.
         no_gradients: list[Tensor | None] = [None] * len(self.parameters)
         new_gradients = self._stored_gradients.pop(number, no_gradients)
         for parameter, gradient in zip(self.parameters, new_gradients, strict=True):
@@ -271,7 +293,8 @@ class DiLoCoTraining(Extension):
     def _finish_global_batch(self) -> None:
         """Exchanges what is due after the steps of all virtual ranks for a global batch.
 
-        Fragments that were sent `delay` steps ago are applied, then others are sent.
+        Fragments of the weights that were sent `delay` steps ago are applied to the shared weights,
+        then others are sent. At the end the shared weights are in the module.
         """
         self._global_batch_is_unfinished = False
         for fragment in self._outer_optimizer.due_fragments(self._step.number):
@@ -280,8 +303,9 @@ class DiLoCoTraining(Extension):
         steps_apart = self._step.number - self._options.start
         if steps_apart > 0:
             for fragment in self._fragments_to_send(steps_apart):
-                self._outer_optimizer.send(fragment, self._step.number + self._options.delay)
-                if self._options.delay == 0:
+                due_step = self._step.number + self._options.delay
+                self._outer_optimizer.send(fragment, due_step)
+                if self._options.delay == 0:  # it is due in this step
                     self._apply(fragment)
         self.put_shared_values()
 
@@ -289,7 +313,7 @@ class DiLoCoTraining(Extension):
         """Returns the fragments that are sent after this number of steps of training apart.
 
         In each round of `every` steps the fragments are sent at equal intervals, the last one at
-        the end of the round.
+        the end of the round: with 2 fragments and `every` 10, after steps 5 and 10 of each round.
         """
         every = self._options.every
         to_send: list[int] = []
@@ -314,8 +338,9 @@ class DiLoCoTraining(Extension):
         """
         shared = self._buffers.values(SHARED)
         buffers_of_virtual_ranks = [self._buffers.values(number) for number in self.own]
-        # The mean of the differences from the shared buffer is subtracted from it. If all buffers
-        # are equal, the differences are exactly 0, which a mean of the buffers would not ensure.
+        # new shared = shared - mean over all virtual ranks of (shared - buffer of the virtual rank)
+        # If all buffers are equal, the differences are exactly 0 and the bits stay. A mean of the
+        # buffers themselves might be rounded.
         averaged: list[Tensor] = []
         sums_of_differences: list[Tensor] = []
         taken_from_first: list[Tensor] = []
@@ -331,7 +356,8 @@ class DiLoCoTraining(Extension):
                 taken_from_first.append(buffer)
         wait = self._exchange.start_means(sums_of_differences)
         wait()
-        for buffer, mean_difference in zip(averaged, sums_of_differences, strict=True):
+        mean_differences = sums_of_differences  # the sums were replaced in place
+        for buffer, mean_difference in zip(averaged, mean_differences, strict=True):
             buffer.sub_(mean_difference)
         if taken_from_first and self._run.topology.size > 1:
             take_from_first(taken_from_first)
@@ -355,6 +381,7 @@ class DiLoCoTraining(Extension):
             dict(zip(self._parameter_names, shared_weights, strict=True)),
             dict(zip(self._buffer_names, shared_buffers, strict=True)),
         )
+        # With a group, this rank computes one virtual rank, together with the others of the group.
         number = self.own[0]
         if self._group is not None and self._weights.exists(number):
             weights = self._weights.values(number)
@@ -362,7 +389,10 @@ class DiLoCoTraining(Extension):
             yield EqualTensors(weight_by_name, {}, self._group)
 
     def round_is_over(self) -> bool:
-        """Returns True if the last fragment of a round was applied in the present step."""
+        """Returns True if the last fragment of a round was applied in the present step.
+
+        It is applied `delay` steps after the end of the round.
+        """
         steps_apart = self._step.number - self._options.start
         return steps_apart % self._options.every == self._options.delay
 
@@ -423,6 +453,7 @@ class DiLoCoTraining(Extension):
         num_applied_rounds = max(0, steps_apart - delay) // every
         steps_in_rounds = num_applied_rounds * every
         steps_left = steps_apart - steps_in_rounds
+        # The last round is complete, and only its delay has passed since; or no round has begun.
         if steps_left <= delay:
             return
         delay_option = f", delay={delay}" if delay > 0 else ""

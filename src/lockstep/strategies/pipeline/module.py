@@ -159,13 +159,14 @@ class PipelinedModule(ModuleWrapper):
         kind = self._input_kind((args, kwargs), batch.requires_grad)
         batch.calls.append(ModelCall((args, kwargs), kind))
         # The call returns after the forward pass of this micro-batch through this rank's highest
-        # stage. The schedule may have other actions before it. The last output is that of the
-        # forward pass.
+        # stage. The schedule may have other actions before it, which are done too. `actions` holds
+        # those that are not done yet.
         highest_stage = self.place.stages[-1]
         forward_pass = Action(forward=True, stage=highest_stage, micro_batch=len(batch.calls) - 1)
         output = None
         while forward_pass in batch.actions:
             output = self._do_next_action(batch)
+        # Now it is the output of that forward pass: shapes, if another rank has the last stage.
         if self.has_last_stage:
             return output
         return map_tensors(self._make_nan, output)
@@ -209,7 +210,10 @@ class PipelinedModule(ModuleWrapper):
             )
 
     def _current_global_batch(self) -> GlobalBatch:
-        """Returns the global batch that the training loop works on, which may begin now."""
+        """Returns the global batch that the training loop works on, which may begin now.
+
+        One that the loop has left is dropped, and one that has all its losses is finished.
+        """
         self._drop_unfinished()
         batch = self._global_batch
         if batch is not None and len(batch.loss_backwards) == batch.num_micro_batches:
@@ -237,6 +241,9 @@ class PipelinedModule(ModuleWrapper):
     def backward(self, loss: Tensor, precision: Precision, **options: Any) -> None:
         """Takes the loss of the last forward pass, and does all actions that are possible now.
 
+        After the last micro-batch of a global batch all its gradients are there, and the mean of
+        those of several pipelines.
+
         Args:
             loss: weighted. On ranks without the last stage it is not used.
             precision: runs the backward pass of the loss.
@@ -246,6 +253,7 @@ class PipelinedModule(ModuleWrapper):
         assert batch is not None  # the caller has checked `waits_for_loss`
         run_backward = None
         if self.has_last_stage:
+            # Called later, when the schedule has the backward pass of this micro-batch.
             run_backward = partial(precision.backward, loss, **options)
         micro_batch = len(batch.loss_backwards)
         batch.loss_backwards.append(run_backward)
@@ -347,7 +355,10 @@ class PipelinedModule(ModuleWrapper):
         return wires
 
     def _do_next_action(self, batch: GlobalBatch) -> Any:
-        """Does the next action of this rank.
+        """Does the next action of this rank, and removes it from `batch.actions`.
+
+        The tensors that a forward pass received and sent are kept in `batch.boundary_tensors`, for
+        the backward pass.
 
         Returns:
             What the model's forward returned; None for a backward pass.
@@ -386,6 +397,7 @@ class PipelinedModule(ModuleWrapper):
         autocast_dtype = None
         if torch.is_autocast_enabled(device_type):
             autocast_dtype = torch.get_autocast_dtype(device_type)
+        # A forward pass may branch on whole numbers or booleans, such as a mask of padding.
         depends_on_values = False
         for leaf in pytree.tree_leaves(arguments):
             if isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
@@ -394,7 +406,10 @@ class PipelinedModule(ModuleWrapper):
         return InputKind((arguments_key, modes, requires_grad), depends_on_values)
 
     def _next_seed(self) -> int:
-        """Returns a new seed of random numbers, equal on all ranks of the pipeline."""
+        """Returns a new seed of random numbers, equal on all ranks of the pipeline.
+
+        It is made of the number of the optimizer step, and of how many seeds there were in it.
+        """
         step_number = self.run.step.number
         if step_number != self._seed_step:
             self._seed_step = step_number
@@ -460,18 +475,7 @@ class PipelinedModule(ModuleWrapper):
                 if run_backward is not None and not drop:
                     run_backward()
             elif tensors.sent:
-                # The gradients of what was sent to the next stage come back from there.
-                posted = batch.posted_gradients.pop(micro_batch, None)
-                if not posted:  # `_post_gradients_early` has not done it
-                    posted = self._post_gradients(stage, tensors.sent)
-                messages = self._gradient_wires[stage].take(posted)
-                outputs: list[Tensor] = []
-                gradients: list[Tensor] = []
-                for message, tensor in zip(messages, tensors.sent, strict=True):
-                    gradient = decode_gradient(message, tensor)
-                    if gradient is not None:
-                        outputs.append(tensor)
-                        gradients.append(gradient)
+                outputs, gradients = self._receive_gradients(batch, action, tensors.sent)
                 if outputs and not drop:
                     torch.autograd.backward(outputs, gradients)
             if stage > 0:
@@ -479,8 +483,38 @@ class PipelinedModule(ModuleWrapper):
                 destination = self.place.rank_of_stage(stage - 1)
                 self._gradient_wires[stage - 1].send_known(to_send, destination)
 
+    def _receive_gradients(
+        self, batch: GlobalBatch, action: Action, sent: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Receives the gradients of what a stage has sent to the next stage.
+
+        Args:
+            batch: the global batch.
+            action: the backward pass of the stage.
+            sent: the tensors that were sent.
+
+        Returns:
+            Those of the tensors that have a gradient, and their gradients.
+        """
+        posted = batch.posted_gradients.pop(action.micro_batch, None)
+        if not posted:  # `_post_gradients_early` has not started to receive them
+            posted = self._post_gradients(action.stage, sent)
+        messages = self._gradient_wires[action.stage].take(posted)
+        outputs: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for message, tensor in zip(messages, sent, strict=True):
+            gradient = decode_gradient(message, tensor)
+            if gradient is not None:
+                outputs.append(tensor)
+                gradients.append(gradient)
+        return outputs, gradients
+
     def _post_gradients_early(self, batch: GlobalBatch, micro_batch: int) -> None:
-        """Starts to receive the gradients of a micro-batch: now it is certain that they come."""
+        """Starts to receive the gradients of a micro-batch: now it is certain that they come.
+
+        The receives are kept in `batch.posted_gradients`. Nothing happens where receives that are
+        started early would not help, or would come in another order than the gradients.
+        """
         if self.has_last_stage:  # no later stage sends gradients to this one
             return
         if len(self.place.stages) > 1:  # then gradients do not come in the order of micro-batches
@@ -491,7 +525,11 @@ class PipelinedModule(ModuleWrapper):
             batch.posted_gradients[micro_batch] = self._post_gradients(stage, sent)
 
     def _post_gradients(self, stage: int, sent: list[Tensor]) -> list[PostedReceive]:
-        """Posts the receives of the gradients of tensors that were sent to the next stage."""
+        """Starts to receive the gradients of tensors that were sent to the next stage.
+
+        Returns:
+            The receives that were started, which are waited for later.
+        """
         specs = [gradient_message_spec(tensor) for tensor in sent]
         source = self.place.rank_of_stage(stage + 1)
         return self._gradient_wires[stage].post_receives(source, specs)
@@ -525,7 +563,10 @@ class PipelinedModule(ModuleWrapper):
             parameter.grad = None
 
     def _drop_unfinished(self) -> None:
-        """Drops a global batch that was broken off, after the messages for other ranks."""
+        """Drops a global batch that the loop has left in its middle, and its gradients.
+
+        Before that its messages are exchanged, for which other ranks wait.
+        """
         batch = self._global_batch
         if batch is not None and batch.key != self.run.step.key:
             self._finish_global_batch(batch, drop=True)

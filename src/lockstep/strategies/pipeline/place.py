@@ -31,7 +31,9 @@ class PipelinePlace:
         """Returns the place of a rank.
 
         The first `num_pipelines` ranks are at the last position, each in another pipeline; the next
-        ones are at the position before it, and so on.
+        ones are at the position before it, and so on. For example, of two pipelines with three
+        positions, ranks 0 and 1 are at position 2, ranks 2 and 3 at position 1, ranks 4 and 5 at
+        position 0.
         """
         num_pipelines = num_ranks // num_positions
         return cls(
@@ -53,7 +55,7 @@ class PipelinePlace:
         return self.num_positions * self.stages_per_rank - 1
 
     def rank_of_stage(self, stage: int) -> int:
-        """Returns the rank of this pipeline that has a stage."""
+        """Returns the rank of this pipeline that has a stage; the inverse of `of_rank`."""
         position = stage % self.num_positions
         positions_after = self.num_positions - 1 - position
         return positions_after * self.num_pipelines + self.pipeline

@@ -52,13 +52,16 @@ def order(
     # The last position can do a backward pass right after the forward pass. Each position before it
     # has to do one more forward pass until the first gradient comes back to it.
     max_ahead = positions - 1 - position
-    if schedule == "gpipe":
+    if schedule == "gpipe":  # all forward passes come first
         max_ahead = micro_batches
     return tuple(_order_of_one_stage(position, max_ahead, micro_batches))
 
 
 def _order_of_one_stage(stage: int, max_ahead: int, num_micro_batches: int) -> list[Action]:
     """Returns the actions of a rank with one stage.
+
+    For example, with `max_ahead` 1 and three micro-batches (F forward, B backward): F0 F1 B0 F2 B1
+    B2.
 
     Args:
         stage: its number.
@@ -153,7 +156,8 @@ class _SimulatedRank:
             self.backward_passes.remove(action)
             self.busy_until = tick + 2
         self.meeting_point = meeting_point
-        if action.forward and action.stage == self.highest_stage:  # the call of the model returns
+        if action.forward and action.stage == self.highest_stage:
+            # The call of the model returns, so the rank passes the meeting point that is after it.
             self.meeting_point += 1
         return _Finished(self.busy_until, meeting_point)
 
@@ -218,7 +222,7 @@ def _requirements(
     stage = action.stage
     micro_batch = action.micro_batch
     if not action.forward:
-        required = [action._replace(forward=True)]
+        required = [action._replace(forward=True)]  # the forward pass of the same stage
         if stage < last_stage:  # the gradients come from the next stage
             required.append(action._replace(stage=stage + 1))
         return required

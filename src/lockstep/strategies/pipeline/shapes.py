@@ -41,6 +41,7 @@ class _ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Is called by torch for every operation, and runs it: on shapes if one is among them."""
         kwargs = kwargs or {}
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):

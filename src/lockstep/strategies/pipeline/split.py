@@ -47,9 +47,13 @@ class Split:
 def units(module: nn.Module) -> list[str]:
     """Returns the names of the submodules before which the model can be cut, in order.
 
-    Containers are chains of the submodules in them. A module that contains the blocks which the
-    model repeats is looked into, too. Blocks stay whole: their submodules need not be a chain (a
-    residual connection goes around them, for example).
+    Containers, such as `nn.Sequential`, are chains of the submodules in them. A module that
+    contains the blocks which the model repeats is looked into, too. Blocks stay whole: their
+    submodules need not be a chain (a residual connection goes around them, for example).
+
+    Returns:
+        Names as in `named_modules()`, of submodules that have *state*: parameters, or the
+        statistics of a BatchNorm.
     """
     blocks = [name for name, _ in repeated_blocks(module)]
     names: list[str] = []
@@ -109,7 +113,7 @@ def split(module: nn.Module, cuts: Sequence[str]) -> Split:
                 "name the next one that has some: what lies between runs in the earlier stage",
             )
     positions = [names.index(name) for name in cuts]
-    is_in_order = sorted(set(positions)) == positions
+    is_in_order = sorted(set(positions)) == positions  # ascending, and no name twice
     has_nested_cuts = any(later.startswith(f"{name}.") for name, later in itertools.pairwise(cuts))
     if not is_in_order or has_nested_cuts:
         raise SettingError(
@@ -130,7 +134,7 @@ def _assign_stages(name: str, module: nn.Module, stage: int, result: Split) -> i
         name: of the module.
         module: the module.
         stage: the stage that the module begins in.
-        result: the dicts of this are filled.
+        result: has the names of the cuts. Its dicts of pieces and loose parameters are filled.
 
     Returns:
         The stage that the module ends in.
@@ -177,6 +181,7 @@ def _has_state(module: nn.Module) -> bool:
     if next(module.parameters(), None) is not None:
         return True
     for part in module.modules():
+        # `running_mean` is that of other layers with statistics, such as InstanceNorm.
         if isinstance(part, BatchNorm) or getattr(part, "running_mean", None) is not None:
             return True
     return False
@@ -192,7 +197,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     Returns:
         The first index of every part except the first.
     """
-    cost_before = [0.0, *itertools.accumulate(costs)]
+    cost_before = [0.0, *itertools.accumulate(costs)]  # [i]: of all items before item i
 
     @cache
     def best(end: int, num_parts: int) -> tuple[float, list[int]]:
@@ -204,6 +209,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
         if num_parts == 1:
             return cost_before[end], []
         candidates: list[tuple[float, list[int]]] = []
+        # Each of the other parts has at least one item, and so has the last one.
         for begin_of_last in range(num_parts - 1, end):
             most_before, cuts_before = best(begin_of_last, num_parts - 1)
             cost_of_last = cost_before[end] - cost_before[begin_of_last]

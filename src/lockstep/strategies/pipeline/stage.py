@@ -92,6 +92,8 @@ class StagedModel:
     ) -> None:
         """Replaces the forward of a piece by a `_PieceForward`.
 
+        That runs the piece while its own stage runs, and else returns the shapes of its output.
+
         Args:
             name: of the piece.
             stage: of the piece.
@@ -136,13 +138,14 @@ class StagedModel:
             UsageError: the model cannot be cut there.
         """
         stage_run = StageRun(stage, received, seed, self._device)
+        # While it is set, the pieces begin and end the stage: see `_PieceForward.before`.
         self.stage_run = stage_run
         args, kwargs = arguments
         gpus = [self._device] if self._device.type == "cuda" else []
         try:
             with torch.random.fork_rng(gpus), stage_run.outside_contexts:
                 seed_streams(seed, self._device)
-                if stage > 0:
+                if stage > 0:  # stage 0 computes values from the beginning of the forward pass
                     stage_run.go_outside()
                 output = self.module(*args, **kwargs)
         except RuntimeError as error:
@@ -155,15 +158,14 @@ class StagedModel:
         finally:
             self.stage_run = None
 
-        is_last = stage == self._last_stage
-        if is_last and not stage_run.is_inside:
-            raise _not_called_error(self._cuts[stage - 1], stage)
-        if not is_last and stage_run.sent is None:
-            raise _not_called_error(self._cuts[stage], stage + 1)
-        if is_last:
+        if stage == self._last_stage:
+            if not stage_run.is_inside:  # it has not begun
+                raise _not_called_error(self._cuts[stage - 1], stage)
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.is_meta:
                     raise _uses_other_stage_error(stage)
+        elif stage_run.sent is None:  # the next stage was not reached
+            raise _not_called_error(self._cuts[stage], stage + 1)
         return stage_run.sent, output
 
     @contextmanager
@@ -202,7 +204,14 @@ class StageRun:
             seed_streams(mix_seed(self.seed, self.stage, STAGE_SEED_TAG), self.device)
 
     def go_inside(self, arguments: Arguments) -> Arguments:
-        """Replaces the tensors in the arguments of the stage's first piece by what was received."""
+        """Begins to compute values, at the call of the stage's first piece.
+
+        Args:
+            arguments: of the piece, whose tensors are shapes.
+
+        Returns:
+            The arguments with the received tensors in the places of these.
+        """
         self.outside_contexts.close()
         self.is_inside = True
         tensors: list[Tensor] = []
@@ -224,7 +233,11 @@ class StageRun:
         return filled
 
     def leave(self, arguments: Arguments) -> None:
-        """Notes the tensors for the next stage: the arguments of its first piece."""
+        """Ends the stage at the call of the next stage's first piece.
+
+        The tensors among the arguments of that piece are put into `sent`, and only shapes are
+        computed from here on.
+        """
         self.sent = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for tensor in self.sent):
             raise _uses_other_stage_error(self.stage)
@@ -259,6 +272,7 @@ class _PieceForward:
         """Runs the piece, or returns the shapes of what it would return."""
         stage_run = self.model.stage_run
         if stage_run is None:
+            # Activation checkpointing runs the piece again in the backward pass.
             if self.model.in_backward and self.is_here:
                 return self.__wrapped__(*args, **kwargs)
             raise UsageError(
@@ -350,7 +364,7 @@ def _move_to_stages(
         for path, parameter in list(parameters):
             if split.stage_of(path) in stages:
                 parameter.data = parameter.data.to(device)
-            elif not parameter.is_meta:
+            elif not parameter.is_meta:  # one without values needs no replacement
                 shape = nn.Parameter(shape_of(parameter), parameter.requires_grad)
                 _, _, attribute = path.rpartition(".")
                 part.register_parameter(attribute, shape)

@@ -41,7 +41,7 @@ from lockstep.strategies.pipeline.place import PipelinePlace
 from lockstep.strategies.pipeline.split import Split, balanced, split, units
 from lockstep.strategies.pipeline.stage import StagedModel
 from lockstep.strategies.pipeline.training import PipelineSteps
-from lockstep.strategies.pipeline.unit_costs import measure
+from lockstep.strategies.pipeline.unit_costs import UnitCosts, measure
 from lockstep.strategies.replication import norm_over_ranks, take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 from lockstep.wording import count_noun
@@ -167,7 +167,7 @@ class Pipeline(Strategy):
         return PreparedModule(
             module=pipelined,
             choices=choices,
-            replaced_parameters=[(parameter, None) for parameter in gone],
+            replaced_parameters=[(parameter, None) for parameter in gone],  # None: on other ranks
             may_unfreeze=True,
             zero_grad_misses_gradients=True,
             gradients_after_backward=True,
@@ -211,7 +211,13 @@ class Pipeline(Strategy):
         waiting[0].backward(loss, precision, **options)
 
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-        """Returns the norm over all stages, each of which is on as many ranks as pipelines."""
+        """Returns the norm of the gradients of all stages.
+
+        Args:
+            parameters: of the whole model. Those of other ranks' stages are on the meta device, and
+                have no gradient here.
+            norm_type: as for `torch.nn.utils.get_total_norm`.
+        """
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         if num_ranks == 1:
             return super().total_norm(parameters, norm_type)
@@ -220,6 +226,7 @@ class Pipeline(Strategy):
         device = torch.device("cpu")
         if local_parameters:
             device = local_parameters[0].device
+        # Every pipeline has all stages, so a gradient is on as many ranks as there are pipelines.
         num_positions = self.stages or num_ranks
         num_pipelines = num_ranks // num_positions
         return norm_over_ranks(gradients, norm_type, device, copies=num_pipelines)
@@ -245,9 +252,12 @@ class Pipeline(Strategy):
         if from_settings is not None:
             return from_settings
         num_positions = self._num_positions(run.topology)
-        number = MICRO_BATCHES_PER_STAGE * num_positions
-        if num_positions == 1 or run.settings.micro_batch_size:
+        if num_positions == 1:  # one process has nothing to keep busy
             number = 1
+        elif run.settings.micro_batch_size:  # this setting decides the number
+            number = 1
+        else:
+            number = MICRO_BATCHES_PER_STAGE * num_positions
         return max(number, run.settings.min_micro_batches)
 
     def _num_positions(self, topology: Topology) -> int:
@@ -266,6 +276,8 @@ class Pipeline(Strategy):
         # Shape (positions, pipelines): a row has the ranks at one position, with equal stages; a
         # column has those of one pipeline. `open_group` makes a group of each row.
         ranks = torch.arange(run.topology.size).view(place.num_positions, place.num_pipelines)
+        # With several stages on a rank each cut has a group of its own, as two cuts may lie between
+        # the same two ranks.
         num_groups = 1 if self.interleave == 1 else place.last_stage
         for name in ("activations", "gradients"):
             for number in range(num_groups):
@@ -281,12 +293,13 @@ class Pipeline(Strategy):
         layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm | nn.SyncBatchNorm)]
         group = run.groups.get("replicas")
         if layers and group is None:
+            # Shape (ranks, 1): a group of each rank.
             each_rank_alone = torch.arange(run.topology.size)[:, None]
             group = open_group(run, "alone", each_rank_alone)
         for layer in layers:
             if isinstance(layer, nn.SyncBatchNorm):  # torch's works neither on CPUs nor on shapes
                 convert(layer, group)
-            if layer.process_group is None:
+            if layer.process_group is None:  # the user has set none
                 layer.process_group = group
 
     def _check_module(self, module: nn.Module, run: Run) -> None:
@@ -323,6 +336,7 @@ class Pipeline(Strategy):
 
         Raises:
             UsageError: there are fewer submodules to cut at than stages.
+            SettingError: the names that are set do not fit the module.
         """
         if self.split is not None:
             return split(module, self.split), "as set"
@@ -331,31 +345,47 @@ class Pipeline(Strategy):
         if run.topology.is_main:  # rank 0 measures for all
             measured = measure(module, names, run.examples)
         measured_by_rank = run.collectives.exchange(measured)
-        costs, reason, called = measured_by_rank[0]  # a `UnitCosts`
-
-        # A stage that begins with a unit that is never called would never begin. So such a unit
-        # is not separated from the one before it: stages can only begin at these.
-        first_units: list[int] = []
-        for index in range(len(names)):
-            if index == 0 or called[index]:
-                first_units.append(index)
+        unit_costs = UnitCosts(*measured_by_rank[0])
         num_stages = place.last_stage + 1
-        if len(first_units) < num_stages:
-            shown = ", ".join(names[index] for index in first_units)
-            raise UsageError(
-                f"a pipeline of {num_stages} stages",
-                f"the model can be cut into {len(first_units)} parts: {shown or 'none'}",
-                "use fewer stages, or name the submodules to cut at: Pipeline(split=[...])",
-            )
-        # A group is a unit at which a stage can begin, and those after it at which none can.
-        costs_of_groups = _sums_between(costs, [*first_units, len(names)])
-        groups_at_cuts = balanced(costs_of_groups, num_stages)
-        cut_units = [first_units[group] for group in groups_at_cuts]
-        costs_of_stages = _sums_between(costs, [0, *cut_units, len(names)])
-        total = sum(costs_of_stages) or 1
+        first_units = _choose_first_units(names, unit_costs, num_stages)
+        costs_of_stages = _sums_between(unit_costs.costs, [0, *first_units, len(names)])
+        total = sum(costs_of_stages) or 1  # all may be 0
         percentages = " + ".join(f"{cost / total:.0%}" for cost in costs_of_stages)
-        cuts = [names[index] for index in cut_units]
-        return split(module, cuts), f"{percentages} {reason}"
+        cuts = [names[index] for index in first_units]
+        return split(module, cuts), f"{percentages} {unit_costs.reason}"
+
+
+def _choose_first_units(names: Sequence[str], unit_costs: UnitCosts, num_stages: int) -> list[int]:
+    """Chooses the units at which stages begin, so that all stages cost nearly the same.
+
+    Args:
+        names: of the units, the submodules before which the model can be cut.
+        unit_costs: what each of them costs, and whether the model calls it.
+        num_stages: how many stages there are to be.
+
+    Returns:
+        The index of the first unit of each stage except the first stage.
+
+    Raises:
+        UsageError: there are fewer units at which a stage can begin than stages.
+    """
+    # A stage that begins with a unit that is never called would never begin. So such a unit is not
+    # separated from the one before it: stages can only begin at these.
+    possible_units: list[int] = []
+    for index in range(len(names)):
+        if index == 0 or unit_costs.called[index]:
+            possible_units.append(index)
+    if len(possible_units) < num_stages:
+        shown = ", ".join(names[index] for index in possible_units)
+        raise UsageError(
+            f"a pipeline of {num_stages} stages",
+            f"the model can be cut into {len(possible_units)} parts: {shown or 'none'}",
+            "use fewer stages, or name the submodules to cut at: Pipeline(split=[...])",
+        )
+    # A group is a unit at which a stage can begin, and those after it at which none can.
+    costs_of_groups = _sums_between(unit_costs.costs, [*possible_units, len(names)])
+    first_groups = balanced(costs_of_groups, num_stages)
+    return [possible_units[group] for group in first_groups]
 
 
 def _sums_between(numbers: Sequence[float], bounds: Sequence[int]) -> list[float]:
@@ -364,7 +394,13 @@ def _sums_between(numbers: Sequence[float], bounds: Sequence[int]) -> list[float
 
 
 def check_compiled_parts(module: nn.Module, cuts: Split) -> None:
-    """Raises UsageError if torch.compile would trace across the border of a stage."""
+    """Raises UsageError if torch.compile would trace across the border of a stage.
+
+    Args:
+        module: the user's.
+        cuts: where it is cut, and which stage each of its *pieces* belongs to: submodules that no
+            cut goes through.
+    """
     for name, part in module.named_modules():
         is_cut = cuts.stage_of(name) is None
         if is_cut and is_compiled(part):

@@ -34,7 +34,8 @@ class PipelineSteps(Extension):
         if self._module not in modules:
             return
         self._module.check_backward_is_done()
-        if check_due(self._module.run.step.number + 1):
+        number_of_this_step = self._module.run.step.number + 1  # `number` counts finished steps
+        if check_due(number_of_this_step):
             check_learning_rates(optimizer, self._module.run)
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
@@ -57,7 +58,7 @@ def check_learning_rates(optimizer: Optimizer, run: Run) -> None:
     Nothing else would show it: ranks with different stages have no parameters in common.
     """
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    rates_by_rank = run.collectives.exchange(str(rates))
+    rates_by_rank = run.collectives.exchange(str(rates))  # as text, such as "[0.1, 0.01]"
     for rank, rates_of_rank in enumerate(rates_by_rank):
         if rates_of_rank != rates_by_rank[0]:
             raise RanksDifferError(

@@ -41,7 +41,9 @@ class UnitCosts(NamedTuple):
 def measure(
     module: nn.Module, units: Sequence[str], examples: Sequence[Callable[[], Any]]
 ) -> UnitCosts:
-    """Measures the cost of every unit of a model.
+    """Measures the cost of every unit of a model: its part of the time, plus that of the memory.
+
+        cost = seconds / seconds of all units + bytes / bytes of all units
 
     Without an example that the model can be called with, it is the size of the parameters.
 
@@ -67,10 +69,10 @@ def measure(
         return UnitCosts(parameter_bytes, reason, all_called)
 
     seconds, activation_bytes = measured
-    total_bytes = [
-        COPIES_OF_A_PARAMETER * of_parameters + of_activations
-        for of_parameters, of_activations in zip(parameter_bytes, activation_bytes, strict=True)
-    ]
+    total_bytes: list[float] = []
+    for of_parameters, of_activations in zip(parameter_bytes, activation_bytes, strict=True):
+        # Itself, its gradient and two moments of Adam for each parameter.
+        total_bytes.append(COPIES_OF_A_PARAMETER * of_parameters + of_activations)
     seconds_of_model = max(sum(seconds), 1e-12)  # never divide by 0
     bytes_of_model = max(sum(total_bytes), 1)
     costs: list[float] = []
@@ -83,15 +85,18 @@ def measure(
 def _measure_on_examples(
     module: nn.Module, units: Sequence[nn.Module], examples: Sequence[Callable[[], Any]]
 ) -> tuple[list[float], list[int]] | None:
-    """Returns the seconds that each unit takes and the bytes of its activations.
+    """Measures units with the first example that the model can be called with.
 
-    The first example that the model can be called with is used; None if there is none.
+    Returns:
+        The seconds that each unit takes, and the bytes of the activations of each, 0 for those that
+        the model does not call; None if the model can be called with none of the examples.
     """
     device = next(module.parameters()).device
     for example in examples:
         batch = map_tensors(example(), lambda tensor: tensor.to(device))
         for args, kwargs in _possible_arguments(batch):
-            with suppress(Exception):  # the model cannot be called with these arguments
+            # If the model cannot be called with these arguments, others are tried.
+            with suppress(Exception):
                 # For each unit that was called, by its number: the bytes of each storage that it
                 # keeps for the backward pass.
                 kept = saved_activations.measure(module, units, args, kwargs).inside
@@ -125,7 +130,7 @@ def _time_units(
     def time_first_call(
         number: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Is a forward pre-hook of the unit with this number."""
+        """Times a unit in its first call. It is a forward pre-hook of the unit with this number."""
         if number in seconds_of_unit:
             return
         seconds_of_unit[number] = 0.0  # timing calls the unit, and so this hook, again
@@ -153,7 +158,7 @@ def _time_unit(unit: nn.Module, arguments: Arguments, device: torch.device) -> f
         begin = time.perf_counter()
         outputs = _tensors_with_gradient(pytree.tree_leaves(unit(*args, **kwargs)))
         sums = [output.sum() for output in outputs]
-        if sums and inputs:
+        if sums and inputs:  # otherwise there is no backward pass
             torch.autograd.grad(sums, inputs, allow_unused=True)
         synchronize()
         best = min(best, time.perf_counter() - begin)

@@ -162,6 +162,7 @@ class Wire:
         """Starts to send tensors whose specs the other side knows."""
         for tensor in tensors:
             self._start_send(tensor_bytes.to_bytes(tensor).to(self._carrier), to)
+        # Sends that are done need their data no longer.
         self._sends = [(work, data) for work, data in self._sends if not work.is_completed()]
 
     def receive(
@@ -175,26 +176,11 @@ class Wire:
             more: as for `send`.
         """
         known_specs = self._specs_of_kind.get(kind)
-        posted = self._posted
-        self._posted = []
-        if known_specs is None:
-            # They were posted for a message like the one before, and this is another one. The
-            # sender completes them with zeros, which are dropped.
-            self.take(posted)
-            specs = self._receive_specs(source, kind)
-            tensors = self.take(self.post_receives(source, specs))
+        if known_specs is None:  # the first message of this kind
+            self._drop_posted()
+            specs, tensors = self._receive_with_specs(source, kind)
         else:
-            specs = known_specs
-            expected = _with_flag(known_specs, kind)
-            if [receive.spec for receive in posted] != expected:
-                self.take(posted)  # zeros, as above
-                posted = self.post_receives(source, expected)
-            tensors = self.take(posted)
-            if _has_flag(kind):
-                has_known_specs = bool(tensors.pop(0))
-                if not has_known_specs:  # these tensors are zeros, and the real ones follow
-                    specs = self._receive_specs(source, kind)
-                    tensors = self.take(self.post_receives(source, specs))
+            specs, tensors = self._receive_of_known_kind(source, kind, known_specs)
 
         if self._posts_next_message(specs, more):
             self._posted = self.post_receives(source, _with_flag(specs, kind))
@@ -203,6 +189,49 @@ class Wire:
             if spec.requires_grad and torch.is_grad_enabled():
                 tensor.requires_grad_()
         return tensors
+
+    def _receive_of_known_kind(
+        self, source: int, kind: InputKind | None, known_specs: list[TensorSpec]
+    ) -> tuple[list[TensorSpec], list[Tensor]]:
+        """Receives a message of a kind that came before; returns its specs and its tensors.
+
+        They are the known specs, unless a flag ahead of the tensors says that they are others.
+
+        Args:
+            source: the rank that sends.
+            kind: of the input.
+            known_specs: of the last message of this kind.
+        """
+        expected = _with_flag(known_specs, kind)
+        if [receive.spec for receive in self._posted] != expected:
+            self._drop_posted()
+            self._posted = self.post_receives(source, expected)
+        posted = self._posted
+        self._posted = []
+        tensors = self.take(posted)
+        if not _has_flag(kind):
+            return known_specs, tensors
+        flag = tensors.pop(0)
+        if flag:  # 1: the tensors have the known specs
+            return known_specs, tensors
+        # These tensors are zeros. The new specs and the real tensors follow.
+        return self._receive_with_specs(source, kind)
+
+    def _receive_with_specs(
+        self, source: int, kind: InputKind | None
+    ) -> tuple[list[TensorSpec], list[Tensor]]:
+        """Receives a message whose specs are sent ahead; returns its specs and its tensors."""
+        specs = self._receive_specs(source, kind)
+        return specs, self.take(self.post_receives(source, specs))
+
+    def _drop_posted(self) -> None:
+        """Waits for the receives that were posted for a message like the one before.
+
+        The message that comes is a different one, so the sender completes them with zeros.
+        """
+        posted = self._posted
+        self._posted = []
+        self.take(posted)
 
     def _posts_next_message(self, specs: list[TensorSpec], more: bool) -> bool:
         """Returns True if the receiving side posts the receives of the next message now.
@@ -252,7 +281,10 @@ class Wire:
         self._sends.clear()
 
     def _send_specs(self, specs: list[TensorSpec], to: int, kind: InputKind | None) -> None:
-        """Sends the specs of the tensors that follow; both sides then remember them."""
+        """Sends the specs of the tensors that follow; both sides then remember them.
+
+        They are sent as JSON: first its length in bytes, then the bytes.
+        """
         text = torch.tensor(list(json.dumps(specs).encode()), dtype=torch.uint8)
         self._start_send(torch.tensor([len(text)]), to)
         self._start_send(text, to)
@@ -277,10 +309,11 @@ class Wire:
             self._start_send(zeros, to)
 
     def _start_send(self, data: Tensor, to: int) -> None:
+        """Starts to send bytes. Nothing is sent for a tensor without any."""
         if len(data) == 0:
             return
         work = dist.isend(data, to, self._group, self._tag)
-        if work is not None:
+        if work is not None:  # None: this rank is not in the group
             self._sends.append((work, data))
 
 
