@@ -495,7 +495,7 @@ def _print(line: str) -> None:
     click.echo(f"lockstep: {line}", err=True)
 
 
-def misplaced_option(ctx: click.Context, script: str, args: tuple[str, ...]) -> str:
+def misplaced_option_hint(ctx: click.Context, script: str, args: tuple[str, ...]) -> str:
     """Returns a hint if the script's arguments have an option of this command; else an empty text.
 
     Args:
@@ -520,7 +520,7 @@ def _exit(ctx: click.Context, exit_code: int, script: str, args: tuple[str, ...]
     command.
     """
     if exit_code == REFUSED_ARGUMENT_EXIT_CODE:
-        hint = misplaced_option(ctx, script, args)
+        hint = misplaced_option_hint(ctx, script, args)
         if hint:
             _print(hint)
     # The run has ended; another Ctrl-C now would only replace its exit code by another one.

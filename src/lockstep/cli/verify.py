@@ -173,13 +173,13 @@ def _check_arguments(
         script: the script.
         args: the arguments of the script.
     """
-    from lockstep.cli.run import misplaced_option
+    from lockstep.cli.run import misplaced_option_hint
 
     # Argparse and click end a script with this code if it does not know one of its arguments.
     refused_arguments = reference.error.startswith("sys.exit(2)")
     if not refused_arguments:
         return
-    hint = misplaced_option(ctx, script, args)
+    hint = misplaced_option_hint(ctx, script, args)
     if hint:
         raise UsageError(f"lockstep verify {script}", hint, "move it there")
 

@@ -41,12 +41,15 @@ def accept_differences(
 ) -> AcceptedDifference:
     """Leaves out of both runs the values that differ although both train the same model.
 
-    Three kinds of differences are accepted. The first one that is found decides what is left out.
+    Three kinds of differences are looked for, one after the other: parameters that the script
+    changes after a step, losses and learning rates that cancel out, and values that the optimizers
+    were given and did not use. The first one that is found decides what is left out.
 
     Args:
         reference_run: the updates of one process.
         parallel_run: the updates of several processes.
-        final_sums: the parameters after the last update, of the reference and of the parallel run.
+        final_sums: sums over the parameters after the last update, of the reference and of the
+            parallel run.
         tolerance: what counts as equal.
 
     Returns:
@@ -184,7 +187,7 @@ def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
     return Update(ranks)
 
 
-# Losses and learning rates that make good for each other
+# Losses and learning rates that cancel out
 
 
 def _losses_and_rates_that_cancel(
@@ -235,7 +238,7 @@ def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
     """
     for update in parallel_run:
         if not all(rank.stepped for rank in update):
-            return True
+            return True  # some ranks leave the step to others
         if update.ranks_that_differ("gradients", FLOAT64):
             return True
         if update.ranks_that_differ("parameters", FLOAT64):
@@ -243,10 +246,9 @@ def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
         names_of_first_rank = update[0].gradients.keys()
         for rank in update:
             if rank.gradients.keys() != names_of_first_rank:
-                return True
-            # A parameter that is in no model, such as a slice of a flat buffer.
+                return True  # each rank's optimizer has other parameters
             if any(is_in_no_model(name) for name in rank.gradients):
-                return True
+                return True  # the optimizer has a buffer of its own, such as a slice of a flat one
     return False
 
 
@@ -270,19 +272,21 @@ def updates_leave_same_parameters(
     """Returns whether every update has left the models, on every rank, as on one process.
 
     What counts are the parameters with which the next forward pass begins, and the optimizer's
-    state where both runs have it under the same name.
+    state where both runs have it under the same name. Parameters are compared by their sums: two
+    numbers for each, which change when any of its values does.
 
     Args:
         reference_run: the updates of one process.
         parallel_run: the updates of several processes.
-        final_sums: the parameters after the last update, of the reference and of the parallel run.
+        final_sums: sums over the parameters after the last update, of the reference and of the
+            parallel run.
         tolerance: what counts as equal.
     """
     if not parallel_run or len(reference_run) != len(parallel_run):
-        return False
+        return False  # there is nothing to compare some update with
     reference_final, parallel_final = final_sums
-    # The sums after an update are those before the next one. After the last, they are the final
-    # ones, which are not known if the script has failed.
+    # The sums after an update are those before the next one (`parameter_sums`). After the last,
+    # they are the final ones, which are not known if the script has failed.
     expected_sums_after = [update[0].parameter_sums for update in reference_run[1:]]
     expected_sums_after.append(reference_final[0] if reference_final else {})
     sums_of_ranks_after: list[Sequence[Mapping[str, Array]]] = []
@@ -303,7 +307,7 @@ def updates_leave_same_parameters(
     for expected_update, actual_update in zip(reference_run, parallel_run, strict=True):
         if not _optimizer_states_agree(expected_update, actual_update, tolerance):
             return False
-    # If nothing was compared, or if training changes nothing, it says nothing that all agree.
+    # That all agree proves nothing if nothing was compared, or if training changes nothing.
     sums_before_first_update = reference_run[0][0].parameter_sums
     return num_compared > 0 and _parameters_change(sums_before_first_update, expected_sums_after)
 

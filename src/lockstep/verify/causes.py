@@ -43,7 +43,7 @@ class Kind:
 
 
 def explain_gradient_values(case: Divergence) -> Cause:
-    """Explains gradients by their values; see `gradient_values.explain_gradients`."""
+    """Explains gradients by their values, as the last rule: it always returns a cause."""
     # The kind is the field that differs: "gradients" or "unclipped".
     expected = case.expected.merged(case.kind)
     actual = case.actual.merged(case.kind)
@@ -152,7 +152,11 @@ KINDS: dict[str, Kind] = {
 
 
 def cause_of(case: Divergence) -> Cause:
-    """Returns the cause of a difference, with tests of the script that went another way."""
+    """Returns the cause of a difference, by the first rule that applies.
+
+    Its evidence ends with tests of the script, such as an `if`, that went another way for the first
+    time.
+    """
     for rule in KINDS[case.kind].rules:
         cause = rule(case)
         if cause is not None:

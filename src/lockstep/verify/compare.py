@@ -90,10 +90,10 @@ class Divergence:
 
     @property
     def max_error(self) -> float:
-        """How much of a gradient may stay unexplained and counts as rounding, relative to it.
+        """The share of a gradient's norm that may be left unexplained, and counts as rounding.
 
         It is for rules that explain a gradient by others, as by a multiple of the reference's. Such
-        a rule computes with several rounded values, so it is larger than the tolerance of one.
+        a rule computes with several rounded values, so more is allowed than for a single one.
         """
         return max(1e-7, 10 * self.tolerance.relative)
 
@@ -124,19 +124,22 @@ def num_comparable_updates(
 ) -> int:
     """Returns how many updates can be compared before rounding grows beyond the tolerance.
 
-    Where two runs differ first, this is a real difference or rounding. A real one appears at once.
-    Rounding grows from update to update, so the runs were nearly as far apart in the update before,
-    and the comparison has to end there.
+    Rounding grows from update to update: where it exceeds the tolerance, the runs were nearly as
+    far apart in the update before. A real difference appears at once, after updates that were
+    almost equal. So the first update that exceeds the tolerance says which of the two it is.
     """
-    num_updates = max(len(reference_run), len(parallel_run))
-    share_before = 0.0  # differences in the update before, as a share of the tolerance
+    all_updates = max(len(reference_run), len(parallel_run))
+    share_before = (
+        0.0  # how far the runs were apart in the update before, as a share of what may be
+    )
     for number, (expected, actual) in enumerate(zip(reference_run, parallel_run, strict=False)):
         share = _largest_used_share(expected, actual, tolerance)
         if share > 1:
-            is_rounding = share_before > MIN_SHARE_OF_GROWING_ROUNDING
-            return number if is_rounding else num_updates
+            if share_before > MIN_SHARE_OF_GROWING_ROUNDING:
+                return number  # it is rounding: the comparison ends before this update
+            return all_updates  # it is a real difference, which the comparison will find
         share_before = share
-    return num_updates
+    return all_updates
 
 
 def _largest_used_share(expected: Update, actual: Update, tolerance: Tolerance) -> float:
@@ -179,10 +182,10 @@ def find_divergences(
                 num_compared=difference.num_compared,
             )
             kinds_that_follow |= _KINDS_THAT_FOLLOW.get(kind, set())
-        # In later updates all trained values follow from a difference in this one. Only if nothing
-        # but the loss differs they do not: the gradients are equal then.
-        found_more_than_loss = bool(divergences.keys() - {"loss"})
-        if found_more_than_loss:
+        # All values that are trained later follow from any difference so far, except from a
+        # different loss alone: with equal gradients the training goes on in the same way.
+        more_than_the_loss_differs = bool(divergences.keys() - {"loss"})
+        if more_than_the_loss_differs:
             kinds_that_follow |= _TRAINED_VALUES
     if len(reference_run) != len(parallel_run) and "length" not in kinds_that_follow:
         first_missing = min(len(reference_run), len(parallel_run))
@@ -204,8 +207,8 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
     if difference_of_samples is not None:
         yield difference_of_samples
 
-    # Parameters before the step, by their sums. Only those that both runs recorded are compared: a
-    # rank has no sums of parameters of which it holds a part.
+    # Parameters before the step ("kept"), by their sums. Only those that both runs recorded are
+    # compared: a rank has no sums of parameters of which it holds a part.
     expected_sums = expected.merged("parameter_sums")
     actual_sums = actual.merged("parameter_sums")
     scale = scale_of(expected_sums)

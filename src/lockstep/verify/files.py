@@ -53,9 +53,11 @@ class FilesBefore:
 
     def __init__(self, folder: Path) -> None:
         run_folder = os.path.realpath(folder)
+        # The folder of all runs. With a separator at its end, every path in it begins with it.
         self._verify_folder = os.path.dirname(run_folder) + os.sep
         self._copies = os.path.join(run_folder, COPIES_FOLDER)
         os.makedirs(self._copies, exist_ok=True)
+        # By the clock of the file system, as the times of files that are compared with it.
         self._start_time = os.stat(self._copies).st_mtime
         # `watch` patches the functions of these modules. Here they are needed unpatched.
         self._copy_file = shutil.copy2
@@ -188,12 +190,13 @@ class FilesBefore:
 
         @wraps(plain_open)
         def watched_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            # `open` itself refuses a mode that is no text.
             if isinstance(mode, str) and not WRITING_MODE_LETTERS.isdisjoint(mode):
                 self.keep(file)
             return plain_open(file, mode, *args, **kwargs)
 
         builtins.open = watched_open
-        io.open = watched_open
+        io.open = watched_open  # the same function under another name, which pathlib uses
 
     def _watch_os_open(self) -> None:
         """Patches `os.open`, for the flags that may write."""
@@ -295,6 +298,6 @@ def _restore_entry(folder: Path, path: str, kind: str, detail: str) -> None:
             os.unlink(path)  # what the run has put in its place
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.symlink(detail, path)
-    else:
+    else:  # FILE
         os.makedirs(os.path.dirname(path), exist_ok=True)
         shutil.copy2(folder / COPIES_FOLDER / detail, path)

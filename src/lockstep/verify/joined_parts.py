@@ -96,10 +96,14 @@ def join_parts(reference_run: Sequence[Update], parallel_run: Sequence[Update]) 
     # Buffers of an optimizer that cannot be joined are dropped: the parameters of the models show
     # whether they were right.
     dropped_names = {name for name in unknown_names if is_in_no_model(name)}
-    whole_run = [_with_whole(update, concatenations, dropped_names) for update in reference_run]
-    joined_run = [_with_joined(update, concatenations, dropped_names) for update in parallel_run]
+    whole_run = []
+    for update in reference_run:
+        whole_run.append(_with_whole(update, concatenations.keys(), dropped_names))
+    joined_run = []
+    for update in parallel_run:
+        joined_run.append(_with_joined(update, concatenations, dropped_names))
     joined_names = tuple(name for name in concatenations if not is_in_no_model(name))
-    if joined_names:
+    if joined_names:  # ranks that hold parts of one model are given the same samples
         joined_run = [_count_same_samples_once(update) for update in joined_run]
 
     unknown_of_models = [name for name in unknown_names if not is_in_no_model(name)]
@@ -315,10 +319,7 @@ def _with_tensors(
 
 
 def _count_same_samples_once(update: Update) -> Update:
-    """Lets only the first rank contribute its samples and losses, if all have the same samples.
-
-    Ranks that hold parts of one model are given the same samples.
-    """
+    """Lets only the first rank contribute its samples and losses, if all have the same samples."""
     contents_of_first = [batch.contents for batch in update[0].batches]
     for rank in update:
         if [batch.contents for batch in rank.batches] != contents_of_first:

@@ -88,7 +88,7 @@ def _ends_otherwise(case: Divergence, update_index: int, place: Place) -> bool:
     The outcomes of all ranks together count, as each rank sees other data: if a test is true on one
     rank and false on another, that is the same as both on one process.
     """
-    outcome_of_ranks = 0
+    outcome_of_ranks = 0  # 0 is not reached, 1 is true, 2 is false, and 1 | 2 is both
     for rank in case.parallel_run[update_index]:
         outcome_of_ranks |= rank.branch_outcomes.get(place, 0)
     one_process = case.reference_run[update_index][0]
@@ -127,10 +127,11 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
         names: of the tensors. On each rank the first one that was written to counts.
 
     Returns:
-        A text for each line: "ranks 0-1 last wrote to them by train.py:7: weight.zero_()". If some
-        ranks did not write, it is one text instead, which says so, and perhaps another one about
-        the test around the line.
+        If all ranks wrote, a text for each line: "ranks 0-1 last wrote to them by train.py:7:
+        weight.zero_()". If only some ranks wrote, one text with all lines and with the ranks that
+        did not write, and another one if a test around the line tells why. Empty if no rank wrote.
     """
+    # The frames of the script in which each rank wrote, the innermost first.
     stack_of_rank = _stacks_of_writes(case, names)
     if not stack_of_rank:
         return []

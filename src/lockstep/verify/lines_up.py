@@ -84,6 +84,7 @@ def _line_up_at_shared_steps(
     updates = _line_up_steps_of_some_ranks(first_sections)
     for number in range(1, num_sections):
         section_of_rank = [sections[number] for sections in sections_of_ranks]
+        # Each section begins with a shared step; the steps of some ranks follow.
         shared_step_of_rank = [section[0] for section in section_of_rank]
         shared_update = Update(chain(*shared_step_of_rank))
         # Both updates may have been made after one backward pass: the one before by some ranks, and

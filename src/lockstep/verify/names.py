@@ -46,12 +46,13 @@ def align_names(reference: Sequence[Update], other: Sequence[Update]) -> list[Up
     A tensor whose name the reference does not know gets one of the reference's names that the other
     run does not know, if the tensors may be the same.
     """
+    # First the models: those of one class may be numbered in another order.
     new_roots = _roots_in_other_order(reference, other)
     if new_roots:
         other = _renamed_run(other, lambda name: _with_root(name, new_roots))
     reference_tensors = _first_values(reference)
     other_tensors = _first_values(other)
-    # The reference's tensors whose names the other run does not know.
+    # Then the tensors. Free are those of the reference whose names the other run does not know.
     free_tensors = {}
     for name, array in reference_tensors.items():
         if name not in other_tensors:
@@ -165,7 +166,7 @@ def _roots_in_other_order(reference: Sequence[Update], other: Sequence[Update]) 
     free_models = _first_states(reference)  # those of the reference that no model of `other` is
     other_models = _first_states(other)
     if free_models.keys() != other_models.keys():
-        return {}
+        return {}  # the runs have different models
     new_names: dict[str, str] = {}
     for name, state in other_models.items():
         candidates = []

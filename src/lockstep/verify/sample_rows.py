@@ -110,7 +110,7 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
     """
     expected_forwards = joined_forwards(expected)
     actual_forwards = joined_forwards(actual)
-    if list(expected_forwards) != list(actual_forwards):
+    if list(expected_forwards) != list(actual_forwards):  # the models, in the order of their calls
         return []
     matched = []
     for model, (expected_forward, _) in expected_forwards.items():
@@ -212,7 +212,7 @@ def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
     for place, (first, second) in enumerate(expected.inputs):
         first_range = [first - max_difference, first + max_difference]
         low, high = np.searchsorted(sorted_first_numbers, first_range)
-        candidates = []
+        candidates = []  # rows of `actual` with the same inputs
         for candidate in order[low:high]:
             has_same_second = abs(actual.inputs[candidate, 1] - second) <= max_difference
             if has_same_second and is_free[candidate]:
