@@ -408,7 +408,7 @@ def test_objects_that_cannot_be_saved_are_refused(
 def test_save_and_resume_are_refused_in_an_evaluation_loop(tmp_path: Path) -> None:
     collectives = Collectives(Topology(), CPU)
     run = Training(tmp_path, collectives)
-    collectives.blocked = "the ranks may have different numbers of batches"
+    collectives.blocked_reason = "the ranks may have different numbers of batches"
     for method in (run.checkpoint.save, run.checkpoint.resume):
         with pytest.raises(UsageError, match="in the body of an evaluation loop"):
             method()

@@ -492,7 +492,7 @@ def test_what_cannot_be_reduced(value):
 @pytest.mark.parametrize("name", ["sum", "mean", "max", "min", "gather"])
 def test_in_an_evaluation_loop(name):
     collectives = Collectives(Topology(), torch.device("cpu"))
-    collectives.blocked = "some ranks have no batch"
+    collectives.blocked_reason = "some ranks have no batch"
     with pytest.raises(UsageError, match="some ranks have no batch"):
         getattr(collectives, name)(1)
 

@@ -94,7 +94,7 @@ def test_nothing_is_left_behind(world):
     assert model.count is buffer
     assert model.last is last  # also after the pass that did not fit
     assert seen.args[0].grad is None
-    assert world._run.collectives.blocked is None
+    assert world._run.collectives.blocked_reason is None
     assert "forward" not in vars(model.norm)
     assert model.sizes[:2] == [7, 5]
     assert model.sizes[-1] == 9
@@ -123,7 +123,7 @@ def test_other_errors_are_raised_and_leave_nothing_behind(world):
     with pytest.raises(RuntimeError, match="something else"):
         profiled(world, call(model)).fits(4)
     assert "forward" not in vars(model.norm)
-    assert world._run.collectives.blocked is None
+    assert world._run.collectives.blocked_reason is None
     assert not model.norm.num_batches_tracked
 
 

@@ -388,7 +388,7 @@ class Loader:
         reading_phase = "data" if training else "evaluation"
         working_phase = "forward" if training else "evaluation"
         micro_batch_before = step.micro_batch_in_use
-        blocked_before = self._collectives.blocked
+        blocked_before = self._collectives.blocked_reason
         phase_before = step.enter_phase(reading_phase)
         exhausted = False
         try:
@@ -396,7 +396,7 @@ class Loader:
                 self._training_pass = training_pass
                 self._position = start
             elif some_ranks_skip:
-                self._collectives.blocked = SOME_RANKS_SKIP
+                self._collectives.blocked_reason = SOME_RANKS_SKIP
             for planned, batch in on_device:
                 self._set_current(planned.micro_batch)
                 if not planned.micro_batch.local_rows:
@@ -412,7 +412,7 @@ class Loader:
                 self.evaluated_at = begun_at
         finally:
             on_device.close()
-            self._collectives.blocked = blocked_before
+            self._collectives.blocked_reason = blocked_before
             if self._training_pass is training_pass:
                 self._training_pass = None
             if training_pass.ever_stepped:

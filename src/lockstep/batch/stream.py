@@ -266,7 +266,7 @@ class IterableLoader(Loader):
         refused while a batch is handed out that some rank may skip.
         """
         every_rank_gets_all = training or self._evaluates_together
-        blocked_before = self._collectives.blocked
+        blocked_before = self._collectives.blocked_reason
         for rank_batch in self._read_counted(epoch, start, training):
             if training:
                 self._plan.check_trained(int(rank_batch.counts.sum()))
@@ -278,9 +278,9 @@ class IterableLoader(Loader):
                     continue
                 # The counts of the other ranks are known only if every rank reads the whole stream.
                 if self.source.shard is None and planned.on_all_ranks:
-                    self._collectives.blocked = blocked_before
+                    self._collectives.blocked_reason = blocked_before
                 else:
-                    self._collectives.blocked = SOME_RANKS_SKIP
+                    self._collectives.blocked_reason = SOME_RANKS_SKIP
                 yield planned, batch
 
     def _divide(self, epoch: int, rank_batch: RankBatch) -> Iterator[ReadMicroBatch]:

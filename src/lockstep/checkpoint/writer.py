@@ -197,7 +197,7 @@ class Writer:
             except Exception as error:
                 warnings.warn(f"the last checkpoint is not there: {error}", stacklevel=2)
             return
-        self._collectives.blocked = None  # the training loop has ended
+        self._collectives.blocked_reason = None  # the training loop has ended
         try:
             run_on_all_ranks(self._collectives, self._action, finish_and_release)
         except RuntimeError as error:

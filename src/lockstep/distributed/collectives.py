@@ -94,7 +94,7 @@ class Collectives:
         self.device = device
         self.data_parallel = DataParallelRank(topology.rank, topology.size)
         """What this rank computes of a global batch; the strategy may replace it."""
-        self.blocked: str | None = None
+        self.blocked_reason: str | None = None
         """Why a collective would hang just now (set by an evaluation loop), or None."""
         self.in_main_process_first = False
         """True inside the block of `main_process_first`, where the other ranks are not."""
@@ -321,10 +321,10 @@ class Collectives:
             UsageError: a collective cannot be called here, or some rank cannot take part.
             RanksDifferError: the ranks called different collectives. All of them raise it.
         """
-        if self.blocked is not None and call.name != "exchange":
+        if self.blocked_reason is not None and call.name != "exchange":
             raise UsageError(
                 f"world.{call.name} in the body of an evaluation loop",
-                self.blocked,
+                self.blocked_reason,
                 "sum up inside the loop and call the collective once, after it",
             )
         self.check_not_in_main_process_first(f"{call.name} {call.detail}".rstrip())
@@ -577,10 +577,10 @@ def exchange_on_all_ranks(
             `error_type` with the same text.
         UsageError: in the body of an evaluation loop.
     """
-    if collectives.blocked is not None:
+    if collectives.blocked_reason is not None:
         raise UsageError(
             f"{action} in the body of an evaluation loop",
-            collectives.blocked,
+            collectives.blocked_reason,
             "do it after the loop",
         )
     failure: Exception | None = None

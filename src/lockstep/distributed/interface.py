@@ -100,14 +100,14 @@ def _interface_from_environment(
     if gloo_names:
         for name in gloo_names.split(","):
             if name not in addresses:
-                raise _no_such_interface(GLOO_INTERFACE, gloo_names, addresses)
+                raise _no_such_interface_error(GLOO_INTERFACE, gloo_names, addresses)
         return gloo_names, f"{GLOO_INTERFACE} is set"
     nccl_pattern = environ.get(NCCL_INTERFACE)
     if not nccl_pattern:
         return None
     matching = [name for name in addresses if nccl_matches(nccl_pattern, name)]
     if not matching:
-        raise _no_such_interface(NCCL_INTERFACE, nccl_pattern, addresses)
+        raise _no_such_interface_error(NCCL_INTERFACE, nccl_pattern, addresses)
     if len(matching) > 1:  # NCCL can use several, and Gloo one
         return None
     return matching[0], f"{NCCL_INTERFACE} is set to {nccl_pattern}"
@@ -132,7 +132,7 @@ def nccl_matches(pattern: str, name: str) -> bool:
     return not is_listed if is_exclusion else is_listed
 
 
-def _no_such_interface(variable: str, value: str, addresses: Addresses) -> SettingError:
+def _no_such_interface_error(variable: str, value: str, addresses: Addresses) -> SettingError:
     return SettingError(
         f"{variable}={value}",
         f"no such interface on {socket.gethostname()}, which has {listing(addresses)}",

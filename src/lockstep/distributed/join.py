@@ -85,8 +85,10 @@ def name_machines(requests: Sequence[JoinRequest]) -> list[str]:
     boot_ids_of_host: dict[str, list[str]] = {}
     names = []
     for request in requests:
-        boot_ids = boot_ids_of_host.setdefault(request.host, [])
-        if request.boot_id not in boot_ids:
+        if request.host not in boot_ids_of_host:
+            boot_ids_of_host[request.host] = []
+        boot_ids = boot_ids_of_host[request.host]
+        if request.boot_id not in boot_ids:  # another machine with this host name
             boot_ids.append(request.boot_id)
         number = boot_ids.index(request.boot_id) + 1
         names.append(request.host if number == 1 else f"{request.host} ({number})")

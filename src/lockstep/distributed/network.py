@@ -341,7 +341,7 @@ def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:
 # The errors of serving and connecting
 
 
-def cannot_listen(error: OSError, endpoint: Endpoint) -> PortTakenError | SettingError | OSError:
+def listening_error(error: OSError, endpoint: Endpoint) -> PortTakenError | SettingError | OSError:
     """Returns the error to raise for a socket that could not be bound.
 
     Args:
@@ -349,7 +349,7 @@ def cannot_listen(error: OSError, endpoint: Endpoint) -> PortTakenError | Settin
         endpoint: where the socket should be.
     """
     if error.errno == errno.EADDRINUSE:
-        return port_taken(endpoint)
+        return port_taken_error(endpoint)
     if error.errno == errno.EACCES:
         return SettingError(
             f"this machine serves the run at {endpoint}",
@@ -359,7 +359,7 @@ def cannot_listen(error: OSError, endpoint: Endpoint) -> PortTakenError | Settin
     return error
 
 
-def port_taken(endpoint: Endpoint, owner: str | None = None) -> PortTakenError:
+def port_taken_error(endpoint: Endpoint, owner: str | None = None) -> PortTakenError:
     """Returns the error for a port of this machine that another program uses.
 
     Args:
@@ -404,7 +404,7 @@ ADVICE_OF_REASON = {
 }
 
 
-def unreachable(
+def unreachable_error(
     server: str, endpoint: Endpoint, reason: str, *, address: str = "", tried: float = 0.0
 ) -> MasterUnreachableError:
     """Returns the error for a server that cannot be reached.

@@ -124,11 +124,11 @@ def run_of(module: nn.Module) -> Run | None:
     return run
 
 
-def blocked() -> str | None:
+def blocked_reason() -> str | None:
     """Returns why a collective of the current run would hang just now, or None."""
     if _current_run is None:
         return None
-    return _current_run.collectives.blocked
+    return _current_run.collectives.blocked_reason
 
 
 def join_run(

@@ -178,23 +178,25 @@ def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint |
     if init_method.startswith("file://"):
         path = Path(init_method.removeprefix("file://"))
         if not path.is_absolute():
-            raise _malformed(init_method, "the path is not absolute (three slashes after 'file:')")
+            raise _malformed_error(
+                init_method, "the path is not absolute (three slashes after 'file:')"
+            )
         return path
     try:
         parts = urlsplit(init_method)
         host = parts.hostname
         port = parts.port
     except ValueError as error:
-        raise _malformed(init_method, str(error)) from None
+        raise _malformed_error(init_method, str(error)) from None
     if parts.scheme != "tcp":
-        raise _malformed(init_method, f"the scheme is {parts.scheme!r}")
+        raise _malformed_error(init_method, f"the scheme is {parts.scheme!r}")
     if not host:
-        raise _malformed(init_method, "the host is missing")
+        raise _malformed_error(init_method, "the host is missing")
     if not port:
-        raise _malformed(init_method, "the port is missing")
+        raise _malformed_error(init_method, "the port is missing")
     if parts.path.strip("/") or parts.query:
         found = "something follows the port; rank and world_size are arguments of init"
-        raise _malformed(init_method, found)
+        raise _malformed_error(init_method, found)
     # At a loopback address only processes of this machine can meet.
     one_node = topology.one_node or network.means_loopback(host)
     return Endpoint(host, port, one_node)
@@ -214,7 +216,7 @@ def _endpoint_of_environment(topology: Topology) -> Endpoint:
     return Endpoint(topology.master_addr, topology.master_port, one_node)
 
 
-def _malformed(init_method: str, found: str) -> errors.SettingError:
+def _malformed_error(init_method: str, found: str) -> errors.SettingError:
     return errors.SettingError(f"init_method={init_method!r}", found, INIT_METHOD_FORMS)
 
 
@@ -249,7 +251,7 @@ def _serve_or_connect(
     run_store = _store_of_run(store, attempt)
     deadline = time.monotonic() + min(RANK_0_ANNOUNCEMENT_S, timeout)
     if not wait_until(lambda: run_store.check(["rank 0"]), deadline):  # it is no run of Lockstep's
-        raise network.port_taken(endpoint)
+        raise network.port_taken_error(endpoint)
     other = read_request(run_store, "rank 0")
     arguments = other.manifest.get("arguments")
     same_command = (
@@ -260,7 +262,7 @@ def _serve_or_connect(
     has_decided = run_store.check(["decision"])
     if has_decided or not same_command:
         owner = f"another Lockstep run: {other.process}, {arguments or ''}".rstrip(", ")
-        raise network.port_taken(endpoint, owner)
+        raise network.port_taken_error(endpoint, owner)
     return store
 
 
@@ -274,12 +276,12 @@ def serve(endpoint: Endpoint, timeout: float) -> Store:
     """
     # The name of a machine that has just been started may not resolve yet.
     if not wait_until(endpoint.addresses, time.monotonic() + timeout):
-        raise network.unreachable("rank 0", endpoint, network.UNRESOLVED)
+        raise network.unreachable_error("rank 0", endpoint, network.UNRESOLVED)
     try:
         address = network.serving_address(endpoint)
         return network.serve_store(address, endpoint.port, timedelta(seconds=timeout))
     except OSError as error:
-        raise network.cannot_listen(error, endpoint) from None
+        raise network.listening_error(error, endpoint) from None
 
 
 def connect(endpoint: Endpoint, timeout: float) -> Store:
@@ -300,8 +302,8 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
 
     if not wait_until(store_is_there, deadline):
         if found.why_no_store == NOT_A_STORE and is_here(found.address):
-            raise network.port_taken(endpoint)
-        raise network.unreachable(
+            raise network.port_taken_error(endpoint)
+        raise network.unreachable_error(
             "rank 0", endpoint, found.why_no_store, address=found.address, tried=timeout
         )
     remaining_s = max(deadline - time.monotonic(), ATTEMPT_TIMEOUT_S)
@@ -317,7 +319,7 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
         # torch says, for example, "The client socket has timed out after 2000ms while trying to
         # connect to (10.0.0.5, 29500)". Its other errors are of a connection that was closed.
         reason = network.NO_ANSWER if "timed out" in str(error) else network.CUT
-        raise network.unreachable("rank 0", endpoint, reason, address=found.address) from None
+        raise network.unreachable_error("rank 0", endpoint, reason, address=found.address) from None
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def detect(environ: Environ, argv: Sequence[str] = ()) -> Topology | None:
     # Nothing says that there are several processes. These would, if RANK were set too.
     for name in ("WORLD_SIZE", "LOCAL_RANK"):
         if environ.get(name):
-            raise _half_set(name, environ[name], "RANK")
+            raise _half_set_error(name, environ[name], "RANK")
     return None
 
 
@@ -177,14 +177,14 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
     if not environ.get("RANK"):
         return None
     if not environ.get("WORLD_SIZE"):
-        raise _half_set("RANK", environ["RANK"], "WORLD_SIZE")
+        raise _half_set_error("RANK", environ["RANK"], "WORLD_SIZE")
     rank = _number(environ, "RANK")
     size = _number(environ, "WORLD_SIZE")
     local_rank = _local_rank(environ, argv)
     master_addr = environ.get("MASTER_ADDR") or None
     local_size = _optional_number(environ, "LOCAL_WORLD_SIZE")
     if not local_size:
-        local_size = _optional_number(environ, "LOCAL_SIZE")
+        local_size = _optional_number(environ, "LOCAL_SIZE")  # as other launchers call it
     if local_size is None and (size == 1 or means_loopback(master_addr)):
         local_size = size  # only processes of one machine can meet at a loopback address
     node_rank = _optional_number(environ, "GROUP_RANK")
@@ -306,7 +306,7 @@ def _read_mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
     if local_task is None:
         if task.size > 1:
             found = f"{task.rank} of {task.size}"
-            raise _half_set(f"{source}'s rank and size", found, local_variables[0])
+            raise _half_set_error(f"{source}'s rank and size", found, local_variables[0])
         local_task = Task(rank=0, size=1)
     master_addr = environ.get("MASTER_ADDR")
     if not master_addr and local_task.size < task.size:
@@ -403,9 +403,9 @@ def _read_task(environ: Environ, names: tuple[str, str]) -> Task | None:
     if not has_rank and not has_size:
         return None
     if not has_size:
-        raise _half_set(rank_name, environ[rank_name], size_name)
+        raise _half_set_error(rank_name, environ[rank_name], size_name)
     if not has_rank:
-        raise _half_set(size_name, environ[size_name], rank_name)
+        raise _half_set_error(size_name, environ[size_name], rank_name)
     return Task(_number(environ, rank_name), _number(environ, size_name))
 
 
@@ -485,7 +485,7 @@ def _number(environ: Environ, name: str) -> int:
     return int(text)
 
 
-def _half_set(name: str, value: str, missing: str) -> SettingError:
+def _half_set_error(name: str, value: str, missing: str) -> SettingError:
     """Returns the error for a variable that is set without the one it needs."""
     return SettingError(
         f"{name}={value}",
@@ -506,7 +506,7 @@ def first_host(text: str) -> str:
         SettingError: the text is not a host list.
     """
     if not re.fullmatch(f"{SLURM_HOST}(?:,{SLURM_HOST})*", text.strip()):
-        raise _malformed("host list", text, "n[01-03,7],login")
+        raise _malformed_error("host list", text, "n[01-03,7],login")
     first = re.match(SLURM_HOST, text.strip())
     assert first is not None  # the whole text matched
     return SLURM_NUMBERS.sub(r"\1", first[0])
@@ -522,13 +522,13 @@ def expand_tasks(text: str) -> list[int]:
     for part in text.strip().split(","):
         match = SLURM_TASKS.fullmatch(part)
         if match is None:
-            raise _malformed("list of tasks per node", text, "2(x3),1")
+            raise _malformed_error("list of tasks per node", text, "2(x3),1")
         num_nodes = int(match["nodes"] or 1)
         tasks_of_node += [int(match["tasks"])] * num_nodes
     return tasks_of_node
 
 
-def _malformed(what: str, text: str, example: str) -> SettingError:
+def _malformed_error(what: str, text: str, example: str) -> SettingError:
     return SettingError(
         f"the {what} {text!r} from Slurm's environment",
         f"it does not read like {example!r}",

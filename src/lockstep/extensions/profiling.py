@@ -273,17 +273,17 @@ class ProfilingRun:
                 dictionaries.append(vars(layer))
         dictionaries += [members(layer).buffers for layer in layers]
         contents = [(dictionary, dict(dictionary)) for dictionary in dictionaries]
-        blocked_before = collectives.blocked
+        blocked_before = collectives.blocked_reason
         with restored(contents, buffers, self._gpus), torch.enable_grad():
             try:
-                collectives.blocked = _WHY_NO_COLLECTIVES
+                collectives.blocked_reason = _WHY_NO_COLLECTIVES
                 for layer in synchronised:
                     # The `forward` of the unsynchronised class, as a method of this layer. It goes
                     # when the attributes are restored.
                     layer.forward = BatchNorm.forward.__get__(layer)
                 yield
             finally:
-                collectives.blocked = blocked_before
+                collectives.blocked_reason = blocked_before
 
 
 def _replacement_loss(output: Tensor) -> Tensor:

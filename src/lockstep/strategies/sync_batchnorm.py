@@ -34,7 +34,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.communication import routing
 from lockstep.distributed.backend import carrier_device
-from lockstep.distributed.process_group import blocked
+from lockstep.distributed.process_group import blocked_reason
 from lockstep.distributed.torch_compat import BatchNorm, outside_compiled_code
 from lockstep.errors import DataError, UsageError
 from lockstep.settings import Choice
@@ -115,7 +115,7 @@ class SyncBatchNorm(BatchNorm):
             )
         if not torch.is_grad_enabled():
             # In an evaluation some ranks may have fewer batches, and this layer waits for all.
-            reason = blocked()
+            reason = blocked_reason()
             if reason is not None:
                 raise UsageError(
                     "a model in training mode in an evaluation loop",

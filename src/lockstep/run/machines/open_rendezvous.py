@@ -118,7 +118,7 @@ def open_rendezvous(
     try:
         store = network.serve_store(LOOPBACK, endpoint.port, store_timeout(parameters))
     except OSError as error:
-        raise network.cannot_listen(error, endpoint) from None
+        raise network.listening_error(error, endpoint) from None
     return StaticRendezvous(parameters, Peers(own), store, say, loopback_name())
 
 
@@ -170,7 +170,7 @@ class _MultiNodeOpener:
         try:
             listener = network.listening_socket(address, endpoint.port)
         except OSError as os_error:
-            error = network.cannot_listen(os_error, endpoint)
+            error = network.listening_error(os_error, endpoint)
             if not isinstance(error, PortTakenError):
                 raise error from None
             # If a launcher has the port, this node connects to it, or is told why it may not.
@@ -237,7 +237,9 @@ class _MultiNodeOpener:
             try:
                 peers = thread.run(join_server(connection, self._own))
             except (OSError, EOFError, ValueError):
-                raise network.unreachable(SERVER, endpoint, network.CUT, address=address) from None
+                raise network.unreachable_error(
+                    SERVER, endpoint, network.CUT, address=address
+                ) from None
 
             # The ranks' way to the store.
             forwarder = Forwarder(address, endpoint.port, self._token)
@@ -260,7 +262,7 @@ class _MultiNodeOpener:
                     timeout=store_timeout(self._parameters),
                 )
             except RuntimeError:
-                raise network.unreachable(SERVER, endpoint, network.CUT) from None
+                raise network.unreachable_error(SERVER, endpoint, network.CUT) from None
             own_address = str(streams.writer.get_extra_info("sockname")[0])
             return self._make_rendezvous(peers, store, own_address, resources)
 
@@ -294,7 +296,9 @@ class _MultiNodeOpener:
             is_wrong_service = reason == auth.NOT_A_LAUNCHER
             if waited > timeout or (is_wrong_service and waited > WRONG_SERVICE_TIMEOUT_S):
                 tried = 0.0 if is_wrong_service else timeout
-                raise network.unreachable(SERVER, endpoint, reason, address=address, tried=tried)
+                raise network.unreachable_error(
+                    SERVER, endpoint, reason, address=address, tried=tried
+                )
             announcer.update(f"{SERVER} at {endpoint}: {reason}")
             time.sleep(RETRY_INTERVAL_S)
 
