@@ -41,7 +41,7 @@ class CallRecorder:
         The record is added to `state.update.calls`. Tensors may lose or get marks.
 
         Args:
-            name: of the function.
+            name: of the function, such as "all_reduce" or "clip".
             tensor: its input; of a function without one, None.
             output: tensors that it fills without a gradient.
             value: a number that it was given.

@@ -262,6 +262,7 @@ class OptimizerRecorder:
         state = self.state
         ended_optimizer = state.running_optimizers.pop()
         is_outermost = not state.running_optimizers
+        # Another optimizer is left there if its step has raised an error.
         if ended_optimizer is not optimizer or not is_outermost:
             return
         update = state.update

@@ -120,7 +120,7 @@ def install(
     """
     _refuse_own_ranks(recorder, config.nproc)
     recorder.state.branches.install()
-    add_to_every_run(recorder)
+    add_to_every_run(recorder)  # it listens to Lockstep's steps as an extension
     register_optimizer_step_pre_hook(recorder.optimizers.before_step)
     register_optimizer_step_post_hook(recorder.optimizers.after_step)
     register_module_forward_pre_hook(recorder.forwards.enter_module)
@@ -143,7 +143,7 @@ def install(
     _disable_compile(mode.determinism)
     _disable_checkpoints(mode.determinism)
     SavedFiles(folder).patch(mode.determinism)
-    FilesBefore(folder.parent).watch()
+    FilesBefore(folder.parent).watch()  # to restore files of the user's after the run
     # The mode is never left: it sees all calls of torch's functions until the process ends.
     mode.__enter__()  # type: ignore[no-untyped-call]
 

@@ -207,7 +207,7 @@ class RecorderState:
             virtual_rank: whose model was updated; None unless each virtual rank has one.
         """
         self.writer.write(update, virtual_rank)
-        # The time limit runs from the first step on: after it, the smaller of the two is the first.
+        # It is infinite until the first step, with which the time limit begins.
         self._first_step_time = min(self._first_step_time, time.monotonic())
         self.update = RankUpdate(contributes=self.update.contributes, batches=later_batches)
         self.notes = UpdateNotes()

@@ -83,6 +83,7 @@ def gradient_patterns(case: Divergence) -> tuple[str, ...]:
     # Both are dictionaries of gradients by name.
     expected = case.expected.merged(case.kind)
     actual = case.actual.merged(case.kind)
+    # `case.names` are the gradients that differ. Those that only the ranks have are left out.
     wrong_names = [name for name in case.names if name in expected]
     names_by_pattern: dict[str, list[str]] = defaultdict(list)
     for name in wrong_names:

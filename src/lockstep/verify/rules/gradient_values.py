@@ -445,6 +445,7 @@ def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]
             parts, and are not counted.
     """
     counts: dict[str, list[float]] = {}
+    # What was counted in the batches; 0 in a batch without this tensor.
     batches = case.actual.batches
     if len(batches) == num_parts:
         keys: dict[str, None] = {}  # a set that keeps the order
@@ -455,6 +456,7 @@ def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]
             for key in keys:
                 if key.startswith(kind):
                     counts[key] = [batch.weights.get(key, 0.0) for batch in batches]
+    # What the losses may have been divided by.
     divisors_of_losses = []
     for rank in case.actual:
         if rank.contributes:

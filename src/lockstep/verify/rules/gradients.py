@@ -71,6 +71,7 @@ def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cau
         all_known_from_start = known_from_start >= expected | actual
         if same_short_names and not all_known_from_start:
             continue
+        # Those with the setting on only one of the two, of the parameters that the rank has.
         names = (expected ^ actual) & rank.parameter_sums.keys()
         if names:
             ranks.append(number)

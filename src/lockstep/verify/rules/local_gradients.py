@@ -455,6 +455,7 @@ def _averaged_names(gradients: LocalGradients) -> list[str]:
     averaged: dict[str, None] = {}  # a set that keeps the order
     for update in neighbouring_updates:
         rank = update[0]
+        # What all backward passes of the step left, by name; empty if that is not known.
         local = sum_of_passes(rank.local_gradients, rank.unwrapped)
         for name, local_gradient in local.items():
             is_of_same_models = rank.optimizer == optimizer or _model_of(name) in models

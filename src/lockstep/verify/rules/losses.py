@@ -294,14 +294,14 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
     if factors.min() < -EQUAL_WEIGHT_SHARE * largest_factor:
         return ()  # no weight turns a gradient around, but another target does
 
-    same = "outputs are the same; by them the loss changes as on one process, times a number"
+    same = "outputs are the same; the loss's gradient by each is that of one process times a number"
     num_dropped = (counts_in_expected & ~counts_in_actual).sum()
     num_added = (counts_in_actual & ~counts_in_expected).sum()
     if num_dropped or num_added:
         which = f"{num_dropped} samples count on one process only, {num_added} on several only"
         return (same, which)
     factor_range = f"from {factors.min():.4g} to {factors.max():.4g}"
-    return (same, f"of its own for each sample, {factor_range}")
+    return (same, f"this number is one of its own for each sample, {factor_range}")
 
 
 def random_numbers_in_loss(case: Divergence) -> Cause | None:

@@ -302,9 +302,9 @@ def _is_shifted_and_scaled(expected: Array, actual: Array) -> bool:
     centered_actual = actual - actual.mean(axis=0)
     squares = (centered_expected * centered_expected).sum(axis=0)
     products = (centered_expected * centered_actual).sum(axis=0)
-    factors = products / np.where(squares > 0, squares, 1.0)
+    factors = products / np.where(squares > 0, squares, 1.0)  # 0 for a constant column
     remainder = np.abs(centered_actual - factors * centered_expected).max()
-    largest_value = max(np.abs(centered_actual).max(), 1e-30)
+    largest_value = max(np.abs(centered_actual).max(), 1e-30)  # all values may be constant
     return bool(remainder <= MAX_ERROR_OF_A_LINE * largest_value)
 
 

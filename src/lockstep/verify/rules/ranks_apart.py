@@ -47,6 +47,7 @@ def replicas_that_differ(case: Divergence) -> Cause:
     Looks the same: nothing known.
     Says: which ranks, whether the last step left them so, and the lines that wrote to them.
     """
+    # By parameter, the ranks that held other values before the step than rank 0.
     ranks_by_name = case.actual.replicas_that_differ()
     step = case.actual[0].step + 1
     sentence = (
