@@ -282,6 +282,6 @@ def _check_options_with_same_samples(options: dict[str, Any]) -> None:
     if excluded:
         raise SettingError(
             f"lockstep verify --same-samples {' '.join(excluded)}",
-            "with the same samples on one process nothing of that is left to do",
+            "one process trains on the batches of all ranks, so there is nothing else to compare",
             "leave one of them out",
         )

@@ -59,8 +59,8 @@ def findings_without_reference(
     findings: list[Finding] = []
     for number, update in enumerate(updates):
         if not findings:  # differences between ranks may follow from what was found before
-            findings += _ranks_that_differ(updates, number, tolerance)
-        findings += _same_inputs_on_all_ranks(update)
+            findings += _compare_ranks(updates, number, tolerance)
+        findings += _find_same_inputs_on_all_ranks(update)
         if any(rank.optimizer_unprepared for rank in update):
             step = update[0].step + 1
             text = f"optimizer {update[0].optimizer + 1} of the script, in step {step}"
@@ -76,9 +76,7 @@ def findings_without_reference(
     return findings
 
 
-def _ranks_that_differ(
-    updates: Sequence[Update], number: int, tolerance: Tolerance
-) -> list[Finding]:
+def _compare_ranks(updates: Sequence[Update], number: int, tolerance: Tolerance) -> list[Finding]:
     """Compares the ranks' parameters before an update, and their gradients in it.
 
     Args:
@@ -111,11 +109,12 @@ def _ranks_that_differ(
     return []
 
 
-def _same_inputs_on_all_ranks(update: Update) -> list[Finding]:
-    """Returns LS101, or LS108 for an IterableDataset, if all ranks computed the same inputs.
+def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
+    """Finds out whether all ranks computed the same inputs.
 
     Returns:
-        A list with one finding, or an empty list.
+        A list with the finding LS101, or LS108 if the inputs come from an IterableDataset. An empty
+        list if the ranks had different inputs, or may rightly have had the same.
     """
     # Ranks that hold parts of a model are rightly given the same inputs. Sums are recorded only of
     # parameters that are whole on a rank.
@@ -155,9 +154,10 @@ def _describe_repeated_order(updates: Sequence[Update]) -> str:
     # The indices of rank 0's samples, by loader and epoch.
     order_of_epoch: dict[tuple[int, int], list[int]] = defaultdict(list)
     for batch in _indexed_batches_of_rank_0(updates):
-        order_of_epoch[batch.loader, batch.epoch] += batch.ids or ()
+        order_of_epoch[batch.loader, batch.epoch] += batch.ids or ()  # never None here
     for (loader, epoch), order in order_of_epoch.items():
         order_before = order_of_epoch.get((loader, epoch - 1), [])
+        # The run may have been stopped within an epoch, so only its beginning is compared.
         num_compared = min(len(order), len(order_before))
         beginning = order_before[:num_compared]
         if num_compared < MIN_SAMPLES_OF_REPEATED_ORDER or beginning != order[:num_compared]:
