@@ -442,7 +442,7 @@ def _check_combinations(ctx: click.Context) -> None:
                     f"there is no {flag_of[main_option]}",
                     "add it, or leave this out",
                 )
-    # `--report tensorboard`, where a folder is needed. It is right if such a folder has a record.
+    # `--report tensorboard` is a mistake, unless a folder of this name has the record of a run.
     report = ctx.params["report"]
     if report in ("tensorboard", "wandb") and not _has_record(Path(report)):
         do = f"name one, and afterwards: lockstep report FOLDER --to {report}"

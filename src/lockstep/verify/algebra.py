@@ -74,17 +74,19 @@ def weights(
     is_nonzero = column_norms > 0  # for each part
     if not is_nonzero.any():
         return None
-    # Solve goal = normalized @ solution, where each column is a part divided by its norm: parts may
-    # be of very different sizes, and lstsq judges the rank against the largest column.
+    # Solve goal = normalized @ solution, where each column is a part divided by its norm. Parts may
+    # be of very different sizes, and columns that are small beside the largest one would not count
+    # for the rank of the matrix.
     nonzero_norms = column_norms[is_nonzero]
     normalized = matrix[:, is_nonzero] / nonzero_norms
-    solution, _, rank, _ = np.linalg.lstsq(normalized, goal, rcond=1e-10)
-    has_one_solution = rank >= len(nonzero_norms)
+    solution, _, matrix_rank, _ = np.linalg.lstsq(normalized, goal, rcond=1e-10)
+    has_one_solution = matrix_rank >= len(nonzero_norms)
     if not has_one_solution:
         return None
     remainder = norm(goal - normalized @ solution)
     if remainder > max_error * norm(goal):
         return None
+    # goal = matrix @ weights, so the weights are those of the normalized columns divided by norms.
     weights_of_parts = np.zeros(len(parts))
     weights_of_parts[is_nonzero] = solution / nonzero_norms
     return tuple(weights_of_parts.tolist())

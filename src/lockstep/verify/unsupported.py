@@ -54,10 +54,10 @@ def refuse_own_ranks(*_: Any, **__: Any) -> None:
 
 
 def refuse_larger_groups(nproc: int, run: Callable[[], object] = lambda: None) -> None:
-    """Calls a function in which a process group with more ranks than the run is an error.
+    """Makes a process group with more ranks than the run an error, and then calls a function.
 
-    Such a group means that the script has started ranks of its own. It stays an error afterwards,
-    for as long as this process lives.
+    Such a group means that the script has started ranks of its own. It stays an error in this
+    process after the call, too.
 
     Args:
         nproc: the number of ranks that `lockstep verify` has started.
