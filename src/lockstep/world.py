@@ -600,6 +600,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         seed_everything(settings.seed)
         if settings.virtual_ranks is not None:
             choices += compute_deterministically(run.collectives, settings.virtual_ranks)
+            reason = "each computed by itself: the same bits on any number of processes up to it"
+            choices.append(Choice("virtual ranks", str(settings.virtual_ranks), reason))
         return World(run, chosen, plan, choices)
     except BaseException:
         process_group.leave(run, failed=True)

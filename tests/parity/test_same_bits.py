@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
+from lockstep.errors import SettingError, UsageError
 
 pytestmark = pytest.mark.ranks
 
@@ -166,3 +167,87 @@ def two_virtual_ranks() -> str:
 def test_one_process_has_the_bits_of_stock_ddp_on_two() -> None:
     (alone,) = run_ranks(two_virtual_ranks, 1)
     assert run_ranks(stock_ddp, 2) == [alone] * 2
+
+
+def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
+    if name == "LARS":
+        return lockstep.optim.LARS(parameters, lr=0.1, momentum=0.9)
+    if name == "LAMB":
+        return lockstep.optim.LAMB(parameters, lr=0.01, weight_decay=0.01)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
+
+
+def train_with_optimizers() -> list[str]:
+    digests = []
+    for name in ("SGD", "LARS", "LAMB"):
+        with lockstep.init(virtual_ranks=4) as world:
+            model = mlp()
+            average = torch.optim.swa_utils.AveragedModel(
+                model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+            )
+            optimizer = optimizer_of(name, model.parameters())
+            loader = DataLoader(samples(40), batch_size=BATCH, shuffle=True)
+            model, optimizer, loader = world.prepare(model, optimizer, loader)
+            if world.strategy == "fsdp":  # its averages are sharded as the model is
+                average = world.prepare(average)
+            for images, labels in loader:
+                optimizer.zero_grad()
+                world.backward(F.cross_entropy(model(images), labels))
+                optimizer.step()
+                if world.is_last_micro_batch:
+                    average.update_parameters(model)
+            digests += [digest_of(model), digest_of(average)]
+    return digests
+
+
+def test_bits_with_norms_of_layers_and_averages_of_weights() -> None:
+    (alone,) = run_ranks(train_with_optimizers, 1)
+    assert run_ranks(train_with_optimizers, 2, env={"LOCKSTEP_STRATEGY": "fsdp"}) == [alone] * 2
+    (on_dp,) = run_ranks(train_with_optimizers, 1, env={"LOCKSTEP_STRATEGY": "dp"})
+    assert on_dp == alone
+
+
+def refusals() -> list[str]:
+    """Returns what is refused with virtual ranks, on two processes."""
+    messages = []
+    for options in (
+        {"strategy": "pipeline"},
+        {"strategy": "diloco"},
+        {"virtual_ranks": 1},
+        {"shares": "9:1"},
+        {"micro_batch_size": "auto"},
+    ):
+        with pytest.raises(SettingError) as error:
+            lockstep.init(**{"virtual_ranks": 4, **options})
+        messages.append(str(error.value).splitlines()[0])
+    with lockstep.init(virtual_ranks=4) as world:
+        loader = DataLoader(samples(16), batch_size=8)
+        model = mlp()
+        optimizer = torch.optim.LBFGS(model.parameters())
+        model, optimizer, loader = world.prepare(model, optimizer, loader)
+        for images, labels in loader:
+
+            def closure(images: Any = images, labels: Any = labels) -> Any:
+                return F.cross_entropy(model(images), labels)
+
+            with pytest.raises(UsageError) as usage:
+                optimizer.step(closure)
+            messages.append(str(usage.value).splitlines()[0])
+            world.backward(closure())
+            with pytest.raises(UsageError) as twice:
+                world.backward(closure())
+            messages.append(str(twice.value).splitlines()[0])
+            break
+    return messages
+
+
+def test_what_cannot_have_the_same_bits_is_refused() -> None:
+    assert run_ranks(refusals, 2)[0] == [
+        "virtual_ranks=4 with strategy='pipeline'",
+        "virtual_ranks=4 with strategy='diloco'",
+        "virtual_ranks=1",
+        "virtual_ranks=4",
+        "virtual_ranks=4 with micro_batch_size='auto'",
+        "optimizer.step(closure) with virtual_ranks",
+        "several backward passes of a batch with virtual_ranks",
+    ]

@@ -37,5 +37,5 @@ def compute_deterministically(collectives: Collectives, num_virtual_ranks: int) 
     # Tensors that are not initialised would be filled, which takes time; nobody may read them.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
-    reason = "pinned: the same on any number of processes, because it decides the order of sums"
+    reason = "per process; pinned, because it decides the order of sums"
     return [Choice("threads", str(num_threads), reason)]

@@ -286,7 +286,7 @@ def _set_up_run(
     choices = [Choice("device", str(device), reason)]
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
+    elif settings.virtual_ranks is None:  # else the number is pinned, and that is printed
         source = "OMP_NUM_THREADS" if environ.get("OMP_NUM_THREADS") else "torch's default"
         choices.append(Choice("threads", str(torch.get_num_threads()), f"per process; {source}"))
 

@@ -21,9 +21,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from lockstep.distributed.ordered_norm import norms_of_tensors
 from lockstep.distributed.torch_compat import is_sharded, own_part
 from lockstep.errors import SettingError, UsageError
 
@@ -456,9 +458,15 @@ def _norms_of_whole(
         The norms of the weights, and those of the steps, in the order of the parameters. Each is a
         tensor of shape `()` on the device of the parameter.
     """
+    first = parameters[0]
+    if torch.are_deterministic_algorithms_enabled():
+        # With virtual ranks the bits must not depend on how the parameters are sharded.
+        whole_steps = []
+        for step, parameter in zip(steps, parameters, strict=True):
+            whole_steps.append(_like_parameter(step, parameter))
+        return norms_of_tensors(parameters), norms_of_tensors(whole_steps)
     weight_norms = [_norm(weight) for weight in weights]
     step_norms = [_norm(step) for step in steps]
-    first = parameters[0]
     mesh = getattr(first, "device_mesh", None)
     if mesh is None:
         return weight_norms, step_norms
@@ -472,6 +480,21 @@ def _norms_of_whole(
         dist.all_reduce(squares, group=mesh.get_group(dimension))
     norms_of_whole = squares.to(first.device).sqrt()
     return list(norms_of_whole[0]), list(norms_of_whole[1])
+
+
+def _like_parameter(step: Tensor, parameter: Any) -> Tensor:
+    """Returns a step, of which this rank may have a shard, as a DTensor if its parameter is one."""
+    if not is_sharded(parameter):
+        return step
+    sharded: Tensor = DTensor.from_local(
+        step,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return sharded
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def plan_for(run: Run, rank: DataParallelRank) -> StrategyPlan:
         num_devices=rank.size,
         local_devices=(rank.rank,),
         num_micro_batches=max(run.settings.min_micro_batches, run.settings.num_micro_batches or 1),
-        virtual_ranks=_planned_virtual_ranks(run, shares),
+        virtual_ranks=planned_virtual_ranks(run, shares),
     )
 
 
@@ -135,7 +135,7 @@ def refuse_virtual_ranks(run: Run, strategy: str, reason: str) -> None:
         )
 
 
-def _planned_virtual_ranks(run: Run, shares: tuple[int, ...]) -> VirtualRanks | None:
+def planned_virtual_ranks(run: Run, shares: tuple[int, ...]) -> VirtualRanks | None:
     """Returns the virtual ranks of a run in which all train one model; None: none were asked for.
 
     Args:

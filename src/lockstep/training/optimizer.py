@@ -131,6 +131,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         micro_batch = self._step.micro_batch
         if closure is None:
             self._check_backward()
+        elif micro_batch.virtual_rank is not None and not micro_batch.has_own_step:
+            raise UsageError(
+                "optimizer.step(closure) with virtual_ranks",
+                "the closure would be evaluated on the part of one virtual rank",
+                "leave virtual_ranks out, or use an optimizer without closures",
+            )
         elif not (micro_batch.first and micro_batch.last):
             raise UsageError(
                 "optimizer.step(closure) with micro-batches",

@@ -30,6 +30,7 @@ from lockstep.batch.shares import initial_shares, parse_micro_batch_size
 from lockstep.batch.source import Source, make_source
 from lockstep.checkpoint.sharding import map_leaves, reshard
 from lockstep.communication.compressed_means import CompressedMeans
+from lockstep.distributed import ordered_norm
 from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import BatchNorm, let_compile_again, without_compile
@@ -47,7 +48,6 @@ from lockstep.strategies.base import (
 )
 from lockstep.strategies.micro_batch_buffers import MicroBatchBuffers
 from lockstep.strategies.placeholder import Placeholders
-from lockstep.strategies.virtual_rank_norm import norm_by_rows
 from lockstep.training.agreement import check_equal_on_ranks
 from lockstep.training.batchnorm_notes import BatchNormNotes
 from lockstep.training.forward_watch import ForwardWatch
@@ -225,7 +225,8 @@ class Preparer:
         if self.run.settings.virtual_ranks is None:
             norm = self.strategy.total_norm(parameters, norm_type)
         else:
-            norm = norm_by_rows(parameters, norm_type)
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            norm = ordered_norm.total_norm(gradients, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 

@@ -22,7 +22,14 @@ from lockstep.errors import SettingError, UsageError, warn
 from lockstep.session.extension import DeliveredBatch, Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Choice, is_auto
-from lockstep.strategies.base import PreparedModule, Strategy, StrategyPlan
+from lockstep.strategies.base import (
+    PreparedModule,
+    Strategy,
+    StrategyPlan,
+    on_one_process,
+    planned_virtual_ranks,
+    refuse_virtual_ranks,
+)
 from lockstep.strategies.data_parallel.module import DataParallel
 
 GPU_STREAM_SEED_TAG = 0xD9
@@ -58,6 +65,13 @@ class DP(Strategy):
             )
         # A trial on a module without parameters: it checks the devices and the shares.
         example = self._make_data_parallel(nn.Identity(), run)
+        if example.num_replicas > 1:
+            refuse_virtual_ranks(
+                run,
+                self.name,
+                "the loss is computed from the joined outputs of all devices, not from the part of "
+                "each virtual rank",
+            )
         device_ids = example.device_ids
         if device_ids and device_ids[0] != run.device.index:
             raise SettingError(
@@ -78,6 +92,7 @@ class DP(Strategy):
                 run.settings.min_micro_batches, run.settings.num_micro_batches or 1
             ),
             can_autotune=True,
+            virtual_ranks=planned_virtual_ranks(run, (1,)),
         )
 
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
@@ -97,7 +112,10 @@ class DP(Strategy):
         return PreparedModule(
             module=data_parallel,
             choices=self._choices(data_parallel, run),
-            extensions=[WeightedMeanWarning(data_parallel)],
+            extensions=[
+                WeightedMeanWarning(data_parallel),
+                *on_one_process(data_parallel, run).extensions,
+            ],
         )
 
     def _make_data_parallel(self, module: nn.Module, run: Run) -> DataParallel:

@@ -35,7 +35,14 @@ from lockstep.distributed.torch_compat import (
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, check_whole_number
-from lockstep.strategies.base import PreparedModule, Strategy, StrategyPlan, open_group, plan_for
+from lockstep.strategies.base import (
+    PreparedModule,
+    Strategy,
+    StrategyPlan,
+    open_group,
+    plan_for,
+    refuse_virtual_ranks,
+)
 from lockstep.strategies.pipeline.module import PipelinedModule
 from lockstep.strategies.pipeline.place import PipelinePlace
 from lockstep.strategies.pipeline.split import Split, balanced, split, units
@@ -93,6 +100,9 @@ class Pipeline(Strategy):
         Raises:
             SettingError: sizes that do not fit, or precision fp16.
         """
+        refuse_virtual_ranks(
+            run, self.name, "its micro-batches go through stages on several processes"
+        )
         num_ranks = run.topology.size
         num_positions = self._num_positions(run.topology)
         if num_ranks % num_positions != 0:
