@@ -145,7 +145,9 @@ def other_draws(case: Divergence) -> list[str]:
     digests_of_both = expected_digests & actual_digests
     for line, digest in draws_that_may_differ(case):
         if digest not in digests_of_both:
-            return [f"the loss is made of random numbers, drawn for this step: {line}"]
+            return [
+                f"the loss is computed from random numbers that were drawn for this step: {line}"
+            ]
     return []
 
 
@@ -155,13 +157,13 @@ def local_statistics(case: Divergence) -> list[str]:
     Only statistics that differ from those of one process on some rank are named. Whether that is
     wrong is not known: a batch's greatest length, for example, does no harm.
     """
-    text = "each rank's own samples alone gave a statistic that the loss is made of"
+    text = "the loss is computed from a statistic over each rank's own samples"
     return _lines_with_other_values(case, "batch_statistics", text)
 
 
 def local_scalars(case: Divergence) -> list[str]:
     """Says that statistics over each rank's own samples became numbers before the loss."""
-    text = "each rank's own samples alone gave a number, before the loss was made"
+    text = "before the loss, a number was computed from each rank's own samples"
     return _lines_with_other_values(case, "scalar_statistics", text)
 
 
@@ -197,8 +199,8 @@ def loss_compares_local_samples(case: Divergence) -> list[str]:
     if not any(rank.loss_compares_samples for rank in case.expected):
         return []
     return [
-        "the loss compares samples: the gradient of one follows the output of another",
-        "no rank gathered those of the others",
+        "the loss compares samples: the gradient of one depends on the output of another",
+        "no rank gathered the outputs of the others",
     ]
 
 

@@ -165,7 +165,8 @@ def _gather_without_graph(case: Divergence) -> list[str]:
     """
     for call in case.actual.calls:
         if call.name.startswith("all_gather") and not call.carries_gradient:
-            return [f"if the loss is made of it, its backward must add up: {call.line}"]
+            text = "if the loss is computed from this all-gather, sum its gradient over ranks"
+            return [f"{text}: {call.line}"]
     return []
 
 
@@ -285,7 +286,7 @@ def changed_after_right_passes(
             norms.append(norm(flat(local_sum)) * abs(weight))
         same_norm = []
         if all_near(norms, 1e-5):
-            same_norm.append("to gradients of one length, as clipping does")
+            same_norm.append("that gave the gradients of all ranks the same norm, as clipping does")
         return Cause("LS404", (right, text, *same_norm))
 
     for call in case.actual.calls:
@@ -358,7 +359,7 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
         # The ranks used no sum of the parts at all. If the parts are right, that is worth saying.
         if not all_near(right_weights, case.max_error):
             return None
-        text = "the sum of what the ranks' backward passes left is right, but for a factor"
+        text = "the sum of what the ranks' backward passes left is right up to a factor"
         return unknown_cause(case, f"{text}; what was made of it afterwards is not")
 
     # A part that one process does not have gets a tiny weight, by rounding: it becomes 0.
@@ -393,7 +394,7 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     # A mean of means: equal weights instead of others with the same sum.
     same_sum = near(sum(right_weights), sum(used_weights), 1e-5)
     if all_near(used_weights, case.max_error) and same_sum:
-        no_count = ["of nothing that was counted in the batches there is as much"]
+        no_count = ["nothing that was counted in the batches is proportional to these weights"]
         return Cause("LS205", (*evidence, *(statistics or no_count)))
     if statistics and not draws_that_may_differ(case):
         return Cause("LS208", (*evidence, *statistics))

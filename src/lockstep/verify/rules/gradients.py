@@ -107,7 +107,7 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
         return None
     names = join_first(script_names(missing))
     text = f"no optimizer of {case.num_ranks} processes updates {names}"
-    return Cause("LS312", (text, "on one process one does"), missing)
+    return Cause("LS312", (text, "on one process an optimizer does"), missing)
 
 
 def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
@@ -142,7 +142,7 @@ def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
     cause = explain_gradients(case_with_used, expected_gradients, used)
     evidence = (
         f"the optimizer exchanges gradients in its step: {calls_in_step[0].line}",
-        "what it used of them is seen by what it made of the parameters",
+        "the gradients that it used are computed from how it changed the parameters",
         *cause.evidence,
     )
     return replace(cause, evidence=evidence)
@@ -176,7 +176,7 @@ def gather_without_gradient(case: Divergence) -> Cause | None:
     line = case.actual.first("gather_line") or _detached_gather_line(case)
     if not line:
         return None
-    text = "the loss is made of what an all-gather brought, which carries no gradient"
+    text = "the loss is computed from the result of an all-gather, which carries no gradient"
     return Cause("LS207", (text, line, *gradient_patterns(case)))
 
 

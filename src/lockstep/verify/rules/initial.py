@@ -95,6 +95,6 @@ def _other_seeds(case: Divergence) -> list[str]:
             values = [seeds.get(line, "nothing") for seeds in seeds_by_process]
             return [
                 f"torch was seeded with {format_by_process(values)}",
-                f"that is by {line}",
+                f"the seed was set by {line}",
             ]
     return []

@@ -98,7 +98,7 @@ class LocalGradients:
         line = self.case.actual.first("past_wrapper_line")
         if not line:
             return []
-        return [f"around the wrapper: {line}"]
+        return [f"a forward pass bypassed the DDP wrapper: {line}"]
 
     @property
     def are_unwrapped(self) -> bool:
@@ -244,7 +244,7 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
     large_state = _optimizer_state_too_large(case)
     if large_state:
         return Cause("LS201", (gradients.difference_text, exchange, *large_state))
-    text = "what it makes of them is not seen; parameters before the next step are other ones"
+    text = "what it computes from them is not known; the parameters before the next step differ"
     return Cause("LS210", (gradients.difference_text, exchange, text))
 
 
@@ -329,7 +329,7 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
     case = gradients.case
     line = case.actual.first("gradient_draw_line")
     if line:
-        text = f"they are made of random numbers that each rank drew: {line}"
+        text = f"they are computed from random numbers that each rank drew: {line}"
         return Cause("LS308", (gradients.difference_text, *gradients.past_wrapper_texts, text))
     evidence = ["they are not what each rank's own backward passes left"]
     gradients_of_first = case.actual[0].gradients
@@ -412,7 +412,7 @@ def averaged_too_late(gradients: LocalGradients) -> Cause | None:
     calls = gradients.reducing_calls
     if not any(call.gradient_of in gradients.names for call in calls):
         return None
-    text = f"gradients were averaged too late, or others than these: {calls[0].line}"
+    text = f"these gradients were averaged too late, or only others were: {calls[0].line}"
     return Cause("LS406", (gradients.difference_text, gradients.local_text, text))
 
 
@@ -427,12 +427,12 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
     """
     calls = gradients.reducing_calls
     if calls:
-        text = f"the script reduces others: {calls[0].line}"
+        text = f"the script reduces other gradients: {calls[0].line}"
         return Cause("LS301", (gradients.difference_text, gradients.local_text, text))
     names = _averaged_names(gradients)
     if not names:
         return None
-    text = f"those of others are averaged: {format_items(script_names(names))}"
+    text = f"gradients of other parameters are averaged: {format_items(script_names(names))}"
     return Cause("LS301", (gradients.difference_text, gradients.local_text, text))
 
 
@@ -486,7 +486,7 @@ def model_that_nothing_wraps(gradients: LocalGradients) -> Cause | None:
     if not gradients.are_unwrapped:
         return None
     case = gradients.case
-    text = "neither DDP nor Lockstep holds the model"
+    text = "neither DDP nor Lockstep wraps the model"
     # A model may have been called before another one's step, so earlier updates count too.
     for update in reversed(case.parallel_run[: case.update_index + 1]):
         line = update.first("unwrapped_line")

@@ -184,8 +184,8 @@ def outputs_of_earlier_steps(case: Divergence) -> Cause | None:
     line = case.actual.first("earlier_outputs_line")
     if not line or not _forwards_with_equal_outputs(case):
         return None
-    text = "the loss is made of what models returned in earlier steps, which no rank exchanged"
-    same = "outputs of this step are the same"
+    text = "the loss is computed from outputs of earlier steps, which the ranks did not exchange"
+    same = "the outputs of this step are the same"
     return Cause("LS309", (f"{text}: {line}", same, *loss_line(case)))
 
 

@@ -214,7 +214,7 @@ def _cause_of_other_inputs(
         return random_loss(case, numbers) or Cause("LS111", (numbers,))
     if is_whole_input and _is_normalized_by_rank(forward):
         text = "each rank's are those of one process, shifted and scaled by numbers of its own"
-        why = "as by the mean and deviation of its part alone"
+        why = "as if normalized by the mean and deviation of its own samples"
         return Cause("LS111", (numbers, text, why))
     if is_repeated.all():
         if num_extra:

@@ -257,7 +257,7 @@ def parameters_of_ranks_differ(case: Divergence) -> Cause | None:
     ranks_by_name = case.actual.ranks_that_differ("parameters", case.tolerance)
     if not ranks_by_name:
         return None
-    text = f"rank 0 has others than {format_ranks_that_differ(ranks_by_name)}"
+    text = f"rank 0 has other parameters than {format_ranks_that_differ(ranks_by_name)}"
     return Cause("LS304", (_only_parameters_differ(), text), tuple(ranks_by_name))
 
 
@@ -283,7 +283,7 @@ def frozen_parameters_differ(case: Divergence) -> Cause | None:
     if not set(case.names) <= set(case.expected[0].frozen):
         return None
     step = case.actual[0].step + 1
-    text = f"before step {step} parameters that nothing trains are other ones"
+    text = f"before step {step} parameters that nothing trains differ from those of one process"
     kind = "such as those of a teacher, an average or a target network"
     return Cause("LS309", (text, kind, *describe_writes(case, case.names)))
 
@@ -297,7 +297,7 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
     Says: the lines that wrote to the parameters, if the last step left the right ones.
     """
     step = case.actual[0].step + 1
-    text = f"before step {step} parameters are other ones than on one process"
+    text = f"before step {step} parameters differ from those of one process"
     writes = describe_writes(case, case.names)
     parameters_after_last_step: Mapping[str, Array] = {}
     if case.update_index > 0:

@@ -170,7 +170,7 @@ def changed_between_passes(case: Divergence) -> Cause | None:
     why = "what a backward pass before it left was each rank's own, and no average"
     line = case.actual.first("past_wrapper_line")
     if line:
-        return Cause("LS302", (sentence, why, f"around the wrapper: {line}"))
+        return Cause("LS302", (sentence, why, f"a forward pass bypassed the DDP wrapper: {line}"))
     return Cause("LS301", (sentence, why))
 
 

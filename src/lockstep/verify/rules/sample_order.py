@@ -325,7 +325,7 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
     rank_0_differs = bool(contents_that_differ(case.expected, case.actual[:1]))
     if rank_0_differs:
         return None
-    text = "rank 0 has the content of one process, other ranks have not"
+    text = "rank 0 has the same content as one process, other ranks have not"
     return Cause("LS104", (_contents_differ(case), text))
 
 
