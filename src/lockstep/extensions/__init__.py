@@ -36,11 +36,12 @@ def add_extensions(
     from lockstep.extensions.checks import CHECKS
 
     autotune = Autotune(run, strategy, plan, preparer.wrapped.keys(), preparer.optimizers)
-    preparer.sizes = autotune
+    preparer.sizes = autotune  # loaders that it prepares ask this for what is "auto"
     run.extensions.add(autotune, Place.CHECK)  # before the checks: its trial steps are not checked
     for check in CHECKS:
         run.extensions.add(check(run, preparer.precision, preparer.wrapped.values()), Place.CHECK)
     settings = run.settings
+    # The link between machines was measured; None on one machine.
     if run.link is not None and strategy.name == "ddp":
         from lockstep.extensions.report.network_advice import NetworkAdvice
 

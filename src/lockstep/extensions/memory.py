@@ -129,46 +129,51 @@ def _rows_of_replicas(
 ) -> list[DeviceMemory]:
     """Returns a row for each replica of a process.
 
-    If several replicas share a device, each gets a row as if it had a device of its own.
-
     Args:
         rows: one for each device, the first for that of the parameters.
         model: with the replicas.
         samples: of this process, None if no steps were measured.
     """
-    home = rows[0]
-    num_replicas = model.num_replicas
-    samples_of_replica: list[int | None] = [None] * num_replicas
+    samples_of_replica: list[int | None] = [None] * model.num_replicas
     if samples is not None:
         samples_of_replica = list(model.sizes(samples))
-    each_has_a_device = len(set(model.devices)) == num_replicas
-    if each_has_a_device:
-        samples_of_device: dict[str, int | None] = {}
-        for device, replica_samples in zip(model.devices, samples_of_replica, strict=True):
-            samples_of_device[str(device)] = replica_samples
-        completed: list[DeviceMemory] = []
-        for row in rows:
-            if row.device in samples_of_device:
-                # Each replica has gradients of all parameters until they are added up.
-                completed.append(
-                    replace(row, samples=samples_of_device[row.device], gradients=home.gradients)
-                )
-            else:  # no replica computes on this device
-                completed.append(replace(row, samples=None))
-        return completed
-    total_samples = sum(replica_samples or 0 for replica_samples in samples_of_replica)
-    rows_of_replicas: list[DeviceMemory] = []
-    for number, replica_samples in enumerate(samples_of_replica):
+    each_has_a_device = len(set(model.devices)) == model.num_replicas
+    if not each_has_a_device:
+        return _rows_of_sharing_replicas(rows[0], samples_of_replica)
+    samples_of_device: dict[str, int | None] = {}
+    for device, replica_samples in zip(model.devices, samples_of_replica, strict=True):
+        samples_of_device[str(device)] = replica_samples
+    # Each replica has gradients of all parameters until they are added up.
+    gradients = rows[0].gradients
+    completed: list[DeviceMemory] = []
+    for row in rows:
+        if row.device in samples_of_device:
+            device_samples = samples_of_device[row.device]
+            completed.append(replace(row, samples=device_samples, gradients=gradients))
+        else:  # no replica computes on this device
+            completed.append(replace(row, samples=None))
+    return completed
+
+
+def _rows_of_sharing_replicas(
+    home: DeviceMemory, samples_of_replica: Sequence[int | None]
+) -> list[DeviceMemory]:
+    """Returns a row for each of several replicas on one device, as if each had its own device.
+
+    Args:
+        home: the row of the device, with the bytes of all replicas.
+        samples_of_replica: samples that each replica computes; None if no steps were measured.
+    """
+    total_samples = sum(samples or 0 for samples in samples_of_replica)
+    rows: list[DeviceMemory] = []
+    for number, samples in enumerate(samples_of_replica):
         activations: int | None = None
-        if replica_samples is not None:
+        if samples is not None:
             # In proportion to the samples, because layers that the replicas compute together, such
-            # as BatchNorm, save tensors for all of them. `home` has the bytes of all replicas.
-            activations = (home.activations or 0) * replica_samples // max(1, total_samples)
+            # as BatchNorm, save tensors for all of them.
+            activations = (home.activations or 0) * samples // max(1, total_samples)
         row = replace(
-            home,
-            device=f"{REPLICA_PREFIX}{number}",
-            samples=replica_samples,
-            activations=activations,
+            home, device=f"{REPLICA_PREFIX}{number}", samples=samples, activations=activations
         )
         if number > 0:
             # The first replica computes with the parameters themselves and has the optimizer's
@@ -181,8 +186,8 @@ def _rows_of_replicas(
                 loss=None if samples is None else 0,
                 peak=None,
             )
-        rows_of_replicas.append(row)
-    return rows_of_replicas
+        rows.append(row)
+    return rows
 
 
 def _gathered_bytes(units: Sequence[nn.Module]) -> int:

@@ -135,6 +135,13 @@ def _choose_unit(devices: Iterable[DeviceMemory]) -> tuple[int, str]:
 
 
 def _format_cell(attribute: str, value: float | None, unit_bytes: int) -> str:
+    """Returns a cell of the table as text.
+
+    Args:
+        attribute: of `DeviceMemory`, which the row of the cell shows.
+        value: bytes, unless it is a number of samples or a time in seconds; None: not known.
+        unit_bytes: the bytes of the unit in which bytes are shown.
+    """
     if value is None:
         return "?"
     if attribute == "samples":

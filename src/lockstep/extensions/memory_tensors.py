@@ -41,7 +41,8 @@ def storages(tensors: Iterable[Tensor]) -> set[torch.UntypedStorage]:
     found: set[torch.UntypedStorage] = set()
     for tensor in tensors:
         local = own_part(tensor)
-        if local.layout is torch.strided and local.device.type != "meta":
+        has_storage = local.layout is torch.strided and local.device.type != "meta"
+        if has_storage:
             found.add(local.untyped_storage())
     return found
 

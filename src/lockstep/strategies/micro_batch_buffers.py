@@ -112,6 +112,7 @@ class MicroBatchBuffers(Extension):
             self._warn(changing, num_micro_batches)
 
     def _warn(self, names: Sequence[str], num_micro_batches: int) -> None:
+        """Warns of buffers, by their names, that change in each micro-batch."""
         advice = (
             "update them once per global batch, from sums over its micro-batches, or choose the "
             "momentum of running means for so many updates"

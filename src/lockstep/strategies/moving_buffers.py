@@ -124,6 +124,7 @@ class MovingBuffers:
             self._warn(different)
 
     def _warn(self, names: Sequence[str]) -> None:
+        """Warns of buffers, by their names, whose values differ between ranks."""
         advice = "compute them from the global batch: world.sum of sums and counts, in forward"
         if self._strategy is not None:
             advice += (

@@ -191,7 +191,7 @@ def update_running_stats(layer: BatchNorm, mean: Tensor, variance: Tensor, total
         variance: (C,), biased.
         total: (), values per channel, float64.
     """
-    weight_of_batch = layer.momentum or 0.0
+    weight_of_batch = layer.momentum or 0.0  # the momentum may be None
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
         if layer.momentum is None:  # the running statistics are the mean over all batches

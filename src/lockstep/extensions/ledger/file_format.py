@@ -121,7 +121,7 @@ def read_file(path: Path) -> RankFile:
     file = RankFile(path.name)
     data = _map_file(path)
     for begin, end in _find_records(data, file):
-        kind = data[begin : begin + 1]
+        kind = data[begin : begin + 1]  # the first byte; what follows it depends on it
         if kind == STEP_RECORD:
             _add_step(file, data, begin + 1, end)
             continue

@@ -79,6 +79,7 @@ class Ledger(Extension):
         If no prepared loader gave one, it writes a step without samples.
         """
         wrote_samples = False
+        # `_untrained` has what each loader has handed out since the last step.
         for loader, batches in self._untrained.items():
             # A pass over this loader has ended before its last global batch was trained.
             if not loader.mid_epoch:

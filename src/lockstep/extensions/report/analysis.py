@@ -127,8 +127,8 @@ def speed(start: Start) -> Speed | None:
 
     The time of evaluations and checkpoints is left out.
     """
-    record = start.main
-    rows = steady_rows(record)
+    record = start.main  # of rank 0
+    rows = steady_rows(record)  # without the first ones
     seconds = record.seconds((*WORK_PHASES, "communication"))[rows].sum()
     num_steps = record.column("steps")[rows].sum()
     num_samples = record.column("samples")[rows].sum()

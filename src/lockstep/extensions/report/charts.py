@@ -312,6 +312,7 @@ def curves(record: Record) -> list[Curve]:
     found += _logged_curves(starts)
     steps_of_start = [start.main.column("step") for start in starts]
     curves_of_start = [start.main.curves() for start in starts]
+    # The unit "" stands for numbers that are shown with prefixes, such as 12 k; None for others.
     for title, label, unit, name in (
         ("Throughput", "samples/s", "", "samples_per_second"),
         ("Learning rate", "learning rate", None, "learning_rate"),

@@ -81,6 +81,7 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
                 super().handle()
 
         def do_GET(self) -> None:
+            """Answers a request with the page, or with an error."""
             # A foreign site could let its own name point to this address, to read the answer in
             # its visitor's browser (DNS rebinding). Its name stands in the header then.
             if not _OWN_HOST.fullmatch(self.headers.get("Host") or ""):

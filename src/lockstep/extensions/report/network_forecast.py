@@ -239,6 +239,7 @@ def describe_slow_machine(step_s: float, waited_s: Mapping[str, float]) -> str:
     next_slowest = slowest_first[1]
     if waited_s[next_slowest] - waited_s[slowest] <= NOTABLE_SHARE_OF_STEP * step_s:
         return ""
+    # What a machine does not wait in a step, it computes.
     computing_there = _format_seconds(step_s - waited_s[slowest])
     computing_elsewhere = _format_seconds(step_s - waited_s[next_slowest])
     return (

@@ -285,7 +285,7 @@ def _scaling_rows(record: Record, baselines: Sequence[Record]) -> list[tuple[obj
                 speed.steps,
                 thousands(speed.samples_per_second),
                 f"{times_one_rank:.2f}",
-                f"{times_one_rank / speed.ranks:.0%}",
+                f"{times_one_rank / speed.ranks:.0%}",  # 100 %: n ranks are n times as fast as one
             )
         )
     return rows

@@ -183,6 +183,7 @@ class Start:
         """
         launcher_kinds = {line["kind"] for line in self.launcher_lines}
         rank_ends = {record.end for record in self.records.values()}
+        # Launchers come first: a rank that is ended from outside may write that it has failed.
         if "interrupted" in launcher_kinds:
             return "interrupted"
         if "failure" in launcher_kinds:

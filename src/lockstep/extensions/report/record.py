@@ -131,10 +131,10 @@ class Recorder(Extension):
         now = time.perf_counter()
         self._longest_step_s = max(self._longest_step_s, now - self._last_step_end_s)
         self._last_step_end_s = now
-        running = self._step.training_pass
+        training_pass = self._step.training_pass
         self._num_steps += 1
-        self._num_samples += running.micro_batch.global_samples
-        loss = running.loss
+        self._num_samples += training_pass.micro_batch.global_samples
+        loss = training_pass.loss
         if isinstance(loss, Tensor):  # None if the script gave none to World.backward
             # A loss on a GPU is summed up there: reading its value would wait for the GPU.
             self._loss_sum = self._loss_sum + (loss if loss.is_cuda else loss.item())

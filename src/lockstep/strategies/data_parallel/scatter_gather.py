@@ -62,7 +62,8 @@ def _check_can_be_split(leaf: Any, num_replicas: int) -> None:
         can_be_split = _is_splittable_tensor(leaf)
     else:
         kind = type(leaf).__name__
-        # A module has `.to` as an opaque object has, but it holds no samples.
+        # An opaque object has tensors inside, since it has `.to`, but cannot be looked into. A
+        # module has `.to` as well, but holds no samples.
         can_be_split = isinstance(leaf, nn.Module) or not is_opaque(leaf)
     if not can_be_split:
         raise DataError(

@@ -83,7 +83,7 @@ class DP(Strategy):
         if is_auto(run.settings.shares) and example.num_replicas > 1:
             device_shares = None  # to be measured
         return StrategyPlan(
-            rank=DataParallelRank(0, 1),
+            rank=DataParallelRank(0, 1),  # the only rank, which has each batch as a whole
             shares=(1,),
             num_devices=example.num_replicas,
             local_devices=range(example.num_replicas),

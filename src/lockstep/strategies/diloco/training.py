@@ -378,15 +378,15 @@ class DiLoCoTraining(Extension):
         shared_weights = self._weights.values(SHARED)
         shared_buffers = self._buffers.values(SHARED)
         yield EqualTensors(
-            dict(zip(self._parameter_names, shared_weights, strict=True)),
-            dict(zip(self._buffer_names, shared_buffers, strict=True)),
+            parameters=dict(zip(self._parameter_names, shared_weights, strict=True)),
+            buffers=dict(zip(self._buffer_names, shared_buffers, strict=True)),
         )
         # With a group, this rank computes one virtual rank, together with the others of the group.
         number = self.own[0]
         if self._group is not None and self._weights.exists(number):
             weights = self._weights.values(number)
             weight_by_name = dict(zip(self._parameter_names, weights, strict=True))
-            yield EqualTensors(weight_by_name, {}, self._group)
+            yield EqualTensors(parameters=weight_by_name, buffers={}, group=self._group)
 
     def round_is_over(self) -> bool:
         """Returns True if the last fragment of a round was applied in the present step.

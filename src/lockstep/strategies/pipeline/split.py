@@ -79,8 +79,9 @@ def _find_units(name: str, module: nn.Module, blocks: list[str]) -> list[tuple[s
     is_container = isinstance(module, _CONTAINERS)
     contains_blocks = any(block.startswith(prefix) for block in blocks)
     can_be_cut = is_root or is_container or contains_blocks
-    if not children or name in blocks or not can_be_cut:
-        return [(name, module)]
+    is_block = name in blocks
+    if not children or is_block or not can_be_cut:
+        return [(name, module)]  # it is one unit
     units: list[tuple[str, nn.Module]] = []
     for child_name, child in children:
         units += _find_units(f"{prefix}{child_name}", child, blocks)

@@ -322,8 +322,9 @@ class _PieceForward:
     def _output_shapes(self, arguments: Arguments) -> Any:
         """Returns the output of `shape_forward`, which is remembered for each kind of input."""
         assert self.shape_forward is not None  # this process runs another stage
-        with DisableTorchFunctionSubclass():  # with it, reading attributes of a `Shape` is slow
-            kind = signature(arguments)
+        # Reading attributes of a `Shape`, a subclass of Tensor, is slow without this context.
+        with DisableTorchFunctionSubclass():
+            kind = signature(arguments)  # None if unknown: then nothing is remembered
         if kind in self.output_of_kind:
             return self.output_of_kind[kind]
         args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)

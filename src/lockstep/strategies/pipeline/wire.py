@@ -182,6 +182,7 @@ class Wire:
         else:
             specs, tensors = self._receive_of_known_kind(source, kind, known_specs)
 
+        # The next message will most likely have the same specs, so it is waited for already.
         if self._posts_next_message(specs, more):
             self._posted = self.post_receives(source, _with_flag(specs, kind))
         self._previous_specs = specs
