@@ -1,9 +1,10 @@
 """Was every sample of the plan trained once, and is the order another one in every epoch?
 
-Samples are counted, not stored: a *tally* has how many there were, and a *checksum* over their
-indices, which does not depend on the order. What all ranks together were handed must be what the
-plan has. The ranks compare in the optimizer step that follows the end of a pass, when they are
-together: after the first two passes, and then whenever 1000 more global batches are done.
+A *pass* is one loop over a loader, which follows a *plan*: the global batches of an epoch. Samples
+are counted, not stored: a *tally* has how many there were, and a *checksum* over their indices,
+which does not depend on the order. What all ranks together were handed must be what the plan has.
+The ranks compare in the optimizer step that follows the end of a pass, when they are together:
+after the first two passes, and then whenever 1000 more global batches are done.
 """
 
 from __future__ import annotations

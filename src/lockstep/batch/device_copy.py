@@ -44,7 +44,12 @@ def _move_when_needed(
 def _copy_one_ahead(
     pairs: Iterable[tuple[T, Any]], device: torch.device
 ) -> Generator[tuple[T, Any], None, None]:
-    """Yields batches on a GPU, while the next one is copied."""
+    """Yields batches on a GPU, while the next one is copied.
+
+    Args:
+        pairs: batches, each after something that describes it, which is yielded with it.
+        device: the GPU.
+    """
     copier = _Copier(device)
     previous: tuple[T, _StartedCopy] | None = None
     for description, batch in pairs:

@@ -67,6 +67,10 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
 
     The *parts* of a sample are its components, such as image and label, each with a digest by name.
 
+    Args:
+        before: the data of the earlier start.
+        now: the data of this start.
+
     Returns:
         How they differ; None: no difference is known.
     """

@@ -360,6 +360,11 @@ def make_source(
 def _global_batch_size(batch_size: int | None, per_device: int | None, devices: int) -> int:
     """Returns the number of samples of a global batch.
 
+    Args:
+        batch_size: the number itself, or None.
+        per_device: the number for each device, or None.
+        devices: the number of devices of the run.
+
     Raises:
         DataError: not exactly one of `batch_size` and `per_device` is given, or it is no size.
     """
@@ -426,6 +431,13 @@ def _make_torch_loader(
 ) -> torch_data.DataLoader[Any]:
     """Returns torch's loader of a dataset. It completes and checks the options; nobody iterates it.
 
+    Args:
+        dataset: the dataset.
+        batch_size: samples of a global batch.
+        drop_last: True to leave out a last global batch that is not full.
+        collate: makes a batch of samples; None: torch's function.
+        options: further arguments of the user's, by their names.
+
     Raises:
         DataError: an option is unknown, or refused by torch.
     """
@@ -463,6 +475,11 @@ def _make_torch_loader(
 
 def _check_iterable(dataset: object, *, shuffle: bool, shard: object) -> None:
     """Checks the arguments of a loader of an iterable.
+
+    Args:
+        dataset: the iterable.
+        shuffle: the argument of `World.loader`; refused if it is True.
+        shard: the argument of `World.loader`: a function, False or None.
 
     Raises:
         UsageError: arguments that do not fit an iterable.

@@ -1,7 +1,9 @@
 """The loader of an iterable (a *stream*): this rank's part of every global batch.
 
 A *global batch* holds the samples of one optimizer step, over all ranks; its *position* is its
-number in the epoch. How many there are is not known before the end of the stream.
+number in the epoch. How many there are is not known before the end of the stream. Each rank
+computes its part in one or more *micro-batches*. *Digests* are short values made of samples, by
+which these are compared.
 
 If every rank reads the whole stream, each knows what the others have. Nothing is exchanged except,
 now and then, a few bytes that show whether they read the same (`consistency`). If the stream is
@@ -264,6 +266,11 @@ class IterableLoader(Loader):
 
         In an evaluation a rank skips micro-batches of which it has no samples. Collectives are
         refused while a batch is handed out that some rank may skip.
+
+        Args:
+            epoch: of the pass.
+            start: the position of the first global batch.
+            training: True for a pass with gradients.
         """
         every_rank_gets_all = training or self._evaluates_together
         blocked_before = self._collectives.blocked_reason
@@ -284,7 +291,13 @@ class IterableLoader(Loader):
                 yield planned, batch
 
     def _divide(self, epoch: int, rank_batch: RankBatch) -> Iterator[ReadMicroBatch]:
-        """Yields this rank's micro-batches of a global batch, each with its batch."""
+        """Yields this rank's micro-batches of a global batch, each with its batch.
+
+        Args:
+            epoch: of the pass.
+            rank_batch: what this rank has read of the global batch, and how many samples each rank
+                has of it (`counts`).
+        """
         # These three have the shape (micro-batches, ranks): the samples that are planned for a
         # rank in a micro-batch, those in all micro-batches before it, and those that it has. At
         # the end of the stream a rank may have fewer samples in all (`counts`, shape (ranks,))

@@ -1,10 +1,13 @@
 """Reads one rank's part of the global batches of an iterable, in this process or in a worker.
 
 A *global batch* holds the samples of one optimizer step; its *position* is its number in the epoch.
+Each rank computes its part in one or more *micro-batches*. How it comes by its part depends on
+`shard`: it reads the whole iterable and keeps its part (None), seeks its samples (a function), or
+gets a part of its own from the iterable (False). *Digests*, short values made of samples, show
+whether ranks and workers read the same.
+
 A worker is asked for a global batch by its position, and reads the iterable forward to it. So what
-it gives does not depend on how many workers there are, or which of them is asked. How a rank comes
-by its part depends on `shard` (see `batch.source`): it reads the whole iterable and keeps its part
-(None), seeks its samples (a function), or gets a part of its own from the iterable (False).
+it gives does not depend on how many workers there are, or which of them is asked.
 
 What `transform` draws at random comes from (seed, epoch, number of the sample).
 """
@@ -311,7 +314,13 @@ class IterableFetch(Dataset[Any]):
         return np.diff(samples_before_bound, axis=0)
 
     def read_whole(self, epoch: int, position: int, pass_begin: int = 0) -> list[Any]:
-        """Reads the samples of a whole global batch; fewer, or none, at the end of the iterable."""
+        """Reads the samples of a whole global batch; fewer, or none, at the end of the iterable.
+
+        Args:
+            epoch: of the pass.
+            position: of the global batch in the epoch.
+            pass_begin: the position of the first global batch of the pass.
+        """
         batch_size = self._source.batch_size
         return self._read(
             epoch,

@@ -154,7 +154,12 @@ class CompressedMeans:
 
 
 def _state_of_unit(state: State, number: int) -> dict[str, Tensor]:
-    """Returns the state of a unit's sum from what `state_dict` returned."""
+    """Returns the state of a unit's sum.
+
+    Args:
+        state: what `CompressedMeans.state_dict` returned: tensors by `UNIT.NAME`.
+        number: of the unit.
+    """
     prefix = f"{number}."
     unit_state: dict[str, Tensor] = {}
     for name, tensor in state.items():

@@ -1,4 +1,8 @@
-"""Measures the network between machines: the time of a short message, and the bandwidth."""
+"""Measures the network between machines: the time of a short message, and the bandwidth.
+
+The machines form a ring: in a *shift* each sends as many bytes to the next one as it receives from
+the one before. All of them send at the same time.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Encodes numbers as fewer bytes, and decodes them.
 
-`bf16` rounds. `int8` and `int4` are whole numbers with one scale for every 128 of them (block-wise
-quantization, Dettmers et al., arXiv 2110.02861).
+`bf16` rounds. `int8` and `int4` are whole numbers, the *codes*, with one scale for every *block* of
+128 of them (block-wise quantization, Dettmers et al., arXiv 2110.02861).
 """
 
 from __future__ import annotations

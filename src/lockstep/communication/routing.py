@@ -46,7 +46,13 @@ def all_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Reduces a tensor over a group, in place, as `torch.distributed.all_reduce` does."""
+    """Reduces a tensor over a group, in place, as `torch.distributed.all_reduce` does.
+
+    Args:
+        tensor: is replaced by the result.
+        op: SUM, MAX, MIN, or what else the backend can do.
+        group: the ranks.
+    """
     shared = _shared_memory
     if shared is not None and shared.takes(tensor, op):
         # All ranks: within each machine through its memory, and over the network between machines.

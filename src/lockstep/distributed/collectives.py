@@ -543,7 +543,13 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(collectives: Collectives, action: str, work: Callable[[], T]) -> T:
-    """Calls `work` on every rank and returns this rank's result; see `exchange_on_all_ranks`."""
+    """Calls `work` on every rank and returns this rank's result. If it raises, all ranks raise.
+
+    Args:
+        collectives: of the run.
+        action: what `work` does, for messages.
+        work: returns the result of this rank.
+    """
 
     def work_without_answer() -> tuple[T, None]:
         return work(), None

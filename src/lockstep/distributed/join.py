@@ -208,7 +208,12 @@ class Join:
         return hosts
 
     def _await_rank_0(self, request: JoinRequest, advice_on_file: str) -> None:
-        """Returns when rank 0 has come to the store; raises MissingRankError if it does not."""
+        """Returns when rank 0 has come to the store; raises MissingRankError if it does not.
+
+        Args:
+            request: what this process has written.
+            advice_on_file: ends the advice, if the store is a file.
+        """
         if self._wait_for_key("rank 0", time.monotonic() + self.timeout_s):
             return
         raise errors.MissingRankError(

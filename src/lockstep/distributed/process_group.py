@@ -349,7 +349,13 @@ def _exchange_on_this_machine(joined: Joined | None, timeout_s: float, text: str
 def _share_memory(
     collectives: Collectives, settings: Settings, timeout: timedelta | None
 ) -> Choice:
-    """Makes CPU tensors go through shared memory if that is possible; returns what was chosen."""
+    """Makes CPU tensors go through shared memory if that is possible; returns what was chosen.
+
+    Args:
+        collectives: of the run.
+        settings: what the user set. If that is a backend, there is no shared memory.
+        timeout: how long a collective may take; None: torch's default.
+    """
     if settings.backend is not None:
         shared_memory = None
         reason = f"backend={settings.backend!r} was asked for"

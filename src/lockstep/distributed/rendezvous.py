@@ -1,9 +1,9 @@
 """How the ranks meet: at the store of `env://`, `tcp://host:port` or `file:///path`.
 
 A *store* is torch's key-value store, which processes share before there is a process group. Under
-`env://` and `tcp://` rank 0 serves a TCPStore and the other ranks connect to it; `file://` is
-torch's FileStore (see `init_file`). Once they have met, the ranks decide by the protocol of `join`
-whether the run starts.
+`env://` and `tcp://` rank 0 serves a TCPStore at an *endpoint* (a host and a port), and the other
+ranks connect to it; `file://` is torch's FileStore (see `init_file`). Once they have met, the ranks
+decide by the protocol of `join` whether the run starts.
 
 Torch's own TCPStore listens on all interfaces; ours is given a socket that listens on one. Before
 torch's client is built, a plain socket finds out what is behind the port, since the client waits
@@ -237,6 +237,13 @@ def _serve_or_connect(
     If another process with rank 0 of the same run serves one already, it returns that process's
     store, so that all ranks are told of the duplicate.
 
+    Args:
+        endpoint: where the store is served.
+        topology: this process's place.
+        manifest: the command, code, versions and settings of this process.
+        timeout: how long ranks wait for each other, in seconds.
+        attempt: with it begin the keys of this attempt to start the run.
+
     Raises:
         PortTakenError: something else has the port.
     """
@@ -269,6 +276,10 @@ def _serve_or_connect(
 def serve(endpoint: Endpoint, timeout: float) -> Store:
     """Serves a store at the endpoint, on loopback or on one address of this machine.
 
+    Args:
+        endpoint: its host is this machine.
+        timeout: how long to wait until the host name resolves, in seconds; also of the store.
+
     Raises:
         MasterUnreachableError: the host does not resolve, or is not this machine.
         PortTakenError: another program has the port.
@@ -286,6 +297,10 @@ def serve(endpoint: Endpoint, timeout: float) -> Store:
 
 def connect(endpoint: Endpoint, timeout: float) -> Store:
     """Connects to the store at the endpoint, trying again until the timeout.
+
+    Args:
+        endpoint: where the store should be.
+        timeout: in seconds.
 
     Raises:
         MasterUnreachableError: there is no store; says what there is instead.

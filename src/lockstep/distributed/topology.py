@@ -173,7 +173,15 @@ def detect(environ: Environ, argv: Sequence[str] = ()) -> Topology | None:
 
 
 def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
-    """Reads RANK and WORLD_SIZE, which may come from torchrun or be set by hand."""
+    """Reads RANK and WORLD_SIZE, which may come from torchrun or be set by hand.
+
+    Args:
+        environ: the environment variables.
+        argv: the script's arguments, where old launchers put `--local_rank`.
+
+    Returns:
+        This process's place; None if RANK is not set.
+    """
     if not environ.get("RANK"):
         return None
     if not environ.get("WORLD_SIZE"):
