@@ -155,4 +155,4 @@ class ForeignStepRecorder:
             )
             state.writer.write(missed_update)
             state.steps_of[optimizer] += 1
-            state.updates_until_step_of[optimizer] = state.writer.count  # updates written so far
+            state.updates_until_step_of[optimizer] = state.writer.count  # updates so far

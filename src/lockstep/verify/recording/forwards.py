@@ -334,7 +334,7 @@ class ForwardRecorder:
         marks: dict[str, Any] = {}
         for layer_id in self.state.notes.local_batch_norms_without_gradients:
             marks[f"{BATCH_NORM}{layer_id}"] = layer_id
-        marks[f"{MODEL_CALL}{self.state.writer.count}"] = user_line() or ""
+        marks[f"{MODEL_CALL}{self.state.update_number}"] = user_line() or ""
         mark(output, **marks)
 
     def _end_forward_pass(self, forward_pass: ForwardPass, outputs: list[Tensor]) -> None:
@@ -345,7 +345,7 @@ class ForwardRecorder:
         notes = self.state.notes
         notes.running_pass = None
         forward_pass.outputs = outputs
-        mark(outputs, trained=self.state.writer.count)
+        mark(outputs, trained=self.state.update_number)
         record = forward_pass.record
         count = len(record.inputs)  # the number of samples
         with_rows = tensors_with_rows(outputs, count)

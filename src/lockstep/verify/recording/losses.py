@@ -175,7 +175,7 @@ class LossRecorder:
             is_coupled = self._couples_samples.get(model)  # None: it was not tested before
             if is_coupled:
                 continue
-            tests_again = self.state.writer.count < MIN_STEPS and not self._coupling_is_slow
+            tests_again = self.state.update_number < MIN_STEPS and not self._coupling_is_slow
             if is_coupled is False and not tests_again:
                 continue
             begun = time.monotonic()

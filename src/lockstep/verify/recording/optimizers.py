@@ -285,7 +285,7 @@ class OptimizerRecorder:
 
         micro_batch = state.micro_batch
         state.finish_update(update, self._later_batches, micro_batch.virtual_rank_number)
-        state.updates_until_step_of[optimizer] = state.writer.count
+        state.updates_until_step_of[optimizer] = state.writer.count  # updates so far, with this one
         # If the process computes several virtual ranks, each steps for the same global batch. The
         # last of them completes the step.
         if micro_batch.virtual_rank is None or micro_batch.last:

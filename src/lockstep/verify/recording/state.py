@@ -187,9 +187,14 @@ class RecorderState:
         self._first_step_time = math.inf
 
     @property
+    def update_number(self) -> int:
+        """The number of the update that is being recorded, from 0."""
+        return self.writer.count  # updates that were written
+
+    @property
     def is_first_update(self) -> bool:
         """True until an update of this rank is written."""
-        return self.writer.count == 0
+        return self.update_number == 0
 
     @property
     def has_optimizer(self) -> bool:

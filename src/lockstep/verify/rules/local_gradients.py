@@ -341,8 +341,8 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
         texts = [f"{ratio:.6g} times on rank {rank}" for rank, ratio in enumerate(ratios, 1)]
         evidence.append(f"they are those of rank 0, {', '.join(texts)}")
     reducing_calls = [call for call in case.actual.calls if call.gradient_of]
-    for call in reducing_calls[:1]:
-        evidence.append(f"gradients were reduced: {call.line}")
+    if reducing_calls:
+        evidence.append(f"gradients were reduced: {reducing_calls[0].line}")
     code = "LS304" if are_multiples else "LS210"
     return Cause(
         code,
