@@ -30,8 +30,10 @@ def compute_deterministically(collectives: Collectives, num_virtual_ranks: int) 
     """
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     num_threads_here = max(1, num_cores // num_virtual_ranks)
+    # Machines may have other numbers of cores: all processes take the smallest number of threads.
     num_threads = min(int(number) for number in collectives.exchange(str(num_threads_here)))
     torch.set_num_threads(num_threads)
+    # In torch's deterministic mode cuBLAS refuses to compute without a fixed workspace.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Tensors that are not initialised would be filled, which takes time; nobody may read them.

@@ -64,22 +64,25 @@ def _values_of_tensors(tensors: Sequence[Tensor], norm_type: float) -> list[Tens
     type inf or -inf. For all tensors that are sharded over the same processes there is one
     all-reduce of a number for each row.
     """
+    # For each tensor the values of its rows, shape (rows,): at first of the rows on this process.
     values_of_rows = []
-    places_by_mesh: dict[DeviceMesh, list[int]] = {}
+    places_by_mesh: dict[DeviceMesh, list[int]] = {}  # which tensors are sharded over a mesh
     for place, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
-            places_by_mesh.setdefault(tensor.device_mesh, []).append(place)
+            if tensor.device_mesh not in places_by_mesh:
+                places_by_mesh[tensor.device_mesh] = []
+            places_by_mesh[tensor.device_mesh].append(place)
             values_of_rows.append(_values_of_rows(tensor.to_local(), norm_type))
         else:
             values_of_rows.append(_values_of_rows(tensor, norm_type))
+    # Then of all rows.
     for mesh, places in places_by_mesh.items():
         num_rows = [_num_rows(tensors[place]) for place in places]
+        values_among_zeros = []
+        for place, rows in zip(places, num_rows, strict=True):
+            values_among_zeros.append(_among_zeros(values_of_rows[place], rows, mesh))
+        joined = torch.cat(values_among_zeros).to(mesh.device_type)
         # Every value is on one process and 0 on the others, so the all-reduce changes none.
-        of_all_processes = [
-            _among_zeros(values_of_rows[place], rows, mesh)
-            for place, rows in zip(places, num_rows, strict=True)
-        ]
-        joined = torch.cat(of_all_processes).to(mesh.device_type)
         routing.all_reduce(joined, group=mesh.get_group(mesh.ndim - 1))
         for place, values in zip(places, torch.split(joined, num_rows), strict=True):
             values_of_rows[place] = values.to(values_of_rows[place].device)
@@ -143,6 +146,8 @@ def sum_by_halving(rows: Tensor) -> Tensor:
     if num_columns == 0:
         return rows.new_zeros(rows.shape[0])
     while num_columns > 1:
+        # The second half is added to the first. If the number is odd, the second half is shorter,
+        # and the last column of the first one stays as it is.
         half = (num_columns + 1) // 2
         halved = rows[:, :half].clone()
         halved[:, : num_columns - half] += rows[:, half:]
