@@ -15,9 +15,10 @@ x = torch.ones(1)
 dist.all_reduce(x)
 assert x.item() == 2.0
 if rank == 0:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = torch.tensor([probe.getsockname()[1]])
+    holder = socket.socket()  # keeps the port until a server listens there as well
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    port = torch.tensor([holder.getsockname()[1]])
 else:
     port = torch.zeros(1, dtype=torch.long)
 dist.broadcast(port, 0)

@@ -16,9 +16,10 @@ rank = int(os.environ["RANK"])
 dist.init_process_group("gloo")
 shared = [None]
 if rank == 0:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        shared = [probe.getsockname()[1]]
+    holder = socket.socket()  # keeps the port until a server listens there as well
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    shared = [holder.getsockname()[1]]
 dist.broadcast_object_list(shared, src=0)
 port = shared[0]
 begin = time.monotonic()

@@ -84,7 +84,10 @@ class ConnectionServer:
         self._server.close()
 
     async def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Handles one connection and closes it; asyncio calls this for each."""
+        """Handles one connection and closes it; asyncio calls this for each.
+
+        Until it is closed, its writer is in `_open_writers`.
+        """
         self._open_writers.add(writer)
         try:
             await self._handle_connection(Streams(reader, writer))
@@ -128,6 +131,7 @@ class AuthProxy(ConnectionServer):
             return  # too many strangers at once; the connection is closed
         address = str(client.writer.get_extra_info("peername")[0])
         self._num_handshakes += 1
+        # The time for a handshake is short, so a stranger that says nothing is not kept for long.
         try:
             handshake = _handshake_with_client(client, self._token)
             purpose = await asyncio.wait_for(handshake, HANDSHAKE_TIMEOUT_S)
@@ -172,9 +176,10 @@ class Forwarder(ConnectionServer):
 
     async def _handle_connection(self, client: Streams) -> None:
         """Carries a connection of this machine to the store behind the proxy."""
-        if not self._aborted:
-            proxy = await authenticate(self._address, self._port, self._token, TO_STORE)
-            await relay(client, proxy)
+        if self._aborted:
+            return  # which closes the connection
+        proxy = await authenticate(self._address, self._port, self._token, TO_STORE)
+        await relay(client, proxy)
 
     def abort(self) -> None:
         """Ends all connections, and refuses new ones.
@@ -190,7 +195,8 @@ async def _handshake_with_client(client: Streams, token: Token) -> bytes:
     """Performs the proxy's side of the handshake.
 
     Returns:
-        The purpose of the connection, or WRONG_TOKEN.
+        The purpose of the connection (TO_STORE or TO_LAUNCHER, or another byte that the client
+        sent), or WRONG_TOKEN.
 
     Raises:
         ConnectionFailed: the client does not speak this protocol.
@@ -213,6 +219,12 @@ async def _handshake_with_client(client: Streams, token: Token) -> bytes:
 
 async def authenticate(address: str, port: int, token: Token, purpose: bytes) -> Streams:
     """Connects to an auth proxy and performs the client's side of the handshake.
+
+    Args:
+        address: the address of the proxy.
+        port: its port.
+        token: the run's token.
+        purpose: what is behind the proxy for this connection: TO_STORE or TO_LAUNCHER.
 
     Raises:
         ConnectionFailed: nothing answers, it is no auth proxy, or it has another token.
@@ -263,7 +275,10 @@ async def _check_magic(reader: StreamReader) -> None:
 def _hmac(
     token: Token, side: bytes, proxy_nonce: bytes, client_nonce: bytes, purpose: bytes
 ) -> bytes:
-    """Returns the proof of one side ("client" or "server") that it has the token."""
+    """Returns the proof of one side ("client" or "server") that it has the token.
+
+    The nonces are random numbers of this connection, so that no proof is good for another one.
+    """
     return hmac.digest(token.key, side + proxy_nonce + client_nonce + purpose, "sha256")
 
 
@@ -288,5 +303,5 @@ async def relay(client: Streams, target: Streams) -> None:
     finally:
         to_target.cancel()
         to_client.cancel()
-        client.writer.close()
+        client.writer.close()  # what was written before is still sent
         target.writer.close()

@@ -84,7 +84,7 @@ class DynamicRendezvous(Rendezvous):
                 f"waiting for {format_nnodes(own.nodes)} nodes; here: {describe_present(present)}"
             )
             time.sleep(POLL_INTERVAL_S)
-        self.attempt = decided_round - 1
+        self.attempt = decided_round - 1  # rounds are counted from 1, attempts from 0
         rank = participants.index(own.number)
         self._peers.update(rank=rank, started=decided_round)
         store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
@@ -95,7 +95,8 @@ class DynamicRendezvous(Rendezvous):
         self._peers.update(round=self._peers.own.started + 1)
 
     def describe_lost_nodes(self) -> str:
-        """Names the lost nodes if enough nodes are left to go on; else empty. Never waits."""
+        """Names the lost nodes if enough nodes are left to go on; else returns "". Never waits."""
+        # Without the nodes that have left by themselves, which is a failure or the run's end.
         lost = [node for node in self.lost_nodes() if node.state == LOST]
         if not lost or not self.elastic or self._server_is_gone():
             return ""
@@ -104,11 +105,16 @@ class DynamicRendezvous(Rendezvous):
         return "; ".join(describe_departure(node) for node in lost)
 
     def num_nodes_waiting(self) -> int:
-        """Returns how many nodes wait for a new round, or 1 if a lost node makes one necessary."""
+        """Returns how many nodes wait for a new round, or 1 if a lost node makes one necessary.
+
+        Torch elastic's agent starts all ranks again if it is above 0. While `defers_joiners()`
+        returns True, nodes that are new do not count.
+        """
         own = self._peers.own
         asking = [node for node in self._peers.present() if node.round > own.round]
         if asking:
-            # New nodes may have to wait, but not the nodes that take part in the running round.
+            # New nodes may have to wait; a node of the running round that asks for the next one may
+            # not, since its ranks end.
             all_are_new = all(node.started < own.started for node in asking)
             must_wait = all_are_new and self.defers_joiners()
             if not must_wait:
@@ -119,6 +125,7 @@ class DynamicRendezvous(Rendezvous):
         """Returns the round that this node should ask for.
 
         Usually it is the latest round that any node asks for, or the one after this node's last.
+        If the run is full, a new node asks for nothing more: its own `round` is returned.
 
         Args:
             present: the nodes that are here.
@@ -127,9 +134,10 @@ class DynamicRendezvous(Rendezvous):
         running_round = max(node.started for node in present)
         latest_round_asked = max(node.round for node in present)
         round_number = max(latest_round_asked, own.started + 1)
-        is_new = own.started < running_round
-        if is_new and round_number == running_round:
-            # The other nodes run a round without this one, and nobody asks for a later round.
+        others_run_without_this_node = own.started < running_round
+        if others_run_without_this_node and round_number == running_round:
+            # Nobody asks for a later round than the one that is running. This node asks for the
+            # next one, so that all start again with it.
             num_running = len([node for node in present if node.started == running_round])
             if num_running >= self._parameters.max_nodes:
                 return own.round  # there is no place for this node
@@ -137,7 +145,11 @@ class DynamicRendezvous(Rendezvous):
         return round_number
 
     def _decide_participants(self, round_number: int) -> None:
-        """Decides which nodes take part in a round, unless it is too early. Server only."""
+        """Decides which nodes take part in a round, and sends that to all nodes. Server only.
+
+        Does nothing while it is too early: too few nodes are here, more may come, or not all of
+        them have asked for the round.
+        """
         present = self._peers.present()
         max_nodes = self._parameters.max_nodes
         now = time.monotonic()
@@ -145,7 +157,7 @@ class DynamicRendezvous(Rendezvous):
             self._enough_nodes_since = math.inf
             return
         # There are enough nodes. The first round waits a while for more of them.
-        self._enough_nodes_since = min(self._enough_nodes_since, now)
+        self._enough_nodes_since = min(self._enough_nodes_since, now)  # it was infinite before
         last_call_end = self._enough_nodes_since + last_call_timeout(self._parameters)
         if round_number == 1 and len(present) < max_nodes and now < last_call_end:
             return
@@ -153,7 +165,7 @@ class DynamicRendezvous(Rendezvous):
         all_have_asked = all(node.round >= round_number for node in present)
         if is_decided_already or not all_have_asked:
             return
-        delete_keys_of_ranks(self._store)
+        delete_keys_of_ranks(self._store)  # those of the last round
         # Ordered by host, as in torch's rendezvous.
         participants = sorted(present[:max_nodes], key=lambda node: (node.host, node.pid))
         numbers = [node.number for node in participants]

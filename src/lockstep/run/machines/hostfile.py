@@ -45,13 +45,14 @@ def parse_hosts(text: str) -> list[Host]:
             hosts.append(_parse_list_item(was_set, part.strip()))
     host_of_address: dict[str, Host] = {}
     for host in hosts:
-        other = host_of_address.setdefault(host.address, host)
-        if other is not host:
+        if host.address in host_of_address:  # with another user name, perhaps
+            other = host_of_address[host.address]
             raise SettingError(
                 was_set,
                 f"{other.name} and {host.name} are one machine",
                 "name each machine once, with the number of its processes",
             )
+        host_of_address[host.address] = host
     if not hosts:
         raise SettingError(
             was_set, "the file names no host", "write a line for each: node1 slots=4"
@@ -99,7 +100,7 @@ def _parse_line(was_set: str, words: list[str]) -> Host:
     numbers: dict[str, int] = {}
     for option in options:
         key, _, value = option.partition("=")
-        key = key.replace("max-slots", "max_slots")
+        key = key.replace("max-slots", "max_slots")  # Open MPI takes both
         if key not in ("slots", "max_slots") or not re.fullmatch("[0-9]+", value):
             raise SettingError(was_set, f"{option!r} is not understood", LINE_ADVICE)
         numbers[key] = int(value)
@@ -120,7 +121,8 @@ def _check_name(was_set: str, name: str, advice: str) -> None:
     """Raises SettingError if a host's name is malformed."""
     if HOST_NAME_PATTERN.fullmatch(name):
         return
-    if name.count(":") > 1 and "[" not in name:
+    is_bare_ipv6 = name.count(":") > 1 and "[" not in name
+    if is_bare_ipv6:
         user, at, address = name.rpartition("@")
         advice = f"write an IPv6 address in brackets: {user}{at}[{address}]"
     found = f"{name!r} is no host's name" if name else "a host's name is missing"

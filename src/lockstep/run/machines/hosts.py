@@ -80,8 +80,11 @@ class Host:
         return self._is_here()
 
     def _is_here(self) -> bool:
-        """Computes `here`."""
-        user = self.name.rpartition("@")[0]
+        """Returns True if this is the machine, and the user, that runs this process.
+
+        It may take seconds, see `here`, which keeps the answer.
+        """
+        user = self.name.rpartition("@")[0]  # empty if the name has none
         with contextlib.suppress(KeyError, OSError):  # raised if the current user has no name
             if user and user != getpass.getuser():
                 return False
@@ -151,7 +154,7 @@ class HostsSpec:
         words = list(self.torchrun)
         if name not in words:
             return None
-        return words[words.index(name) + 1]
+        return words[words.index(name) + 1]  # `torchrun` has flag and value as two words
 
     @property
     def shutdown_timeout_s(self) -> float:
@@ -180,7 +183,7 @@ class HostsSpec:
         for name in ("--master-addr", "--master-port"):
             if name in other_flags:
                 index = other_flags.index(name)
-                del other_flags[index : index + 2]
+                del other_flags[index : index + 2]  # the flag and its value
         nproc = self.hosts[node_rank].nproc or self.nproc
         arguments = ["run", f"--nproc={nproc}", *meeting, *self.arguments, *other_flags]
         if self.module:

@@ -112,7 +112,7 @@ class Peers:
         """
         with self._lock:
             node = self._nodes.get(number)
-            if node is None:
+            if node is None:  # a launcher that has just come
                 node = Node(**changes)
             published = {**node.published, **changes.get("published", {})}
             new_values = {**changes, "published": published}
@@ -125,6 +125,12 @@ class Peers:
 
     def admit(self, candidate: Node) -> Node:
         """Adds a launcher that wants to join, and gives it its number. Called by the server.
+
+        Args:
+            candidate: what the launcher says of itself.
+
+        Returns:
+            Its node in this table, with its number.
 
         Raises:
             JoinError: it belongs to another run, has another --nnodes, or its rank is taken.
@@ -151,6 +157,7 @@ class Peers:
                     f"node {candidate.rank} has already come: {node.process_name}",
                     "give each machine a --node-rank of its own; the first one goes on without it",
                 )
+        # Nodes stay in the table when they leave, so their count is the next free number.
         admitted = replace(candidate, number=len(nodes), state=HERE, why="", published={})
         self.write(admitted.number, vars(admitted))
         return admitted

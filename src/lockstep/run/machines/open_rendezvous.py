@@ -128,6 +128,7 @@ def _needs_torch_rendezvous(parameters: RendezvousParameters) -> bool:
         return False
     if parameters.backend != "c10d":
         return True
+    # Without other machines nobody else reaches the store, so its type makes no difference.
     store_type = str(parameters.get("store_type", "tcp")).strip().lower()
     return store_type != "tcp" and parameters.max_nodes > 1
 
@@ -182,7 +183,11 @@ class _MultiNodeOpener:
         return self._serve(listener)
 
     def _choose_server(self) -> _ServerChoice:
-        """Returns whether this node is the server, by torchrun's rules."""
+        """Returns whether this node is the server, by torchrun's rules.
+
+        Raises:
+            SettingError: `is_host` in --rdzv-conf is neither yes nor no.
+        """
         if self._parameters.backend == "static":
             is_server = self._own.rank == 0
             return _ServerChoice.SERVE_BY_FLAGS if is_server else _ServerChoice.CONNECT
@@ -201,7 +206,14 @@ class _MultiNodeOpener:
         return _ServerChoice.CONNECT
 
     def _serve(self, listener: socket.socket) -> Rendezvous:
-        """Serves the store, behind an auth proxy that accepts connections on a socket."""
+        """Serves the store, behind an auth proxy that accepts connections on a socket.
+
+        Args:
+            listener: the socket, which listens at the run's endpoint.
+
+        Returns:
+            The rendezvous, which closes all of it at its end.
+        """
         address = str(listener.getsockname()[0])
         store = network.serve_store(LOOPBACK, 0, store_timeout(self._parameters))
         peers = Peers(self._own)
@@ -209,6 +221,7 @@ class _MultiNodeOpener:
             thread = resources.enter_context(closing(NetworkThread()))
             server = PeerServer(peers, self._say)
 
+            # What this launcher changes in its own node goes to the others.
             def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
                 thread.call_soon(lambda: server.send(changes, to=to))
 
@@ -277,7 +290,7 @@ class _MultiNodeOpener:
         announcer = WaitAnnouncer(self._say)
         while True:
             address = ""
-            reason = network.UNRESOLVED
+            reason = network.UNRESOLVED  # if the endpoint's name has no address
             for address in endpoint.addresses():
                 try:
                     connecting = authenticate(address, endpoint.port, self._token, auth.TO_LAUNCHER)
@@ -292,10 +305,11 @@ class _MultiNodeOpener:
                     f"set {TOKEN_VARIABLE} to the same text on all machines (`openssl rand -hex "
                     "16` makes one), or copy the token file of one machine to the others",
                 )
-            # Another program may listen there only because it is about to end.
+            # If another program listens there, the wait is shorter than for a server that has yet
+            # to come: the program may be about to end.
             is_wrong_service = reason == auth.NOT_A_LAUNCHER
             if waited > timeout or (is_wrong_service and waited > WRONG_SERVICE_TIMEOUT_S):
-                tried = 0.0 if is_wrong_service else timeout
+                tried = 0.0 if is_wrong_service else timeout  # 0: the error does not mention it
                 raise network.unreachable_error(
                     SERVER, endpoint, reason, address=address, tried=tried
                 )
@@ -313,6 +327,8 @@ class _MultiNodeOpener:
             address: this machine's address, with which it reaches the server or is reached.
             resources: what must be closed at the end; the rendezvous takes it over.
         """
+        # --local-addr names the address at which the others reach this machine, and so the
+        # interface that the ranks use. A value that is none of this machine's is ignored.
         if self._parameters.local_addr:
             for local_address in network.resolve(self._parameters.local_addr):
                 if network.is_here(local_address):

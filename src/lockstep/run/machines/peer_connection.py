@@ -89,7 +89,7 @@ class Connection:
             if not is_heartbeat:
                 message = json.loads(await self._reader.readexactly(length))
             self._missed_heartbeats = 0  # any message shows that the other side is there
-            if isinstance(message, dict):
+            if isinstance(message, dict):  # None: it was a heartbeat
                 return message
 
     async def handle_messages(self, handle: Callable[[dict[str, Any]], None]) -> str:
@@ -102,9 +102,10 @@ class Connection:
         try:
             while True:
                 handle(await self.receive())
-        except (OSError, EOFError, ValueError, TypeError, KeyError):
+        except (OSError, EOFError, ValueError, TypeError, KeyError):  # also: not a valid message
             if self._missed_heartbeats < MAX_MISSED_HEARTBEATS:
                 return CONNECTION_ENDED
+            # `_send_heartbeats` has aborted the connection.
             return f"nothing heard from it for {MAX_MISSED_HEARTBEATS * HEARTBEAT_S:g} s"
         finally:
             heartbeats.cancel()
@@ -144,7 +145,13 @@ class PeerServer:
         self._closing = False
 
     async def serve_client(self, reader: StreamReader, writer: StreamWriter, address: str) -> None:
-        """Talks with one client, which has proved that it has the token, until it leaves."""
+        """Talks with one client, which has proved that it has the token, until it leaves.
+
+        Args:
+            reader: what comes from the client.
+            writer: what goes to it.
+            address: from which it has connected.
+        """
         connection = Connection(reader, writer)
         try:
             fields = await asyncio.wait_for(connection.receive(), HELLO_TIMEOUT_S)
@@ -180,7 +187,8 @@ class PeerServer:
         for name, value in message["changes"].items():
             if name in FIELDS_A_CLIENT_MAY_CHANGE:
                 changes[name] = value
-        # A client can only say that it leaves; whether it is lost is found out here.
+        # A client can only say that it leaves. Whether it is lost is found out here, when its
+        # connection ends.
         if changes.get("state") != LEFT:
             changes.pop("state", None)
         recipient = message.get("to")
@@ -213,7 +221,7 @@ class PeerServer:
         """
         change = {"number": number, "changes": changes}
         if to is not None:
-            self._send_unsent()
+            self._send_unsent()  # so that changes arrive in the order in which they were made
             if to in self._clients:
                 self._clients[to].send({"nodes": [change]})
             return

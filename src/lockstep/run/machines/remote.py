@@ -77,7 +77,7 @@ not get mixed."""
 def versions() -> dict[str, str]:
     """Returns the versions that must be the same on all machines of a run, by name."""
     try:
-        torch_version = version("torch")
+        torch_version = version("torch")  # without importing it, which takes long
     except PackageNotFoundError:
         torch_version = "none"
     major, minor, _ = platform.python_version_tuple()
@@ -161,7 +161,7 @@ def try_connection(address: str, port: int) -> dict[str, str]:
     """
     try:
         with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as connection:
-            connection.sendall(LONG_MESSAGE)
+            connection.sendall(LONG_MESSAGE)  # returns before anything has arrived
             has_arrived = wait_until(
                 lambda: _unconfirmed_bytes(connection) == 0, time.monotonic() + CONNECT_TIMEOUT_S
             )
@@ -257,7 +257,7 @@ def forward_output(source: IO[bytes], target: int, nobody_reads: threading.Event
 
     Once nobody reads it any more, it is read and thrown away, so that the launcher does not block.
     """
-    while data := os.read(source.fileno(), READ_BYTES):
+    while data := os.read(source.fileno(), READ_BYTES):  # empty at the end of the output
         while data and not nobody_reads.is_set():
             try:
                 num_written = write_if_possible(target, data)

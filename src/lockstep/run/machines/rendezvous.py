@@ -98,7 +98,7 @@ class Rendezvous(RendezvousHandler):
     def lost_nodes(self) -> list[Node]:
         """Returns the nodes of the current round that have left early. Never waits."""
         own_round = self._peers.own.round
-        if own_round == 0:
+        if own_round == 0:  # this node has not asked for a round yet
             return []
         nodes = without_replaced(self._peers.all())
         return [node for node in nodes if node.left_early and node.round >= own_round]
@@ -116,6 +116,7 @@ class Rendezvous(RendezvousHandler):
         """
         if len(json.dumps(value)) > MAX_PUBLISHED_BYTES:
             return False
+        # With the attempt, so that nobody takes it for a value of a later one.
         published = {key: {"attempt": self.attempt, "value": value}}
         if to is None:
             self._peers.update(published=published)
@@ -160,7 +161,7 @@ class Rendezvous(RendezvousHandler):
             if why:
                 # The others are told at once: they end as well, or start again without this node.
                 self._peers.update(state=LEFT, why=why)
-            if is_server:
+            if is_server:  # the others need its store until they have left
                 timeout = LEAVE_TIMEOUT_AFTER_FAILURE_S if why else LEAVE_TIMEOUT_S
                 network.wait_until(others_have_left, time.monotonic() + timeout)
             self._peers.update(state=LEFT)

@@ -64,6 +64,7 @@ def find_token(environ: Mapping[str, str]) -> Token:
     try:
         if not path.exists():
             _create_token_file(path)
+            # If another machine was faster, its file may not be visible here yet.
             wait_until(path.exists, monotonic() + FILE_VISIBLE_TIMEOUT_S)
         return Token(_derive_key(_read_token_file(path)), str(path))
     except OSError as error:

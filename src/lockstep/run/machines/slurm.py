@@ -131,7 +131,7 @@ def _tasks_per_node(environ: Mapping[str, str]) -> str | None:
             "give --nproc, or ask for as many on each: --ntasks-per-node",
         )
     (count,) = counts
-    return str(count) if count > 1 else None
+    return str(count) if count > 1 else None  # one is Slurm's default
 
 
 def srun_command(placement: JobPlacement, arguments: Sequence[str]) -> list[str]:

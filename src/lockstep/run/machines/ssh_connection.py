@@ -383,29 +383,30 @@ class Remote:
 
         A process that ssh has left behind may hold the stream open, and go on writing to it.
         """
-        silent_s = 0.0
+        silent_s = 0.0  # for how long nothing has come
         remaining_wait_s = FINISH_TIMEOUT_S  # how long it is still read after the process's end
         reads_after_end = 0
         while True:
             was_running = self._is_running()
             read_started = time.monotonic()
+            # When that time is over, the rest of what was written is read, with short waits.
             timeout = FINISH_TIMEOUT_S if remaining_wait_s > 0 else FINISH_TIMEOUT_S / 4
             data: bytes | None
             try:
                 data = await asyncio.wait_for(reader.read(READ_BYTES), timeout)
             except TimeoutError:
                 data = None  # nothing came in time
-            is_closed = data == b""
             waited_s = time.monotonic() - read_started
+            is_closed = data == b""
+            if is_closed:
+                break
             if not was_running:
                 remaining_wait_s -= waited_s
                 reads_after_end += 1
-                if reads_after_end > MAX_READS_AFTER_END:  # what comes is from another process
+                is_all_read = data is None and remaining_wait_s <= 0
+                is_from_other_process = reads_after_end > MAX_READS_AFTER_END
+                if is_all_read or is_from_other_process:
                     break
-                if data is None and remaining_wait_s <= 0:
-                    break
-            if is_closed:
-                break
             if data is None:
                 silent_s += waited_s
                 # A helper that has started the launcher sends heartbeats on its standard output.
@@ -420,8 +421,9 @@ class Remote:
     async def _process_output(self, stream: str, data: bytes) -> None:
         """Takes the answers out of what the helper printed, and shows the other lines.
 
-        Before the launcher was started nothing is shown; standard error is kept, because it says
-        why ssh has failed.
+        Answers go into the queue `_answers`, and `exit_code` is set by the last one. Before the
+        launcher was started no line is shown; standard error is kept, because it says why ssh has
+        failed.
         """
         text = self.unfinished_lines[stream] + self._begun_answers[stream] + data
         while True:
@@ -433,7 +435,7 @@ class Remote:
             answer = json.loads(text[start + len(self._answer_mark) : end])
             text = text[:start] + text[end + 1 :]
             if answer != ALIVE:
-                self.exit_code = answer.get("exit")
+                self.exit_code = answer.get("exit")  # None in all answers but the last
                 self._answers.put_nowait(answer)
         # The end of the text may be the beginning of an answer. It is kept until the rest comes.
         start = self._find_begun_answer(text)
@@ -481,7 +483,7 @@ class Remote:
     async def close(self) -> None:
         """Ends what still runs there, and the connection."""
         if self._input:
-            self._input.close()
+            self._input.close()  # the helper then ends the launcher and itself
         timeout = FINISH_TIMEOUT_S
         if self._shutdown_timeout_s is not None:
             timeout = LAUNCHER_END_S + self._shutdown_timeout_s

@@ -103,7 +103,7 @@ class _HostsRun:
                 raise
             return 128 + self._ending_signal  # `_on_signal` has cancelled this task
         finally:
-            self._main_task = None
+            self._main_task = None  # a signal does not cancel what follows
             await asyncio.gather(*(remote.close() for remote in self._remotes))
             heartbeats.cancel()
             await self._flush()
@@ -130,8 +130,8 @@ class _HostsRun:
         """Sends heartbeats to the helpers, and in between draws what the terminal has room for."""
         while True:
             for remote in self._remotes:
-                if remote.facts:
-                    remote.send()
+                if remote.facts:  # its helper has answered, so it is there
+                    remote.send()  # without arguments: a heartbeat
             for _ in range(int(HEARTBEAT_S / POLL_INTERVAL_S)):
                 await asyncio.sleep(POLL_INTERVAL_S)
                 self._draw()
@@ -154,7 +154,7 @@ class _HostsRun:
             # Each launcher lists the consequences that it has seen; the first list is enough.
             key = b"consequences" if line.startswith(b"consequences: ") else line
             first_host = self._host_of_launcher_line.setdefault(key, host)
-            if first_host is not host:
+            if first_host is not host:  # another machine has printed it before
                 return
         sink.write(f"[{host.name}] ".encode() + line + b"\n", self._bottom_row(sink))
         # While the terminal takes nothing, no further line of this machine is read.
@@ -252,9 +252,12 @@ class _HostsRun:
         host_name_of_machine: dict[str, str] = {}
         for remote in self._remotes:
             name = remote.host.name
-            first_name = host_name_of_machine.setdefault(remote.facts["machine"], name)
-            if first_name is not name:
+            machine = remote.facts["machine"]  # a text that differs between machines
+            if machine in host_name_of_machine:
+                first_name = host_name_of_machine[machine]
                 self._say(f"{first_name} and {name} are one machine: each uses its devices")
+            else:
+                host_name_of_machine[machine] = name
             offset_s = remote.clock_offset_s
             if abs(offset_s) > MAX_CLOCK_OFFSET_S:
                 where = "ahead" if offset_s > 0 else "behind"
@@ -286,6 +289,7 @@ class _HostsRun:
             await remote.listen(own_address, 0)
 
         async def reach_neighbors(remote: Remote) -> None:
+            # Those after it in the list, which goes on with its beginning.
             index = remotes.index(remote)
             neighbors = remotes[index + 1 :] + remotes[:index]
             for neighbor in neighbors[:NUM_NEIGHBORS_TRIED]:
@@ -296,7 +300,7 @@ class _HostsRun:
             lambda remote: remote.listen(address, port, any_port_if_taken=given_port is None),
         )
         await self._run_on_all(remotes[1:], reach_first)
-        # With this variable Gloo uses other interfaces than the ones tested here.
+        # If the user has chosen Gloo's interface, it may be another one than those tested here.
         if "GLOO_SOCKET_IFNAME" not in self._spec.environment:
             await self._run_on_all(remotes, reach_neighbors)
         return first.listen_address

@@ -48,7 +48,7 @@ class StaticRendezvous(Rendezvous):
         self._peers.update(round=round_number)
         self._wait_for_all_nodes(round_number)
         self._peers.update(started=round_number)
-        self.attempt = round_number - 1
+        self.attempt = round_number - 1  # rounds are counted from 1, attempts from 0
         store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
         own_rank = self._peers.own.rank
         rank = 0 if own_rank is None else own_rank
@@ -60,7 +60,11 @@ class StaticRendezvous(Rendezvous):
         return self._make_info(store, rank, self._parameters.max_nodes)
 
     def _wait_for_all_nodes(self, round_number: int) -> None:
-        """Waits until all nodes have asked for the round; raises MissingRankError otherwise."""
+        """Waits until all nodes have asked for the round, and announces what it waits for.
+
+        Raises:
+            MissingRankError: they have not within the join timeout, or one has left for good.
+        """
         num_nodes = self._parameters.max_nodes
         timeout = join_timeout(self._parameters)
         deadline = time.monotonic() + timeout
@@ -101,6 +105,9 @@ class StaticRendezvous(Rendezvous):
         return None
 
     def num_nodes_waiting(self) -> int:
-        """Returns how many nodes wait for this one to start its ranks again."""
+        """Returns how many nodes wait for this one to start its ranks again.
+
+        Torch elastic's agent starts them again if it is above 0.
+        """
         own_round = self._peers.own.round
         return len([node for node in self._peers.present() if node.round > own_round])

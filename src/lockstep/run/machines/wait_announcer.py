@@ -25,6 +25,7 @@ class WaitAnnouncer:
     def update(self, reason: str) -> None:
         """Called again and again during the wait, with the present reason."""
         now = time.monotonic()
+        # A change counts once something was announced: short waits are not mentioned at all.
         has_changed = self._announced_reason != "" and reason != self._announced_reason
         if now >= self._next_announcement or has_changed:
             self._say(f"{reason} (waiting for {now - self._wait_started:.0f} s)")

@@ -113,11 +113,13 @@ def launch_agent(
     """
     parameters = rendezvous_parameters(flags)
     is_elastic = parameters.min_nodes < parameters.max_nodes
+    # Only ranks that are started again find anything in the memory for DiLoCo's rounds.
     may_restart = flags.max_restarts > 0 or is_elastic
+    num_ranks_with_memory = plan.nproc if may_restart else 0
     with (
         explain_scarcity(plan.nproc),
         console_for(flags, plan.nproc) as console,
-        contextlib.closing(RoundMemory(plan.nproc if may_restart else 0)) as round_memory,
+        contextlib.closing(RoundMemory(num_ranks_with_memory)) as round_memory,
         open_rendezvous(parameters, console.announce) as rendezvous,
     ):
         variables = _variables_of_all_ranks(plan, console, rendezvous)
@@ -131,6 +133,8 @@ def launch_agent(
             name = text.strip()
             if name:
                 handlers[signal.Signals[name]] = agent.interrupt
+        # `events.record` tells the handler of --event-log-handler how the run ended, as torchrun
+        # does.
         try:
             with job_control.handled(handlers), _without_torch_warnings():
                 agent.run()
@@ -144,10 +148,12 @@ def launch_agent(
         else:
             events.record(agent.get_event_succeeded(), flags.event_log_handler)
             rendezvous.shutdown()
+        # If this machine leaves before the end of the run, the other launchers are told why.
         if agent.failure is not None:
             rendezvous.close(agent.failure.headline)
         elif agent.interrupted is not None:
             rendezvous.close(f"it was sent {signal.Signals(agent.interrupted.signal).name}")
+        # After Ctrl-C the console does not wait for a slow terminal.
         console.hurry = agent.interrupted is not None
     return agent
 
@@ -165,7 +171,7 @@ def _variables_of_all_ranks(
     is_only_rank = plan.nproc == 1 and plan.one_node
     if not is_only_rank:  # an only rank has the terminal itself
         variables.update(console.environment)
-    if not plan.script_spawns_ranks:
+    if not plan.script_spawns_ranks:  # otherwise the process is not told that it is a rank
         variables[LAUNCHER] = plan.launcher
     return variables
 
@@ -263,12 +269,20 @@ class Agent(api.SimpleElasticAgent):
         """The exit code of the launcher, see `lockstep.errors`."""
         if self.failure is not None:
             return self.failure.exit_code
-        return 0 if self.interrupted is None else 128 + self.interrupted.signal
+        if self.interrupted is not None:
+            return 128 + self.interrupted.signal  # as a shell does
+        return 0
 
     # Starting the ranks
 
     def _start_workers(self, worker_group: api.WorkerGroup) -> dict[int, Any]:
         """Starts the ranks of this machine; called by torch elastic after each rendezvous.
+
+        The new attempt becomes the last one of `attempts`.
+
+        Args:
+            worker_group: the ranks of this machine (*workers*), as the rendezvous has numbered
+                them.
 
         Returns:
             The process ids, by local rank.
@@ -290,7 +304,7 @@ class Agent(api.SimpleElasticAgent):
             self._start_rank(worker_group, worker, attempt)
             self._wait_for_starts(attempt, max_pending=_MAX_PENDING_STARTS)
         self._wait_for_starts(attempt, max_pending=0)
-        if self._refused is not None:
+        if self._refused is not None:  # `_read_events` has noted it
             raise BlockingIOError(errno.EAGAIN, self._refused)
         self._begin_watching(attempt)
         return {process.local_rank: process.pid for process in attempt.processes}
@@ -308,7 +322,7 @@ class Agent(api.SimpleElasticAgent):
             self._read_events(timeout=1.0)
 
     def _start_rank(self, group: api.WorkerGroup, worker: api.Worker, attempt: Attempt) -> None:
-        """Asks the zygote for a rank and adds it to the attempt."""
+        """Asks the zygote for a rank and adds it to the attempt; does not wait until it runs."""
         rank = worker.global_rank
         process = Process(rank, worker.local_rank, attempt.folder / f"rank_{rank}")
         process.folder.mkdir(parents=True)
@@ -330,7 +344,7 @@ class Agent(api.SimpleElasticAgent):
             error_file=process.evidence.error,
             recent=process.stderr_tail,
         )
-        attempt.logs += process.folder.glob("*.log")
+        attempt.logs += process.folder.glob("*.log")  # the console has just made them
         with self._delay_interrupts():
             try:
                 self._zygote.start(
@@ -375,6 +389,7 @@ class Agent(api.SimpleElasticAgent):
         """Starts the clock and the supervisor of an attempt whose ranks have been started."""
         if self._plan.timeout is not None:
             self._timeout_at = time.monotonic() + self._plan.timeout
+        # It tells the other launchers which ranks are lost if this machine is.
         self._publish_report(attempt)
         processes = attempt.processes
         self._snapshot_exchange = SnapshotExchange(
@@ -405,6 +420,8 @@ class Agent(api.SimpleElasticAgent):
                 self._journal.find,
             )
             self._spawned_ranks = spawned
+        # The supervisor has the `Process` objects with which it was made: they are told who has
+        # ended.
         for watched, current in zip(self._spawned_ranks, spawned, strict=True):
             watched.code = current.code
 
@@ -440,28 +457,33 @@ class Agent(api.SimpleElasticAgent):
         )
 
     def _must_end(self, attempt: Attempt) -> bool:
-        """True if the ranks of this machine must be ended; also does what is due by the clock."""
+        """Returns True if the ranks of this machine must be ended.
+
+        Also does what is due by the clock: notes the ranks whose time is over and the memory that
+        ranks use, announces deleted logs, and answers other launchers that ask for snapshots.
+        """
         now = time.monotonic()
         if now >= self._timeout_at and attempt.running:
             self.timed_out_ranks = tuple(process.rank for process in attempt.running)
             return True
-        # An elastic run goes on without a lost machine. `describe_lost_nodes` then names it.
+        # An elastic run goes on without a lost machine. `describe_lost_nodes` then names it;
+        # otherwise it returns "".
         is_node_lost = bool(self._rdzv.lost_nodes())
         goes_on_without_it = bool(self._rdzv.describe_lost_nodes())
         if is_node_lost and not goes_on_without_it:
             return True
         reports = self._reports_of_others(attempt).values()
-        if any(report.failed for report in reports):
+        if any(report.failed for report in reports):  # a rank of another machine has failed
             return True
-        if now >= self._next_slow_checks:
+        if now >= self._next_slow_checks:  # they read files of every rank, so they are made rarely
             self._next_slow_checks = now + _SLOW_CHECKS_INTERVAL_S
             self._note_peak_memory(attempt)
             if attempt.world_size == 1 and attempt.running:
                 self._watch_spawned_ranks(attempt)
             self._announce_deleted_logs(attempt)
             for process in attempt.running:
+                # A rank that has raised an exception but does not end: others may wait for it.
                 record = read_error(process.evidence)
-                # It has raised an exception but does not end, and others may wait for it.
                 if record and time.time() - record.time > _EXIT_AFTER_EXCEPTION_S:
                     return True
         self._snapshot_exchange.answer()
@@ -495,13 +517,17 @@ class Agent(api.SimpleElasticAgent):
                 elif event.code is None:  # it was started
                     process.pid = event.pid
                 elif process.pid in (None, event.pid) and process.code is None:
-                    # It has ended, and its end was not noted before.
+                    # It has ended, and its end was not noted before. (None: the zygote died before
+                    # it told of the start.)
                     process.pid = event.pid
                     process.code = event.code
                     process.ended_at = time.time()
 
     def _events_of_zygotes_death(self, attempt: Attempt) -> list[Event]:
-        """Returns the events of all ranks' deaths: the kernel kills them when the zygote ends."""
+        """Returns the events of all ranks' deaths: the kernel kills them when the zygote ends.
+
+        Notes in each running rank that the zygote, in messages "the fork server", ended first.
+        """
         code = self._zygote.wait()
         for process in attempt.running:
             process.fork_server_end = (
@@ -514,7 +540,7 @@ class Agent(api.SimpleElasticAgent):
         ]
 
     def _announce_deleted_logs(self, attempt: Attempt) -> None:
-        """Announces once that somebody has deleted the ranks' logs."""
+        """Announces that somebody has deleted the ranks' logs; once for each attempt."""
         if attempt.logs_deleted or all(log.exists() for log in attempt.logs):
             return
         attempt.logs_deleted = True
@@ -528,20 +554,24 @@ class Agent(api.SimpleElasticAgent):
     # Restarts
 
     def _is_membership_changing(self, attempt: Attempt) -> bool:
-        """True if ranks here failed because the run goes on with other machines than before."""
+        """Returns True if ranks here failed only because a machine has left or wants to join.
+
+        Then machines wait for the next start, which may show a moment after the failure.
+        """
         if not self._rdzv.elastic:
             return False
         reports = self._reports_of_others(attempt).values()
-        if any(report.failed for report in reports):
+        if any(report.failed for report in reports):  # ranks failed there for a reason of their own
             return False
         deadline = time.monotonic() + _MEMBERSHIP_CHANGE_S
-        wait_until(lambda: self._rdzv.num_nodes_waiting() > 0, deadline)
-        return self._rdzv.num_nodes_waiting() > 0
+        return wait_until(lambda: self._rdzv.num_nodes_waiting() > 0, deadline)
 
     def _is_round_in_progress(self) -> bool:
-        """True if DiLoCo's ranks have not stored a round in memory since this was first asked.
+        """Returns True if DiLoCo's ranks have not stored a round since this was first called.
 
-        A machine that wants to join waits for the end of the round, so that none is lost.
+        It is called while a machine wants to join, which waits for the end of the round, so that
+        none is lost. (In a round the replicas train apart; at its end they are averaged.) The first
+        call notes in `_round_write_times` when the last round was stored.
         """
         write_times = self._round_memory.write_times()
         if not any(write_times):  # these ranks store no rounds
@@ -558,7 +588,7 @@ class Agent(api.SimpleElasticAgent):
         # The group is HEALTHY if machines have come or gone, and FAILED after a failure here.
         membership_changed = worker_group.state == api.WorkerState.HEALTHY
         restarts_left = worker_group.spec.max_restarts - self._failed_attempts
-        if not membership_changed and restarts_left < 0:  # it was the last failure
+        if not membership_changed and restarts_left < 0:  # it failed once more than is allowed
             self._end_ranks(signal.SIGTERM)
             return
         lost_machines = self._rdzv.describe_lost_nodes()
@@ -628,14 +658,17 @@ class Agent(api.SimpleElasticAgent):
     def _end_by_signal(self, attempt: Attempt, number: int) -> None:
         """Sends a signal that is to end the running ranks, and notes in what state they were."""
         for process in attempt.running:
-            process.signals_sent.setdefault(number, time.time())
-            status = read_process(process.pid or 0)
+            process.signals_sent.setdefault(number, time.time())  # the time of the first one
+            status = read_process(process.pid or 0)  # None if it has not been started yet
             if status is not None and status.state in STOPPED_STATES:
                 process.stopped = True
         self.signal_ranks(number)
 
     def _save_evidence(self, attempt: Attempt) -> None:
-        """Copies the ranks' evidence from memory into their folders, and frees the memory."""
+        """Copies the ranks' evidence from memory into their folders, and frees the memory.
+
+        Evidence are the files in which a rank notes its steps, and the exception that ends it.
+        """
         for process in attempt.processes:
             if process.evidence_memory is None:
                 continue
@@ -702,6 +735,7 @@ class Agent(api.SimpleElasticAgent):
         # on; the ranks are in sessions of their own.
         self.signal_ranks(signal.SIGSTOP)
         job_control.stop_this_process()
+        # From here on the user has let this process go on, by the shell's `fg` or `bg`.
         keyboard_rank = self._keyboard_rank
         if keyboard_rank and keyboard_rank.pid and keyboard_rank.code is None:
             job_control.give_keyboard(keyboard_rank.pid)
@@ -710,7 +744,11 @@ class Agent(api.SimpleElasticAgent):
     # What the launchers of the run tell each other
 
     def _publish_report(self, attempt: Attempt) -> ExitReport:
-        """Tells the other launchers how the ranks of this machine have ended so far."""
+        """Tells the other launchers how the ranks of this machine have ended so far.
+
+        Returns:
+            The report that they get.
+        """
         exits = []
         for process in attempt.processes:
             if process.code is not None:
@@ -737,7 +775,10 @@ class Agent(api.SimpleElasticAgent):
         return reports
 
     def _others_run(self, attempt: Attempt) -> bool:
-        """True if ranks of other machines run; to be called once those of this one have ended."""
+        """True if ranks of other machines run; to be called once those of this one have ended.
+
+        The first call of an attempt tells the other launchers that the ranks here have ended.
+        """
         if attempt.nodes == 1 or not self._rdzv.can_publish:
             return False
         if not attempt.end_published:
@@ -745,10 +786,14 @@ class Agent(api.SimpleElasticAgent):
             self._publish_report(attempt)
         reports = self._reports_of_others(attempt).values()
         complete = [report for report in reports if report.complete]
-        return len(complete) < attempt.nodes - 1
+        num_other_nodes = attempt.nodes - 1
+        return len(complete) < num_other_nodes
 
     def _first_failure(self, attempt: Attempt) -> FirstFailure | None:
-        """Finds out what failed first on all machines; waits for their reports if it must."""
+        """Returns what failed first on all machines, or None; waits for their reports if it must.
+
+        Publishes the report of this machine before that.
+        """
         own_report = self._publish_report(attempt)
         if self._rdzv.can_publish:
             deadline = time.monotonic() + _REPORTS_WAIT_S
@@ -775,6 +820,7 @@ class Agent(api.SimpleElasticAgent):
             lost_nodes=lost_nodes,
             folder=f"{attempt.folder}{' (its logs were deleted)' if attempt.logs_deleted else ''}",
         )
+        # If the user has interrupted the launcher of another machine, the message says which.
         was_interrupted_elsewhere = (
             failure is not None and failure.kind == "interrupted" and own_report.interrupted is None
         )
@@ -793,8 +839,9 @@ class Agent(api.SimpleElasticAgent):
             return True
         # Something failed. What failed first is known once every machine has told of all its ranks.
         complete = {node for node, report in reports_of_others.items() if report.complete}
-        lost = {_node_rank(node) for node in self._rdzv.lost_nodes()}
-        return len(complete | lost) >= attempt.nodes - 1
+        lost = {_node_rank(node) for node in self._rdzv.lost_nodes()}  # they will report no more
+        num_other_nodes = attempt.nodes - 1
+        return len(complete | lost) >= num_other_nodes
 
 
 def _node_rank(node: Node) -> int:

@@ -66,6 +66,7 @@ def console_for(flags: argparse.Namespace, nproc: int) -> Console:
     shown = choose_streams(nproc, flags.redirects, flags.tee, flags.local_ranks_filter)
     filters = {}
     for stream in STREAMS:
+        # Older versions of torch have no such flag. It is None if it is not given.
         filters[stream] = getattr(flags, f"duplicate_{stream}_filters", None) or ()
     template = (
         getattr(flags, "log_line_prefix_template", "")  # since torch 2.14
@@ -73,6 +74,7 @@ def console_for(flags: argparse.Namespace, nproc: int) -> Console:
         or _DEFAULT_PREFIX
     )
     prefix = Template(template).safe_substitute(role_name=flags.role, hostname=socket.gethostname())
+    # With --tee the user has asked for log files, so an only rank gets them, too.
     return Console(shown, filters, prefix, always_logged=flags.tee != "0")
 
 
@@ -189,6 +191,7 @@ class Console:
     def __exit__(self, *_: object) -> None:
         """Drains the streams, waits while the console takes the rest, and ends the thread."""
         self.drain()
+        # The thread ends when this deadline is over.
         self._flush_deadline = FlushDeadline(self._sinks.values(), self.hurry)
         self._wake_up()
         self._thread.join()
@@ -293,7 +296,7 @@ class Console:
     # In the thread
 
     def _run(self) -> None:
-        """Reads streams as they bring something, until the flush deadline is over."""
+        """Reads streams as they bring something, until `__exit__`'s flush deadline is over."""
         sinks = set(self._sinks.values())
         while self._flush_deadline is None or not self._flush_deadline.over():
             poll = select.poll()
@@ -334,7 +337,8 @@ class Console:
             for sink in sinks:
                 sink.draw(self._status_row(sink))
         for stream in self._streams:
-            if now >= stream.last_read + _LAST_WORDS_S:
+            has_nothing_more_to_say = now >= stream.last_read + _LAST_WORDS_S
+            if has_nothing_more_to_say:
                 self._show_last_words(stream)
         for sink in sinks:
             sink.flush()
@@ -346,7 +350,7 @@ class Console:
                 self._read(stream)
                 if stream in self._streams:
                     self._end(stream)
-        if not self._streams:
+        if not self._streams:  # all have ended, for which `drain` may be waiting
             self._drain_until = math.inf
             is_drain_waiting = not self._drained.is_set()
             if is_drain_waiting:
@@ -358,7 +362,7 @@ class Console:
         sink = self._sinks["stderr"]
         while self._announcements:
             text = self._announcements.popleft().encode(errors="replace") + b"\n"
-            if sink.mid_line or sink.shared:
+            if sink.mid_line or sink.shared:  # what stands there may not have ended its line
                 text = b"\n" + text
             sink.write(text, self._status_row(sink))
             sink.mid_line = False
@@ -387,6 +391,7 @@ class Console:
             stream.sink.write(data)
             stream.sink.mid_line = not data.endswith(b"\n")
         if stream.sink.terminal:
+            # The status row is drawn a moment later, once for all that comes until then.
             self._draw_at = min(self._draw_at, time.monotonic() + _TICK_S)
 
     def _show(self, stream: _Stream, sink: Sink, lines: list[bytes]) -> None:
@@ -402,7 +407,10 @@ class Console:
         sink.write(b"".join(shown), self._status_row(sink))
 
     def _show_last_words(self, stream: _Stream) -> None:
-        """Shows what a rank has printed as it ended, unless another rank has printed the same."""
+        """Shows what a rank has printed as it ended, unless another rank has printed the same.
+
+        Empties the stream's `last_words`, and notes the rank for `_announce_same_last_words`.
+        """
         lines = stream.last_words
         stream.last_words = []
         if not lines or stream.sink is None:
@@ -410,7 +418,8 @@ class Console:
         without_numbers = _NUMBER.sub(b"", b"\n".join(lines))
         ranks = self._ranks_by_last_words.setdefault(without_numbers, [])
         ranks.append(stream.rank)
-        if len(ranks) == 1:
+        is_first_to_print_them = len(ranks) == 1
+        if is_first_to_print_them:
             self._show(stream, stream.sink, lines)
 
     def _announce_same_last_words(self) -> None:
@@ -517,12 +526,12 @@ class _Stream:
         """Moves lines that tell of the rank's end into `last_words`, and returns the others.
 
         Once the rank has noted the exception that ends it, all lines from its traceback on are last
-        words.
+        words. Also notes the time, from which `Console` sees that nothing more comes.
         """
         self.last_read = time.monotonic()
         if not lines or self.log.stem != "stderr" or not self._has_raised():
             return lines
-        begin = 0  # without a traceback all of the lines are last words
+        begin = 0  # without a traceback, or after its beginning, all of the lines are last words
         if not self.last_words:
             for index, line in enumerate(lines):
                 if _TRACEBACK_HEADING in line:
@@ -547,7 +556,7 @@ class _Stream:
         if self._file is None:
             return
         self._file.write(data)
-        if self.sink is None:
+        if self.sink is None:  # the filters are for lines that are shown
             return
         prefix = self.prefix.encode()
         filtered = []

@@ -64,6 +64,7 @@ def with_hook(env: Mapping[Any, Any], rank_pid: int) -> dict[str, str]:
         rank_pid: process id of the rank.
     """
     variables = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
+    # The probe needs these, also if the script has made up an environment without them.
     for name in (FOLDER_VARIABLE, EVIDENCE_VARIABLE):
         if name in os.environ:
             variables[name] = os.environ[name]

@@ -49,6 +49,7 @@ def handled(handlers: Mapping[int, Callable[[int], object]]) -> Iterator[None]:
 
 def stop_this_process() -> None:
     """Stops this process as Ctrl-Z would; returns when it goes on."""
+    # With its default action the signal stops this process, which goes on in the next line.
     handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.signal(signal.SIGTSTP, handler)
@@ -70,6 +71,7 @@ def pass_keyboard(group: int, signal_ranks: Callable[[int], object]) -> None:
         group: the rank's process group.
         signal_ranks: sends the rank a signal.
     """
+    # While the rank has the keyboard it is the rank that is in the foreground.
     if in_foreground():
         give_keyboard(group)
         signal_ranks(signal.SIGCONT)

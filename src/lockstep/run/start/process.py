@@ -136,15 +136,15 @@ def spawned_ranks(process: Process) -> list[Process]:
     groups = sorted(process.folder.glob("own_*"))
     if not groups:
         return []
-    group = groups[-1]
+    group = groups[-1]  # own_CALL_COUNT of the last call that spawned ranks
     count = int(group.name.rpartition("_")[2])
     processes = []
     for index in range(count):
         folder = group / f"rank_{index}"
         heartbeat = read_heartbeat(Evidence.in_folder(folder).heartbeat)
-        if heartbeat is None:
+        if heartbeat is None:  # it has not begun yet
             return []
-        code = 0 if (folder / RETURNED_FILE).exists() else None
+        code = 0 if (folder / RETURNED_FILE).exists() else None  # None: it still runs
         processes.append(Process(index, index, folder, heartbeat.pid, code))
     have_all_returned = all(spawned.code == 0 for spawned in processes)
     if have_all_returned or (group / NOT_ONE_GROUP_FILE).exists():
@@ -163,7 +163,7 @@ def describe_exit_code(code: int) -> str:
     # A shell that ran a command which was killed ends with 128 plus the signal's number.
     if 128 < code <= 128 + _MAX_SIGNAL_NUMBER:
         signal_text = _describe_signal(code - 128)
-        if signal_text.startswith("SIG"):
+        if signal_text.startswith("SIG"):  # otherwise there is no signal of this number
             return f"exit code {code} (128 + {code - 128}: {signal_text})"
     return f"exit code {code}"
 

@@ -42,6 +42,7 @@ def drop_program() -> None:
     The interpreter does so after its threads have stopped. Then an object's `__del__` may wait for
     threads of torch that wait for the interpreter. Here they still run.
     """
+    # The exception that ended the program refers to its data.
     sys.last_type = None
     sys.last_value = None
     sys.last_traceback = None
@@ -50,6 +51,7 @@ def drop_program() -> None:
     threading.excepthook = lambda _: None
     names = vars(sys.modules["__main__"])
     for name, value in list(names.items()):
+        # A `__del__` may use what stays: modules, functions and classes.
         if not isinstance(value, types.ModuleType | types.FunctionType | type):
             del names[name]
     value = None  # this function's own reference to the last one

@@ -49,7 +49,11 @@ class RoundMemory:
     @property
     def is_being_written(self) -> bool:
         """True if a rank is writing a round now: the first bytes of a file are written last."""
-        return any(os.pread(descriptor, 8, 0) == bytes(8) for descriptor in self._descriptors)
+        for descriptor in self._descriptors:
+            first_bytes = os.pread(descriptor, 8, 0)  # empty if the file was never written
+            if first_bytes == bytes(8):  # still zero
+                return True
+        return False
 
     def close(self) -> None:
         """Frees the memory."""

@@ -77,8 +77,10 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
         if cold_reason is None:
             import_for_ranks(request.hints.imports)
             cold_reason = _why_not_copied(script)
-        # Forked here: nothing above starts a thread, much below does.
-        zygote = Zygote(lambda: worker.run_and_exit(script), 0 if cold_reason else nproc)
+        # Forked here: nothing above starts a thread, much below does. Warm ranks are forked from it
+        # at once, while this process still imports what it needs itself.
+        spares = 0 if cold_reason else nproc
+        zygote = Zygote(lambda: worker.run_and_exit(script), spares)
         try:
             with without_garbage_collection():
                 from lockstep.run.start.agent import launch_agent
@@ -208,6 +210,7 @@ def check_script(script: Script, command: str = "lockstep run") -> None:
     else:
         _check_path(script.path, command)
     package = Path(__file__).parents[2]
+    # What stands beside the script is imported first, unless it is this package itself.
     for name in (f"{package.name}.py", f"{package.name}/__init__.py"):
         path = Path(script.folder, name)
         if path.is_file() and path.resolve() != package / "__init__.py":
@@ -345,7 +348,7 @@ def _open_closed_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number, which is this one
             os.set_inheritable(number, True)
-        if getattr(sys, name) is None:
+        if getattr(sys, name) is None:  # Python has found it closed
             mode = "r" if number == 0 else "w"
             stream = open(number, mode, closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)

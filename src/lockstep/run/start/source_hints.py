@@ -167,6 +167,7 @@ def _starts_processes(tree: ast.AST, variables: set[str]) -> bool:
             called.add(_last_name(node.func))
     if "spawn" in called or "start_processes" in called:
         return True
+    # Processes may be for anything else, unless the script also says where they meet.
     return "Process" in called and "MASTER_PORT" in variables
 
 
@@ -237,7 +238,8 @@ def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
         is_module = path.suffix in (".py", ".so") or (path / "__init__.py").is_file()
         if not is_module or path.name == "__main__.py":  # nobody imports that by its name
             continue
-        module = loaded.get(path.name.partition(".")[0])
+        name = path.name.partition(".")[0]  # "a" for "a.cpython-312-x86_64-linux-gnu.so"
+        module = loaded.get(name)
         if _is_from_elsewhere(module, path.parent.resolve()):
             names.append(path.name)
     return sorted(names)

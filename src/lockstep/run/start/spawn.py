@@ -243,6 +243,7 @@ def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, plan: Launc
     # The ranks will probably import what this process has imported, and what the source mentions.
     hints = read_script(worker.Script(path=source))
     modules = {*large_modules(sys.modules), *hints.imports}
+    # What multiprocessing tells a new process before it imports the script: sys.path, sys.argv, ...
     preparation = multiprocessing.spawn.get_preparation_data("")
     # multiprocessing refuses to pickle its key other than for a process that it starts, since the
     # key must not reach a file that others can read. Nobody can open a file without a name.
@@ -415,7 +416,9 @@ def _read_call(file: int) -> FunctionCall:
         file: descriptor of a file with two pickles: how to import the script, and the call.
     """
     process = multiprocessing.current_process()
-    process._inheriting = True  # type: ignore[attr-defined]  # see `_refuse_inside_a_rank`
+    # As in processes of multiprocessing: says that the script is being imported. The script must
+    # not start processes then, nor call `launch` (see `_refuse_inside_a_rank`).
+    process._inheriting = True  # type: ignore[attr-defined]
     try:
         with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as mapped:
             os.close(file)
@@ -438,7 +441,7 @@ def _run_call(call: FunctionCall, folder: Path) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-        value = None
+        value = None  # sys.exit() in the function counts as a return
     # In a copy nothing runs at exit, so a World that the function left open is closed here.
     world = sys.modules.get("lockstep.world")
     if world is not None:

@@ -48,6 +48,7 @@ def finished_lines(text: bytes) -> tuple[list[bytes], bytes]:
         only the last state is kept if it is drawn again and again.
     """
     *lines, unfinished = text.split(b"\n")
+    # The line is drawn again after each carriage return. One at its very end erases nothing yet.
     last_return = unfinished.rstrip(b"\r").rfind(b"\r")  # -1: there is none
     unfinished = unfinished[last_return + 1 :]
     if len(unfinished) > _MAX_LINE_BYTES:

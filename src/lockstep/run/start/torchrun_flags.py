@@ -172,8 +172,9 @@ def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
         run_id = str(uuid.uuid4())
     elif uses_master_flags:
         endpoint = f"{flags.master_addr}:{flags.master_port or _DEFAULT_MASTER_PORT}"
+    run_id = run_id or "none"  # torchrun's default
     return RendezvousParameters(
-        backend, endpoint, run_id or "none", fewest_nodes, most_nodes, flags.local_addr, **options
+        backend, endpoint, run_id, fewest_nodes, most_nodes, flags.local_addr, **options
     )
 
 

@@ -121,7 +121,7 @@ def fresh_interpreter(script: Script) -> Command:
 
 def main() -> NoReturn:
     """Runs the script in a fresh interpreter, see `fresh_interpreter`."""
-    sys.path.remove(_PACKAGES_FOLDER)
+    sys.path.remove(_PACKAGES_FOLDER)  # it was there for the import of this module
     fields = json.loads(os.environ.pop(_SCRIPT_VARIABLE))
     fields["arguments"] = tuple(sys.argv[1:])
     script = Script(**fields)
@@ -137,7 +137,8 @@ def _run(script: Script) -> int:
         from lockstep.run.watch import script_processes
 
         watch_executed(Evidence.of_this_process(os.environ, folder))
-        if os.environ.get("WORLD_SIZE", "1") == "1":
+        is_only_rank = os.environ.get("WORLD_SIZE", "1") == "1"
+        if is_only_rank:  # it may start ranks itself
             _give_address_to_script_processes()
             script_processes.watch_script_processes(folder)
         run_as_main(script)
@@ -165,6 +166,7 @@ def open_streams() -> None:
     written before it is killed is in its log.
     """
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        # The new stream encodes as the old one did.
         old_stream = getattr(sys, f"__{name}__") or getattr(sys, name)
         stream = io.TextIOWrapper(
             io.FileIO(descriptor, "w", closefd=False),
@@ -173,7 +175,7 @@ def open_streams() -> None:
             line_buffering=os.isatty(descriptor),
             write_through=True,
         )
-        stream.mode = "w"  # type: ignore[misc]
+        stream.mode = "w"  # type: ignore[misc]  # as `open` sets it
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     stdin = open(0, encoding=sys.getfilesystemencoding(), errors="strict", closefd=False)  # noqa: SIM115
@@ -218,7 +220,7 @@ def run_recorded(
 
     Args:
         body: the program; it is called with the rank's folder.
-        report: called with the exception.
+        report: called with the exception, which it may print.
 
     Returns:
         The exit code; minus the number of SIGINT if Ctrl-C ended the program.
@@ -227,6 +229,7 @@ def run_recorded(
     from lockstep.run.watch import error_record, probe
 
     evidence = Evidence.of_this_process(os.environ, folder)
+    # Even a rank that has run out of memory or of descriptors can then record its error.
     reserve = error_record.Reserve()
     try:
         installed = probe.install(evidence)
@@ -327,6 +330,7 @@ def run_as_main(script: Script) -> None:
 
 def _run_module(script: Script) -> None:
     """Runs a module, or the `__main__.py` of a folder or zip file."""
+    # `python -P` leaves the script's folder out of sys.path, but there `__main__` must be found.
     if sys.flags.safe_path and not script.module:
         sys.path.insert(0, script.folder)
     name = script.path if script.module else "__main__"

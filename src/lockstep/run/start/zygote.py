@@ -1,8 +1,11 @@
 """The zygote: a process that has imported torch once, and forks the ranks.
 
-It is forked from the launcher before any thread exists, or is an interpreter of its own if the
-launcher is a program of the user's (`FreshZygote`). `Zygote` is the launcher's side, `Server` the
-zygote's own. The two talk over a socket: the launcher sends requests, the zygote `Event`s.
+`Zygote` is the launcher's side, `Server` the zygote's own. The two talk over a socket: the launcher
+sends requests, the zygote `Event`s. A *spare* is a copy of the zygote that waits until it is asked
+to be a rank. What ranks *leave behind* are processes that they have started and that outlive them.
+
+The zygote is forked from the launcher before any thread exists, or is an interpreter of its own if
+the launcher is a program of the user's (`FreshZygote`).
 
 The zygote has a single thread and does nothing but fork, reap and signal. So a fork from it is
 safe, and eight ranks start about as fast as one. As the ranks' parent it is the only process that
@@ -16,8 +19,7 @@ ranks leave behind that have all ended well is not touched. When the zygote goes
 the ranks (PR_SET_PDEATHSIG).
 
 To fork a process that has imported torch takes 10 ms or more. So the ranks of the first attempt are
-forked before they are asked for, while the launcher still imports what it needs itself. Such a
-*spare* waits for its request, and is a rank from then on.
+forked as spares before they are asked for, while the launcher still imports what it needs itself.
 """
 
 from __future__ import annotations
@@ -195,7 +197,7 @@ class Zygote:
 
     def close(self) -> None:
         """Ends the zygote, and with it every rank that still runs; waits for it."""
-        if self._socket.fileno() >= 0:
+        if self._socket.fileno() >= 0:  # it has not been closed before
             self._socket.close()
             self.wait()
 
@@ -341,7 +343,7 @@ class Server:
         """
         request = _read_request(files)
         rank = request["rank"]
-        self.spares_to_fork = 0
+        self.spares_to_fork = 0  # from now on ranks are forked when they are asked for
         try:
             pid = self._make_rank(files)
         except OSError as error:  # no more processes, or no more memory
@@ -358,7 +360,10 @@ class Server:
         self._report(Event(rank, pid))
 
     def _make_rank(self, files: list[int]) -> int:
-        """Makes a spare the rank that is asked for; returns its process id.
+        """Makes a spare the rank that is asked for, after forking one if there is none.
+
+        Returns:
+            Its process id. It is no longer among `spares`.
 
         Raises:
             OSError: there is no spare, and none can be forked.
@@ -366,7 +371,7 @@ class Server:
         while True:
             if not self.spares:
                 self._fork_spare()
-            pid, channel = self.spares.popitem()
+            pid, channel = self.spares.popitem()  # any of them; they are all alike
             with channel:
                 try:
                     socket.send_fds(channel, [b"start"], files)
@@ -394,7 +399,7 @@ class Server:
                     if is_needed:
                         self._become_rank(files)
                 finally:
-                    os._exit(1)
+                    os._exit(1)  # whatever happens, it must not go on as a second zygote
         self.spares[pid] = zygotes_end
 
     def _close_zygotes_descriptors(self, parent: int) -> None:
@@ -440,7 +445,10 @@ class Server:
     # Ending ranks
 
     def _reap(self) -> None:
-        """Waits for the processes that have ended, and reports the ranks among them."""
+        """Collects the processes that have ended, and reports the ranks among them.
+
+        A spare that has ended stays in `spares`; `_make_rank` notices it.
+        """
         # Empties the pipe that SIGCHLD writes to. The pipe may be empty already.
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_reader, 4096)

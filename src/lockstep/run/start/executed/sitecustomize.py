@@ -64,7 +64,7 @@ class AfterTorch:
         """
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(self)  # so that the search below does not come here again
         from importlib.util import find_spec
 
         spec = find_spec("torch")
