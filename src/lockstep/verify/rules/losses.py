@@ -268,6 +268,7 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
     Two numbers stand for the gradient of a sample's output: the arrays have the shape (samples, 2).
     Returns nothing if a factor for each sample does not explain them, or if all factors are equal.
     """
+    # The rows of one process, and those of the ranks for the same samples.
     rows = forward.matched_rows("output_gradients")
     if rows is None or not len(rows[0]):
         return ()
@@ -284,6 +285,7 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
     products = (expected * actual).sum(axis=1)
     factors = products / np.where(squares > 0, squares, 1.0)
     factors = np.where(counts_in_expected, factors, 0.0)
+    # For each sample that counts on one process, what its factor does not explain.
     remainders = np.abs(actual - factors[:, None] * expected).max(axis=1)[counts_in_expected]
     if (remainders > EQUAL_WEIGHT_SHARE * largest(actual)).any():
         return ()  # the gradient of some sample has another direction

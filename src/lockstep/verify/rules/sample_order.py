@@ -101,14 +101,15 @@ def repeated_samples(case: Divergence) -> Cause | None:
     samples_before = _count_all(case.parallel_run[: case.update_index], samples_of)
     # Samples that one process trains in this step again are no mistake.
     trained_before = samples_before.keys() - expected.keys()
-    repeated = []
+    repeated = []  # samples of this step that were trained more often than they should be
     for sample, count in actual.items():
         is_trained_more_often = count > max(1, expected[sample])
         if is_trained_more_often or sample in trained_before:
             repeated.append(sample)
     # If the ranks also have samples too many that are new, another rule explains them.
     too_many = set(actual - expected)
-    if not repeated or not too_many <= set(repeated):
+    explains_all = too_many <= set(repeated)
+    if not repeated or not explains_all:
         return None
     counts_of_ranks = []
     for rank in case.actual:
