@@ -125,6 +125,8 @@ def test_an_fsdp_model_has_a_root_and_lets_go_of_its_groups(tmp_path):
         assert copy.deepcopy(mesh) is mesh
         state = model._get_fsdp_state()
         assert state._is_root
+        shards = torch_compat.shards_in_reduction_order(model)
+        assert [id(shard) for shard in shards] == [id(model.weight), id(model.bias)]
         torch_compat.drop_fsdp_groups([model], mesh)
         assert not getattr(mesh, "_pg_registry", {})
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]

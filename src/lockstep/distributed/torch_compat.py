@@ -196,15 +196,28 @@ def share_meshes_with_copies() -> None:
 def drop_fsdp_groups(units: Iterable[FSDPModule], mesh: DeviceMesh) -> None:
     """Removes torch's references to the process groups of FSDP units, so that they can be freed."""
     for unit in units:
-        state = unit._get_fsdp_state()
-        parameter_groups = getattr(state, "_fsdp_param_groups", None)
-        if parameter_groups is None:  # torch 2.11 has a single group, or None
-            parameter_groups = [state._fsdp_param_group]
-        for parameter_group in parameter_groups:
-            if parameter_group is not None:  # the unit has parameters of its own
-                _clear_process_groups(parameter_group.mesh_info)
-                _clear_process_groups(parameter_group.post_forward_mesh_info)
+        for parameter_group in _parameter_groups(unit):
+            _clear_process_groups(parameter_group.mesh_info)
+            _clear_process_groups(parameter_group.post_forward_mesh_info)
     getattr(mesh, "_pg_registry", {}).clear()  # in some versions the mesh keeps its groups here
+
+
+def shards_in_reduction_order(unit: FSDPModule) -> list[nn.Parameter]:
+    """Returns the shards of an FSDP unit in the order in which its gradient has its parameters."""
+    shards: list[nn.Parameter] = []
+    for parameter_group in _parameter_groups(unit):
+        for fsdp_parameter in parameter_group.fsdp_params:
+            shards.append(fsdp_parameter.sharded_param)
+    return shards
+
+
+def _parameter_groups(unit: FSDPModule) -> list[Any]:
+    """Returns torch's groups of the parameters of an FSDP unit; empty if it has none of its own."""
+    state = unit._get_fsdp_state()
+    parameter_groups = getattr(state, "_fsdp_param_groups", None)
+    if parameter_groups is None:  # torch 2.11 has a single group, or None
+        parameter_groups = [state._fsdp_param_group]
+    return [group for group in parameter_groups if group is not None]
 
 
 def _clear_process_groups(mesh_info: Any) -> None:

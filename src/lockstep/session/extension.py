@@ -117,6 +117,24 @@ class Extension:
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """The backward pass has run and counts as one. Must not communicate."""
 
+    def leaf_gradient(
+        self,
+        micro_batch: MicroBatch,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        """The gradients of a virtual rank are complete, and not added to those of others yet.
+
+        Told only if virtual ranks train one model, once for each parameter, some at a time; not of
+        parameters of a unit of FSDP that the virtual rank has not used. May be called during a
+        backward pass. Must neither communicate nor keep the gradients, which are changed later.
+
+        Args:
+            micro_batch: the last one of the virtual rank.
+            parameters: of a prepared module; under FSDP the shards that the optimizer has.
+            gradients: the whole gradient of each; None or zeros for one that was not used.
+        """
+
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """An optimizer is about to step; `modules` are the prepared ones whose parameters it has.
 
@@ -272,6 +290,15 @@ class Extensions(Extension):
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         for tell in self.listeners["after_backward"]:
             tell(loss, micro_batch)
+
+    def leaf_gradient(
+        self,
+        micro_batch: MicroBatch,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        for tell in self.listeners["leaf_gradient"]:
+            tell(micro_batch, parameters, gradients)
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         for tell in self.listeners["before_step"]:

@@ -12,6 +12,7 @@ have once more, so all but the first give zeros.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
+from lockstep.batch.indices import ceil_div
 from lockstep.communication.tree_sum import start_tree_reduce_scatter
+from lockstep.distributed.torch_compat import shards_in_reduction_order
 from lockstep.errors import UsageError
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
@@ -42,10 +46,14 @@ class TreeReduceScatter:
         tree: of the run.
         step: of the run.
         mesh: of the processes; parameters are sharded over its last dimension.
+        unit: the module whose parameters these are.
     """
 
-    def __init__(self, tree: VirtualRankTree, step: Step, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, tree: VirtualRankTree, step: Step, mesh: DeviceMesh, unit: FSDPModule
+    ) -> None:
         self._tree = tree
+        self._unit = unit
         self._step = step
         self._num_shards = mesh.size(mesh.ndim - 1)
         self._is_first_copy = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
@@ -79,6 +87,8 @@ class TreeReduceScatter:
         micro_batch = self._step.micro_batch
         sums = self._tree.sums(micro_batch.global_samples)
         if has_leaf(micro_batch):
+            if self._step.extensions.listeners["leaf_gradient"]:
+                self._tell_leaf(input_tensor, micro_batch)
             self._push(input_tensor, micro_batch)
         if not micro_batch.last:
             output_tensor.zero_()
@@ -100,6 +110,41 @@ class TreeReduceScatter:
         """Forgets the gradients of a global batch."""
         self._nodes = []
         self._num_pushed = 0
+
+    def _tell_leaf(self, flat: Tensor, micro_batch: MicroBatch) -> None:
+        """Tells the extensions of the gradients of a virtual rank, one for each parameter.
+
+        Args:
+            flat: the gradient of the unit. It has a chunk for each shard, and a chunk has the rows
+                of each parameter that belong to the shard, filled up with zeros to equal lengths.
+            micro_batch: of the virtual rank.
+
+        Raises:
+            UsageError: not all parameters were used, so that it is not known which the gradient
+                has.
+        """
+        parameters: list[Tensor] = []
+        lengths: list[int] = []
+        for shard in shards_in_reduction_order(self._unit):
+            if shard.requires_grad:
+                num_rows = ceil_div(shard.shape[0], self._num_shards)
+                parameters.append(shard)
+                lengths.append(num_rows * math.prod(shard.shape[1:]))
+        num_missing = sum(lengths) * self._num_shards - len(flat)
+        if num_missing:
+            raise UsageError(
+                "journal under fsdp with parameters that are not used",
+                f"{num_missing} numbers are missing in the gradient of a unit, and torch does not "
+                "say to which parameters they belong",
+                "use all parameters, set "
+                "strategy=lockstep.strategies.FSDP(find_unused_parameters=True), or leave the "
+                "journal out",
+            )
+        rows_of_parameters = torch.split(flat.view(self._num_shards, -1), lengths, dim=1)
+        gradients: list[Tensor] = []
+        for parameter, rows in zip(parameters, rows_of_parameters, strict=True):
+            gradients.append(rows.reshape(-1)[: parameter.numel()].view(parameter.shape))
+        self._step.extensions.leaf_gradient(micro_batch, parameters, gradients)
 
     def _push(self, gradient: Tensor, micro_batch: MicroBatch) -> None:
         """Adds the gradient of a virtual rank to those before it, as far as the tree allows.
@@ -153,7 +198,7 @@ class ShardedVirtualRanks(Extension):
         self._sums: list[TreeReduceScatter] = []
         unit: Any
         for unit in units:
-            reduce_scatter = TreeReduceScatter(tree, step, mesh)
+            reduce_scatter = TreeReduceScatter(tree, step, mesh, unit)
             self._sums.append(reduce_scatter)
             unit.set_custom_reduce_scatter(reduce_scatter)
             # Torch would divide by the number of processes.

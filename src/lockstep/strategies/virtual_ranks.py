@@ -121,6 +121,7 @@ class VirtualRankGradients(Extension):
         elif micro_batch.virtual_rank_begins and previous is not None:
             gradients = self._take_gradients()
             if has_leaf(previous):
+                self._step.extensions.leaf_gradient(previous, self._parameters, gradients)
                 self._nodes.append(gradients)
                 self._merge(self.tree.num_merges(previous))
 
@@ -144,6 +145,7 @@ class VirtualRankGradients(Extension):
         micro_batch = self._step.micro_batch
         gradients = self._take_gradients()
         if has_leaf(micro_batch):
+            self._step.extensions.leaf_gradient(micro_batch, self._parameters, gradients)
             self._nodes.append(gradients)
             self._merge(self.tree.num_merges(micro_batch))
         if not self._nodes:
@@ -167,11 +169,13 @@ class VirtualRankGradients(Extension):
         micro_batch = self._step.micro_batch
         sums = self.tree.sums(micro_batch.global_samples)
         total = bucket.buffer()
-        views = bucket.gradients()
-        places = [self._place[id(parameter)] for parameter in bucket.parameters()]
+        views = gradients_of_bucket(bucket)
+        parameters = bucket.parameters()
+        places = [self._place[id(parameter)] for parameter in parameters]
         earlier_nodes = self._nodes
         nodes: list[Tensor] = []
         if has_leaf(micro_batch):
+            self._step.extensions.leaf_gradient(micro_batch, parameters, views)
             num_merges = self.tree.num_merges(micro_batch)
             earlier_nodes = self._nodes[: len(self._nodes) - num_merges]
             for node in reversed(self._nodes[len(earlier_nodes) :]):
@@ -257,6 +261,20 @@ def add_gradients(totals: Sequence[Tensor | None], gradients: Sequence[Tensor | 
             total.add_(0.0)  # so that -0.0 becomes 0.0, as in a sum with zeros
     if used_totals:
         add_to_each(used_totals, used_gradients)
+
+
+def gradients_of_bucket(bucket: dist.GradBucket) -> list[Tensor]:
+    """Returns the gradient of each parameter of a bucket, as views of its buffer.
+
+    DDP stores a gradient in the memory format of its parameter, such as channels last, which
+    `bucket.gradients()` does not know: it has the right places in the buffer and wrong strides.
+    """
+    views: list[Tensor] = []
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        # It has the strides of the parameter if these leave no gaps, else those of a new tensor.
+        strides = torch.empty_like(parameter, device="meta").stride()
+        views.append(gradient.as_strided(parameter.shape, strides, gradient.storage_offset()))
+    return views
 
 
 def _like_bucket(
