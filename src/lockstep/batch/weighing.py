@@ -199,8 +199,8 @@ class _WeightSum:
         # The weight of each virtual rank's part. Without virtual ranks there is one: of the whole.
         weights = [0.0] * self._num_parts
         if collectives.contributes:
-            # Only autotuning hands out a part before. No strategy with virtual ranks has it, so
-            # this is the weight of the whole.
+            # Only autotuning hands out a part before. With virtual ranks it is refused, so this is
+            # the weight of the whole.
             weights[0] = weight_before
             for counted in self._counted:
                 weights[_index_of_weight(counted)] += counted.weight
@@ -269,6 +269,14 @@ class _WeightSum:
         num_ranks = self._collectives.data_parallel.size
         virtual_ranks = self._virtual_ranks
         trains_copies = virtual_ranks is not None and virtual_ranks.train_copies
+        # The `ranks` of the formula: how many gradients the mean is taken of.
+        if virtual_ranks is None:
+            num_gradients = num_ranks
+        elif trains_copies:  # those of one copy, which several ranks may compute together
+            num_gradients = max(1, num_ranks // virtual_ranks.count)
+        else:
+            num_gradients = virtual_ranks.count
+        total_of_global_batch = sum(weights)
         first_planned, _ = self._global_batch[0]
         first = first_planned.micro_batch
         is_only_micro_batch = len(self._global_batch) == 1 and first.first
@@ -276,20 +284,17 @@ class _WeightSum:
         scaled = []
         for counted in self._counted:
             micro_batch = counted.planned.micro_batch
+            # The `W` of the formula. Each copy of the model has a mean of its own.
+            total = total_of_global_batch
             if trains_copies:
-                # The mean over the part of one copy, which several ranks may compute together.
                 total = weights[_index_of_weight(counted)]
-                num_summands = max(1, num_ranks // self._num_parts)
-            else:
-                total = sum(weights)
-                num_summands = num_ranks if virtual_ranks is None else virtual_ranks.count
             scale = 0.0
             if total > 0:
-                scale = counted.weight * num_summands / total
+                scale = counted.weight * num_gradients / total
             # A micro-batch that is the whole global batch has scale 1: it needs no scaling.
             micro_batch = replace(micro_batch, scale=scale, plain=is_whole and total > 0)
             # A rank without rows gets an empty batch. But if no rank has rows, each gets what its
             # collate function returned, as one device would.
-            batch = counted.batch if sum(weights) > 0 else counted.collated
+            batch = counted.batch if total_of_global_batch > 0 else counted.collated
             scaled.append((counted.planned._replace(micro_batch=micro_batch), batch))
         return scaled

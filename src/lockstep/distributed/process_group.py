@@ -479,7 +479,7 @@ def main_process_first(run: Run, call_id: str) -> Iterator[None]:
         yield
         return
     store = run.joined.store
-    key = f"main_process_first/{call_id}"
+    key = f"main_process_first/{call_id}"  # rank 0 sets it at the end of its block
     if not run.topology.is_main:
         store.wait([key], MAIN_PROCESS_FIRST_TIMEOUT)
         if store.get(key) == b"failed":

@@ -443,7 +443,7 @@ def _check_consecutive_ranks(topology: Topology, command: str) -> None:
     # If ranks are consecutive, this is the rank of local rank 0 of this machine. If all machines
     # have equally many ranks, it is a multiple of their number.
     first_rank_here = topology.rank - topology.local_rank
-    nodes_are_equal = topology.size % topology.local_size == 0
+    nodes_are_equal = topology.size % topology.local_size == 0  # or may be
     starts_a_node = first_rank_here % topology.local_size == 0
     if first_rank_here < 0 or (nodes_are_equal and not starts_a_node):
         raise SettingError(
