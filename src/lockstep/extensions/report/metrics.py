@@ -103,7 +103,10 @@ class RunningMeans:
             self._read(wait=False)
 
     def start_reduce(self) -> None:
-        """Starts a reduction of all values up to here. All ranks must call it together."""
+        """Starts a reduction of all values up to here. All ranks must call it together.
+
+        The reduction is pending until `step` or `finish` reads its result.
+        """
         names = sorted(self._sums)
         packed = self._pack(names)
         if self._on_cuda:

@@ -331,10 +331,11 @@ class DiLoCoTraining(Extension):
 
     @torch.no_grad()
     def _average_buffers(self) -> None:
-        """Replaces all versions of each floating-point buffer by their mean over virtual ranks.
+        """Replaces each floating-point buffer by its mean over the virtual ranks.
 
-        Other buffers, such as counters, are taken from the first virtual rank. A buffer that is
-        equal everywhere keeps its bits.
+        The shared values of the buffer become the mean, and so do those of each virtual rank. Other
+        buffers, such as counters, are taken from the first virtual rank. A buffer that is equal
+        everywhere keeps its bits.
         """
         shared = self._buffers.values(SHARED)
         buffers_of_virtual_ranks = [self._buffers.values(number) for number in self.own]

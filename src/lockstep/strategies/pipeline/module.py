@@ -173,27 +173,29 @@ class PipelinedModule(ModuleWrapper):
 
     def _check_can_run(self) -> None:
         """Raises UsageError if the run has ended, or a call has failed on this rank before."""
-        if not self._activation_wires:
+        if not self._activation_wires:  # `release` has removed them
             raise UsageError(
                 "a forward pass after world.close()",
-                "the model is spread over ranks that have parted",
+                "the model is spread over the ranks, which no longer exchange messages",
                 "close at the very end",
             )
         if self._failure:
             raise UsageError(
                 "a call of the model after an exception in it that was caught",
                 f"a {self._failure} on this rank: the others wait for what it did not send",
-                "let the exception end the run; what may fail, check on all ranks before the call",
+                "let the exception end the run; check on all ranks, before the call, whatever may "
+                "make it fail",
             )
 
     def _check_call(self, batch: GlobalBatch) -> None:
         """Raises UsageError for a call that does not fit the calls before it."""
-        if len(batch.calls) != len(batch.loss_backwards):
+        every_call_has_its_loss = len(batch.calls) == len(batch.loss_backwards)
+        if not every_call_has_its_loss:
             raise UsageError(
                 "two forward passes with gradients for one world.backward",
-                "a pipeline carries one forward pass a micro-batch",
-                "join the inputs and call the model once; evaluate under torch.no_grad(); leave no "
-                "turn out for a loss that is NaN: it always is but on the last stage",
+                "a pipeline computes one forward pass for each micro-batch",
+                "join the inputs and call the model once; evaluate under torch.no_grad(); call "
+                "world.backward even if the loss is NaN, as it always is without the last stage",
             )
         if batch.training is self.training:
             return

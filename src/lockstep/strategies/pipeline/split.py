@@ -111,7 +111,7 @@ def split(module: nn.Module, cuts: Sequence[str]) -> Split:
             raise SettingError(
                 f"Pipeline(split=[..., {name!r}])",
                 "this submodule has no parameters, and every stage runs it",
-                "name the next one that has some: what lies between runs in the earlier stage",
+                "name the next one that has some: submodules before it run in the earlier stage",
             )
     positions = [names.index(name) for name in cuts]
     is_in_order = sorted(set(positions)) == positions  # ascending, and no name twice

@@ -170,7 +170,10 @@ class StagedModel:
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """A backward pass must run inside this context."""
+        """A backward pass must run inside this context.
+
+        It sets `in_backward`, which allows pieces to run again, for activation checkpointing.
+        """
         self.in_backward = True
         try:
             # The caller may be inside the autocast context of its forward pass.
@@ -393,8 +396,9 @@ def _uses_other_stage_error(stage: int) -> UsageError:
     """Returns the error of a stage that uses values of another stage."""
     return UsageError(
         f"a pipeline whose stage {stage} begins there",
-        "the model uses a value of another stage beside what its first submodule is called with (a "
-        "skip connection, a mask made of activations), or asks for a value of an activation",
+        "the model uses a value of another stage that is not an argument of the stage's first "
+        "submodule (a skip connection, a mask made of activations), or it reads the value of an "
+        "activation",
         "cut it at another place: lockstep.strategies.Pipeline(split=[...]) names the cuts",
     )
 

@@ -215,7 +215,7 @@ class Pipeline(Strategy):
             if options.get(option):
                 raise UsageError(
                     f"world.backward(loss, {option}=...) under strategy='pipeline'",
-                    "it would hold for the last stage alone, and the others compute all gradients",
+                    "it would apply to the last stage alone, and the others compute all gradients",
                     "leave it out, or use strategy='ddp' or 'fsdp'",
                 )
         waiting[0].backward(loss, precision, **options)
@@ -430,7 +430,7 @@ def _compiled_around_cuts_error(name: str) -> UsageError:
     """Returns the error of a compiled module that is to be cut."""
     return UsageError(
         f"world.prepare of a model under strategy='pipeline' with {name} compiled",
-        "it is cut into stages, and no rank runs the whole of it, so there is no whole to compile",
+        "it is cut into stages, and no rank runs the whole of it, so it cannot be compiled as one",
         "compile its blocks one by one instead, before world.prepare: "
         "model.layers[i] = torch.compile(model.layers[i])",
     )

@@ -65,5 +65,5 @@ def check_learning_rates(optimizer: Optimizer, run: Run) -> None:
                 "optimizer.step() with other learning rates on other ranks",
                 f"rank 0 has {rates_by_rank[0]}, rank {rank} has {rates_of_rank}",
                 "give the scheduler to world.prepare, and decide about rates by world.mean(loss): "
-                "a loss is NaN but on the last stage",
+                "only ranks with the last stage have the loss, the others NaN",
             )
