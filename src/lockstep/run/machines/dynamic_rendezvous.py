@@ -172,6 +172,7 @@ class DynamicRendezvous(Rendezvous):
         self._peers.update(decided={"round": round_number, "nodes": numbers})
 
     def _missing_nodes_error(self, found: str) -> MissingRankError:
+        """Returns the error for a run that cannot start; `found` says which nodes are missing."""
         return MissingRankError(
             f"--nnodes {format_nnodes(self._peers.own.nodes)}",
             found,

@@ -30,6 +30,7 @@ class NetworkThread:
             runner.run(self._wait_for_close())
 
     async def _wait_for_close(self) -> None:
+        """Keeps the event loop running until `close` is called."""
         await self._closing.wait()
         # A connection that was just accepted needs a few iterations of the loop until its handler
         # runs, which closes it. A task that is cancelled before it has begun closes nothing.

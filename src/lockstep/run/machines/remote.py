@@ -305,7 +305,7 @@ def watch_launcher(
         for request in requests:
             launcher.send_signal(signal.Signals[request["signal"]])
         requests = []
-        if first_machine_lost:
+        if first_machine_lost:  # nothing more can come from it or be told it
             time.sleep(POLL_INTERVAL_S)
             if time.monotonic() > kill_at:
                 launcher.kill()

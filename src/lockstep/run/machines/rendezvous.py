@@ -172,6 +172,7 @@ class Rendezvous(RendezvousHandler):
     def __exit__(
         self, error_type: type[BaseException] | None, error: object, traceback: object
     ) -> None:
+        """Leaves the run; if an error ends the block, the other nodes are told which."""
         if error_type is None:
             self.close()
         elif isinstance(error, LockstepError) and error.found:

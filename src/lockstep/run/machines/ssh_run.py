@@ -182,7 +182,8 @@ class _HostsRun:
 
     async def _flush(self) -> None:
         """Prints what is still unprinted, until the terminal takes no more."""
-        deadline = FlushDeadline(self._sinks.values(), self._ending_signal is not None)
+        was_asked_to_end = self._ending_signal is not None
+        deadline = FlushDeadline(self._sinks.values(), hurry=was_asked_to_end)
         self._draw()
         while not deadline.over():
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -358,6 +359,8 @@ class _HostsRun:
                     what_follows = "the run is ended (--on-lost stop)"
                     exit_codes.append(EXIT_LOST_RANK)
                 self._say(f"the connection to {remote.host.name} is lost; {what_follows}")
+            # Only launchers whose ranks have not started end at this signal; the others find the
+            # failure out by themselves, and report it.
             if any(exit_codes) and not failed:
                 failed = True
                 self._send_signal(FAILED_ELSEWHERE_SIGNAL, remote_of_task.values())

@@ -50,8 +50,8 @@ class StaticRendezvous(Rendezvous):
         self._peers.update(started=round_number)
         self.attempt = round_number - 1  # rounds are counted from 1, attempts from 0
         store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
-        own_rank = self._peers.own.rank
-        rank = 0 if own_rank is None else own_rank
+        rank = self._peers.own.rank
+        assert rank is not None  # each node has a --node-rank, and a single node is node 0
         # Node 0 prepares the store; the others wait until the key is there.
         if rank == 0:
             delete_keys_of_ranks(self._store)

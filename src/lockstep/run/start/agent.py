@@ -434,6 +434,7 @@ class Agent(api.SimpleElasticAgent):
         """
         attempt = self.attempts[-1]
         self._read_events()
+        # If the only rank of a run reads the terminal's keyboard, Ctrl-Z and `fg` are passed on.
         keyboard_rank = self._keyboard_rank
         if keyboard_rank and keyboard_rank.pid and keyboard_rank.code is None:
             job_control.pass_keyboard(keyboard_rank.pid, self.signal_ranks)
@@ -534,10 +535,11 @@ class Agent(api.SimpleElasticAgent):
                 f"the fork server (process {self._zygote.pid}, which starts the ranks) "
                 f"ended first: {describe_exit_code(code)}; the kernel then kills its ranks"
             )
-        return [
-            Event(process.local_rank, process.pid or 0, -signal.SIGKILL)
-            for process in attempt.processes
-        ]
+        events_of_ranks = []
+        for process in attempt.processes:
+            pid = process.pid or 0  # 0: it was not started. (An event with None is a refusal.)
+            events_of_ranks.append(Event(process.local_rank, pid, -signal.SIGKILL))
+        return events_of_ranks
 
     def _announce_deleted_logs(self, attempt: Attempt) -> None:
         """Announces that somebody has deleted the ranks' logs; once for each attempt."""
@@ -642,6 +644,7 @@ class Agent(api.SimpleElasticAgent):
         self._end_by_signal(attempt, signal.SIGKILL)
         while attempt.running:
             self._read_events(timeout=1.0)
+        # Of ranks that have all ended well, what they have left behind may go on.
         ended_well = all(process.code == 0 for process in attempt.processes)
         if before_restart or self.interrupted is not None or not ended_well:
             with self._delay_interrupts():
@@ -785,7 +788,7 @@ class Agent(api.SimpleElasticAgent):
             attempt.end_published = True
             self._publish_report(attempt)
         reports = self._reports_of_others(attempt).values()
-        complete = [report for report in reports if report.complete]
+        complete = [report for report in reports if report.complete]  # all ranks there have ended
         num_other_nodes = attempt.nodes - 1
         return len(complete) < num_other_nodes
 

@@ -192,7 +192,7 @@ class Console:
         """Drains the streams, waits while the console takes the rest, and ends the thread."""
         self.drain()
         # The thread ends when this deadline is over.
-        self._flush_deadline = FlushDeadline(self._sinks.values(), self.hurry)
+        self._flush_deadline = FlushDeadline(self._sinks.values(), hurry=self.hurry)
         self._wake_up()
         self._thread.join()
         lost = self._sinks["stdout"].lost
@@ -318,6 +318,7 @@ class Console:
                     os.read(self._wake_reader, 4096)  # empties the pipe
                 elif descriptor in readable:
                     self._read(readable[descriptor])
+                # Otherwise it is a sink that can take more, which gets it in the next line.
             self._do_what_is_due(sinks)
 
     def _is_something_due(self) -> bool:

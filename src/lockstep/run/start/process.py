@@ -229,17 +229,21 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
     oom_detail: str | None = None
     if code != 0:
         error = read_error(evidence)
+        # Its last output is in memory; if nothing is there, its log may have some.
         last_lines = process.stderr_tail.lines()
         if not last_lines:
             last_lines = read_last_lines(process.folder, _SEARCHED_LINES)
+        # A program that has recorded no exception may have printed one.
         if error is None and code > 0:
             printed = printed_error(last_lines)
+        # The kernel's counters say that some process was killed for lack of memory. Only its log,
+        # which may not be readable, says that it was this one.
         oom = oom_between(before, read_oom_counts(root))
         if oom is not None and process.pid:
             oom_detail = kernel_log_on(process.pid, root)
             if oom_detail:
                 oom = "certain"
-    end_requests = []
+    end_requests = []  # the times at which the launcher asked it to end
     for number, sent_at in process.signals_sent.items():
         if number in _ENDING_SIGNALS:
             end_requests.append(sent_at)

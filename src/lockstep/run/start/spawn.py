@@ -311,12 +311,12 @@ def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> 
     from lockstep.run.watch.failure_report import render_failure
 
     folders = {process.rank: process.folder for process in attempt.processes}
-    failed_rank = min(failure.ranks, default=0)
-    # The exception of the first of the failed ranks that has recorded one.
-    record = None
     # The ranks of a deadlock were ended by the launcher, so what they recorded is no cause.
-    ranks = () if failure.kind == "deadlock" else failure.ranks
-    for rank in ranks:
+    ranks_with_cause = () if failure.kind == "deadlock" else failure.ranks
+    # The error names the first failed rank that has recorded an exception, or else the lowest one.
+    failed_rank = min(failure.ranks, default=0)
+    record = None
+    for rank in ranks_with_cause:
         record_of_rank = read_error(Evidence.in_folder(folders[rank]))
         if record_of_rank is None:
             continue
@@ -329,6 +329,7 @@ def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> 
         if record is None:
             failed_rank = rank
             record = record_of_rank
+    # Without its advice, which has a field of its own in the error.
     found = render_failure(replace(failure, advice=())).removeprefix("FIRST FAILURE: ")
     advice = "; ".join(failure.advice)
     if not advice:
@@ -385,7 +386,8 @@ def run_copy(call: FunctionCall) -> NoReturn:
     # without what the launching process has registered with `atexit`.
     process: Any = multiprocessing.Process(target=run, name=_process_name(), daemon=False)
     process._bootstrap()
-    exit_now(exit_codes[0] if exit_codes else 1)
+    exit_code = exit_codes[0] if exit_codes else 1  # none: `_bootstrap` has printed an exception
+    exit_now(exit_code)
 
 
 def zygote_main(modules: Sequence[str], file: int, control: int) -> NoReturn:

@@ -321,6 +321,7 @@ def run_as_main(script: Script) -> None:
     main_module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main_module
     _set_script_folder(script.folder)
+    # Python looks for what a folder or zip file imports in that itself.
     is_folder_or_zip = script.folder == os.path.abspath(script.path)
     if script.module or is_folder_or_zip:
         _run_module(script)
