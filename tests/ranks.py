@@ -137,6 +137,22 @@ def in_gloo_group(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def as_on_machines(sizes: tuple[int, ...]) -> None:
+    """Sets the variables of a rank as if the ranks were on machines of these sizes."""
+    rank = int(os.environ["RANK"])
+    machine = 0
+    while rank >= sizes[machine]:
+        rank -= sizes[machine]
+        machine += 1
+    os.environ.update(
+        {
+            "GROUP_RANK": str(machine),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(sizes[machine]),
+        }
+    )
+
+
 @contextlib.contextmanager
 def _store(size: int) -> Iterator[int]:
     store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)

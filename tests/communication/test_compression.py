@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from problems import FEATURES, difference, mean_loss, mlp, tensors, weights
-from ranks import in_gloo_group, run_ranks
+from ranks import as_on_machines, in_gloo_group, run_ranks
 from torch import Tensor, nn
 
 import lockstep
@@ -150,14 +149,6 @@ def beside_own_messages() -> float:
 
 def test_a_users_own_messages_are_not_taken_for_gradients() -> None:
     assert run_ranks(beside_own_messages, 2) == [6.0, 5.0]
-
-
-def as_on_machines(sizes: tuple[int, ...]) -> None:
-    """The first ranks are on a first machine, and so on, as far as the environment says."""
-    places = [(node, local) for node, size in enumerate(sizes) for local in range(size)]
-    node, local = places[int(os.environ["RANK"])]
-    here = {"GROUP_RANK": node, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": sizes[node]}
-    os.environ.update({name: str(value) for name, value in here.items()})
 
 
 def one_after_another(pair: list[Any], rank: int) -> list[list[Tensor]]:

@@ -217,6 +217,8 @@ class SharedMemory:
         timeout_s: how long a rank may wait for the others.
         across: the process group of the ranks that have the same local rank on all machines; None
             if there is one machine.
+        machine: the number of this machine, if the ranks of every machine follow each other, those
+            of the first machine first; else None.
     """
 
     def __init__(
@@ -226,8 +228,10 @@ class SharedMemory:
         pids: Mapping[int, int],
         timeout_s: float,
         across: dist.ProcessGroup | None = None,
+        machine: int | None = None,
     ) -> None:
         self.across = across
+        self.machine = machine
         self.ranks = list(pids)
         """The ranks of this machine."""
         self._pids = dict(pids)
@@ -380,39 +384,54 @@ class SharedMemory:
                 slices_of_nodes = [torch.tensor_split(node, self._local_size) for node in nodes]
                 self._reduce_scatter_in_tree(
                     slices_of_nodes,
-                    slices[self._local_rank],
-                    sums,
-                    scale=scale,
-                    longest_slice=len(slices[0]),
+                    [slices[self._local_rank]],
+                    sums.nodes_of_rank,
+                    sums.merges,
+                    total,
                 )
+                if scale != 1.0:
+                    slices[self._local_rank].mul_(scale)
                 self._gather(slices)
         traffic.shared += total.nbytes * max(1, len(nodes))
 
     def reduce_scatter_in_tree(
         self,
         slices_of_nodes: Sequence[Sequence[Tensor]],
-        total: Tensor,
-        sums: RankSums,
+        totals: Sequence[Tensor],
+        nodes_of_rank: Sequence[int],
+        merges: Sequence[int],
         *,
-        scale: float = 1.0,
+        whole: Tensor,
     ) -> None:
-        """Writes this rank's slice of the sum over virtual ranks to `total`.
+        """Writes this rank's slices of sums over virtual ranks of this machine.
 
-        All ranks have to be on this machine. Errors are those of `all_reduce`.
+        Errors are those of `all_reduce`.
 
         Args:
-            slices_of_nodes: of each of this rank's nodes of the tree the slices, one for each rank,
-                all as long as `total`. They are overwritten.
-            total: the sum of the slices of this rank is written to it.
-            sums: says how many nodes each rank has, and in which order they are added.
-            scale: the sum is multiplied by this.
+            slices_of_nodes: of each of this rank's nodes of the tree the slices, one for each rank
+                of this machine, all as long as `torch.tensor_split` makes them of `whole`. They are
+                overwritten.
+            totals: this rank's slices of the sums, as many as the merges leave.
+            nodes_of_rank: how many nodes each rank of this machine has.
+            merges: for each of these, how many merges follow when it was pushed.
+            whole: a tensor of the dtype and number of elements of all slices together; it is not
+                read.
         """
-        with self._calling("reduce_scatter", total, " in a tree"):
-            self._reduce_scatter_in_tree(
-                slices_of_nodes, total, sums, scale=scale, longest_slice=len(total)
-            )
-        for slices in slices_of_nodes:
-            traffic.shared += sum(node_slice.nbytes for node_slice in slices)
+        with self._calling("reduce_scatter", whole, " in a tree"):
+            self._reduce_scatter_in_tree(slices_of_nodes, totals, nodes_of_rank, merges, whole)
+        traffic.shared += whole.nbytes * len(slices_of_nodes)
+
+    def gather_slices(self, slices: Sequence[Tensor], whole: Tensor) -> None:
+        """Copies the slice of each rank of this machine to all of them.
+
+        Errors are those of `all_reduce`.
+
+        Args:
+            slices: one for each rank. That of this rank is read, the others are written.
+            whole: that they are slices of.
+        """
+        with self._calling("all_gather", whole):
+            self._gather(slices)
 
     def all_gather(self, rows: Tensor, tensor: Tensor) -> None:
         """Fills `rows`, one for each rank of this machine, with their tensors.
@@ -539,33 +558,29 @@ class SharedMemory:
             for index in range(num_nodes):
                 values.append(slot[index * numel : (index + 1) * numel])
         # What is in the slots must stay, because other ranks read it too.
-        add_in_tree(values, sums.merges, total, overwrite=False)
+        add_in_tree(values, sums.merges, [total], overwrite=False)
 
     def _reduce_scatter_in_tree(
         self,
         slices_of_nodes: Sequence[Sequence[Tensor]],
-        total: Tensor,
-        sums: RankSums,
-        *,
-        scale: float,
-        longest_slice: int,
+        totals: Sequence[Tensor],
+        nodes_of_rank: Sequence[int],
+        merges: Sequence[int],
+        whole: Tensor,
     ) -> None:
-        """Sums every slice on one rank; see `reduce_scatter_in_tree`.
-
-        Args:
-            slices_of_nodes: see there; slices may differ in length.
-            total: see there.
-            sums: see there.
-            scale: see there.
-            longest_slice: the length of the longest slice, equal on all ranks.
-        """
+        """Sums every slice on one rank; arguments are those of `reduce_scatter_in_tree`."""
         local_rank = self._local_rank
         local_size = self._local_size
-        most_nodes = max(sums.nodes_of_rank)
+        # As `torch.tensor_split` cuts: the first slices have one element more.
+        shortest_slice, num_longer = divmod(whole.numel(), local_size)
+        own_length = shortest_slice + (1 if local_rank < num_longer else 0)
+        longest_slice = shortest_slice + (1 if num_longer else 0)
+        most_nodes = max(1, *nodes_of_rank)
+        dtype = whole.dtype
         # A slot has a piece for each node of its rank and each of the ranks that sum.
-        piece_numel = self._slot_bytes // total.itemsize // (local_size * most_nodes)
+        piece_numel = self._slot_bytes // dtype.itemsize // (local_size * most_nodes)
         for start in range(0, longest_slice, piece_numel):
-            slots = self._next_slots(total.dtype)
+            slots = self._next_slots(dtype)
             pieces_of_slot = []  # for each rank, by node * ranks + the rank that sums
             for slot in slots:
                 pieces_of_slot.append(
@@ -578,20 +593,18 @@ class SharedMemory:
                         place = pieces_of_slot[local_rank][node * local_size + peer]
                         place[: len(piece)].copy_(piece)
             self._barrier()
-            total_piece = total[start : start + piece_numel]
+            total_pieces = [total[start : start + piece_numel] for total in totals]
             values = []
-            for peer, num_nodes in enumerate(sums.nodes_of_rank):
+            for peer, num_nodes in enumerate(nodes_of_rank):
                 for node in range(num_nodes):
                     if peer == local_rank:
                         own_slice = slices_of_nodes[node][local_rank]
                         values.append(own_slice[start : start + piece_numel])
                     else:
                         place = pieces_of_slot[peer][node * local_size + local_rank]
-                        values.append(place[: len(total_piece)])
+                        values.append(place[: max(0, min(piece_numel, own_length - start))])
             # These places are read by no other rank, so sums may overwrite them.
-            add_in_tree(values, sums.merges, total_piece, overwrite=True)
-            if scale != 1.0:
-                total_piece.mul_(scale)
+            add_in_tree(values, merges, total_pieces, overwrite=True)
 
     def _gather(self, parts: Sequence[Tensor]) -> None:
         """Copies the part of each rank to all ranks; `parts` has room for all, and the own part."""
@@ -751,17 +764,19 @@ class SharedMemory:
 
 
 def add_in_tree(
-    values: Sequence[Tensor], merges: Sequence[int], total: Tensor, *, overwrite: bool
+    values: Sequence[Tensor], merges: Sequence[int], totals: Sequence[Tensor], *, overwrite: bool
 ) -> None:
     """Adds values up in the order of a tree; see `summation_tree`.
 
     Args:
-        values: of nodes of the tree, in the order of their leaves. `total` may be one of them.
-        merges: for each value, how many merges follow when it was pushed. One value is left.
-        total: the sum is written to it.
+        values: of nodes of the tree, in the order of their leaves. If there is one sum, its tensor
+            in `totals` may be one of them.
+        merges: for each value, how many merges follow when it was pushed.
+        totals: the sums, which are the values that are left, are written to these.
         overwrite: True if partial sums may be written to `values`.
     """
     num_additions = sum(merges)
+    has_one_total = len(totals) == 1
     stack: list[Tensor] = []
     for value, num_merges in zip(values, merges, strict=True):
         stack.append(value)
@@ -769,16 +784,16 @@ def add_in_tree(
             right = stack.pop()
             left = stack.pop()
             num_additions -= 1
-            is_last = num_additions == 0  # nothing is needed any more of what is in `total`
-            if is_last:
-                stack.append(torch.add(left, right, out=total))
+            if num_additions == 0 and has_one_total:
+                # Nothing is needed any more of what is in the tensor of the total.
+                stack.append(torch.add(left, right, out=totals[0]))
             elif overwrite:
                 stack.append(left.add_(right))
             else:
                 stack.append(left + right)
-    (result,) = stack
-    if result.data_ptr() != total.data_ptr():  # there was a single value
-        total.copy_(result)
+    for result, total in zip(stack, totals, strict=True):
+        if result.data_ptr() != total.data_ptr():
+            total.copy_(result)
 
 
 def open_shared_memory(
@@ -835,7 +850,13 @@ def open_shared_memory(
             if rank in ranks_of_group:
                 across = group
         who_shares = f"{len(ranks)} ranks a machine sum up there; each sends its part to the others"
-    return SharedMemory(memory, rank, pids, timeout_s, across), who_shares
+    all_ranks: list[int] = []
+    for ranks_there in ranks_of_machine.values():
+        all_ranks += ranks_there
+    machine = None
+    if all_ranks == sorted(all_ranks):
+        machine = ranks[0] // len(ranks)
+    return SharedMemory(memory, rank, pids, timeout_s, across, machine), who_shares
 
 
 def _create(size: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:

@@ -64,29 +64,90 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> RankSums:
         present: for each leaf, whether it has a value.
         bounds: rank r has the leaves from `bounds[r]` to `bounds[r + 1] - 1`.
     """
-    whole = Node(0, len(present))
     leaves_of_rank = []
     merges_of_rank = []
-    nodes_of_rank = []
+    nodes_of_ranks = _nodes_of_ranges(present, bounds)
     nodes_of_all_ranks: list[Node] = []
-    for begin, end in itertools.pairwise(bounds):
-        leaves = [leaf for leaf in range(begin, end) if present[leaf]]
-        nodes = [
-            node for node in largest_nodes(whole, begin, end) if any(present[node.begin : node.end])
-        ]
+    for rank, nodes in enumerate(nodes_of_ranks):
+        leaves = [leaf for leaf in range(bounds[rank], bounds[rank + 1]) if present[leaf]]
+        pushed = [Node(leaf, leaf + 1) for leaf in leaves]
         merges: list[int] = []
         for node in nodes:
-            merges += count_merges(node, [Node(leaf, leaf + 1) for leaf in leaves])
+            merges += count_merges(node, pushed)
         leaves_of_rank.append(tuple(leaves))
         merges_of_rank.append(tuple(merges))
-        nodes_of_rank.append(len(nodes))
         nodes_of_all_ranks += nodes
     return RankSums(
         leaves_of_rank=tuple(leaves_of_rank),
         merges_of_rank=tuple(merges_of_rank),
-        nodes_of_rank=tuple(nodes_of_rank),
-        merges=tuple(count_merges(whole, nodes_of_all_ranks)),
+        nodes_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
+        merges=tuple(count_merges(Node(0, len(present)), nodes_of_all_ranks)),
     )
+
+
+class MachineSums(NamedTuple):
+    """How a tree is summed by several machines, each of which sums the leaves of its ranks first.
+
+    `RankSums` of the machines say how their sums are added up.
+    """
+
+    nodes_of_rank: tuple[int, ...]
+    """For each rank of this machine: how many values it has."""
+    merges: tuple[int, ...]
+    """For each of these values, in the order of the ranks: how many merges follow when it was
+    pushed. The values that are left are those of the machine's nodes."""
+    num_nodes: int
+    """How many values are left."""
+    between_machines: RankSums
+
+
+@lru_cache(maxsize=256)
+def plan_sums_of_machines(
+    present: tuple[bool, ...], bounds: tuple[int, ...], ranks_per_machine: int, machine: int
+) -> MachineSums:
+    """Plans how ranks sum a tree if each machine sums up the leaves of its own ranks first.
+
+    Args:
+        present: see `plan_sums`.
+        bounds: see `plan_sums`.
+        ranks_per_machine: every machine has as many neighbouring ranks.
+        machine: the number of this one.
+    """
+    first_rank = machine * ranks_per_machine
+    bounds_on_machine = bounds[first_rank : first_rank + ranks_per_machine + 1]
+    nodes_of_ranks = _nodes_of_ranges(present, bounds_on_machine)
+    pushed: list[Node] = []
+    for nodes in nodes_of_ranks:
+        pushed += nodes
+    bounds_of_machines = bounds[::ranks_per_machine]
+    nodes_of_machine = _nodes_of_ranges(present, bounds_of_machines)[machine]
+    merges: list[int] = []
+    for node in nodes_of_machine:
+        merges += count_merges(node, pushed)
+    return MachineSums(
+        nodes_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
+        merges=tuple(merges),
+        num_nodes=len(nodes_of_machine),
+        between_machines=plan_sums(present, bounds_of_machines),
+    )
+
+
+def _nodes_of_ranges(present: tuple[bool, ...], bounds: tuple[int, ...]) -> list[list[Node]]:
+    """Returns, for each range of leaves, its largest nodes that have a value.
+
+    Args:
+        present: for each leaf, whether it has a value.
+        bounds: range r has the leaves from `bounds[r]` to `bounds[r + 1] - 1`.
+    """
+    whole = Node(0, len(present))
+    nodes_of_ranges = []
+    for begin, end in itertools.pairwise(bounds):
+        nodes = []
+        for node in largest_nodes(whole, begin, end):
+            if any(present[node.begin : node.end]):
+                nodes.append(node)
+        nodes_of_ranges.append(nodes)
+    return nodes_of_ranges
 
 
 def largest_nodes(node: Node, begin: int, end: int) -> list[Node]:

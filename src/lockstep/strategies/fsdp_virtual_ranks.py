@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.batch.indices import ceil_div
-from lockstep.communication.tree_sum import start_tree_reduce_scatter
 from lockstep.distributed.torch_compat import shards_in_reduction_order
 from lockstep.errors import UsageError
 from lockstep.session.extension import Extension
@@ -55,6 +54,7 @@ class TreeReduceScatter:
         self._tree = tree
         self._unit = unit
         self._step = step
+        self._num_processes = mesh.size()
         self._num_shards = mesh.size(mesh.ndim - 1)
         self._is_first_copy = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
         self._nodes: list[Tensor] = []
@@ -97,11 +97,11 @@ class TreeReduceScatter:
         for node in self._nodes:
             chunks = node.chunk(self._num_shards)
             # The processes that have the same shard get the same chunk.
-            copies = len(sums.nodes_of_rank) // self._num_shards
+            copies = self._num_processes // self._num_shards
             slices_of_nodes.append(list(chunks) * copies)
         self.forget()
         scale = 1.0 / self._tree.num_virtual_ranks
-        wait = start_tree_reduce_scatter(slices_of_nodes, output_tensor, sums, scale=scale)
+        wait = sums.start_reduce_scatter(slices_of_nodes, output_tensor, scale=scale)
         wait()
         if not self._is_first_copy:
             output_tensor.zero_()
@@ -152,11 +152,11 @@ class TreeReduceScatter:
         Raises:
             UsageError: virtual ranks have used other parameters.
         """
-        rank = self._tree.process
+        assert micro_batch.virtual_rank is not None
         sums = self._tree.sums(micro_batch.global_samples)
-        place = sums.leaves_of_rank[rank].index(micro_batch.virtual_rank_number)
+        place = sums.leaves.index(micro_batch.virtual_rank.number)
         while self._num_pushed < place:  # virtual ranks that have not used this unit
-            self._push_leaf(torch.zeros_like(gradient), sums.merges_of_rank[rank])
+            self._push_leaf(torch.zeros_like(gradient), sums.merges)
         if self._nodes and len(self._nodes[-1]) != len(gradient):
             raise UsageError(
                 "virtual_ranks under fsdp, with parameters that not all of them use",
@@ -165,7 +165,7 @@ class TreeReduceScatter:
                 "use all parameters for every sample, or set "
                 "strategy=lockstep.strategies.FSDP(find_unused_parameters=True)",
             )
-        self._push_leaf(gradient, sums.merges_of_rank[rank])
+        self._push_leaf(gradient, sums.merges)
 
     def _push_leaf(self, gradient: Tensor, merges: Sequence[int]) -> None:
         """Pushes a gradient, and makes the merges that follow it."""

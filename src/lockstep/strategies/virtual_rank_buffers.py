@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.communication.tree_sum import start_tree_sum
 from lockstep.distributed.torch_compat import BatchNorm, add_to_each, write_counts
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
@@ -202,7 +201,6 @@ class VirtualRankBuffers(Extension):
         if not self.averaged:
             return
         sums = self._tree.sums(count)
-        num_leaves = sum(len(leaves) for leaves in sums.leaves_of_rank)
         all_buffers = self._buffers()
         places_by_dtype: dict[torch.dtype, list[int]] = {}
         buffers = [all_buffers[name] for name in self.averaged]
@@ -214,7 +212,7 @@ class VirtualRankBuffers(Extension):
                 nodes.append(torch.cat([node[place].reshape(-1) for place in places]))
             numel = sum(buffers[place].numel() for place in places)
             total = buffers[places[0]].new_empty(numel)
-            wait = start_tree_sum(nodes, total, sums, scale=1.0 / num_leaves)
+            wait = sums.start(nodes, total, scale=1.0 / sums.num_present)
             wait()
             means = torch.split(total, [buffers[place].numel() for place in places])
             for place, mean in zip(places, means, strict=True):

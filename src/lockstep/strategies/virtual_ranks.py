@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from lockstep.batch.plan import part_sizes, virtual_rank_bounds
 from lockstep.batch.shares import initial_shares
-from lockstep.communication.summation_tree import RankSums, plan_sums
-from lockstep.communication.tree_sum import start_tree_sum
+from lockstep.communication.tree_sum import TreeSums
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import add_to_each, multiply_each
 from lockstep.errors import UsageError
@@ -47,10 +46,10 @@ class VirtualRankTree:
         self.bounds = virtual_rank_bounds(shares, num_virtual_ranks)
         """Process p computes the virtual ranks from `bounds[p]` to `bounds[p + 1] - 1`."""
         self.process = process
-        self._sums_of_count: dict[int, RankSums] = {}
+        self._sums_of_count: dict[int, TreeSums] = {}
 
-    def sums(self, count: int) -> RankSums:
-        """Returns how the tree of a global batch is summed.
+    def sums(self, count: int) -> TreeSums:
+        """Returns what sums over the virtual ranks of a global batch.
 
         Args:
             count: samples of the global batch. Virtual ranks without samples have no leaf.
@@ -58,14 +57,15 @@ class VirtualRankTree:
         if count not in self._sums_of_count:
             sizes = part_sizes(count, (1,) * self.num_virtual_ranks)
             present = tuple(size > 0 for size in sizes)
-            self._sums_of_count[count] = plan_sums(present, self.bounds)
+            self._sums_of_count[count] = TreeSums(present, self.bounds, self.process)
         return self._sums_of_count[count]
 
     def num_merges(self, micro_batch: MicroBatch) -> int:
         """Returns how many merges follow when the leaf of a micro-batch was pushed."""
+        assert micro_batch.virtual_rank is not None
         sums = self.sums(micro_batch.global_samples)
-        place = sums.leaves_of_rank[self.process].index(micro_batch.virtual_rank_number)
-        return sums.merges_of_rank[self.process][place]
+        place = sums.leaves.index(micro_batch.virtual_rank.number)
+        return sums.merges[place]
 
 
 def tree_of(run: Run) -> VirtualRankTree:
@@ -185,7 +185,7 @@ class VirtualRankGradients(Extension):
         for node in earlier_nodes:
             flat_nodes.append(_like_bucket(total, views, [node[place] for place in places]))
         scale = 1.0 / self.tree.num_virtual_ranks
-        return start_tree_sum([*flat_nodes, *nodes], total, sums, scale=scale)
+        return sums.start([*flat_nodes, *nodes], total, scale=scale)
 
     def _take_gradients(self) -> Gradients:
         """Takes the gradients out of the parameters, so that the next ones begin anew.
