@@ -223,6 +223,8 @@ class Console:
     ) -> tuple[int, int, int]:
         """Makes a rank's standard output and error, and a copy of our standard input.
 
+        From now on the thread reads what the rank writes there.
+
         Args:
             rank: the rank's number in the whole run.
             local_rank: its number on this machine.

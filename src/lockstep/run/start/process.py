@@ -136,7 +136,8 @@ def spawned_ranks(process: Process) -> list[Process]:
     groups = sorted(process.folder.glob("own_*"))
     if not groups:
         return []
-    group = groups[-1]  # own_CALL_COUNT of the last call that spawned ranks
+    # Such as own_000001_4, of the last call: the zeros make the order of names that of the calls.
+    group = groups[-1]
     count = int(group.name.rpartition("_")[2])
     processes = []
     for index in range(count):

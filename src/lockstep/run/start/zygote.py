@@ -467,7 +467,15 @@ class Server:
                 self._report(Event(rank, pid, os.waitstatus_to_exitcode(status)))
 
     def _signal(self, number: int, ranks: set[int]) -> None:
-        """Sends a signal to ranks: to their process groups, or to their programs alone."""
+        """Sends a signal to ranks: to their process groups, or to their programs alone.
+
+        A Python program may answer some signals with a checkpoint, so it gets those alone, without
+        its children; see `_SIGNALS_OF_PROGRAM`. Ranks in `foreign` are other programs.
+
+        Args:
+            number: of the signal.
+            ranks: the numbers of the ranks on this machine.
+        """
         for pid, rank in self.running.items():
             if rank not in ranks:
                 continue

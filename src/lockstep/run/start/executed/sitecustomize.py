@@ -41,7 +41,7 @@ def import_users_sitecustomize() -> None:
     try:
         __import__("sitecustomize")
     except ImportError as error:
-        if error.name != "sitecustomize":
+        if error.name != "sitecustomize":  # otherwise there is none, as in most environments
             raise
     finally:
         sys.modules.setdefault("sitecustomize", this_module)
