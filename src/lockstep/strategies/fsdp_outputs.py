@@ -95,7 +95,10 @@ class UnitOutputs:
                 if name not in MODULE_ATTRIBUTES:
                     _collect_tensors(value, in_attributes, search_objects=False)
         for tensor in in_attributes:
-            shown_by = vars(tensor).setdefault(_SHOWN_BY, set())
+            if _SHOWN_BY not in vars(tensor):
+                vars(tensor)[_SHOWN_BY] = set()
+            # The ids of the `UnitOutputs` that have returned the tensor already.
+            shown_by = vars(tensor)[_SHOWN_BY]
             if id(self) not in shown_by:
                 shown_by.add(id(self))
                 tensors.append(tensor)

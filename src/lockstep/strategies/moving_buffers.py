@@ -136,7 +136,7 @@ class MovingBuffers:
             f"the values of {join_first(names)} differ between ranks, as each rank changes its "
             "own; after each step all ranks take those of rank 0, and what others have seen is "
             "lost",
-            f"{advice}; do nothing where rank 0's are good enough",
+            f"{advice}; if those of rank 0 are good enough, nothing has to be done",
         )
 
     @torch.no_grad()

@@ -299,8 +299,12 @@ class Record:
         if not is_rank_file:
             return self._add_launcher_lines(path.name, lines)
         # The record is made even if the file is still empty: there is such a rank.
-        start = self._starts_of_ranks.setdefault(start_name, Start(start_name))
-        record = start.records.setdefault(int(rank), RankRecord(int(rank)))
+        if start_name not in self._starts_of_ranks:
+            self._starts_of_ranks[start_name] = Start(start_name)
+        start = self._starts_of_ranks[start_name]
+        if int(rank) not in start.records:
+            start.records[int(rank)] = RankRecord(int(rank))
+        record = start.records[int(rank)]
         num_lines = 0
         for line in lines:
             num_lines += 1

@@ -172,6 +172,7 @@ class Pipeline(Strategy):
             ),
             Choice("stages", f"begin at {', '.join(cuts.cuts)}", reason),
         ]
+        # Parameters that are on other ranks now, and the shapes that took their place.
         gone = model.gone
         model.gone = []  # a reference here would keep the whole model in memory
         return PreparedModule(
