@@ -25,7 +25,7 @@ from lockstep.batch.source import Shard, make_source
 from lockstep.batch.weighing import Weight
 from lockstep.communication.traffic import traffic
 from lockstep.distributed import process_group
-from lockstep.distributed.determinism import compute_deterministically
+from lockstep.distributed.determinism import Determinism, add_determinism_note
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import main_process_first
 from lockstep.distributed.seeding import seed_everything, seed_rank
@@ -39,6 +39,7 @@ from lockstep.extensions.report.progress import (
     check_shown,
     progress,
 )
+from lockstep.session.extension import Place
 from lockstep.settings import Choice, resolve_settings
 from lockstep.strategies.base import Strategy, StrategyPlan, note_empty_part
 from lockstep.strategies.find import find_strategy
@@ -125,6 +126,8 @@ class World:
         step = self._run.step
         add_memory_advice(error, step.latest_micro_batch.local_rows, step.num_devices)
         note_empty_part(error, step.latest_micro_batch)
+        if self._run.settings.virtual_ranks is not None:
+            add_determinism_note(error)
         self._close(failed=error is not None)
 
     # Preparing
@@ -425,6 +428,7 @@ class World:
             state,
             world=self,
             virtual_ranks=self._preparer.virtual_ranks,
+            common_stream=self._preparer.streams,
             rounds_in_memory=is_first,
         )
 
@@ -599,7 +603,11 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         choices.insert(0, Choice("strategy", chosen.name, reason))
         seed_everything(settings.seed)
         if settings.virtual_ranks is not None:
-            choices += compute_deterministically(run.collectives, settings.virtual_ranks)
+            determinism = Determinism(run.collectives, settings.virtual_ranks)
+            run.extensions.add(determinism, Place.OBSERVER)
+            choices.append(determinism.choice())
+            if determinism.differences and run.topology.is_main:
+                print_line(f"bits are not promised: {determinism.differences}")
             reason = "each computed by itself: the same bits on any number of processes up to it"
             choices.append(Choice("virtual ranks", str(settings.virtual_ranks), reason))
         return World(run, chosen, plan, choices)

@@ -32,6 +32,8 @@ class RankSummary:
     metric: float | None
     rng_state: str
     """The rank's random state as text."""
+    random_stream_is_common: bool
+    """True if the random state is one for all ranks, so that one is stored."""
     partial_keys: dict[str, list[int | str]]
     """For each partial state, by its name, the keys of the entries that the rank has."""
     has_own_tensors: bool
@@ -116,7 +118,9 @@ def copy_rank_part(
             training[name] = keep_dtensors_only(state)
     state_of_file = {name: training.pop(name) for name in module_names}
     if rank == 0:
-        training["random"] = [rng_state_from_text(summary.rng_state) for summary in summaries]
+        num_streams = 1 if summaries[0].random_stream_is_common else len(summaries)
+        rng_states = [rng_state_from_text(summary.rng_state) for summary in summaries[:num_streams]]
+        training["random"] = rng_states
     state_of_file[layout.TRAINING] = training
 
     # Then each state is split into a tree and tensors, which are copied to host memory.

@@ -30,8 +30,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.batch.loader import Loader
 from lockstep.checkpoint import layout, sharding
+from lockstep.checkpoint.bits import check_virtual_ranks, facts_about_bits, keep_bits
 from lockstep.checkpoint.checks import BUILD_AS_SAVED, changed_lengths, check_fits, check_state
-from lockstep.checkpoint.encoding import rng_state_from_text, rng_state_to_text
+from lockstep.checkpoint.encoding import rng_state_from_text
 from lockstep.checkpoint.file_errors import plain_errors
 from lockstep.checkpoint.find_latest import (
     FolderView,
@@ -45,6 +46,7 @@ from lockstep.checkpoint.host_copies import HostCopies
 from lockstep.checkpoint.modules import load_plain, plain_state_dict
 from lockstep.checkpoint.optimizer_state import load_saved_state, saved_parameter_dtypes
 from lockstep.checkpoint.preemption import SignalRequests
+from lockstep.checkpoint.random_states import CommonStream, RandomStates
 from lockstep.checkpoint.rank_parts import (
     RankSummary,
     copy_rank_part,
@@ -55,7 +57,6 @@ from lockstep.checkpoint.rounds import Rounds, StoredRound, choose_round
 from lockstep.checkpoint.save import RankPart, RankReports, write_checkpoint
 from lockstep.checkpoint.schedule import Policy, SaveSchedule
 from lockstep.checkpoint.writer import Writer
-from lockstep.distributed import seeding
 from lockstep.distributed.collectives import (
     check_same_metric,
     exchange_on_all_ranks,
@@ -170,6 +171,7 @@ class Checkpoint:
             wrapper.
         world: the run's own state.
         virtual_ranks: the states of virtual ranks that train apart; None: the run has none.
+        common_stream: the random stream of all ranks, if virtual ranks train one model.
         rounds_in_memory: keep rounds in memory, if the launcher holds memory for that.
 
     Raises:
@@ -185,6 +187,7 @@ class Checkpoint:
         *,
         world: CheckpointWorld,
         virtual_ranks: VirtualRanks | None = None,
+        common_stream: CommonStream | None = None,
         rounds_in_memory: bool = False,
     ) -> None:
         check_state(state)
@@ -192,6 +195,9 @@ class Checkpoint:
         self.last_resume_note = ""
         """What the last `resume()` found and did, in a sentence or two."""
         self._collectives = run.collectives
+        self._extensions = run.extensions
+        self._num_virtual_ranks = run.settings.virtual_ranks
+        self._random_states = RandomStates(run.collectives, common_stream)
         self._joined = run.joined
         self._progress = run.step
         self._policy = policy
@@ -241,6 +247,14 @@ class Checkpoint:
                 state of the training is as it was, and so are earlier checkpoints.
             RanksDifferError: the metric differs between ranks.
         """
+        self._extensions.saving_begins()
+        try:
+            return self._save(metric)
+        finally:
+            self._extensions.saving_ended()
+
+    def _save(self, metric: float | Tensor | None) -> Path | None:
+        """Saves the present step, as `save` describes it."""
         # First exchange: the ranks agree on what each of them stores. The save before has ended.
         states, summaries = self._collect_states(None if metric is None else float(metric))
         if summaries[0].skip:  # the answer of rank 0 counts
@@ -266,7 +280,7 @@ class Checkpoint:
             self._writer.cancel()
             raise
 
-        # From here on it is written in the background.
+        # From here on it is written in the background, from copies.
         self._writer.has_unconfirmed_save = True
         if not self._policy.asynchronous:
             self.wait()
@@ -285,6 +299,7 @@ class Checkpoint:
             self._collectives, self._action, lambda: self._summarize_rank(metric)
         )
         summaries = [RankSummary(**answer) for answer in answers]
+        self._random_states.check_common([summary.rng_state for summary in summaries])
         check_same_metric("checkpoint.save(metric=...)", [summary.metric for summary in summaries])
         return states, summaries
 
@@ -302,7 +317,8 @@ class Checkpoint:
         summary = RankSummary(
             skip=skip,
             metric=metric,
-            rng_state=rng_state_to_text(seeding.rng_state(self._collectives.device)),
+            rng_state=self._random_states.to_text(),
+            random_stream_is_common=self._random_states.is_common,
             partial_keys=partial_keys,
             has_own_tensors=has_own_tensors(states, partial_keys),
         )
@@ -422,8 +438,8 @@ class Checkpoint:
         A round that is still in memory is resumed instead, unless the checkpoint is of a later
         step. Rank 0 chooses, and all ranks read the same checkpoint. A damaged checkpoint is passed
         over, which is printed. Everything is checked on all ranks before anything is changed.
-        Random states are restored if the run has as many ranks as the one that saved;
-        `last_resume_note` says what was done.
+        Random states are restored if the run has as many ranks as the one that saved, with virtual
+        ranks on any number of ranks; `last_resume_note` says what was done.
 
         Raises:
             CheckpointError: on all ranks, when any of them cannot see or read the checkpoint that
@@ -507,7 +523,7 @@ class Checkpoint:
             stored_virtual_ranks = own_state["state"]
         facts = {
             "step": self._progress.number,
-            "random": rng_state_to_text(seeding.rng_state(self._collectives.device)),
+            "random": self._random_states.to_text(),
         }
         rounds.store(facts, shared, stored_virtual_ranks)
 
@@ -602,6 +618,7 @@ class Checkpoint:
             CheckpointError: it cannot be read, or something in it does not fit this run.
         """
         manifest = read_manifest_of(path, checkpoint_id)
+        check_virtual_ranks(path, manifest, self._num_virtual_ranks)
         modules = {name: read_stored(path, manifest, name) for name in manifest["modules"]}
         training = read_stored(path, manifest, layout.TRAINING)
         if not isinstance(training, dict):
@@ -644,7 +661,10 @@ class Checkpoint:
                 self._virtual_ranks.load_state_dict(saved.get("replicas"))
         elif "replicas" in saved:
             notes += "; its replicas are left out, the training goes on from their shared weights"
-        return self._describe(path, saved["manifest"]) + self._restore_rng(path, saved) + notes
+        manifest = saved["manifest"]
+        notes = self._restore_rng(path, saved) + notes
+        notes += keep_bits(manifest, self._num_virtual_ranks, self._collectives.device)
+        return self._describe(path, manifest) + notes
 
     def _describe(self, path: Path | str, manifest: Mapping[str, Any]) -> str:
         """Returns what was resumed: where it was, epoch, step, strategy and number of ranks."""
@@ -654,27 +674,16 @@ class Checkpoint:
         )
 
     def _restore_rng(self, path: Path | str, saved: Mapping[str, Any]) -> str:
-        """Restores this rank's random state, if the run has as many ranks as when it was saved.
+        """Restores this rank's random state, if the checkpoint has it.
 
         Returns:
             "" if it was restored. Otherwise the end of a sentence that says why not.
         """
-        topology = self._collectives.topology
-        world_size = saved["manifest"]["world_size"]
-        if world_size != topology.size:
-            return (
-                f"; it was saved by {world_size} processes and this run has {topology.size}, so "
-                f"model-side randomness (dropout) starts from the seed"
-            )
-        if saved["random"] is None:
-            return "; model-side randomness (dropout) starts from the seed"
         with _explain_misfit(
             f"resuming the random streams from {path}",
             "resume with the versions of Python and torch that saved them",
         ):
-            rng_state = sharding.copy_to_memory(saved["random"][topology.rank])
-            seeding.set_rng_state(rng_state, self._collectives.device)
-        return ""
+            return self._random_states.restore(saved)
 
     def _announce_resumed(self, note: str) -> None:
         """Prints what was resumed, on rank 0, and keeps it as `last_resume_note`."""
@@ -727,6 +736,7 @@ class Checkpoint:
             "epoch": self._epoch(states),
             "world_size": self._collectives.topology.size,
             "strategy": self._world.strategy,
+            **facts_about_bits(self._num_virtual_ranks, self._collectives.device),
             "metric": metric,
             "best": self._policy.best,
             "modules": {name: trees[name] for name in self._module_names()},

@@ -173,6 +173,14 @@ class Extension:
         back. Must not communicate.
         """
 
+    def saving_begins(self) -> None:
+        """The state is copied until `saving_ended`, perhaps in the middle of a global batch, which
+        a resumed run begins anew: what a part of it has changed is put back. Must not communicate.
+        """
+
+    def saving_ended(self) -> None:
+        """The state was copied, and the training goes on. Must not communicate."""
+
     def release(self) -> None:
         """The run ends: references to process groups are to be dropped. Must not communicate."""
 
@@ -334,6 +342,14 @@ class Extensions(Extension):
 
     def settle(self) -> None:
         for tell in self.listeners["settle"]:
+            tell()
+
+    def saving_begins(self) -> None:
+        for tell in self.listeners["saving_begins"]:
+            tell()
+
+    def saving_ended(self) -> None:
+        for tell in self.listeners["saving_ended"]:
             tell()
 
     def release(self) -> None:

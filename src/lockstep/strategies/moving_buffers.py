@@ -58,6 +58,9 @@ class MovingBuffers:
         self._group = group
         self._strategy = strategy
         self._has_warned = False
+        self._num_steps = 0
+        """The steps since the module was prepared. A run that was resumed counts anew, as it has to
+        find out anew which buffers move."""
         synchronised_ids = _buffer_ids(module, SyncBatchNorm)
         self._batchnorm_ids = _buffer_ids(module, BatchNorm)
         """Buffers that need no warning: rank 0 has printed that BatchNorm is not synchronised."""
@@ -82,9 +85,10 @@ class MovingBuffers:
 
     def follow(self) -> None:
         """Makes moving buffers equal on all ranks, after an optimizer step."""
+        self._num_steps += 1
         if self._averaged:
             self._average()
-        if self._watched and check_due(self._step.number):
+        if self._watched and check_due(self._num_steps):
             self._find_moving()
         if self.moving:
             buffers = dict(self._module.named_buffers())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,8 @@ class VirtualRankBuffers(Extension):
         prepared: nn.Module | None = None,
     ) -> None:
         self._module = module
+        self._has_optimizer = False
+        """False for a module that the script changes itself, such as an average of another one."""
         self._prepared_module = module if prepared is None else prepared
         self._tree = tree
         self._step = step
@@ -86,6 +88,15 @@ class VirtualRankBuffers(Extension):
         self._previous: MicroBatch | None = None
         self._combined_in: StepKey | None = None
         """The optimizer step after which the buffers were combined."""
+        self._in_global_batch = False
+        """True from the beginning of a global batch until the buffers are combined."""
+        self._put_aside: dict[str, Tensor] = {}
+        """The present buffers by name, while those of the beginning are saved in a checkpoint."""
+
+    def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
+        """Notes that an optimizer steps for the module."""
+        if self._prepared_module in modules:
+            self._has_optimizer = True
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Sets the buffers back to the beginning of the global batch, for another virtual rank."""
@@ -94,6 +105,9 @@ class VirtualRankBuffers(Extension):
         previous = self._previous
         self._previous = micro_batch
         if micro_batch.first or previous is None:
+            if self._in_global_batch:  # the optimizer has not stepped for the one before
+                self._restore_buffers()
+            self._in_global_batch = self._has_optimizer
             self._nodes.clear()
             self._of_first.clear()
             self._copy_buffers()
@@ -109,6 +123,7 @@ class VirtualRankBuffers(Extension):
         if self._combined_in == self._step.key or self._previous is None:
             return
         self._combined_in = self._step.key
+        self._in_global_batch = False
         self._virtual_rank_ended(self._previous)
         self._restore_buffers()
         self._average(micro_batch.global_samples)
@@ -118,6 +133,31 @@ class VirtualRankBuffers(Extension):
                 if name in buffers:
                     buffers[name].copy_(values)
         self._of_first.clear()
+
+    def clear_gradients(self) -> None:
+        """Sets the buffers back to the beginning of a global batch that was broken off."""
+        if self._in_global_batch:
+            self._in_global_batch = False
+            self._restore_buffers()
+
+    def saving_begins(self) -> None:
+        """Lets a checkpoint have the buffers that the present global batch began with.
+
+        A run that is resumed begins the global batch anew.
+        """
+        if not self._in_global_batch:
+            return
+        for name, buffer in self._changed_buffers().items():
+            self._put_aside[name] = buffer.clone()
+        self._restore_buffers()
+
+    @torch.no_grad()
+    def saving_ended(self) -> None:
+        """Gives the buffers back what the present virtual rank has made of them."""
+        buffers = self._buffers()
+        for name, values in self._put_aside.items():
+            buffers[name].copy_(values)
+        self._put_aside.clear()
 
     def _buffers(self) -> dict[str, Tensor]:
         """Returns the present buffers by name; those on the meta device belong to other ranks."""

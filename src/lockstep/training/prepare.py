@@ -31,6 +31,11 @@ from lockstep.batch.source import Source, make_source
 from lockstep.checkpoint.sharding import map_leaves, reshard
 from lockstep.communication.compressed_means import CompressedMeans
 from lockstep.distributed import ordered_norm
+from lockstep.distributed.determinism import (
+    add_determinism_note,
+    find_refused_operation,
+    nondeterministic_error,
+)
 from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import BatchNorm, let_compile_again, without_compile
@@ -110,9 +115,13 @@ class Preparer:
         run.extensions.add(self._placeholders, Place.PREPARED_OBJECT)
         if self.precision.dtype in (torch.bfloat16, torch.float16):
             run.extensions.add(ForwardsSetLater(self.precision), Place.OBSERVER)
-        self._stop_memory_advice = add_memory_advice_at_end(
-            run.step, lambda error: note_empty_part(error, run.step.latest_micro_batch)
-        )
+        self._stop_memory_advice = add_memory_advice_at_end(run.step, self._add_notes)
+
+    def _add_notes(self, error: BaseException) -> None:
+        """Adds notes to an error that nobody catches, which say what may have led to it."""
+        note_empty_part(error, self.run.step.latest_micro_batch)
+        if self.run.settings.virtual_ranks is not None:
+            add_determinism_note(error)
 
     def add_choice(self, choice: Choice) -> None:
         """Adds to what rank 0 prints of the choices that were made."""
@@ -198,6 +207,9 @@ class Preparer:
             extensions.backward_ended(micro_batch)
         except Exception as error:
             add_memory_advice(error, step.micro_batch.local_rows, step.num_devices)
+            operation = find_refused_operation(error)
+            if operation is not None and self.run.settings.virtual_ranks is not None:
+                raise nondeterministic_error(operation) from error
             raise
         finally:
             step.enter_phase(phase_before)

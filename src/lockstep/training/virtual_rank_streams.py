@@ -2,26 +2,32 @@
 
 What a model draws in its forward passes (dropout) comes from a *stream* of its virtual rank, which
 is seeded anew for every global batch with the seed of the run, the number of the step and that of
-the virtual rank. What the script draws outside of the training loop comes from the *common* stream,
-which is the same on all processes. A stream is the state of the random generators of torch, of the
-GPU, of numpy and of Python's `random`.
+the virtual rank. What is drawn after the last of them, by the optimizer or by the script, comes
+from a stream of the step. What the script draws outside of the training loop comes from the
+*common* stream. The last two are the same on all processes. A stream is the state of the random
+generators of torch, of the GPU, of numpy and of Python's `random`.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.distributed import seeding
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
-from lockstep.session.step import Step
+from lockstep.session.step import Step, StepKey
 
 VIRTUAL_RANK_CONSTANT = 0x7A11
 """Mixed into the seeds of virtual ranks, so that they differ from other mixed seeds."""
+STEP_CONSTANT = 0x57E9
+"""Mixed into the seeds of steps."""
 
 
 class VirtualRankStreams(Extension):
@@ -39,6 +45,8 @@ class VirtualRankStreams(Extension):
         self._step = step
         self._common: dict[str, Any] | None = None
         """The common stream, while a training loop uses those of virtual ranks."""
+        self._seeded_for_step: StepKey | None = None
+        """The optimizer step for which the stream of the step was last seeded."""
 
     @property
     def common(self) -> dict[str, Any]:
@@ -61,7 +69,22 @@ class VirtualRankStreams(Extension):
         if self._common is None:
             self._common = seeding.rng_state(self._device)
         number = micro_batch.virtual_rank.number
-        seed = seeding.mix_seed(self._seed, self._step.number, number, VIRTUAL_RANK_CONSTANT)
+        self._seed_generators(number, VIRTUAL_RANK_CONSTANT)
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Seeds the generators for what follows the last virtual rank, before the first optimizer.
+
+        Each process would go on with the stream of its last virtual rank otherwise, so that noise
+        added to the weights would differ between the processes.
+        """
+        if self._common is None or self._seeded_for_step == self._step.key:
+            return
+        self._seeded_for_step = self._step.key
+        self._seed_generators(STEP_CONSTANT)
+
+    def _seed_generators(self, *numbers: int) -> None:
+        """Seeds the generators with numbers, the seed of the run and the number of the step."""
+        seed = seeding.mix_seed(self._seed, self._step.number, *numbers)
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)

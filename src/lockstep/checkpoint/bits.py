@@ -1,0 +1,102 @@
+"""What a checkpoint says about the bits of a run with virtual ranks, and what a resumed run keeps.
+
+With virtual ranks a run has the same bits on any number of processes, and so has a run that resumes
+it, if it has as many virtual ranks and threads, and the same *numerics*: the processor, the
+libraries and their settings (`distributed.numerics`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.distributed.numerics import describe_differences, read_numerics
+from lockstep.errors import CheckpointError, warn
+from lockstep.settings import is_whole_number
+from lockstep.wording import count_noun
+
+
+def facts_about_bits(num_virtual_ranks: int | None, device: torch.device) -> dict[str, Any]:
+    """Returns what the manifest of a checkpoint says about bits; empty without virtual ranks.
+
+    Args:
+        num_virtual_ranks: of the run that saves; None: it has none.
+        device: that this process computes on.
+    """
+    if num_virtual_ranks is None:
+        return {}
+    return {
+        "virtual_ranks": num_virtual_ranks,
+        "threads": torch.get_num_threads(),
+        "numerics": read_numerics(device),
+    }
+
+
+def check_virtual_ranks(
+    path: Path, manifest: Mapping[str, Any], num_virtual_ranks: int | None
+) -> None:
+    """Checks that a run has as many virtual ranks as the one that has saved a checkpoint.
+
+    A run that has none may resume every checkpoint, with a warning: a checkpoint can be resumed
+    under every strategy, also under those that have no virtual ranks, and nothing was set that
+    contradicts it. Two numbers contradict each other.
+
+    Args:
+        path: the path of the checkpoint.
+        manifest: of the checkpoint.
+        num_virtual_ranks: of this run; None: it has none.
+
+    Raises:
+        CheckpointError: the checkpoint has another number.
+    """
+    saved = manifest.get("virtual_ranks")
+    if saved is None or saved == num_virtual_ranks:
+        return
+    if num_virtual_ranks is not None:
+        raise CheckpointError(
+            f"resuming from {path} with virtual_ranks={num_virtual_ranks}",
+            f"it was saved with virtual_ranks={saved}: parts of global batches and random numbers "
+            "would be others from here on",
+            f"continue with virtual_ranks={saved}, on any number of processes",
+        )
+    warn(
+        f"resuming from {path} without virtual_ranks",
+        f"it was saved with virtual_ranks={saved}; from here on bits depend on the number of "
+        "processes",
+        f"to keep them, continue with virtual_ranks={saved} (lockstep run --virtual-ranks {saved})",
+    )
+
+
+def keep_bits(
+    manifest: Mapping[str, Any], num_virtual_ranks: int | None, device: torch.device
+) -> str:
+    """Takes over the number of threads of a checkpoint, and compares its numerics with this run's.
+
+    Args:
+        manifest: of the checkpoint.
+        num_virtual_ranks: of this run; None: it has none, and nothing is done.
+        device: that this process computes on.
+
+    Returns:
+        The end of a sentence that says what was done, and what may change the bits; "" if nothing.
+    """
+    if num_virtual_ranks is None:
+        return ""
+    if manifest.get("virtual_ranks") is None:
+        return f"; it was saved without virtual ranks, and has {num_virtual_ranks} from here on"
+    text = ""
+    num_threads = manifest.get("threads")
+    threads_before = torch.get_num_threads()
+    if is_whole_number(num_threads) and num_threads != threads_before:
+        torch.set_num_threads(num_threads)
+        text += f"; {count_noun(num_threads, 'thread')} as saved, not {threads_before}"
+    saved_numerics = manifest.get("numerics")
+    differences = ""
+    if isinstance(saved_numerics, dict):
+        differences = describe_differences(read_numerics(device), saved_numerics)
+    if differences:
+        text += f"; bits are not promised: this run has {differences}"
+    return text
