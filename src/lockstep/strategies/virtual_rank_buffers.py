@@ -55,7 +55,6 @@ class VirtualRankBuffers(Extension):
         *,
         prepared: nn.Module | None = None,
     ) -> None:
-        self._module = module
         self._has_optimizer = False
         """False for a module that the script changes itself, such as an average of another one."""
         self._prepared_module = module if prepared is None else prepared
@@ -70,9 +69,13 @@ class VirtualRankBuffers(Extension):
         """The names of the buffers that are averaged."""
         self._batchnorm_counts: list[str] = []
         """The names of BatchNorm's counts of batches, whose writes torch does not count either."""
+        self._places: list[tuple[str, nn.Module, str]] = []
+        """The name of each buffer, the module that holds it, and the attribute of that module."""
         for name, buffer in module.named_buffers():
-            if buffer.numel() == 0 or buffer.is_meta:
+            if buffer.numel() == 0 or buffer.is_meta:  # on the meta device: other ranks have it
                 continue
+            owner_name, _, attribute = name.rpartition(".")
+            self._places.append((name, module.get_submodule(owner_name), attribute))
             is_of_batchnorm = id(buffer) in batchnorm_ids
             is_chosen = any(fnmatchcase(name, pattern) for pattern in patterns)
             if buffer.is_floating_point() and (is_of_batchnorm or is_chosen):
@@ -100,7 +103,7 @@ class VirtualRankBuffers(Extension):
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Sets the buffers back to the beginning of the global batch, for another virtual rank."""
-        if micro_batch.virtual_rank is None or not micro_batch.virtual_rank_begins:
+        if not self._places or not micro_batch.virtual_rank_begins:
             return
         previous = self._previous
         self._previous = micro_batch
@@ -119,6 +122,8 @@ class VirtualRankBuffers(Extension):
         """Combines the buffers of all virtual ranks, after the first optimizer's step."""
         micro_batch = self._step.micro_batch
         if self._prepared_module not in modules or micro_batch.virtual_rank is None:
+            return
+        if not self._places:
             return
         if self._combined_in == self._step.key or self._previous is None:
             return
@@ -160,10 +165,11 @@ class VirtualRankBuffers(Extension):
         self._put_aside.clear()
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Returns the present buffers by name; those on the meta device belong to other ranks."""
+        """Returns the present buffers by name. The model may have removed some."""
         buffers = {}
-        for name, buffer in self._module.named_buffers():
-            if buffer.numel() and not buffer.is_meta:
+        for name, owner, attribute in self._places:
+            buffer = getattr(owner, attribute, None)
+            if isinstance(buffer, Tensor):
                 buffers[name] = buffer
         return buffers
 
