@@ -25,7 +25,7 @@ from lockstep.batch.source import Shard, make_source
 from lockstep.batch.weighing import Weight
 from lockstep.communication.traffic import traffic
 from lockstep.distributed import process_group
-from lockstep.distributed.determinism import Determinism, add_determinism_note
+from lockstep.distributed.determinism import Determinism
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import main_process_first
 from lockstep.distributed.seeding import seed_everything, seed_rank
@@ -41,7 +41,7 @@ from lockstep.extensions.report.progress import (
 )
 from lockstep.session.extension import Place
 from lockstep.settings import Choice, resolve_settings
-from lockstep.strategies.base import Strategy, StrategyPlan, note_empty_part
+from lockstep.strategies.base import Strategy, StrategyPlan
 from lockstep.strategies.find import find_strategy
 from lockstep.training.prepare import Preparer
 
@@ -125,9 +125,7 @@ class World:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         step = self._run.step
         add_memory_advice(error, step.latest_micro_batch.local_rows, step.num_devices)
-        note_empty_part(error, step.latest_micro_batch)
-        if self._run.settings.virtual_ranks is not None:
-            add_determinism_note(error)
+        self._preparer.add_notes(error)
         self._close(failed=error is not None)
 
     # Preparing

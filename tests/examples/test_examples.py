@@ -97,6 +97,17 @@ def test_digits_on_one_and_on_two_processes() -> None:
     assert abs(one[-1] - two[-1]) <= 1
 
 
+@pytest.mark.thorough
+def test_digits_have_the_same_bits_on_one_and_on_two_processes() -> None:
+    lines = []
+    for number, strategy in ((1, "single"), (2, "ddp"), (2, "fsdp")):
+        command = ["run", "--nproc", str(number), "--strategy", strategy, "--virtual-ranks", "4"]
+        done = launch([*command, str(DIGITS / "same_bits.py")], Path.cwd())
+        lines += re.findall(r"loss .*  weights [0-9a-f]{16}", done.stdout)
+    assert len(lines) == 3
+    assert len(set(lines)) == 1
+
+
 def test_digits_train_resumes_and_gets_better(tmp_path: Path) -> None:
     command = [DIGITS / "train.py", "--folder", tmp_path]
     first = lockstep_run(*command, "--epochs", 1)

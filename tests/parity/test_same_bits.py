@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import in_gloo_group, run_ranks
+from ranks import RankFailed, in_gloo_group, run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -251,3 +251,17 @@ def test_what_cannot_have_the_same_bits_is_refused() -> None:
         "optimizer.step(closure) with virtual_ranks",
         "several backward passes of a batch with virtual_ranks",
     ]
+
+
+def single_samples_before_batchnorm() -> None:
+    with lockstep.init(virtual_ranks=4) as world:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        loader = DataLoader(TensorDataset(torch.ones(6, 4)), batch_size=6)
+        model, loader = world.prepare(model, loader)
+        for (rows,) in loader:
+            world.backward(model(rows).sum())
+
+
+def test_a_single_sample_before_batchnorm_is_explained() -> None:
+    with pytest.raises(RankFailed, match=r"virtual rank 1 has one of the 6 samples of this batch"):
+        run_ranks(single_samples_before_batchnorm, 1)

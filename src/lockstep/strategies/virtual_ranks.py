@@ -239,6 +239,29 @@ def check_virtual_rank_backward(step: Step, micro_batch: MicroBatch) -> None:
         )
 
 
+_SINGLE_SAMPLE_NOTE = "lockstep: virtual rank"
+"""How the note of `note_single_sample` begins."""
+
+
+def note_single_sample(error: BaseException | None, micro_batch: MicroBatch) -> None:
+    """Adds a note to torch's error of a BatchNorm layer that has got a single sample.
+
+    It says "Expected more than 1 value per channel when training".
+    """
+    if not isinstance(error, ValueError) or "value per channel" not in str(error):
+        return
+    if micro_batch.virtual_rank is None or micro_batch.local_rows != 1:
+        return
+    if any(note.startswith(_SINGLE_SAMPLE_NOTE) for note in getattr(error, "__notes__", ())):
+        return
+    error.add_note(
+        f"{_SINGLE_SAMPLE_NOTE} {micro_batch.virtual_rank.number} has one of the "
+        f"{micro_batch.global_samples} samples of this batch, and with virtual_ranks each takes "
+        "the statistics of its own part. Leave short batches out (drop_last=True), use fewer "
+        "virtual ranks, or a larger batch."
+    )
+
+
 def has_leaf(micro_batch: MicroBatch) -> bool:
     """Returns True if the gradient of a micro-batch belongs to the sum over virtual ranks."""
     return micro_batch.virtual_rank is not None and not micro_batch.virtual_rank.is_padding

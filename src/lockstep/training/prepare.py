@@ -53,6 +53,7 @@ from lockstep.strategies.base import (
 )
 from lockstep.strategies.micro_batch_buffers import MicroBatchBuffers
 from lockstep.strategies.placeholder import Placeholders
+from lockstep.strategies.virtual_ranks import note_single_sample
 from lockstep.training.agreement import check_equal_on_ranks
 from lockstep.training.batchnorm_notes import BatchNormNotes
 from lockstep.training.forward_watch import ForwardWatch
@@ -115,13 +116,18 @@ class Preparer:
         run.extensions.add(self._placeholders, Place.PREPARED_OBJECT)
         if self.precision.dtype in (torch.bfloat16, torch.float16):
             run.extensions.add(ForwardsSetLater(self.precision), Place.OBSERVER)
-        self._stop_memory_advice = add_memory_advice_at_end(run.step, self._add_notes)
+        self._stop_memory_advice = add_memory_advice_at_end(run.step, self.add_notes)
 
-    def _add_notes(self, error: BaseException) -> None:
-        """Adds notes to an error that nobody catches, which say what may have led to it."""
+    def add_notes(self, error: BaseException | None) -> None:
+        """Adds notes to an error that nobody catches, which say what may have led to it.
+
+        Args:
+            error: None if there was none. Notes that it has already are not added again.
+        """
         note_empty_part(error, self.run.step.latest_micro_batch)
         if self.run.settings.virtual_ranks is not None:
             add_determinism_note(error)
+            note_single_sample(error, self.run.step.latest_micro_batch)
 
     def add_choice(self, choice: Choice) -> None:
         """Adds to what rank 0 prints of the choices that were made."""
