@@ -880,3 +880,13 @@ def test_steps_that_are_skipped_on_some_processes(passes: int, code: str) -> Non
     case = parting([[one], later[0]], [two(WHOLE), later[1]])
     assert case is not None
     assert cause_of(case).code == code
+
+
+def test_backward_passes_are_told_by_the_rank_that_made_them() -> None:
+    """Rank 0's losses do not count, as on the first stage of a pipeline."""
+    one = update(WHOLE, taken(0, 1, 2, 3, 4, 5), losses=(1.0,) * 3)
+    idle = update(WHOLE, contributes=False)
+    later = [replace(idle), *(replace(rank, losses=(1.0,)) for rank in two(WHOLE))]
+    case = parting([[one], [replace(ALONE, losses=(1.0,))]], [[idle, *two(WHOLE)], later])
+    assert case is not None
+    assert "1 on rank 1, 1 on rank 2" in " ".join(cause_of(case).evidence)

@@ -1,9 +1,9 @@
 """Finds the likely cause of each difference between two runs, by rules that are tried in order.
 
 `KINDS` lists the rules for each kind of difference (`Divergence.kind`). A rule is a function in
-`lockstep.verify.rules` whose docstring says what it needs, when it applies, what else would look
-the same, and what it says. The first rule that returns a cause wins, so rules that are certain
-come before those that guess, and the last rule of each kind always applies.
+`lockstep.verify.rules` whose docstring says what it needs, when it applies, what it cannot tell
+from its cause, and which evidence it gives. The first rule that returns a cause wins, so rules that
+are certain come before those that guess, and the last rule of each kind always applies.
 
 To add a cause, write a rule, put it into a list here, and describe its code in `catalogue.toml`.
 """

@@ -5,8 +5,8 @@ apply. Its docstring begins with the codes that it may return and then says
 
 - Needs: what must have been recorded;
 - Applies: when it returns a cause;
-- Looks the same: what else would look the same;
-- Says: the evidence that it gives.
+- False positives: other things that the rule cannot tell from its cause;
+- Evidence: what the sentences of the cause tell the user.
 
 `lockstep.verify.causes` lists the rules for each kind of difference, in the order in which they are
 tried. What is certain comes before what is only likely.

@@ -1,10 +1,9 @@
 """Rules for losses and outputs that were computed from random numbers.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
-process, `case.reference_run`, and one on several, `case.parallel_run`: lists with an update for
-each optimizer step. The update that differs is `case.expected` in the first run and `case.actual`
-in the second: a tuple of `RankUpdate`s, one for each rank, whose fields "Needs" names.
-`merged(field)` joins the arrays of all ranks by name.
+A *rule* returns the `Cause` of a difference between a run on one process and one on several, or
+None. `case.expected` is what one process recorded of the optimizer step that differs, `case.actual`
+what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs". `merged(field)`
+joins the arrays of all ranks. All steps are in `case.reference_run` and `case.parallel_run`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ def random_loss(case: Divergence, *evidence: str) -> Cause | None:
 
     Needs: `loss_draws` and `drawn_digests`.
     Applies: if the loss of one run was computed from numbers that the other run did not draw.
-    Looks the same: something else may be wrong as well, which these numbers hide.
-    Says: the evidence that it was given, and the line that drew the numbers.
+    False positives: harmless random numbers, while something else is wrong that they hide.
+    Evidence: the evidence that it was given, and the line that drew the numbers.
 
     Args:
         case: the difference.
@@ -47,8 +46,8 @@ def other_random_stream(case: Divergence, *evidence: str) -> Cause | None:
 
     Needs: `random_streams`, whose keys are names such as "numpy's global stream".
     Applies: if a process drew from such a stream.
-    Looks the same: numbers that were drawn for something else than the model's outputs.
-    Says: the evidence that it was given, and the streams.
+    False positives: numbers that were drawn for something else than the model's outputs.
+    Evidence: the evidence that it was given, and the streams.
 
     Args:
         case: the difference.

@@ -135,16 +135,17 @@ def other_draws(case: Divergence) -> list[str]:
 
     The result is one sentence with the first such line, or an empty list.
     """
-    # Digests of everything that was drawn before the loss, be it for the loss or not.
+    # Only the last draw of a loss is recorded. In the other run it may be for other samples. So a
+    # draw of one run counts only if the other run drew these numbers nowhere before its loss.
     expected_digests: set[str] = set()
     for rank in case.expected:
         expected_digests |= rank.drawn_digests
     actual_digests: set[str] = set()
     for rank in case.actual:
         actual_digests |= rank.drawn_digests
-    digests_of_both = expected_digests & actual_digests
     for line, digest in draws_that_may_differ(case):
-        if digest not in digests_of_both:
+        both_runs_drew_it = digest in expected_digests and digest in actual_digests
+        if not both_runs_drew_it:
             return [
                 f"the loss is computed from random numbers that were drawn for this step: {line}"
             ]

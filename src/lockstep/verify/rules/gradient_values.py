@@ -1,10 +1,9 @@
 """Rules that compare the values of gradients, which are wrong but the same on all ranks.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
-process and one on several: `case.expected` is what one process recorded of the optimizer step,
-`case.actual` what each rank recorded. The arguments `expected` and `actual` are gradients by name:
-of one process, and of the ranks. A *part* is the gradient that one backward pass of one rank left.
-"Needs" names fields of `RankUpdate`, the record of one rank.
+A *rule* returns the `Cause` of a difference (`case`) between one process and many ranks, or None.
+Of the step that differs, `case.expected` is what one process recorded, `case.actual` what the ranks
+recorded (a `RankUpdate` each, with the fields under "Needs"). The arguments `expected` and `actual`
+are its gradients. A *part* is the gradient that one backward pass of one rank left.
 
 The gradient of several ranks is a sum of parts, each times a weight. If the gradient of one process
 is such a sum too, with other weights, then only the weighting is wrong, and the weights say what it
@@ -65,6 +64,7 @@ from lockstep.verify.rules.model_outputs import (
 )
 from lockstep.verify.sample_rows import match_forwards
 from lockstep.verify.tolerance import Array
+from lockstep.verify.training_record import Update
 from lockstep.wording import format_ranks
 
 Gradients = Mapping[str, Array]
@@ -102,8 +102,8 @@ def equal_within_rounding(case: Divergence, expected: Gradients, actual: Gradien
 
     Needs: `gradients`.
     Applies: if all are one multiple of the right ones, and the number is 1.
-    Looks the same: nothing.
-    Says: that it is rounding.
+    False positives: none.
+    Evidence: that it is rounding.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
     if ratio is None or not near(ratio, 1):
@@ -120,8 +120,8 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
     Needs: `gradients`, and `losses`, one for each backward pass.
     Applies: if the ratio is such a number. Micro-batches count if one process has another number
         of backward passes.
-    Looks the same: if several of these numbers are equal, all codes that fit are said.
-    Says: the ratio, and an all-gather that could be the reason.
+    False positives: several of these numbers may be equal; then all codes that fit are said.
+    Evidence: the ratio, and an all-gather that could be the reason.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
     if ratio is None:
@@ -177,8 +177,8 @@ def multiplied_after_passes(
 
     Needs: `gradient_factor` of both runs.
     Applies: if the two factors have the ratio of the gradients.
-    Looks the same: clipping by another norm, which is such a factor.
-    Says: the factors, and the line that clips.
+    False positives: clipping by another norm, which is such a factor.
+    Evidence: the factors, and the line that clips.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
     # The number that a run multiplied all its gradients by, 1 if it did nothing to them.
@@ -201,8 +201,8 @@ def other_multiple(case: Divergence, expected: Gradients, actual: Gradients) -> 
 
     Needs: `gradients`.
     Applies: if they are one multiple of the right ones.
-    Looks the same: a loss with another weight, or a wrong factor anywhere after it.
-    Says: the number, and the line of the loss.
+    False positives: a loss with another weight, or a wrong factor anywhere after it.
+    Evidence: the number, and the line of the loss.
     """
     ratio = constant_ratio(expected, actual, case.max_error)
     if ratio is None:
@@ -220,8 +220,8 @@ def clipped_between_passes(
 
     Needs: `calls` that clip, with `passes_before`, and `losses`, one for each backward pass.
     Applies: if such a call changed a gradient, in either run.
-    Looks the same: something else may be wrong as well.
-    Says: after which backward pass, the line, and how many gradients are wrong by which factors.
+    False positives: something else may be wrong as well.
+    Evidence: after which backward pass, the line, and the factors by which gradients are wrong.
     """
     for rank in (*case.actual, *case.expected):
         num_passes = len(rank.losses)
@@ -247,8 +247,8 @@ def changed_after_right_passes(
     Needs: `local_gradients`; `comm_hook_line` and `calls`.
     Applies: if the mean of what the ranks' backward passes left is right, or right times a number,
         and the gradients that were used are no multiple of this mean.
-    Looks the same: nothing known.
-    Says: that the mean is right, and what was done.
+    False positives: none known.
+    Evidence: that the mean is right, and what was done.
     """
     # What all backward passes of each rank added up to, by name; empty if that is not known.
     local_sums = []
@@ -304,13 +304,14 @@ def unused_parameters(case: Divergence, expected: Gradients, actual: Gradients) 
 
     Needs: `local_gradients`.
     Applies: if all gradients that differ are of such parameters.
-    Looks the same: nothing known.
-    Says: which ranks.
+    False positives: none known.
+    Evidence: which ranks.
     """
     names_of_one = _names_with_gradients(case.expected[0].local_gradients)
     missing: set[str] = set()  # parameters that some rank has no gradient of
     for rank in case.actual:
-        if rank.contributes and rank.local_gradients:  # else its gradients are not known
+        gradients_are_known = rank.contributes and bool(rank.local_gradients)
+        if gradients_are_known:
             missing |= names_of_one - _names_with_gradients(rank.local_gradients)
     explains_all = set(case.names) <= missing
     if not missing or not explains_all:
@@ -341,8 +342,8 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     Needs: `local_gradients`; counts in `batches` and `loss_divisors`.
     Applies: if the gradient of one process is a sum of the parts. LS205 without a count needs means
         that are added up equally though other weights would add up to as much.
-    Looks the same: with few parts and small counts another count may fit by chance.
-    Says: the weights, and those that would be right.
+    False positives: with few parts and small counts another count may fit by chance.
+    Evidence: the weights, and those that would be right.
     """
     # A part is the gradient that one backward pass of one rank left.
     parts = []
@@ -406,25 +407,26 @@ def _parts_left_out(
 ) -> Cause:
     """LS110: one process trains some of the parts only, so the ranks have too many samples.
 
-    It must have the mean of some parts, and the ranks that of all. Otherwise it is LS210.
+    This is so if one process has the mean of some parts, and the ranks have the mean of all parts.
+    Otherwise the cause is LS210.
 
     Args:
         case: the difference.
-        right_weights: with which the parts add up to the gradient of one process; 0 for a part
-            that it has not.
-        used_weights: with which they add up to the gradient of the ranks.
+        right_weights: the weights with which the parts add up to the gradient of one process; 0
+            for a part that one process does not have.
+        used_weights: the weights with which they add up to the gradient of the ranks.
     """
     parts_of_one = [place for place, weight in enumerate(right_weights) if weight > 0]
     weights_of_one = [right_weights[place] for place in parts_of_one]
-    has_negative_weight = min(right_weights) < 0
-    is_mean_of_some = (
-        bool(parts_of_one) and all_near(weights_of_one, 1e-5) and not has_negative_weight
-    )
-    ranks_use_mean_of_all = all_near(used_weights, 1e-5)
-    # Whether they have the same indices, and the same contents; each is True, False, or None if
-    # that is not known. With the same samples, no part is left out.
-    have_same_samples = True in same_samples(case.expected, case.actual)
-    if have_same_samples or not is_mean_of_some or not ranks_use_mean_of_all:
+    # Equal weights make a mean. A negative one takes a part away, which no mean does.
+    no_weight_is_negative = min(right_weights) >= 0
+    weights_are_equal = bool(parts_of_one) and all_near(weights_of_one, 1e-5)
+    one_process_has_mean_of_some = no_weight_is_negative and weights_are_equal
+    ranks_have_mean_of_all = all_near(used_weights, 1e-5)
+    # Each is True, False, or None if it is not known. With the same samples, no part is left out.
+    same_indices, same_contents = same_samples(case.expected, case.actual)
+    have_same_samples = same_indices is True or same_contents is True
+    if have_same_samples or not one_process_has_mean_of_some or not ranks_have_mean_of_all:
         text = "the gradient of one process is a sum of the same parts, but not a mean of them"
         return Cause("LS210", (text, *loss_line(case), *gradient_patterns(case)))
     numbers = format_items([place + 1 for place in parts_of_one])
@@ -479,8 +481,8 @@ def gradient_hook(case: Divergence) -> Cause | None:
 
     Needs: `gradient_hook_line`.
     Applies: if there is such a hook.
-    Looks the same: something else may be wrong as well.
-    Says: the line of the hook.
+    False positives: something else may be wrong as well.
+    Evidence: the line of the hook.
     """
     line = case.actual.first("gradient_hook_line")
     if not line:
@@ -494,8 +496,8 @@ def unknown_coupling(case: Divergence) -> Cause:
 
     Needs: `local_gradients` and `loss_terms` for the evidence.
     Applies: always.
-    Looks the same: everything that no other rule explains.
-    Says: that no weighting of the local gradients is right, and how terms of the loss scale.
+    False positives: everything that no other rule explains.
+    Evidence: that no weighting of the local gradients is right, and how terms of the loss scale.
     """
     evidence = []
     if case.num_ranks > 1 and any(rank.local_gradients for rank in case.actual):
@@ -509,42 +511,27 @@ def unknown_cause(case: Divergence, *evidence: str) -> Cause:
 
     Needs: `model_inputs` and `forwards`.
     Applies: always. Models that were given other inputs are a cause even if no rule names it.
-    Looks the same: everything that no other rule explains.
-    Says: what was found, how far the samples are as on one process, statistics, and the gradients.
+    False positives: everything that no other rule explains.
+    Evidence: what was found, what is equal for each sample, statistics, and the gradients.
 
     Args:
         case: the difference.
         *evidence: sentences about what was found, which come first.
     """
     code = "LS210"
-    sentences = []
     # For each rank, how often its models were given each input. Empty if an input is not known.
     expected = inputs_of_ranks(case.expected)
     actual = inputs_of_ranks(case.actual)
-    if expected and actual:
-        expected_shapes = {batch.shape for rank in case.expected for batch in rank.model_inputs}
-        actual_shapes = {batch.shape for rank in case.actual for batch in rank.model_inputs}
-        same_shapes = expected_shapes == actual_shapes
-        expected_counts = sum_counts(expected)
-        actual_counts = sum_counts(actual)
-        expected_text = str(expected_counts.total())
-        actual_text = str(actual_counts.total())
-        if not same_shapes:
-            expected_text += f" of {_format_shapes(expected_shapes)}"
-            actual_text += f" of {_format_shapes(actual_shapes)}"
-        num_same = (expected_counts & actual_counts).total()
-        sentences.append(
-            f"the models were called with {expected_text} inputs, on {case.num_ranks} processes "
-            f"with {actual_text}; {num_same} are the same"
-        )
-        # Inputs of other shapes, such as padded texts, may still hold the same samples.
-        if same_shapes and inputs_differ(case):
-            code = unknown_inputs_code(expected, actual, case.num_ranks)
+    inputs_are_known = bool(expected) and bool(actual)
+    # Inputs of other shapes, such as padded texts, may still hold the same samples.
+    same_shapes = _shapes_of_inputs(case.expected) == _shapes_of_inputs(case.actual)
+    if inputs_are_known and same_shapes and inputs_differ(case):
+        code = unknown_inputs_code(expected, actual, case.num_ranks)
     return Cause(
         code,
         (
             *evidence,
-            *sentences,
+            *_numbers_of_inputs(case),
             *_how_far_samples_are_equal(case),
             *local_statistics(case),
             *loss_line(case),
@@ -553,8 +540,34 @@ def unknown_cause(case: Divergence, *evidence: str) -> Cause:
     )
 
 
-def _format_shapes(shapes: set[str]) -> str:
-    return " or ".join(sorted(shapes))
+def _shapes_of_inputs(update: Update) -> set[str]:
+    """Returns the shapes of samples with which models were called."""
+    return {batch.shape for rank in update for batch in rank.model_inputs}
+
+
+def _numbers_of_inputs(case: Divergence) -> list[str]:
+    """Says with how many inputs the models were called, and how many both runs have in common.
+
+    The result is one sentence, or an empty list if some input is not known.
+    """
+    expected_of_ranks = inputs_of_ranks(case.expected)
+    actual_of_ranks = inputs_of_ranks(case.actual)
+    if not expected_of_ranks or not actual_of_ranks:
+        return []
+    expected = sum_counts(expected_of_ranks)
+    actual = sum_counts(actual_of_ranks)
+    expected_text = str(expected.total())
+    actual_text = str(actual.total())
+    expected_shapes = _shapes_of_inputs(case.expected)
+    actual_shapes = _shapes_of_inputs(case.actual)
+    if expected_shapes != actual_shapes:
+        expected_text += f" of {' or '.join(sorted(expected_shapes))}"
+        actual_text += f" of {' or '.join(sorted(actual_shapes))}"
+    num_same = (expected & actual).total()
+    return [
+        f"the models were called with {expected_text} inputs, on {case.num_ranks} processes "
+        f"with {actual_text}; {num_same} are the same"
+    ]
 
 
 def _how_far_samples_are_equal(case: Divergence) -> list[str]:

@@ -1,14 +1,12 @@
 """Rules for wrong gradients that are the same on all ranks.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
-process, `case.reference_run`, and one on several, `case.parallel_run`: lists with an update for
-each optimizer step. The update that differs is `case.expected` in the first run and `case.actual`
-in the second: a tuple of `RankUpdate`s, one for each rank, whose fields "Needs" names.
-`merged(field)` joins the arrays of all ranks by name.
+A *rule* returns the `Cause` of a difference between a run on one process and one on several, or
+None. `case.expected` is what one process recorded of the optimizer step that differs, `case.actual`
+what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs". `merged(field)`
+joins the arrays of all ranks. All steps are in `case.reference_run` and `case.parallel_run`.
 
-They are about what was trained, gathers, and clipping. Rules that compare the gradients' values
-themselves are in `gradient_values`. A gradient before
-clipping is called *unclipped*.
+They are about what was trained, gathers, and clipping. A gradient before clipping is *unclipped*.
+Rules that compare the gradients' values themselves are in `gradient_values`.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ def frozen_on_some_processes(case: Divergence) -> Cause | None:
     """LS312: parameters require gradients on some processes only.
 
     Needs: `frozen`.
-    Applies, Looks the same, Says: see `_trained_differently`.
+    Applies, False positives, Evidence: see `_trained_differently`.
     """
     return _trained_differently(case, "frozen", "requires_grad")
 
@@ -39,7 +37,7 @@ def other_mode_on_some_processes(case: Divergence) -> Cause | None:
     """LS312: modules are trained in evaluation mode on some processes only.
 
     Needs: `in_eval_mode`.
-    Applies, Looks the same, Says: see `_trained_differently`.
+    Applies, False positives, Evidence: see `_trained_differently`.
     """
     return _trained_differently(case, "in_eval_mode", "train() or eval()")
 
@@ -48,8 +46,8 @@ def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cau
     """LS312: a setting of parameters is not that of one process.
 
     Applies: to parameters that the rank has; a pipeline stage has only its own.
-    Looks the same: nothing known.
-    Says: which ranks, and which parameters.
+    False positives: none known.
+    Evidence: which ranks, and which parameters.
 
     Args:
         case: the difference.
@@ -58,24 +56,17 @@ def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cau
         setting: the setting, for the text.
     """
     expected = set(getattr(case.expected[0], field_name))
-    known_from_start = case.reference_run[0][0].initial.keys()
     ranks = []
     all_names: set[str] = set()
     for number, rank in enumerate(case.actual):
         actual = set(getattr(rank, field_name))
-        # A model and its copy are named "Net" and "Net#2" in the order in which they are called.
-        # If both appear after the first step, a rank may call the copy first. Then only the names
-        # inside of the models can be compared: "layer.weight" for "Net#2/layer.weight".
-        short_names = Counter(script_names(getattr(rank, field_name)))
-        same_short_names = short_names == Counter(script_names(expected))
-        all_known_from_start = known_from_start >= expected | actual
-        if same_short_names and not all_known_from_start:
+        if _may_be_of_swapped_models(case, expected, actual):
             continue
-        # Those with the setting on only one of the two, of the parameters that the rank has.
-        names = (expected ^ actual) & rank.parameter_sums.keys()
-        if names:
+        # Parameters that have the setting on the rank or on one process, and not on the other.
+        names_that_differ = (expected ^ actual) & rank.parameter_sums.keys()
+        if names_that_differ:
             ranks.append(number)
-            all_names |= names
+            all_names |= names_that_differ
     if not all_names:
         return None
     names_in_order = tuple(sorted(all_names))
@@ -86,13 +77,31 @@ def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cau
     return Cause("LS312", (text,), names_in_order)
 
 
+def _may_be_of_swapped_models(case: Divergence, expected: set[str], actual: set[str]) -> bool:
+    """Returns whether two sets of parameters may be the same, with other names of the models.
+
+    A model and its copy are named "Net" and "Net#2" in the order in which they are called. If they
+    are first called after the first step, a rank may call the copy first. Then only names without
+    the model can be compared: "layer.weight" for "Net#2/layer.weight".
+
+    Args:
+        case: the difference.
+        expected: names of parameters on one process.
+        actual: names of parameters on a rank.
+    """
+    names_at_first_step = case.reference_run[0][0].initial.keys()
+    some_came_later = not names_at_first_step >= expected | actual
+    have_same_short_names = Counter(script_names(actual)) == Counter(script_names(expected))
+    return some_came_later and have_same_short_names
+
+
 def parameters_without_optimizer(case: Divergence) -> Cause | None:
     """LS312: no optimizer of the ranks updates parameters that one process updates.
 
     Needs: `gradients`, which are recorded of an optimizer's parameters.
     Applies: if gradients are missing, and not only because models are named in another order.
-    Looks the same: parameters without a gradient on all ranks.
-    Says: which parameters.
+    False positives: parameters without a gradient on all ranks.
+    Evidence: which parameters.
     """
     if case.kind != "gradients":  # the other kind is "unclipped": gradients before clipping
         return None
@@ -114,28 +123,31 @@ def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
     """Explains gradients that an optimizer averages itself, by how it changed the parameters.
 
     Needs: `calls` inside of `optimizer.step()`, `initial` and `parameters`.
-    Applies: to the first step, if on one process it is the gradient times one number, as with SGD.
-        Then the step of several processes, divided by this number, is the gradient that they used.
-    Looks the same: optimizers whose first step is no multiple of the gradient are not explained.
-    Says: the line of the collective, then what `explain_gradients` says of these gradients.
+    Applies: to the first step, if one process changed its parameters by the gradient times one
+        number, as SGD does. The change on several processes, divided by this number, is then the
+        gradient that they used.
+    False positives: none known. An optimizer whose first step is no multiple of the gradient is not
+        explained.
+    Evidence: the line of the collective, then what `explain_gradients` says of these gradients.
     """
     is_first_step = case.update_index == 0  # only before it are all parameters recorded
     calls_in_step = case.actual.in_step
     if case.kind != "gradients" or not is_first_step or not calls_in_step:
         return None
-    # If the ranks have the same gradients before the step, those are compared as they are.
+    # Ranks that have the same gradients before the step do not average them in it.
     if not case.actual.ranks_that_differ("gradients", case.tolerance):
         return None
     expected_gradients = case.expected.merged("gradients")
-    expected_steps = _first_steps(case.expected, case)
-    actual_steps = _first_steps(case.actual, case)
-    if expected_steps.keys() != expected_gradients.keys():
+    expected_changes = _changes_by_first_step(case.expected, case)
+    actual_changes = _changes_by_first_step(case.actual, case)
+    if expected_changes.keys() != expected_gradients.keys():
         return None
-    # step = learning_rate * gradient, for all parameters of one process
-    learning_rate = constant_ratio(expected_gradients, expected_steps, case.max_error)
-    if learning_rate is None or actual_steps.keys() != expected_steps.keys():
+    # On one process: change = learning_rate * gradient, with one number for all parameters.
+    learning_rate = constant_ratio(expected_gradients, expected_changes, case.max_error)
+    if learning_rate is None or actual_changes.keys() != expected_changes.keys():
         return None
-    used = {name: step / learning_rate for name, step in actual_steps.items()}
+    # On the ranks: gradient = change / learning_rate.
+    used = {name: change / learning_rate for name, change in actual_changes.items()}
     # The same update, as if the ranks had stepped with the gradients that they really used.
     update = Update(replace(rank, gradients=used, unclipped=used) for rank in case.actual)
     case_with_used = replace(case, parallel_run=[update, *case.parallel_run[1:]])
@@ -148,7 +160,7 @@ def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
     return replace(cause, evidence=evidence)
 
 
-def _first_steps(update: Update, case: Divergence) -> dict[str, Array]:
+def _changes_by_first_step(update: Update, case: Divergence) -> dict[str, Array]:
     """Returns by how much the first update decreased each parameter that has a gradient.
 
     Args:
@@ -157,11 +169,11 @@ def _first_steps(update: Update, case: Divergence) -> dict[str, Array]:
     """
     before = update.merged("initial")
     after = update.merged("parameters")
-    steps = {}
+    changes = {}
     for name in case.expected.merged("gradients"):
         if name in before and name in after:
-            steps[name] = before[name] - after[name]
-    return steps
+            changes[name] = before[name] - after[name]
+    return changes
 
 
 def gather_without_gradient(case: Divergence) -> Cause | None:
@@ -170,8 +182,8 @@ def gather_without_gradient(case: Divergence) -> Cause | None:
     Needs: `gather_line`, or `detached_gather_line` and `loss_compares_samples`.
     Applies: if there is such a gather. Of tensors that were detached before it, only if on one
         process nothing is detached and the loss compares samples, so that it should follow them.
-    Looks the same: a loss that is scaled up by a wrong number to make good for the lost gradient.
-    Says: the line of the gather.
+    False positives: a loss that is scaled up, by a wrong number, to replace the lost gradient.
+    Evidence: the line of the gather.
     """
     line = case.actual.first("gather_line") or _detached_gather_line(case)
     if not line:
@@ -196,20 +208,22 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
     """LS404: gradients were clipped before they were averaged. LS403: they were clipped otherwise.
 
     Needs: `unclipped`, and `calls` that clip.
-    Applies: if gradients were clipped in one of the runs and differ after that. LS403 if they were
-        equal before. LS404 if they differed between the ranks when clipping changed them, were the
-        same when they were used, and their mean would have been right, or right times a number.
-        In other cases the mean before clipping is explained by `explain_gradients`.
-    Looks the same: whether clipping is all that was done in between is not recorded.
-    Says: the line that clips.
+    Applies: if gradients were clipped in one of the runs and differ after that.
+        LS403: they were equal before.
+        LS404: they differed between the ranks when clipping changed them, and their mean would have
+        been right, or right times a number.
+        Otherwise `explain_gradients` explains the mean before clipping.
+    False positives: something else that was done to gradients at the same time as clipping.
+    Evidence: the line that clips.
     """
     clips = case.actual.clips or case.expected.clips
     if case.kind != "gradients" or not clips:
         return None
     line = clips[0].line
-    # Other gradients before clipping are a difference of another kind, which comes before this one.
-    # So if the ranks agree before clipping, they also agree with one process.
-    if not case.actual.ranks_that_differ("unclipped", case.tolerance):
+    ranks_agreed_before = not case.actual.ranks_that_differ("unclipped", case.tolerance)
+    if ranks_agreed_before:
+        # They agreed with one process too: else the gradients before clipping would be the first
+        # difference, and not those after it.
         text = "they were equal before they were clipped, and are not after"
         return Cause("LS403", (text, line, *gradient_patterns(case)))
     expected = case.expected.merged("unclipped")
@@ -220,11 +234,11 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
     if ratio is None or not clipping_changed_something:
         # Even the mean is wrong, or clipping did nothing: something else is the cause.
         cause = explain_gradients(case, expected, mean)
-        early = "gradients were clipped while those of the ranks still differed"
-        return cause.with_evidence(early, line)
-    early = "clipping changed gradients while those of the ranks still differed"
+        clipped_text = "gradients were clipped while those of the ranks still differed"
+        return cause.with_evidence(clipped_text, line)
+    clipped_text = "clipping changed gradients while those of the ranks still differed"
     compared = "equal to"
     if not near(ratio, 1):
         compared = format_ratio(ratio, case.num_ranks)
-    right = f"their mean was {compared} that of one process before"
-    return Cause("LS404", (early, right, line))
+    mean_text = f"their mean was {compared} that of one process before"
+    return Cause("LS404", (clipped_text, mean_text, line))

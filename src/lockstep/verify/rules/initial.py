@@ -1,10 +1,9 @@
 """Rules for parameters that differ from those of one process before the first step.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
-process, `case.reference_run`, and one on several, `case.parallel_run`: lists with an update for
-each optimizer step. The update that differs is `case.expected` in the first run and `case.actual`
-in the second: a tuple of `RankUpdate`s, one for each rank, whose fields "Needs" names.
-`merged(field)` joins the arrays of all ranks by name.
+A *rule* returns the `Cause` of a difference between a run on one process and one on several, or
+None. `case.expected` is what one process recorded of the optimizer step that differs, `case.actual`
+what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs". `merged(field)`
+joins the arrays of all ranks. All steps are in `case.reference_run` and `case.parallel_run`.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
     Needs: `initial`; the names of parameters that are in no model begin with "/".
     Applies: if on one process all parameters of the optimizer are in a model, and on several ranks
         the models' own parameters never change.
-    Looks the same: parameters of sharded models are not recorded between steps, so that a change of
-        them is not seen.
-    Says: how many such parameters the optimizer has.
+    False positives: a sharded model that is trained well. Its parameters are not recorded between
+        steps, so their change is not seen.
+    Evidence: how many such parameters the optimizer has.
     """
     # A parameter in a model is called "Net/layer.weight", one in no model "/parameter 3 of ...".
     stale_names = [name for name in case.actual.merged("initial") if name.startswith("/")]
@@ -70,9 +69,9 @@ def other_initial_parameters(case: Divergence) -> Cause:
 
     Needs: `initial`, and `seeds` for the evidence.
     Applies: always.
-    Looks the same: parameters that were loaded from a file on some ranks only, or that a rank wrote
-        to; the lines that wrote to them are named.
-    Says: which ranks differ from rank 0, and the first line that seeded torch differently.
+    False positives: parameters that some ranks loaded from a file or wrote to. The lines that wrote
+        to them are named.
+    Evidence: which ranks differ from rank 0, and the first line that seeded torch differently.
     """
     ranks_by_name = case.actual.ranks_that_differ("initial", case.tolerance)
     if ranks_by_name:

@@ -1,10 +1,9 @@
 """Rules for gradients that differ between the ranks, which should have averaged them.
 
-A *rule* returns the `Cause` of a difference, or None. `gradients.case` is the difference between a
-run on one process and one on several, `gradients.names` are the gradients that differ. *Local*
-gradients are what the backward passes of one rank left before any average. Of the optimizer step,
-`case.expected` is what one process recorded, `case.actual` what each rank recorded. "Needs" names
-fields of `RankUpdate`, the record of one rank.
+A *rule* returns the `Cause`, or None. `gradients.names` are the gradients that differ, and
+`gradients.case` is the step: `case.expected` is what one process recorded of it, `case.actual` what
+the ranks recorded (a `RankUpdate` each, with the fields under "Needs"). *Local* gradients are what
+the backward passes of one rank left, before any average.
 
 `gradients_that_differ_between_ranks` tries the rules in the order of `LOCAL_GRADIENT_RULES`.
 """
@@ -38,7 +37,7 @@ class LocalGradients:
 
     @property
     def difference_text(self) -> str:
-        """Says how many gradients differ: the first evidence of all rules."""
+        """The first sentence of evidence of all rules: how many gradients differ."""
         total = len(self.case.actual.merged("gradients"))
         return f"the gradients of {len(self.names)} of {total} parameters differ between the ranks"
 
@@ -59,14 +58,17 @@ class LocalGradients:
     def _differ_by_last_passes(self, num_passes: int) -> bool:
         """Returns whether the last passes explain all that differs between the ranks.
 
-        With `used` the gradients of a rank, before it clipped them, and `local_sum` what its last
-        backward passes left, `used - local_sum` must be the same on all ranks.
+        Say that the last passes were not averaged, and the passes before them were. Then each rank
+        used the same average plus the local sum of its last passes:
+        `used = average + local_sum`. So `used - local_sum` must be the same on all ranks. Gradients
+        are taken as they were before clipping.
         """
         local_sums = []  # for each rank, one vector with all values
         remainders = []  # for each rank, `used - local_sum`
         for rank in self.case.actual:
             used = {name: rank.unclipped[name] for name in self.names if name in rank.unclipped}
-            local_sum = np.zeros(1)  # as long as the other vectors once one is added
+            used_vector = flat(used)
+            local_sum = np.zeros_like(used_vector)
             for gradients in rank.local_gradients[-num_passes:]:
                 gradients_of_pass = {}
                 for name, array in used.items():
@@ -74,7 +76,7 @@ class LocalGradients:
                     gradients_of_pass[name] = gradients.get(name, np.zeros_like(array))
                 local_sum = local_sum + flat(gradients_of_pass)
             local_sums.append(local_sum)
-            remainders.append(flat(used) - local_sum)
+            remainders.append(used_vector - local_sum)
         sizes = {len(remainder) for remainder in remainders}
         if len(sizes) != 1:  # some ranks lack gradients
             return False
@@ -83,7 +85,7 @@ class LocalGradients:
 
     @property
     def local_text(self) -> str:
-        """Says that each rank used its local gradients, and those of which backward passes."""
+        """A sentence of evidence: each rank used the local gradients of these backward passes."""
         total = self.case.actual.backward_passes
         if self.num_local_passes < total:
             return (
@@ -94,7 +96,7 @@ class LocalGradients:
 
     @property
     def past_wrapper_texts(self) -> list[str]:
-        """Names the line of a forward pass that went past the DDP wrapper, if there was one."""
+        """Evidence that the script called a model without its DDP wrapper: one sentence or none."""
         line = self.case.actual.first("past_wrapper_line")
         if not line:
             return []
@@ -131,7 +133,7 @@ def gradients_that_differ_between_ranks(case: Divergence) -> Cause | None:
 
     Needs: `gradients`.
     Applies: if a gradient is not the same on all ranks that have it.
-    Looks the same, Says: see each rule. The cause is about the gradients that differ.
+    False positives, Evidence: see each rule. The cause is about the gradients that differ.
     """
     names = tuple(case.actual.ranks_that_differ("gradients", case.tolerance))
     if not names:
@@ -149,8 +151,8 @@ def parameters_unknown_to_ddp(gradients: LocalGradients) -> Cause | None:
 
     Needs: `unknown_to_ddp`.
     Applies: if DDP knows none of the parameters whose gradients differ.
-    Looks the same: nothing known.
-    Says: that DDP was built too early.
+    False positives: none known.
+    Evidence: that DDP was built too early.
     """
     unknown: set[str] = set()
     for rank in gradients.case.actual:
@@ -166,8 +168,8 @@ def communication_hook(gradients: LocalGradients) -> Cause | None:
 
     Needs: `comm_hook_line`.
     Applies: if there is such a hook.
-    Looks the same: something else may be wrong as well.
-    Says: the line that registered the hook.
+    False positives: something else may be wrong as well.
+    Evidence: the line that registered the hook.
     """
     line = gradients.case.actual.first("comm_hook_line")
     if not line:
@@ -182,8 +184,8 @@ def averages_within_groups(gradients: LocalGradients) -> Cause | None:
 
     Needs: `ddp_ranks`.
     Applies: if there are several groups and gradients agree within each.
-    Looks the same: nothing known.
-    Says: the ranks of each group.
+    False positives: none known.
+    Evidence: the ranks of each group.
     """
     ranks = gradients.case.actual
     # For example [(0, 1), (2, 3)]: each group once, in the order of ranks.
@@ -205,8 +207,8 @@ def clipping_on_some_ranks(gradients: LocalGradients) -> Cause | None:
 
     Needs: `unclipped`, and `calls` that clip.
     Applies: if some rank clips, and the gradients before clipping are equal.
-    Looks the same: clipping by different norms on different ranks.
-    Says: which ranks clip, and the line.
+    False positives: clipping by different norms on different ranks.
+    Evidence: which ranks clip, and the line.
     """
     case = gradients.case
     clipping_ranks = []
@@ -227,8 +229,8 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
     Needs: `calls` inside of `optimizer.step()`, `reduced_in_step`, `optimizer_state`.
     Applies: if there is such a call. LS201 and LS209 follow from what the collective left, or from
         the optimizer's state.
-    Looks the same: gradients that the optimizer divides after the collective; their state is right.
-    Says: the line of the collective, and how many times too large they are.
+    False positives: an optimizer that itself divides the sum after the collective.
+    Evidence: the line of the collective, and how many times too large they are.
     """
     case = gradients.case
     calls_in_step = case.actual.in_step
@@ -249,9 +251,10 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
 
 
 def _ratio_after_exchange(case: Divergence) -> float | None:
-    """Returns how many times as large gradients are after the optimizer's own collective.
+    """Returns the factor between the gradients of one process and those that the optimizer made.
 
-    None if they are no multiple of those of one process, or if no rank recorded them.
+    Its own collective, inside of `optimizer.step()`, has left them in the gradients. Returns None
+    if they are no multiple of those of one process, or if no rank recorded them.
     """
     expected = case.expected.merged("gradients")
     reduced = case.actual.merged("reduced_in_step")
@@ -321,19 +324,23 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
     Needs: `local_gradients`; `gradient_draw_line`.
     Applies: if the ranks did not use their local gradients. LS304 if each rank has the gradients
         of rank 0 times a number, else LS210.
-    Looks the same: noise, or weights of the ranks after the average, which have no code.
-    Says: what is known of them.
+    False positives: noise, or weights of the ranks after the average, which have no code.
+    Evidence: what is known of them.
     """
-    if gradients.num_local_passes > 0:  # they are local: the next rules say why
+    ranks_used_local_gradients = gradients.num_local_passes > 0
+    if ranks_used_local_gradients:  # the rules after this one say why
         return None
     case = gradients.case
+    evidence = [gradients.difference_text, *gradients.past_wrapper_texts]
     line = case.actual.first("gradient_draw_line")
     if line:
-        text = f"they are computed from random numbers that each rank drew: {line}"
-        return Cause("LS308", (gradients.difference_text, *gradients.past_wrapper_texts, text))
-    evidence = ["they are not what each rank's own backward passes left"]
+        evidence.append(f"they are computed from random numbers that each rank drew: {line}")
+        return Cause("LS308", tuple(evidence))
+    evidence.append("they are not what each rank's own backward passes left")
     gradients_of_first = case.actual[0].gradients
-    ratios = []  # for each other rank, its gradients divided by those of rank 0, or None
+    # For each rank but rank 0, its gradients divided by those of rank 0; None if that is not one
+    # number.
+    ratios = []
     for rank in case.actual[1:]:
         ratios.append(constant_ratio(gradients_of_first, rank.gradients, case.max_error))
     are_multiples = None not in ratios
@@ -344,10 +351,7 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
     if reducing_calls:
         evidence.append(f"gradients were reduced: {reducing_calls[0].line}")
     code = "LS304" if are_multiples else "LS210"
-    return Cause(
-        code,
-        (gradients.difference_text, *gradients.past_wrapper_texts, *evidence, *other_draws(case)),
-    )
+    return Cause(code, (*evidence, *other_draws(case)))
 
 
 def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
@@ -355,12 +359,12 @@ def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
 
     Needs: `rewritten_parameters` before a later step, and `parameters` after the step before it.
     Applies: if parameters differed after a step, and before the next one each rank has their mean.
-    Looks the same: nothing known.
-    Says: before which step.
+    False positives: none known.
+    Evidence: before which step.
     """
     case = gradients.case
-    # Each update from this one on, with the one after it: parameters may be averaged only now and
-    # then.
+    # A script may average parameters only every few steps. So all steps from this one on are looked
+    # at, in pairs of a step and the next one.
     for before, after in pairwise(case.parallel_run[case.update_index :]):
         if not before.ranks_that_differ("parameters", case.tolerance):
             continue
@@ -390,8 +394,8 @@ def forward_past_wrapper(gradients: LocalGradients) -> Cause | None:
 
     Needs: `past_wrapper_line` and `wrapped_passes`.
     Applies: if no forward pass went through the wrapper.
-    Looks the same: nothing known.
-    Says: the line of a forward pass.
+    False positives: none known.
+    Evidence: the line of a forward pass.
     """
     if not gradients.past_wrapper_texts or gradients.are_unwrapped:
         return None
@@ -406,8 +410,8 @@ def averaged_too_late(gradients: LocalGradients) -> Cause | None:
 
     Needs: `calls` on gradients, in this update and the next one.
     Applies: if a collective got one of these gradients, though each rank used its local ones.
-    Looks the same: a collective whose result is not written back.
-    Says: the line of the first collective.
+    False positives: a collective whose result is not written back.
+    Evidence: the line of the first collective.
     """
     calls = gradients.reducing_calls
     if not any(call.gradient_of in gradients.names for call in calls):
@@ -420,10 +424,10 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
     """LS301: the script averages other gradients, but not these.
 
     Needs: `calls` on gradients, or `local_gradients` of models that are not wrapped.
-    Applies: if a collective got other gradients, or if other gradients of the same models are not
-        the local ones.
-    Looks the same: nothing known.
-    Says: the line of the collective, or the gradients that are averaged.
+    Applies: if a collective was called with other gradients, or if other gradients of the same
+        models are not the local ones, so that something has averaged them.
+    False positives: none known.
+    Evidence: the line of the collective, or the gradients that are averaged.
     """
     calls = gradients.reducing_calls
     if calls:
@@ -437,29 +441,26 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
 
 
 def _averaged_names(gradients: LocalGradients) -> list[str]:
-    """Returns gradients that the script itself averages, unlike those that differ.
+    """Returns gradients that the script itself averages, though not those that differ.
 
-    These are gradients of models that nothing wraps, by the same optimizer or of the same models as
-    those that differ. Rank 0 used something else than its backward passes left of them.
+    Only models that nothing wraps are looked at, since DDP averages for itself. A gradient is
+    averaged if rank 0 used another one than its backward passes left. It must belong to the models
+    or to the optimizer of the gradients that differ.
     """
     case = gradients.case
-    if not set(gradients.names) <= set(case.actual[0].unwrapped):
+    all_are_unwrapped = set(gradients.names) <= set(case.actual[0].unwrapped)
+    if not all_are_unwrapped:
         return []
     optimizer = case.actual[0].optimizer
     models = {_model_of(name) for name in gradients.names}
-    # The updates of all optimizers shortly before this update and after it: with optimizers 0, 1
-    # and 2 that step in turn, two before it and two after it.
-    num_optimizers = len({update[0].optimizer for update in case.parallel_run})
-    first = max(0, case.update_index - num_optimizers + 1)
-    neighbouring_updates = case.parallel_run[first : case.update_index + num_optimizers]
     averaged: dict[str, None] = {}  # a set that keeps the order
-    for update in neighbouring_updates:
+    for update in _neighbouring_updates(case):
         rank = update[0]
         # What all backward passes of the step left, by name; empty if that is not known.
         local = sum_of_passes(rank.local_gradients, rank.unwrapped)
         for name, local_gradient in local.items():
-            is_of_same_models = rank.optimizer == optimizer or _model_of(name) in models
-            if not is_of_same_models or name in gradients.names:
+            is_related = rank.optimizer == optimizer or _model_of(name) in models
+            if not is_related or name in gradients.names:
                 continue
             if name not in rank.unclipped:  # this optimizer does not have the parameter
                 continue
@@ -468,6 +469,17 @@ def _averaged_names(gradients: LocalGradients) -> list[str]:
             if difference > case.max_error * norm(used):
                 averaged[name] = None
     return list(averaged)
+
+
+def _neighbouring_updates(case: Divergence) -> Sequence[Update]:
+    """Returns the updates around this one in which each optimizer of the script steps.
+
+    For example, with three optimizers that step in turn, these are two updates before this one, it
+    itself, and two after it.
+    """
+    num_optimizers = len({update[0].optimizer for update in case.parallel_run})
+    first = max(0, case.update_index - num_optimizers + 1)
+    return case.parallel_run[first : case.update_index + num_optimizers]
 
 
 def _model_of(name: str) -> str:
@@ -480,8 +492,8 @@ def model_that_nothing_wraps(gradients: LocalGradients) -> Cause | None:
 
     Needs: `unwrapped` and `unwrapped_line`.
     Applies: if all these parameters are of such models.
-    Looks the same: nothing known.
-    Says: the line of a forward pass of the model.
+    False positives: none known.
+    Evidence: the line of a forward pass of the model.
     """
     if not gradients.are_unwrapped:
         return None
@@ -501,9 +513,9 @@ def ddp_did_not_average(gradients: LocalGradients) -> Cause:
 
     Needs: `local_gradients`.
     Applies: always.
-    Looks the same: parameters that the loss does not use, and `no_sync` around the last backward
+    False positives: parameters that the loss does not use, and `no_sync` around the last backward
         pass.
-    Says: whether no gradient at all was averaged.
+    Evidence: whether no gradient at all was averaged.
     """
     total = len(gradients.case.actual.merged("gradients"))
     all_differ = len(gradients.names) == total and total > 1

@@ -1,10 +1,9 @@
 """Rules for losses that make something else of the same outputs.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
-process, `case.reference_run`, and one on several, `case.parallel_run`: lists with an update for
-each optimizer step. The update that differs is `case.expected` in the first run and `case.actual`
-in the second: a tuple of `RankUpdate`s, one for each rank, whose fields "Needs" names.
-`merged(field)` joins the arrays of all ranks by name.
+A *rule* returns the `Cause` of a difference between a run on one process and one on several, or
+None. `case.expected` is what one process recorded of the optimizer step that differs, `case.actual`
+what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs". `merged(field)`
+joins the arrays of all ranks. All steps are in `case.reference_run` and `case.parallel_run`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from lockstep.verify.rules.evidence import (
     other_draws,
 )
 from lockstep.verify.sample_rows import MatchedForward, match_forwards
-from lockstep.verify.tolerance import largest
+from lockstep.verify.tolerance import Array, largest
 
 # Gradients smaller than this share of the largest one count as zero.
 ZERO_GRADIENT_SHARE = 1e-12
@@ -38,8 +37,8 @@ def other_loss_value(case: Divergence) -> Cause:
 
     Needs: `losses`.
     Applies: always.
-    Looks the same: a loss that is only printed wrongly, such as a sum instead of a mean.
-    Says: both losses.
+    False positives: a loss that is only printed wrongly, such as a sum instead of a mean.
+    Evidence: both losses.
     """
     text = (
         f"{case.expected.loss:.9g} on one process, {case.actual.loss:.9g} on {case.num_ranks}, "
@@ -54,8 +53,8 @@ def terms_that_scale_differently(case: Divergence) -> Cause | None:
     Needs: `loss_terms`, the numbers that were added up to the loss.
     Applies: if each process made one loss, and every term is a mean or a sum, or some ranks lack
         terms that others have.
-    Looks the same: few numbers may fit by chance.
-    Says: which terms are which.
+    False positives: a few numbers that fit by chance.
+    Evidence: which terms are which.
     """
     sentences, explains_all = describe_terms(case)
     if not explains_all:
@@ -130,8 +129,8 @@ def local_comparison(case: Divergence) -> Cause | None:
     Needs: `loss_compares_samples` of one process, which is found by the second derivative of the
         loss with respect to the outputs of two samples.
     Applies: if no rank gathered outputs.
-    Looks the same: something else may be wrong as well.
-    Says: the line of the loss, the gradients, and random numbers that differ.
+    False positives: something else may be wrong as well.
+    Evidence: the line of the loss, the gradients, and random numbers that differ.
     """
     sentences = loss_compares_local_samples(case)
     if not sentences:
@@ -159,8 +158,8 @@ def other_targets(case: Divergence) -> Cause | None:
 
     Needs: `forwards` with targets.
     Applies: if the first model's outputs are equal and its targets are not.
-    Looks the same: targets that are random; their draws are named too if they are recorded.
-    Says: for how many samples, and the line of the loss.
+    False positives: random targets. The line that drew them is named too if it is recorded.
+    Evidence: for how many samples, and the line of the loss.
     """
     forwards = _forwards_with_equal_outputs(case)
     if not forwards:
@@ -178,8 +177,8 @@ def outputs_of_earlier_steps(case: Divergence) -> Cause | None:
 
     Needs: `earlier_outputs_line`.
     Applies: if the outputs of this step are equal.
-    Looks the same: nothing known.
-    Says: the line of the earlier forward pass.
+    False positives: none known.
+    Evidence: the line of the earlier forward pass.
     """
     line = case.actual.first("earlier_outputs_line")
     if not line or not _forwards_with_equal_outputs(case):
@@ -194,8 +193,8 @@ def other_loss_arguments(case: Divergence) -> Cause | None:
 
     Needs: `loss_options`.
     Applies: if the same arguments are known of both runs, and the outputs are equal.
-    Looks the same: nothing known.
-    Says: the first argument that differs, and its line.
+    False positives: none known.
+    Evidence: the first argument that differs, and its line.
     """
     if not _forwards_with_equal_outputs(case):
         return None
@@ -206,7 +205,7 @@ def other_loss_arguments(case: Divergence) -> Cause | None:
     for name, expected in expected_options.items():
         for rank in case.actual:
             actual = rank.loss_options.get(name)  # None if this rank has not called that line
-            # Each argument is compared by its own size; a scale of 0 leaves that of others out.
+            # `scale=0.0`: the tolerance depends on the size of this argument alone.
             if actual is not None and case.tolerance.differ(expected, actual, scale=0.0):
                 text = f"not that of one process is {name}"
                 return Cause("LS212", (text, *local_statistics(case), *loss_line(case)))
@@ -218,8 +217,8 @@ def local_statistic_in_loss(case: Divergence) -> Cause | None:
 
     Needs: `batch_statistics` or `scalar_statistics`, and `forwards` with outputs.
     Applies: if all outputs are known and equal, and random numbers cannot be the cause.
-    Looks the same: a statistic that does no harm, while something else is wrong in the loss.
-    Says: the line of the statistic, and how the samples are weighted.
+    False positives: a statistic that does no harm, while something else is wrong in the loss.
+    Evidence: the line of the statistic, and how the samples are weighted.
     """
     forwards = _forwards_with_equal_outputs(case)
     # Outputs that cannot be compared sample by sample are not known to be equal.
@@ -242,9 +241,9 @@ def other_sample_weights(case: Divergence) -> Cause | None:
     Needs: `forwards` with the gradients of the outputs.
     Applies: if for each sample they are those of one process times a positive number, and this
         number is not the same for all samples.
-    Looks the same: nothing known. Other targets would turn gradients around, or change their
+    False positives: none known. Other targets would turn gradients around, or change their
         direction.
-    Says: the range of the numbers, or how many samples count on some processes only.
+    Evidence: the range of the numbers, or how many samples count on some processes only.
     """
     forwards = _forwards_with_equal_outputs(case)
     sentences = _sample_weights(case, forwards)
@@ -279,22 +278,19 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
     counts_in_expected = np.abs(expected).max(axis=1) > smallest
     counts_in_actual = np.abs(actual).max(axis=1) > smallest
 
-    # For each sample the factor f for which |actual - f * expected| is least, by least squares:
-    # f = (expected . actual) / (expected . expected), and 0 if the sample did not count.
-    squares = (expected * expected).sum(axis=1)
-    products = (expected * actual).sum(axis=1)
-    factors = products / np.where(squares > 0, squares, 1.0)
-    factors = np.where(counts_in_expected, factors, 0.0)
-    # For each sample that counts on one process, what its factor does not explain.
-    remainders = np.abs(actual - factors[:, None] * expected).max(axis=1)[counts_in_expected]
-    if (remainders > EQUAL_WEIGHT_SHARE * largest(actual)).any():
-        return ()  # the gradient of some sample has another direction
+    factors = _factor_of_each_sample(expected, actual, counts_in_expected)
+    # actual = factor * expected, for each sample that counts on one process?
+    errors = np.abs(actual - factors[:, None] * expected).max(axis=1)[counts_in_expected]
+    if (errors > EQUAL_WEIGHT_SHARE * largest(actual)).any():
+        return ()  # no: the gradient of some sample has another direction
     largest_factor = np.abs(factors).max()
     spread = np.ptp(factors)  # the largest minus the smallest
-    if spread <= EQUAL_WEIGHT_SHARE * largest_factor:
+    all_factors_are_equal = spread <= EQUAL_WEIGHT_SHARE * largest_factor
+    if all_factors_are_equal:
         return ()
-    if factors.min() < -EQUAL_WEIGHT_SHARE * largest_factor:
-        return ()  # no weight turns a gradient around, but another target does
+    some_factor_is_negative = factors.min() < -EQUAL_WEIGHT_SHARE * largest_factor
+    if some_factor_is_negative:  # no weight turns a gradient around, but another target does
+        return ()
 
     same = "outputs are the same; the loss's gradient by each is that of one process times a number"
     num_dropped = (counts_in_expected & ~counts_in_actual).sum()
@@ -306,12 +302,28 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
     return (same, f"this number is one of its own for each sample, {factor_range}")
 
 
+def _factor_of_each_sample(expected: Array, actual: Array, counts: Array) -> Array:
+    """Returns for each sample the factor f that brings f * expected nearest to actual.
+
+    By least squares it is f = (expected . actual) / (expected . expected).
+
+    Args:
+        expected: an array of shape (samples, numbers), and so is `actual`.
+        actual: the array that is to be a multiple of `expected` in each row.
+        counts: a bool for each sample; where it is False, the factor is 0.
+    """
+    squares = (expected * expected).sum(axis=1)
+    products = (expected * actual).sum(axis=1)
+    factors = products / np.where(squares > 0, squares, 1.0)
+    return np.where(counts, factors, 0.0)
+
+
 def random_numbers_in_loss(case: Divergence) -> Cause | None:
     """LS308 or LS106: the loss was computed from random numbers; see `draws.random_loss`.
 
-    Needs, Applies, Looks the same: as there. Random numbers may be harmless, so this is tried after
-        all other rules for losses.
-    Says: the gradients, the line that drew the numbers, and the line of the loss.
+    Needs, Applies, False positives: as there. Random numbers may be harmless, so this rule is the
+        last one for losses.
+    Evidence: the gradients, the line that drew the numbers, and the line of the loss.
     """
     cause = random_loss(case, *gradient_patterns(case))
     if cause is None:

@@ -1,10 +1,10 @@
 """Rules for gradients that differ because models were called with other inputs.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
-process and one on several: of the optimizer step that differs, `case.expected` is what one process
-recorded, `case.actual` what each rank recorded (`RankUpdate`, whose fields "Needs" names). Samples
-are recognised by the inputs of a forward pass, so they need no DataLoader: a *row* of an array
-stands for one sample. See `lockstep.verify.sample_rows`.
+A *rule* returns the `Cause` of a difference (`case`) between one process and many ranks, or None.
+Of the step that differs, `case.expected` is what one process recorded, `case.actual` what the ranks
+recorded (a `RankUpdate` each, with the fields under "Needs"). Samples are recognised by the inputs
+of a forward pass: a *row* of an array stands for one sample. See
+`lockstep.verify.sample_rows`.
 """
 
 from __future__ import annotations
@@ -97,10 +97,11 @@ def repeated_inputs(case: Divergence) -> Cause | None:
     """LS101: without a DataLoader, all ranks computed the same inputs. LS110: N times as many.
 
     Needs: `model_inputs` whose contents are known.
-    Applies: LS101 if the inputs of all ranks are the same; LS110 if there are as many times the
-        inputs of one process as there are ranks, of one shape.
-    Looks the same: a model that rightly gets a constant. So LS101 needs two different inputs.
-    Says: how many inputs were computed.
+    Applies: LS101 if the inputs of all ranks are the same. LS110 if N ranks together computed N
+        times as many inputs as one process, all of one shape.
+    False positives: a model that rightly gets constants on all ranks; one constant alone does not
+        count.
+    Evidence: how many inputs were computed.
     """
     expected = inputs_of_ranks(case.expected)
     actual = inputs_of_ranks(case.actual)
@@ -130,29 +131,39 @@ def other_inputs(case: Divergence) -> Cause | None:
     Needs: `forwards` with the inputs of each sample.
     Applies: if no random numbers were drawn to read the batches, since those explain other inputs
         by themselves.
-    Looks the same: a model that rightly gets a constant looks like LS101.
-    Says: how many inputs are the same.
+    False positives: a model that rightly gets a constant on all ranks (as LS101).
+    Evidence: how many inputs are the same.
     """
     # Worker processes do not record what they draw, so they may have drawn something.
     if any(batch.random_draws or batch.workers for batch in _batches(case)):
         return None
+    # The models, in the order in which they were called.
     for number, forward in enumerate(_match(case)):
         if not forward.has_same_inputs:
-            # What later models get may be the output of the first one.
-            is_whole_input = number == 0 and _has_no_loader(case)
-            return _cause_of_other_inputs(case, forward, is_whole_input)
-        # The first inputs are the same. For each sample: are the others, and are the outputs?
-        differing_inputs = forward.differing_rows("other_inputs")
+            # Without a DataLoader, the inputs of the first model are all that is known of the
+            # samples. Those of later models may be computed from its outputs.
+            are_samples = number == 0 and _has_no_loader(case)
+            return _cause_of_other_inputs(case, forward, are_samples)
         outputs_differ = bool(forward.differing_rows("outputs").any())
-        if differing_inputs.any() and outputs_differ:
-            sentence = format_differing_other_inputs(forward, differing_inputs)
-            cause = random_loss(case, sentence)
-            return cause or Cause("LS111", (sentence, *local_statistics(case)))
         if outputs_differ:
-            # The model returned something else for the same inputs, see `other_outputs`. What later
-            # models get follows from that.
-            return None
+            return _cause_of_other_inputs_after_first(case, forward)
     return None
+
+
+def _cause_of_other_inputs_after_first(case: Divergence, forward: MatchedForward) -> Cause | None:
+    """Names the cause of other outputs of a model whose first inputs are the same.
+
+    A model may have further inputs, such as a hidden state. Returns None if these are the same as
+    well: then the model itself returned something else, which `other_outputs` explains.
+    """
+    differing_inputs = forward.differing_rows("other_inputs")  # a bool for each sample
+    if not differing_inputs.any():
+        return None
+    sentence = format_differing_other_inputs(forward, differing_inputs)
+    cause = random_loss(case, sentence)
+    if cause is not None:
+        return cause
+    return Cause("LS111", (sentence, *local_statistics(case)))
 
 
 def format_differing_other_inputs(forward: MatchedForward, differing_inputs: Array) -> str:
@@ -169,15 +180,13 @@ def format_differing_other_inputs(forward: MatchedForward, differing_inputs: Arr
     )
 
 
-def _cause_of_other_inputs(
-    case: Divergence, forward: MatchedForward, is_whole_input: bool
-) -> Cause:
+def _cause_of_other_inputs(case: Divergence, forward: MatchedForward, are_samples: bool) -> Cause:
     """Names the cause of inputs that one of the runs has and the other one has not.
 
     Args:
         case: the difference.
         forward: the forward pass with these inputs.
-        is_whole_input: whether these are the batches themselves, which come from no DataLoader.
+        are_samples: whether the inputs are the samples themselves, which come from no DataLoader.
     """
     # An extra input is one that a rank has beyond those of one process. For each extra input a
     # bool: is it one of this step of one process, or one of any step?
@@ -197,12 +206,12 @@ def _cause_of_other_inputs(
     repeated = f"{num_extra} inputs were computed by several ranks, or twice"
 
     # Samples themselves: left out, repeated, or those of another step.
-    if is_whole_input and num_extra == 0:
+    if are_samples and num_extra == 0:
         return Cause("LS102", (numbers, left_out))
-    if is_whole_input and is_repeated.all():
+    if are_samples and is_repeated.all():
         return Cause("LS101", (numbers, repeated, left_out))
     draws = other_draws(case)
-    if is_whole_input and is_known.all():
+    if are_samples and is_known.all():
         num_of_other_steps = (~is_repeated).sum()
         of_other_steps = f"{num_of_other_steps} are inputs of another step of one process"
         own_order = [*_orders_of_ranks(case), *trained_by_several_ranks(case, inputs_of_ranks)]
@@ -212,7 +221,7 @@ def _cause_of_other_inputs(
     # Inputs that the script computes from samples, or reads from nowhere known.
     if draws:
         return random_loss(case, numbers) or Cause("LS111", (numbers,))
-    if is_whole_input and _is_normalized_by_rank(forward):
+    if are_samples and _is_normalized_by_rank(forward):
         text = "each rank's are those of one process, shifted and scaled by numbers of its own"
         why = "as if normalized by the mean and deviation of its own samples"
         return Cause("LS111", (numbers, text, why))
@@ -313,8 +322,8 @@ def other_padding(case: Divergence) -> Cause | None:
 
     Needs: `forwards` with `input_values`.
     Applies: if the rows of both runs are equal once all are padded to the same width.
-    Looks the same: nothing known.
-    Says: which widths there are.
+    False positives: none known.
+    Evidence: which widths there are.
     """
     # A table has the shape (samples, width), with one padded sample in each row.
     expected_tables = _first_input_values(case.expected)
@@ -355,8 +364,9 @@ def _count_padded_rows(
     counts: Counter[tuple[float, ...]] = Counter()
     for table in tables:
         for row in table:
-            added_padding = [padding] * (width - len(row))
-            counts[*row, *added_padding] += 1
+            num_missing = width - len(row)
+            padded_row = (*row, *[padding] * num_missing)
+            counts[padded_row] += 1
     return counts
 
 
@@ -376,11 +386,11 @@ def unknown_inputs_code(
     """
     expected = sum_counts(expected_of_ranks)
     actual = sum_counts(actual_of_ranks)
+    # How many inputs the ranks computed less often, and more often, than one process.
     num_left_out = (expected - actual).total()
     num_added = (actual - expected).total()
-    # The same inputs, none of them less often: if any is not the same, it is repeated.
     if num_left_out == 0 and set(actual) == set(expected):
-        return "LS101"
+        return "LS101"  # no new input was added, so those of one process were repeated
     if num_left_out == 0 and actual.total() == size * expected.total():
         return "LS110"
     if num_added == 0:

@@ -1,10 +1,9 @@
 """Rules for models that return something else for the same inputs, and for BatchNorm.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
-process, `case.reference_run`, and one on several, `case.parallel_run`: lists with an update for
-each optimizer step. The update that differs is `case.expected` in the first run and `case.actual`
-in the second: a tuple of `RankUpdate`s, one for each rank, whose fields "Needs" names.
-`merged(field)` joins the arrays of all ranks by name.
+A *rule* returns the `Cause` of a difference between a run on one process and one on several, or
+None. `case.expected` is what one process recorded of the optimizer step that differs, `case.actual`
+what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs". `merged(field)`
+joins the arrays of all ranks. All steps are in `case.reference_run` and `case.parallel_run`.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ def local_batchnorm(case: Divergence) -> Cause | None:
 
     Needs: `local_norm_layers`.
     Applies: if there is such a layer and more than one rank.
-    Looks the same: the layers are there for certain, but something else may be wrong as well.
-    Says: which layers, and whether they belong to a model that is not trained.
+    False positives: such a layer may be harmless, while something else is wrong.
+    Evidence: which layers, and whether they belong to a model that is not trained.
     """
     layers: set[str] = set()
     for rank in case.actual:
@@ -54,8 +53,8 @@ def batchnorm_in_other_passes(case: Divergence) -> Cause | None:
 
     Needs: `buffers` with BatchNorm's running mean, and `losses`, one for each backward pass.
     Applies: if the number of backward passes is not that of one process.
-    Looks the same: a model whose BatchNorm is in evaluation mode.
-    Says: the numbers of backward passes.
+    False positives: a model whose BatchNorm is in evaluation mode.
+    Evidence: the numbers of backward passes.
     """
     has_batchnorm = any(name.endswith("running_mean") for name in case.actual.merged("buffers"))
     if not has_batchnorm:
@@ -75,7 +74,7 @@ def _patterns_of_gradients(case: Divergence) -> tuple[str, ...]:
 def batchnorm_buffers(case: Divergence) -> Cause | None:
     """LS306 or LS307, if all buffers that differ are BatchNorm's.
 
-    Needs, Applies, Looks the same, Says: see `local_batchnorm` and `batchnorm_in_other_passes`.
+    For the rest see `local_batchnorm` and `batchnorm_in_other_passes`.
     """
     if not all(name.endswith(BATCHNORM_BUFFERS) for name in case.names):
         return None
@@ -87,8 +86,8 @@ def other_buffers(case: Divergence) -> Cause:
 
     Needs: `buffers`, and `write_stacks` for the evidence.
     Applies: always.
-    Looks the same: buffers that are meant to be different on each rank.
-    Says: which buffers, and the lines that wrote to them.
+    False positives: buffers that are meant to be different on each rank.
+    Evidence: which buffers, and the lines that wrote to them.
     """
     text = f"after the step: {format_items(script_names(case.names))}"
     return Cause("LS309", (text, *describe_writes(case, case.names)))
@@ -100,8 +99,8 @@ def later_inputs_of_model(case: Divergence) -> Cause | None:
     Needs: `forwards` with inputs.
     Applies: if the outputs cannot be compared sample by sample. If they can, `other_inputs` has
         found such inputs already.
-    Looks the same: a hidden state that is wrong because an earlier step was; then it differs there.
-    Says: for how many samples.
+    False positives: none known. A state that an earlier step made wrong differs in that step.
+    Evidence: for how many samples.
     """
     for forward in match_forwards(case.expected, case.actual):
         differing_inputs = forward.differing_rows("other_inputs")  # a bool for each sample
@@ -120,8 +119,8 @@ def other_outputs(case: Divergence) -> Cause | None:
         samples; `module_tensors` and `buffers`; draws.
     Applies: to the first model with other outputs. LS208 needs ranks that exchanged nothing before
         the backward pass.
-    Looks the same: something else may be wrong in the model as well.
-    Says: for how many inputs the output differs, and why.
+    False positives: something else may be wrong in the model as well.
+    Evidence: for how many inputs the output differs, and why.
     """
     for forward in match_forwards(case.expected, case.actual):
         differs = forward.differing_rows("outputs")  # a bool for each sample
@@ -169,28 +168,40 @@ def _kept_tensors_that_differ(case: Divergence) -> list[str]:
                     arrays.append(getattr(rank, field_name)[name])
             differs = any(case.tolerance.differ(expected, array, scale) for array in arrays)
             if field_name == "buffers":  # recorded with all their values
-                same_size = all(array.shape == expected.shape for array in arrays)
-                is_wrong_part = False
-            else:  # three numbers stand for each tensor, the last one is its size
-                same_size = all(array[SIZE] == expected[SIZE] for array in arrays)
-                is_wrong_part = _are_equal_parts(expected, arrays, case.num_ranks)
-            # A tensor with another number of values may rightly belong to the rank's samples.
-            if (same_size and differs) or is_wrong_part:
+                is_wrong = differs and all(array.shape == expected.shape for array in arrays)
+            else:
+                is_wrong = _is_wrong_tensor(expected, arrays, case.num_ranks, differs=differs)
+            if is_wrong:
                 names[name.partition("/")[2] or name] = None
     return list(names)
 
 
-def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -> bool:
-    """Returns whether each rank has a part of a tensor, for its samples, and all parts are equal.
+def _is_wrong_tensor(
+    expected: Array, arrays: Sequence[Array], num_ranks: int, *, differs: bool
+) -> bool:
+    """Returns whether a tensor that a module keeps is wrong on the ranks.
 
-    Ranks with other samples should have other values in it, so these are not computed from them.
-    Zeros say nothing.
+    A tensor with fewer values than on one process may rightly hold something for the samples of its
+    rank alone. Then it is wrong only if all ranks have the same in it.
 
     Args:
         expected: three numbers that stand for the tensor of one process: a sum, the largest
             absolute value, and the number of values.
         arrays: the same for each rank that has the tensor.
         num_ranks: number of ranks.
+        differs: whether those of some rank are not those of one process.
+    """
+    have_same_size = all(array[SIZE] == expected[SIZE] for array in arrays)
+    if have_same_size and differs:
+        return True
+    return _are_equal_parts(expected, arrays, num_ranks)
+
+
+def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -> bool:
+    """Returns whether N ranks each have 1/N of a tensor's values, and all have the same values.
+
+    Values that belong to different samples should be different. Zeros say nothing. See
+    `_is_wrong_tensor` for the arguments.
     """
     for array in arrays:
         if expected[SIZE] <= 0 or array[SIZE] * num_ranks != expected[SIZE]:

@@ -1,10 +1,9 @@
 """Rules for learning rates, optimizers, and parameters that differ around a step.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
-process, `case.reference_run`, and one on several, `case.parallel_run`: lists with an update for
-each optimizer step. The update that differs is `case.expected` in the first run and `case.actual`
-in the second: a tuple of `RankUpdate`s, one for each rank, whose fields "Needs" names.
-`merged(field)` joins the arrays of all ranks by name.
+A *rule* returns the `Cause` of a difference between a run on one process and one on several, or
+None. `case.expected` is what one process recorded of the optimizer step that differs, `case.actual`
+what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs". `merged(field)`
+joins the arrays of all ranks. All steps are in `case.reference_run` and `case.parallel_run`.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ def other_parameter_groups(case: Divergence) -> Cause | None:
 
     Needs: `learning_rates`, one for each group.
     Applies: if processes have different numbers of learning rates.
-    Looks the same: nothing known.
-    Says: what is different in the parameter groups and the optimizer's state.
+    False positives: none known.
+    Evidence: what is different in the parameter groups and the optimizer's state.
     """
     ranks = (*case.expected, *case.actual)
     if len({len(rank.learning_rates) for rank in ranks}) == 1:
@@ -39,14 +38,14 @@ def other_parameter_groups(case: Divergence) -> Cause | None:
 
 
 def other_learning_rates(case: Divergence) -> Cause:
-    """LS401: the scheduler made other numbers of steps. LS402: learning rates differ otherwise.
+    """LS401: the scheduler made more or fewer steps than on one process. LS402: another reason.
 
     Needs: `learning_rates`, `learning_rate_lines`, and `calls` of schedulers.
     Applies: always. LS401 if all ranks stepped the scheduler equally often, and not as often as one
         process.
-    Looks the same: LS402 is also a rate that the script sets, a scheduler of another length, and
-        one that follows a metric.
-    Says: the rates, the numbers of scheduler steps, and the lines that set the rates.
+    False positives: LS402 does not tell a rate that the script sets from a scheduler of another
+        length, or from one that follows a metric.
+    Evidence: the rates, the numbers of scheduler steps, and the lines that set the rates.
     """
     # The first element of these lists is that of one process, the others are those of the ranks.
     # One process may train several replicas; they have the same learning rates.
@@ -54,10 +53,10 @@ def other_learning_rates(case: Divergence) -> Cause:
     rates = []  # for each process, one text with the learning rates of all parameter groups
     for process in processes:
         rates.append(", ".join(f"{rate:.6g}" for rate in process.learning_rates))
-    num_schedules = _count_schedules(case)
+    scheduler_steps = _count_scheduler_steps(case)
     ranks_have_equal_rates = len(set(rates[1:])) == 1
-    ranks_have_equal_schedules = len(set(num_schedules[1:])) == 1
-    ranks_agree = ranks_have_equal_rates and ranks_have_equal_schedules
+    ranks_have_equal_steps = len(set(scheduler_steps[1:])) == 1
+    ranks_agree = ranks_have_equal_rates and ranks_have_equal_steps
     places = ["one process"]
     if ranks_agree:
         places.append(str(case.num_ranks))  # "0.1 on one process, 0.2 on 4"
@@ -65,10 +64,12 @@ def other_learning_rates(case: Divergence) -> Cause:
         places += [f"rank {rank}" for rank in range(case.num_ranks)]
 
     ratio = _ratio_of_first_rates(case)
-    if any(num_schedules):
-        how = f"steps of the scheduler until then: {_format_by_place(num_schedules, places)}"
-    elif case.update_index == 0 and ranks_agree:
-        # The rates were set for another number of ranks before the training.
+    some_scheduler_stepped = any(scheduler_steps)
+    differs_from_start = case.update_index == 0
+    if some_scheduler_stepped:
+        how = f"steps of the scheduler until then: {_format_by_place(scheduler_steps, places)}"
+    elif differs_from_start and ranks_agree:
+        # The script has set the rates for the number of ranks: "2 times as high".
         how = _format_rate_ratio(ratio, case.num_ranks)
     else:
         how = "no scheduler stepped"
@@ -79,7 +80,8 @@ def other_learning_rates(case: Divergence) -> Cause:
         *_metrics_of_schedulers(case),
     )
     code = "LS402"
-    if ranks_have_equal_schedules and num_schedules[0] != num_schedules[1]:
+    steps_of_one, steps_of_rank_0 = scheduler_steps[:2]
+    if ranks_have_equal_steps and steps_of_one != steps_of_rank_0:
         code = "LS401"
     return Cause(code, evidence, ratio=ratio)
 
@@ -102,15 +104,15 @@ def _updates_of_processes(case: Divergence) -> list[list[RankUpdate]]:
     return processes
 
 
-def _count_schedules(case: Divergence) -> list[int]:
-    """Returns how many steps schedulers made so far on one process, then on each rank."""
+def _count_scheduler_steps(case: Divergence) -> list[int]:
+    """Returns how many steps schedulers made so far: on one process, then on each rank."""
     counts = []
     for updates in _updates_of_processes(case):
-        schedules: list[ScriptCall] = []
+        scheduler_calls: list[ScriptCall] = []
         for update in updates:
-            # The script's calls of `scheduler.step()`.
-            schedules += [call for call in update.calls if call.name == "schedule"]
-        counts.append(len(schedules))
+            # The script's calls of `scheduler.step()` are recorded as "schedule".
+            scheduler_calls += [call for call in update.calls if call.name == "schedule"]
+        counts.append(len(scheduler_calls))
     return counts
 
 
@@ -179,8 +181,8 @@ def other_optimizer(case: Divergence) -> Cause | None:
 
     Needs: `group_options` and `optimizer_state`.
     Applies: if options or state differ from one process.
-    Looks the same: nothing known.
-    Says: which options and which state.
+    False positives: none known.
+    Evidence: which options and which state.
     """
     differences = _optimizer_differences(case)
     if not differences:
@@ -251,8 +253,8 @@ def parameters_of_ranks_differ(case: Divergence) -> Cause | None:
 
     Needs: `parameters`.
     Applies: if the ranks differ from each other, and `other_optimizer` explains nothing.
-    Looks the same: nothing known.
-    Says: which ranks differ from rank 0.
+    False positives: none known.
+    Evidence: which ranks differ from rank 0.
     """
     ranks_by_name = case.actual.ranks_that_differ("parameters", case.tolerance)
     if not ranks_by_name:
@@ -266,8 +268,8 @@ def other_parameters_after_step(case: Divergence) -> Cause:
 
     Needs: `parameters`.
     Applies: always.
-    Looks the same: anything that the script does inside of `optimizer.step()`.
-    Says: that gradients and learning rates are right.
+    False positives: anything that the script does inside of `optimizer.step()`.
+    Evidence: that gradients and learning rates are right.
     """
     return Cause("LS403", (_only_parameters_differ(),))
 
@@ -277,8 +279,8 @@ def frozen_parameters_differ(case: Divergence) -> Cause | None:
 
     Needs: `frozen` and `parameter_sums`; `write_stacks` for the evidence.
     Applies: if all parameters that differ are frozen.
-    Looks the same: nothing known.
-    Says: the lines that wrote to them.
+    False positives: none known.
+    Evidence: the lines that wrote to them.
     """
     if not set(case.names) <= set(case.expected[0].frozen):
         return None
@@ -293,8 +295,8 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
 
     Needs: `parameter_sums`; `write_stacks` for the evidence.
     Applies: always.
-    Looks the same: a change in a forward pass.
-    Says: the lines that wrote to the parameters, if the last step left the right ones.
+    False positives: a change in a forward pass.
+    Evidence: the lines that wrote to the parameters, if the last step left the right ones.
     """
     step = case.actual[0].step + 1
     text = f"before step {step} parameters differ from those of one process"
@@ -303,9 +305,10 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
     if case.update_index > 0:
         update_before = case.parallel_run[case.update_index - 1]
         parameters_after_last_step = update_before.merged("parameters")
-    if not parameters_after_last_step:  # whether the last step left the right ones is not known
+    if not parameters_after_last_step:  # then it is not known whether they were right
         return Cause("LS210", (text, *writes))
-    # Wrong parameters after the last step would be a difference there, and this one not reported.
+    # The last step left the right ones: otherwise they would differ after it already, and this
+    # difference would not be the first one.
     if not writes:
         writes = ["something changes them between the steps, or in a forward pass"]
     return Cause("LS210", (f"{text}; the last step left the same", *writes))
@@ -316,11 +319,11 @@ def other_number_of_steps(case: Divergence) -> Cause:
 
     Needs: all updates.
     Applies: always.
-    Looks the same: a script that stops by time.
-    Says: the numbers of steps.
+    False positives: a script that stops by time.
+    Evidence: the numbers of steps.
     """
     num_expected = len(case.reference_run)
-    if not case.parallel_run:  # a step is recorded in it only if all ranks made it
+    if not case.parallel_run:  # it has only steps that all ranks made
         text = f"one process took {num_expected} steps, and some rank took none"
     else:
         num_actual = len(case.parallel_run)

@@ -1,17 +1,16 @@
 """Rules for ranks whose parameters or optimizers differ from those of other ranks.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
-process, `case.reference_run`, and one on several, `case.parallel_run`: lists with an update for
-each optimizer step. The update that differs is `case.expected` in the first run and `case.actual`
-in the second: a tuple of `RankUpdate`s, one for each rank, whose fields "Needs" names.
-`merged(field)` joins the arrays of all ranks by name.
+A *rule* returns the `Cause` of a difference between a run on one process and one on several, or
+None. `case.expected` is what one process recorded of the optimizer step that differs, `case.actual`
+what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs". `merged(field)`
+joins the arrays of all ranks. All steps are in `case.reference_run` and `case.parallel_run`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +20,7 @@ from lockstep.verify.cause import Cause, format_by_process, format_items, script
 from lockstep.verify.compare import Divergence
 from lockstep.verify.line_findings import describe_writes
 from lockstep.verify.rules.evidence import first_clip_line, format_ranks_that_differ
+from lockstep.verify.training_record import Update
 from lockstep.wording import format_ranks
 
 
@@ -29,8 +29,8 @@ def different_optimizers(case: Divergence) -> Cause | None:
 
     Needs: `optimizer_class`.
     Applies: if ranks that stepped have different classes. Nothing else can be compared then.
-    Looks the same: nothing known.
-    Says: the class of each rank.
+    False positives: none known.
+    Evidence: the class of each rank.
     """
     classes = [rank.optimizer_class for rank in case.actual if rank.stepped]
     if len(set(classes)) < 2:
@@ -44,8 +44,8 @@ def replicas_that_differ(case: Divergence) -> Cause:
 
     Needs: `parameter_sums`; `parameters` and `write_stacks` for the evidence.
     Applies: always.
-    Looks the same: nothing known.
-    Says: which ranks, whether the last step left them so, and the lines that wrote to them.
+    False positives: none known.
+    Evidence: which ranks, whether the last step left them so, and the lines that wrote to them.
     """
     # By parameter, the ranks that held other values before the step than rank 0.
     ranks_by_name = case.actual.replicas_that_differ()
@@ -79,8 +79,8 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
     Needs: `construction_index` and `optimizer_parameters` of ranks that stepped, `unstepped_sums`
         of those that did not.
     Applies: if these parameters differ between the ranks in this update for the first time.
-    Looks the same: nothing known.
-    Says: which ranks hold other parameters, and the optimizer's class.
+    False positives: none known.
+    Evidence: which ranks hold other parameters, and the optimizer's class.
     """
     names_by_rank = _unstepped_names_that_differ(case, case.update_index)
     if not names_by_rank:
@@ -88,47 +88,45 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
     for number in range(case.update_index):
         if _unstepped_names_that_differ(case, number):  # it is not new in this step
             return None
-    all_names: set[str] = set()
+    names: set[str] = set()
     for names_of_rank in names_by_rank.values():
-        all_names |= set(names_of_rank)
-    names = sorted(all_names)
-    classes = set()  # of the optimizers that stepped with these parameters on another rank
-    for update in case.parallel_run[: case.update_index]:
-        for rank in update:
-            if not all_names.isdisjoint(rank.optimizer_parameters):
-                classes.add(rank.optimizer_class)
+        names |= set(names_of_rank)
+    classes = _classes_of_optimizers_with(names, case.parallel_run[: case.update_index])
     step = case.actual[0].step + 1
     text = (
         f"before step {step} {format_ranks(names_by_rank)} held other parameters of "
         f"{' and '.join(sorted(classes))}, which has not stepped there: "
-        f"{format_items(script_names(names))}"
+        f"{format_items(script_names(sorted(names)))}"
     )
     return Cause("LS304", (text,))
 
 
-def _unstepped_names_that_differ(case: Divergence, number: int) -> dict[int, list[str]]:
-    """Returns, for each rank, parameters whose values differ from those of a rank that steps.
+def _classes_of_optimizers_with(names: Set[str], updates: Sequence[Update]) -> set[str]:
+    """Returns the classes of all optimizers that stepped with any of these parameters."""
+    classes = set()
+    for update in updates:
+        for rank in update:
+            if not names.isdisjoint(rank.optimizer_parameters):
+                classes.add(rank.optimizer_class)
+    return classes
 
-    A rank that built an optimizer and never steps with it knows its parameters only by their places
-    in the optimizer. All ranks build their optimizers in the same order, so the number of an
-    optimizer in this order (`construction_index`) says which one it is on another rank.
+
+def _unstepped_names_that_differ(case: Divergence, number: int) -> dict[int, list[str]]:
+    """Compares parameters of optimizers that step on some ranks only, before an update.
+
+    A rank that never steps with an optimizer has recorded no names of its parameters, but only
+    their sums, by the optimizer's number and the parameter's place in it (`unstepped_sums`). The
+    number counts the optimizers as they are built, so it is the same on the rank that steps, the
+    *owner*.
 
     Args:
         case: the difference.
         number: of the update before which the values are compared.
+
+    Returns:
+        For each rank that does not step, the parameters whose values are not those of the owner.
     """
-    # By the optimizer's number, the first rank that has stepped with it while another did not.
-    owners: dict[int, _OptimizerOwner] = {}
-    for update in case.parallel_run[:number]:
-        all_ranks_stepped = all(rank.stepped for rank in update)
-        if all_ranks_stepped:
-            continue
-        for rank_number, rank in enumerate(update):
-            index = rank.construction_index
-            is_known = index >= 0
-            if is_known and index not in owners:
-                owners[index] = _OptimizerOwner(rank_number, rank.optimizer_parameters)
-    # Two numbers stand for the values of each parameter, which is named on the owner alone.
+    owners = _owners_of_optimizers(case.parallel_run[:number])
     update = case.parallel_run[number]
     names_by_rank: dict[int, list[str]] = defaultdict(list)
     for rank_number, rank in enumerate(update):
@@ -145,16 +143,35 @@ def _unstepped_names_that_differ(case: Divergence, number: int) -> dict[int, lis
     return names_by_rank
 
 
+def _owners_of_optimizers(updates: Sequence[Update]) -> dict[int, _OptimizerOwner]:
+    """Returns the first rank that stepped with each optimizer while another rank did not.
+
+    The key is the optimizer's number in the order in which a rank builds its optimizers.
+    """
+    owners: dict[int, _OptimizerOwner] = {}
+    for update in updates:
+        all_ranks_stepped = all(rank.stepped for rank in update)
+        if all_ranks_stepped:
+            continue
+        for rank_number, rank in enumerate(update):
+            index = rank.construction_index
+            is_known = index >= 0
+            if is_known and index not in owners:
+                owners[index] = _OptimizerOwner(rank_number, rank.optimizer_parameters)
+    return owners
+
+
 def changed_between_passes(case: Divergence) -> Cause | None:
     """Names the cause of parameters that the ranks change differently within one step.
 
-    LS302, LS301: gradients of an earlier backward pass were not averaged, because the forward pass
-    went past the DDP wrapper, or for another reason. LS304: they were averaged.
+    LS302: an earlier backward pass of the step averaged no gradients, because the script called the
+    model without its DDP wrapper. LS301: it averaged none for another reason. LS304: it averaged
+    them.
 
     Needs: `changed_between_passes` and `local_passes`.
     Applies: if the ranks changed parameters between two backward passes to different values.
-    Looks the same: nothing known.
-    Says: which ranks, and whether an earlier pass left each rank's own gradients.
+    False positives: none known.
+    Evidence: which ranks, and whether an earlier pass left each rank's own gradients.
     """
     ranks_by_name = case.actual.ranks_that_differ("changed_between_passes", case.tolerance)
     if not ranks_by_name:
@@ -163,9 +180,13 @@ def changed_between_passes(case: Divergence) -> Cause | None:
     sentence = (
         f"between the backward passes of this step {ranks} changed parameters to others than rank 0"
     )
-    # For each backward pass but the last: did its gradients stay on the rank, without an average?
-    an_earlier_pass_was_local = any(any(rank.local_passes[:-1]) for rank in case.actual)
-    if not an_earlier_pass_was_local:
+    some_earlier_pass_was_local = False
+    for rank in case.actual:
+        # `local_passes`: for each backward pass, True if its gradients were not averaged.
+        earlier_passes = rank.local_passes[:-1]
+        if any(earlier_passes):
+            some_earlier_pass_was_local = True
+    if not some_earlier_pass_was_local:
         return Cause("LS304", (sentence, *describe_writes(case, tuple(ranks_by_name))))
     why = "what a backward pass before it left was each rank's own, and no average"
     line = case.actual.first("past_wrapper_line")
@@ -179,11 +200,12 @@ def factors_of_ranks(case: Divergence) -> Cause | None:
 
     Needs: `gradient_factor`.
     Applies: if it is known of all ranks and differs.
-    Looks the same: scaling that is not clipping, but is done by each rank for its shards.
-    Says: the number of each rank, and the line that clips.
+    False positives: another scaling than clipping that each rank does for its shards.
+    Evidence: the number of each rank, and the line that clips.
     """
     factors = [rank.gradient_factor for rank in case.actual]
-    if any(math.isnan(factor) for factor in factors):  # there is no one factor on some rank
+    # NaN: on this rank not all gradients were multiplied by the same number.
+    if any(math.isnan(factor) for factor in factors):
         return None
     if all(near(factors[0], factor) for factor in factors):
         return None

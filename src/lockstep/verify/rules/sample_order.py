@@ -1,10 +1,9 @@
 """Rules for batches of a DataLoader that have other samples than on one process.
 
-A *rule* returns the `Cause` of a difference, or None. `case` is a difference between a run on one
-process, `case.reference_run`, and one on several, `case.parallel_run`: lists with an update for
-each optimizer step. The update that differs is `case.expected` in the first run and `case.actual`
-in the second: a tuple of `RankUpdate`s, one for each rank, whose fields "Needs" names.
-`merged(field)` joins the arrays of all ranks by name.
+A *rule* returns the `Cause` of a difference between a run on one process and one on several, or
+None. `case.expected` is what one process recorded of the optimizer step that differs, `case.actual`
+what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs". `merged(field)`
+joins the arrays of all ranks. All steps are in `case.reference_run` and `case.parallel_run`.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from lockstep.verify.compare import Divergence, contents_that_differ, same_sampl
 from lockstep.verify.training_record import Sample, Update
 
 # Returns the samples of an update, or None if they are not known.
-SamplesOf = Callable[[Update], list[Sample] | None]
+ListSamples = Callable[[Update], list[Sample] | None]
 
 
-def _method_that_lists_samples(case: Divergence) -> SamplesOf:
+def _method_that_lists_samples(case: Divergence) -> ListSamples:
     """Returns `Update.contents` or `Update.indices`, which both list the samples of an update.
 
     A sample is known by its content if possible: ranks may have different datasets, in which the
@@ -36,8 +35,8 @@ def _method_that_lists_samples(case: Divergence) -> SamplesOf:
 
 def _count_samples(case: Divergence) -> tuple[Counter[Sample], Counter[Sample]]:
     """Returns how often each sample is in this update, on one process and on several."""
-    samples_of = _method_that_lists_samples(case)
-    return Counter(samples_of(case.expected)), Counter(samples_of(case.actual))
+    list_samples = _method_that_lists_samples(case)
+    return Counter(list_samples(case.expected)), Counter(list_samples(case.actual))
 
 
 def _format_numbers_of_samples(case: Divergence) -> str:
@@ -55,25 +54,29 @@ def skipped_steps(case: Divergence) -> Cause | None:
     Needs: `losses`, one for each backward pass.
     Applies: if the processes made different numbers of backward passes since the step before, and
         a process does not always make the same number.
-    Looks the same: a loop that accumulates gradients over a varying number of batches.
-    Says: the numbers of backward passes.
+    False positives: a loop that accumulates gradients over a varying number of batches.
+    Evidence: the numbers of backward passes.
     """
-    # Of one process first, then of each rank whose losses count.
-    ranks = [*case.expected, *(rank for rank in case.actual if rank.contributes)]
-    num_passes = [len(rank.losses) for rank in ranks]
-    some_made_none = 0 in num_passes
-    if len(set(num_passes)) == 1 or some_made_none:
+    # One loss for each backward pass. The losses of some ranks do not count (`contributes`).
+    passes_of_one = [len(rank.losses) for rank in case.expected]
+    passes_by_rank = {}
+    for number, rank in enumerate(case.actual):
+        if rank.contributes:
+            passes_by_rank[number] = len(rank.losses)
+    all_numbers = {*passes_of_one, *passes_by_rank.values()}
+    some_made_none = 0 in all_numbers
+    if len(all_numbers) == 1 or some_made_none:
         return None
     # The numbers may differ in every step, as 4 passes on one process and 2 on each of two ranks.
     # Only a number that varies from step to step shows that a step was skipped.
     if not _num_passes_varies(case.reference_run) and not _num_passes_varies(case.parallel_run):
         return None
-    on_ranks = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(num_passes[1:]))
+    on_ranks = ", ".join(f"{count} on rank {rank}" for rank, count in passes_by_rank.items())
     return Cause(
         "LS405",
         (
             _format_numbers_of_samples(case),
-            f"backward passes since the step before: {num_passes[0]} on one process, {on_ranks}",
+            f"backward passes since the step before: {passes_of_one[0]} on one process, {on_ranks}",
         ),
     )
 
@@ -92,31 +95,18 @@ def repeated_samples(case: Divergence) -> Cause | None:
     Needs: `batches` with indices or contents.
     Applies: if all samples that are too many in this step were trained by several ranks, or were
         trained in an earlier step already.
-    Looks the same: a sampler that pads the dataset to a multiple of the number of ranks; that is
-        LS101 too.
-    Says: which samples are repeated, or that every rank trained the same ones.
+    False positives: a sampler that repeats samples to give all ranks equally many. The catalogue's
+        entry for LS101 is about it too.
+    Evidence: which samples are repeated, or that every rank trained the same ones.
     """
-    samples_of = _method_that_lists_samples(case)
     expected, actual = _count_samples(case)
-    samples_before = _count_all(case.parallel_run[: case.update_index], samples_of)
-    # Samples that one process trains in this step again are no mistake.
-    trained_before = samples_before.keys() - expected.keys()
-    repeated = []  # samples of this step that were trained more often than they should be
-    for sample, count in actual.items():
-        is_trained_more_often = count > max(1, expected[sample])
-        if is_trained_more_often or sample in trained_before:
-            repeated.append(sample)
+    repeated = _repeated_samples(case)
     # If the ranks also have samples too many that are new, another rule explains them.
     too_many = set(actual - expected)
     explains_all = too_many <= set(repeated)
     if not repeated or not explains_all:
         return None
-    counts_of_ranks = []
-    for rank in case.actual:
-        if rank.contributes:
-            samples_of_rank = samples_of(Update([rank]))  # of this rank alone
-            counts_of_ranks.append(Counter(samples_of_rank))
-    if all(counts == counts_of_ranks[0] for counts in counts_of_ranks):
+    if _all_ranks_trained_the_same(case):
         which = "every rank trained the same ones"
     else:
         which = _format_samples(repeated, case)
@@ -130,13 +120,39 @@ def repeated_samples(case: Divergence) -> Cause | None:
     )
 
 
+def _repeated_samples(case: Divergence) -> list[Sample]:
+    """Returns the samples of this step that the ranks train more often than one process does."""
+    list_samples = _method_that_lists_samples(case)
+    expected, actual = _count_samples(case)
+    samples_before = _count_all(case.parallel_run[: case.update_index], list_samples)
+    # A sample of an earlier step is no mistake if one process, too, trains it in this step.
+    trained_before = samples_before.keys() - expected.keys()
+    repeated = []
+    for sample, count in actual.items():
+        is_trained_more_often = count > max(1, expected[sample])
+        if is_trained_more_often or sample in trained_before:
+            repeated.append(sample)
+    return repeated
+
+
+def _all_ranks_trained_the_same(case: Divergence) -> bool:
+    """Returns whether all ranks trained the same samples in this step."""
+    list_samples = _method_that_lists_samples(case)
+    counts_of_ranks = []
+    for rank in case.actual:
+        if rank.contributes:
+            samples_of_rank = list_samples(Update([rank]))  # of this rank alone
+            counts_of_ranks.append(Counter(samples_of_rank))
+    return all(counts == counts_of_ranks[0] for counts in counts_of_ranks)
+
+
 def larger_global_batch(case: Divergence) -> Cause | None:
     """LS110: the global batch is a multiple of that of one process.
 
     Needs: `batches` with indices or contents.
     Applies: if the number of samples is two or more times that of one process.
-    Looks the same: a script that enlarges its batch on purpose.
-    Says: how many times as large it is.
+    False positives: a script that enlarges its batch on purpose.
+    Evidence: how many times as large it is.
     """
     expected, actual = _count_samples(case)
     num_expected = expected.total()
@@ -155,8 +171,8 @@ def left_out_samples(case: Divergence) -> Cause | None:
 
     Needs: `batches` with indices or contents.
     Applies: if the ranks together have fewer samples, all of which one process has too.
-    Looks the same: nothing known.
-    Says: which samples are left out.
+    False positives: none known.
+    Evidence: which samples are left out.
     """
     expected, actual = _count_samples(case)
     added = actual - expected  # samples that the ranks have more often than one process
@@ -171,14 +187,14 @@ def samples_of_several_ranks(case: Divergence) -> Cause | None:
 
     Needs: `batches` with indices or contents, in the steps before too.
     Applies: if one process trains these samples once.
-    Looks the same: nothing known.
-    Says: how many samples were trained by several ranks.
+    False positives: none known.
+    Evidence: how many samples were trained by several ranks.
     """
-    samples_of = _method_that_lists_samples(case)
+    list_samples = _method_that_lists_samples(case)
 
     def samples_of_ranks(update: Update) -> list[list[Sample]]:
         """Returns the samples of each rank; an empty list for a rank whose samples are unknown."""
-        return [samples_of(Update([rank])) or [] for rank in update]
+        return [list_samples(Update([rank])) or [] for rank in update]
 
     sentences = trained_by_several_ranks(case, samples_of_ranks)
     if not sentences:
@@ -191,11 +207,11 @@ def other_order(case: Divergence) -> Cause:
 
     Needs: `batches` with indices or contents.
     Applies: always.
-    Looks the same: samples that none of the rules before explains, such as another dataset.
-    Says: whether all steps together have the same samples.
+    False positives: all that no rule before explains, such as another dataset.
+    Evidence: whether all steps together have the same samples.
     """
-    samples_of = _method_that_lists_samples(case)
-    if _count_all(case.reference_run, samples_of) == _count_all(case.parallel_run, samples_of):
+    list_samples = _method_that_lists_samples(case)
+    if _count_all(case.reference_run, list_samples) == _count_all(case.parallel_run, list_samples):
         text = "over all steps compared they are the same samples"
     else:
         expected, actual = _count_samples(case)
@@ -204,11 +220,11 @@ def other_order(case: Divergence) -> Cause:
     return Cause("LS109", (_format_numbers_of_samples(case), text))
 
 
-def _count_all(updates: Sequence[Update], samples_of: SamplesOf) -> Counter[Sample]:
+def _count_all(updates: Sequence[Update], list_samples: ListSamples) -> Counter[Sample]:
     """Returns how often each sample is in several updates; unknown samples are not counted."""
     counts: Counter[Sample] = Counter()
     for update in updates:
-        counts.update(samples_of(update) or ())
+        counts.update(list_samples(update) or ())
     return counts
 
 
@@ -234,7 +250,8 @@ def trained_by_several_ranks(
 ) -> list[str]:
     """Says how many samples several ranks trained, though one process trains each once.
 
-    Only steps of the first pass over the samples count: later, one process trains them again too.
+    Steps are looked at until one process trains a sample for the second time: from then on it is
+    no mistake that samples are repeated.
 
     Args:
         case: the difference.
@@ -246,8 +263,8 @@ def trained_by_several_ranks(
     for expected, actual in zip(case.reference_run, case.parallel_run, strict=False):
         for samples in samples_of_ranks(expected):
             counts_of_one.update(samples)
-        is_second_pass = max(counts_of_one.values(), default=0) > 1
-        if is_second_pass:
+        one_process_repeats_samples = max(counts_of_one.values(), default=0) > 1
+        if one_process_repeats_samples:
             break
         for rank, samples in enumerate(samples_of_ranks(actual)):
             trained_by_rank[rank] |= set(samples)
@@ -266,8 +283,8 @@ def trained_by_several_ranks(
 # Samples with the same index but other contents
 
 
-def _contents_differ(case: Divergence) -> str:
-    """Names the samples whose content is not that of one process under the same index."""
+def _text_about_contents(case: Divergence) -> str:
+    """A sentence of evidence: which samples have another content under the same index."""
     indices = contents_that_differ(case.expected, case.actual)
     return (
         f"{len(indices)} samples have other content under the same index: {format_items(indices)}"
@@ -279,8 +296,8 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
 
     Needs: `batches` with indices and contents.
     Applies: if at least half of the contents that differ have another index on one process.
-    Looks the same: nothing known.
-    Says: how many have another index.
+    False positives: none known.
+    Evidence: how many have another index.
     """
     # The indices whose content is not that of one process under the same index.
     indices = contents_that_differ(case.expected, case.actual)
@@ -300,7 +317,7 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
     if is_less_than_half:
         return None
     text = f"{num_known} of them stand under another index on one process"
-    return Cause("LS105", (_contents_differ(case), text))
+    return Cause("LS105", (_text_about_contents(case), text))
 
 
 def _draws_of_ranks(case: Divergence) -> list[dict[str, str]]:
@@ -316,9 +333,9 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
 
     Needs: `batches` with contents, and `random_draws` while they were read.
     Applies: if nothing was drawn at random, and rank 0 reads the contents of one process.
-    Looks the same: a private generator that is seeded by the rank, if rank 0 reads what one process
-        reads first.
-    Says: that rank 0 alone is right.
+    False positives: a generator of the dataset's own that is seeded by the rank. On rank 0 it may
+        give what it gives on one process.
+    Evidence: that rank 0 alone is right.
     """
     some_rank_drew = any(_draws_of_ranks(case))
     if some_rank_drew or case.num_ranks <= 1:
@@ -327,7 +344,7 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
     if rank_0_differs:
         return None
     text = "rank 0 has the same content as one process, other ranks have not"
-    return Cause("LS104", (_contents_differ(case), text))
+    return Cause("LS104", (_text_about_contents(case), text))
 
 
 def random_contents(case: Divergence) -> Cause:
@@ -335,26 +352,27 @@ def random_contents(case: Divergence) -> Cause:
 
     Needs: `random_draws` of the batches. Worker processes do not record theirs.
     Applies: always.
-    Looks the same: without recorded draws it may be a private generator, the clock, or the rank.
-    Says: which random streams were used.
+    False positives: none known. Contents without a recorded draw may depend on a generator of the
+        dataset's own, on the clock, or on the rank.
+    Evidence: which random streams were used.
     """
-    sentence = _contents_differ(case)
+    contents_text = _text_about_contents(case)
     if any(batch.workers for rank in case.actual for batch in rank.batches):
         text = "worker processes read them, whose draws are not seen"
-        return Cause("LS107", (sentence, text))
+        return Cause("LS107", (contents_text, text))
     draws_of_ranks = _draws_of_ranks(case)
     recorded_draws = [draws for draws in draws_of_ranks if draws]
-    if not recorded_draws:
+    if not recorded_draws:  # no rank drew from a stream that is watched
         text = (
             "no draw from torch or a global stream was seen; what is left is a generator of "
             "numpy's or Python's that is the dataset's own, the clock, or the rank"
         )
-        return Cause("LS107", (sentence, text))
+        return Cause("LS107", (contents_text, text))
     streams = "; ".join(recorded_draws[0])
     # Equal digests: the streams of all ranks were in the same state.
     digests_of_ranks = [list(draws.values()) for draws in draws_of_ranks]
     all_the_same = all(digests == digests_of_ranks[0] for digests in digests_of_ranks)
     if len(draws_of_ranks) > 1 and all_the_same:
         text = f"all ranks drew the same random numbers to read theirs: {streams}"
-        return Cause("LS106", (sentence, text))
-    return Cause("LS107", (sentence, f"random numbers were drawn to read them: {streams}"))
+        return Cause("LS106", (contents_text, text))
+    return Cause("LS107", (contents_text, f"random numbers were drawn to read them: {streams}"))
