@@ -163,7 +163,7 @@ def test_a_shard_has_a_box(tmp_path):
         tensor = distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)])
         assert torch_compat.local_box(tensor) == ((0, 0), (3, 2))
         assert torch_compat.is_sharded(tensor)
-        assert torch_compat.own_part(tensor).data_ptr() == tensor.to_local().data_ptr()
+        assert torch_compat.to_local(tensor).data_ptr() == tensor.to_local().data_ptr()
     finally:
         dist.destroy_process_group()
 

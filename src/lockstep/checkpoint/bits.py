@@ -70,10 +70,12 @@ def check_virtual_ranks(
     )
 
 
-def keep_bits(
+def restore_threads(
     manifest: Mapping[str, Any], num_virtual_ranks: int | None, device: torch.device
 ) -> str:
-    """Takes over the number of threads of a checkpoint, and compares its numerics with this run's.
+    """Sets the number of threads that a checkpoint was saved with, and compares the numerics.
+
+    With the same number of threads and the same numerics, the run goes on with the same bits.
 
     Args:
         manifest: of the checkpoint.

@@ -1,5 +1,8 @@
 """Host memory for the copies of a state, used again for every save.
 
+The copies of a save are numbered. A copy uses the *buffer* of the copy with the same number in the
+previous save, if its shape and dtype fit.
+
 Fresh memory costs more than the copying itself, because the kernel hands out each page when it is
 first written to. (1 GB on a machine of two cores: 4.5 GB a second into fresh memory, 32 into memory
 that was used before.) For tensors on a GPU the memory is page-locked.
@@ -18,9 +21,9 @@ from lockstep.checkpoint.sharding import storage_addresses
 
 
 class HostCopies:
-    """Copies tensors to host memory. A save calls `begin`, `copy` for each tensor, then `finish`.
+    """Copies tensors to host memory.
 
-    The n-th copy of a save uses the memory of the n-th copy of the save before, if it fits.
+    A save calls `begin`, then `copy` for each tensor, then `finish`.
     """
 
     def __init__(self) -> None:
@@ -55,14 +58,16 @@ class HostCopies:
             if address not in self._addresses_in_use:
                 # It was made for the checkpoint alone, so nobody changes it.
                 return on_cpu(value)
-        buffer = self._buffers.pop(self._next_number, None)
+        number = self._next_number
+        self._next_number += 1
+        # The buffer of the copy with this number in the previous save.
+        buffer = self._buffers.pop(number, None)
         fits = buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype
         if buffer is None or not fits:
             buffer = None  # frees its memory before new memory is asked for
             pinned = value.is_cuda and value.numel() > 0
             buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
-        self._buffers[self._next_number] = buffer
-        self._next_number += 1
+        self._buffers[number] = buffer
         if value.is_cuda:
             self._copying_gpus.add(value.device)
         return buffer.copy_(value.detach(), non_blocking=value.is_cuda)

@@ -90,8 +90,9 @@ class RandomStates:
         manifest = saved["manifest"]
         states = saved["random"]
         if self._common_stream is not None and states is not None:
-            # A run without virtual ranks has saved a stream for each rank. The first is that of a
-            # run on one process.
+            # With virtual ranks the checkpoint has the common stream alone. Without them it has a
+            # stream for each rank, and the first one is taken: the common stream goes on as that
+            # of a run on one process.
             self._common_stream.set_common(copy_to_memory(states[0]))
             return ""
         if manifest.get("virtual_ranks") is not None:

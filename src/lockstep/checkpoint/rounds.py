@@ -48,8 +48,10 @@ Facts = Mapping[str, Any]
 """What a file says about its round, as JSON: `step` (in which it ended), `world_size`, `rank` (that
 has written the file), `random` (the random state of that rank), `folder` (of the checkpoints),
 `shared` (True if the file has the shared state), `replicas` (the virtual ranks in it)."""
-SHARED_STATE = None
-"""Stands for the shared state where parts of a round are identified by their virtual rank."""
+Part = int
+"""Identifies a part of a round: a virtual rank's state by its number, or `SHARED_STATE`."""
+SHARED_STATE: Part = -1
+"""Stands for the shared state among the parts of a round."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,8 @@ def collect_round(step: int, reports: Sequence[Report], num_virtual_ranks: int) 
         num_virtual_ranks: how many virtual ranks the run has.
     """
     all_facts: list[Facts] = []
-    shared_files: dict[int, str] = {}
-    files: dict[int, dict[int, str]] = {}
+    shared_files: dict[int, str] = {}  # by machine
+    files: dict[int, dict[int, str]] = {}  # by virtual rank, then by machine
     rng_state_of_rank: dict[int, str] = {}
     for report in reports:
         machine = report["machine"]
@@ -127,16 +129,19 @@ def collect_round(step: int, reports: Sequence[Report], num_virtual_ranks: int) 
                     files[number][machine] = facts["file"]
             rng_state_of_rank[facts["rank"]] = facts["random"]
 
-    # A virtual rank that is there is its own substitute.
     substitutes = {}
     if files:
         for number in range(num_virtual_ranks):
+            # The number itself, unless the state of this virtual rank is lost.
             substitutes[number] = next_stored(number, files, num_virtual_ranks)
 
-    # Random states can be restored only if there are as many ranks as then, and all are there.
+    # Random states are restored only if the run has as many ranks as it had in that round, and the
+    # state of each of them is there.
     world_size = all_facts[0]["world_size"]
+    has_same_size = world_size == len(reports)
+    has_all_rng_states = len(rng_state_of_rank) == world_size
     rng_states = None
-    if world_size == len(reports) and len(rng_state_of_rank) == world_size:
+    if has_same_size and has_all_rng_states:
         rng_states = [rng_state_of_rank[rank] for rank in range(world_size)]
     return StoredRound(step, all_facts[0], shared_files, files, substitutes, rng_states)
 
@@ -165,10 +170,11 @@ class Rounds:
         self._files = [Path(name) for name in collectives.topology.memory]
 
     def store(self, facts: Facts, shared: Any, virtual_ranks: Mapping[int, Any]) -> None:
-        """Writes a round into the one of the two files that has the older round, or none.
+        """Writes a round over the older of the two rounds that this rank keeps in its files.
 
         Args:
-            facts: those facts that this object does not know: `step` and `random`.
+            facts: the step in which the round ended (`step`), and the random state of this rank
+                (`random`). The other facts are added here.
             shared: the shared state, or None if another rank of the machine stores it.
             virtual_ranks: the states of those virtual ranks that this rank stores.
         """
@@ -184,7 +190,7 @@ class Rounds:
         tensors = _as_tensors(
             {"facts": all_facts, "shared": shared, "replicas": dict(virtual_ranks)}
         )
-        oldest_file = min(self._files, key=self._step_in)
+        oldest_file = min(self._files, key=self._step_in)  # an empty one, if there is one
         _overwrite(oldest_file, tensors)
 
     def report(self) -> Report:
@@ -232,9 +238,8 @@ class Rounds:
         The latter are by the numbers of the virtual ranks. A virtual rank that is lost gets the
         optimizer state of its substitute, and begins with the shared weights.
 
-        A *part* of a round is the shared state (`SHARED_STATE`) or the state of one virtual rank,
-        identified by its number. Communication: one broadcast of each part that a rank needs and
-        its machine lacks.
+        Communication: one broadcast of each part (see `Part`) that a rank needs and its machine
+        lacks.
 
         Args:
             chosen: the round.
@@ -248,29 +253,29 @@ class Rounds:
         own_machine = self._collectives.topology.node_rank
 
         # For each part of the round, its file on each machine that has one.
-        files_of_part: dict[int | None, Mapping[int, str]] = {SHARED_STATE: chosen.shared_files}
+        files_of_part: dict[Part, Mapping[int, str]] = {SHARED_STATE: chosen.shared_files}
         for virtual_rank in sorted(chosen.files):
             files_of_part[virtual_rank] = chosen.files[virtual_rank]
         ranks_in_need = _ranks_in_need(chosen, wanted_by_rank)
 
         # A part is broadcast if its file is missing on the machine of a rank that needs it.
-        sender_of_part: dict[int | None, int] = {}
+        sender_of_part: dict[Part, int] = {}
         for part, files in files_of_part.items():
             if any(machine_of_rank[rank] not in files for rank in ranks_in_need[part]):
                 sender_of_part[part] = _first_rank_with(files, machine_of_rank)
 
-        def read_files_of_this_machine() -> dict[int | None, Any]:
-            """Returns those parts on this machine that this rank needs or sends to others."""
-            states = {}
-            for part, files in files_of_part.items():
-                is_needed = own_rank in ranks_in_need[part]
-                is_sender = sender_of_part.get(part) == own_rank
-                if own_machine in files and (is_needed or is_sender):
-                    states[part] = _read_part(Path(files[own_machine]), part)
-            return states
-
-        action = f"resuming from step {chosen.step} in memory"
-        states = run_on_all_ranks(self._collectives, action, read_files_of_this_machine)
+        # This rank reads the parts on its machine that it needs or sends to others.
+        files_to_read: dict[Part, str] = {}
+        for part, files in files_of_part.items():
+            is_needed = own_rank in ranks_in_need[part]
+            is_sender = sender_of_part.get(part) == own_rank
+            if own_machine in files and (is_needed or is_sender):
+                files_to_read[part] = files[own_machine]
+        states: dict[Part, Any] = run_on_all_ranks(
+            self._collectives,
+            f"resuming from step {chosen.step} in memory",
+            lambda: {part: _read_part(Path(file), part) for part, file in files_to_read.items()},
+        )
         # All ranks take part in each broadcast, also those that do not need the part.
         for part, sender in sender_of_part.items():
             tensors = _as_tensors(states[part]) if own_rank == sender else None
@@ -289,18 +294,18 @@ class Rounds:
 
 def _ranks_in_need(
     chosen: StoredRound, wanted_by_rank: Sequence[Sequence[int]]
-) -> dict[int | None, list[int]]:
-    """Returns, by each part of a round, the ranks that need it.
+) -> dict[Part, list[int]]:
+    """Returns the ranks that need a part, for each part of a round that is stored.
 
-    A part is `SHARED_STATE`, or the number of a virtual rank that is stored. All ranks need the
-    shared state. For a virtual rank that is lost, a rank needs the state of its substitute.
+    All ranks need the shared state. A rank also needs the states of the virtual ranks that it
+    computes, or, if one of these is lost, that of its substitute.
 
     Args:
         chosen: the round.
         wanted_by_rank: the virtual ranks that each rank computes.
     """
     all_ranks = list(range(len(wanted_by_rank)))
-    ranks_of_part: dict[int | None, list[int]] = {SHARED_STATE: all_ranks}
+    ranks_of_part: dict[Part, list[int]] = {SHARED_STATE: all_ranks}
     for virtual_rank in chosen.files:
         ranks_of_part[virtual_rank] = []
     for rank, wanted in enumerate(wanted_by_rank):
@@ -364,11 +369,11 @@ def _overwrite(path: Path, tensors: Mapping[str, Tensor]) -> None:
         os.close(descriptor)
 
 
-def _read_part(path: Path, part: int | None) -> Any:
-    """Reads a part from a file: `SHARED_STATE`, or the state of a virtual rank by its number."""
+def _read_part(path: Path, part: Part) -> Any:
+    """Reads a part of a round from a file: the shared state, or that of a virtual rank."""
     tensors = read_header(path)
     tree = _read_tree(tensors)
-    if part is SHARED_STATE:
+    if part == SHARED_STATE:
         part_tree = tree["shared"]
     else:
         # `encode` writes a dictionary whose keys are numbers as {"$dict": [[number, tree], ...]}.

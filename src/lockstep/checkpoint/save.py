@@ -52,6 +52,11 @@ def do_nothing() -> None:
     """The default for callbacks that may raise an error to end the writing."""
 
 
+def no_reports() -> Mapping[int, Report | None]:
+    """Returns the reports of other ranks if rank 0 alone writes."""
+    return {}
+
+
 @dataclass(frozen=True)
 class RankPart:
     """What one rank stores of a checkpoint."""
@@ -188,7 +193,7 @@ def write_checkpoint(
     keep: int,
     best: Literal["min", "max"] | None = None,
     damaged_names: Collection[str] = (),
-    wait_for_others: Callable[[], Mapping[int, Report | None]] = dict,
+    wait_for_others: Callable[[], Mapping[int, Report | None]] = no_reports,
     check: Callable[[], object] = do_nothing,
 ) -> Path | None:
     """Writes the part of rank 0, waits for those of the others, and puts the checkpoint in place.
@@ -200,7 +205,8 @@ def write_checkpoint(
         keep: how many of the newest checkpoints remain, including this one.
         best: the checkpoint with the smallest or largest `metric` remains too.
         damaged_names: names of checkpoints that are known to be damaged; they do not count.
-        wait_for_others: returns the reports of the other ranks that write, once all are there.
+        wait_for_others: returns the reports of the other ranks that write, once all are there; by
+            default there are no such ranks.
         check: called many times while it writes; may raise an error to end the writing.
 
     Returns:
@@ -241,28 +247,20 @@ def _complete_manifest(
     """Returns the manifest with the files, shards and entries of all ranks.
 
     Args:
-        manifest: what rank 0 knew before the parts were written. Its trees are changed: they get
-            the entries that rank 0 lacks.
+        manifest: what rank 0 knew before the parts were written. It is changed in place where it
+            describes a state of which rank 0 has some entries only: it gets those of the others.
         reports: what each rank has written.
     """
     files: dict[str, int] = {}  # sizes
     checksums: dict[str, str] = {}
-    # {module: {tensor: [[rank, offsets, sizes], ...]}}
-    shards: dict[str, dict[str, list[Any]]] = {}
-    for rank, report in reports.items():
+    for report in reports.values():
         for file, (size, checksum) in report["files"].items():
             files[file] = size
             checksums[file] = checksum
-        for module, boxes in report["boxes"].items():
-            for name, (offsets, sizes) in boxes.items():
-                if module not in shards:
-                    shards[module] = {}
-                if name not in shards[module]:
-                    shards[module][name] = []
-                shards[module][name].append([rank, offsets, sizes])
         for state_name, entries in report["entries"].items():
             _add_entries(manifest, state_name, entries)
     complete = {"format": layout.FORMAT, **manifest}
+    shards = _list_shards(reports)
     if shards:
         complete["shards"] = shards
     complete["files"] = files
@@ -270,11 +268,33 @@ def _complete_manifest(
     return complete
 
 
-def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> None:
-    """Puts the entries that another rank has of a partial state into the tree of rank 0.
+def _list_shards(reports: Mapping[int, Report]) -> dict[str, dict[str, list[Any]]]:
+    """Returns where all shards are: {state: {tensor: [[rank, offsets, sizes], ...]}}.
+
+    Offsets and sizes say which region of the whole tensor a shard fills.
 
     Args:
-        manifest: has the trees of rank 0, which are changed.
+        reports: what each rank has written.
+    """
+    shards: dict[str, dict[str, list[Any]]] = {}
+    for rank, report in reports.items():
+        for state_name, boxes in report["boxes"].items():
+            if boxes and state_name not in shards:
+                shards[state_name] = {}
+            for tensor_name, (offsets, sizes) in boxes.items():
+                if tensor_name not in shards[state_name]:
+                    shards[state_name][tensor_name] = []
+                shards[state_name][tensor_name].append([rank, offsets, sizes])
+    return shards
+
+
+def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> None:
+    """Adds entries of a state that another rank has to those that rank 0 has.
+
+    Under a pipeline, for example, each rank has the entries of its own layers.
+
+    Args:
+        manifest: has the entries of rank 0, as trees (see `encoding`). It is changed in place.
         state_name: the name of a module, an optimizer or another object.
         entries: the tree of the other rank's entries: an OrderedDict of a module's tensors, in
             which those that it does not store are None; or a dictionary by parameter number.
@@ -283,7 +303,7 @@ def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> 
         # Both trees are {"$ordered": [[tensor name, tree], ...]} with all names of the module.
         stored = {name: tree for name, tree in entries["$ordered"] if tree is not None}
         pairs = manifest["modules"][state_name]["$ordered"]
-        for pair in pairs:
+        for pair in pairs:  # each is a list [tensor name, tree]; its tree is None on rank 0
             name = pair[0]
             if name in stored:
                 pair[1] = stored[name]

@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.batch.loader import Loader
 from lockstep.checkpoint import layout, sharding
-from lockstep.checkpoint.bits import check_virtual_ranks, facts_about_bits, keep_bits
+from lockstep.checkpoint.bits import check_virtual_ranks, facts_about_bits, restore_threads
 from lockstep.checkpoint.checks import BUILD_AS_SAVED, changed_lengths, check_fits, check_state
 from lockstep.checkpoint.encoding import rng_state_from_text
 from lockstep.checkpoint.file_errors import plain_errors
@@ -60,6 +60,7 @@ from lockstep.checkpoint.writer import Writer
 from lockstep.distributed.collectives import (
     check_same_metric,
     exchange_on_all_ranks,
+    gather_answers,
     run_on_all_ranks,
 )
 from lockstep.distributed.process_group import Run
@@ -254,11 +255,17 @@ class Checkpoint:
             self._extensions.saving_ended()
 
     def _save(self, metric: float | Tensor | None) -> Path | None:
-        """Saves the present step, as `save` describes it."""
-        # First exchange: the ranks agree on what each of them stores. The save before has ended.
+        """Saves the present step, as `save` describes it.
+
+        1. The ranks wait for the previous save, and tell each other what each of them stores.
+        2. Each rank copies its states to host memory. Rank 0 makes the hidden folder and tells the
+           others its name. When all ranks have done so, the training may change the states.
+        3. Each rank that stores something starts a thread, which writes the copies.
+        """
         states, summaries = self._collect_states(None if metric is None else float(metric))
         if summaries[0].skip:  # the answer of rank 0 counts
             return None
+        # That exchange has also told all ranks how the previous save ended.
         self._writer.has_unconfirmed_save = False
         other_writers: list[int] = []
         for rank, summary in enumerate(summaries):
@@ -267,20 +274,16 @@ class Checkpoint:
 
         self._copies.begin(states.values())
         try:
-            # Second exchange: all ranks have copied their states, and the folder exists. Only then
-            # may the training go on and change the states, and only then does any rank write. All
-            # ranks get the name of the folder from rank 0.
             prepared, folder_names = exchange_on_all_ranks(
                 self._collectives,
                 self._action,
                 lambda: self._prepare_save(states, summaries, other_writers),
             )
             self._start_writing(prepared, folder_names[0], other_writers)
-        except BaseException:  # also Ctrl-C: the folder may exist, and nobody writes to it
-            self._writer.cancel()
+        except BaseException:  # also Ctrl-C
+            self._writer.cancel()  # removes the hidden folder if it was made
             raise
 
-        # From here on it is written in the background, from copies.
         self._writer.has_unconfirmed_save = True
         if not self._policy.asynchronous:
             self.wait()
@@ -293,7 +296,7 @@ class Checkpoint:
     def _collect_states(self, metric: float | None) -> tuple[dict[str, Any], list[RankSummary]]:
         """Returns the states of this rank by name, and the summaries of all ranks.
 
-        It waits for the save before, unless this one is skipped. One exchange of text.
+        `_summarize_rank` makes them, and first waits for the previous save. One exchange of text.
         """
         states, answers = exchange_on_all_ranks(
             self._collectives, self._action, lambda: self._summarize_rank(metric)
@@ -306,11 +309,12 @@ class Checkpoint:
     def _summarize_rank(self, metric: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the states of this rank by name, and a `RankSummary` of them as JSON.
 
-        It waits for the save before, unless this rank would skip this one.
+        First it waits for the previous save. It does not wait if that one is still being written
+        and the user wants to skip a save in this case (`busy="skip"`).
         """
         skip = self._policy.busy == "skip" and self._writer.busy
         if not skip:
-            self._writer.finish()  # waits for the save before, and raises its error
+            self._writer.finish()  # waits, and raises the error of the previous save
         objects = self._objects()
         states = self._states_of(objects)
         partial_keys = keys_of_partial_states(states, objects)
@@ -341,8 +345,8 @@ class Checkpoint:
             What this rank writes, and on rank 0 the name of the hidden folder.
         """
         rank = self._collectives.topology.rank
-        # Waits for the save before. `_summarize_rank` did so already, unless this rank would have
-        # left this save out and rank 0 would not.
+        # Rank 0 decides whether a save is skipped. This rank may have voted for skipping, and then
+        # it has not waited for the previous save yet.
         self._writer.finish()
         if rank > 0 and rank not in other_writers:
             # All that this rank has is equal on rank 0, which writes it.
@@ -370,28 +374,30 @@ class Checkpoint:
         """
         writer = self._writer
         rank = self._collectives.topology.rank
-        give_up_check = writer.raise_if_given_up  # is called many times while it is written
+        give_up_check = writer.raise_if_given_up  # the thread calls it many times
         temporary = self.folder / folder_name
+        # By these, rank 0 learns that the other ranks have written their parts.
         reports = RankReports(self._joined, folder_name, other_writers)
         if rank == 0:
-            writer.start(
-                partial(
-                    write_checkpoint,
-                    temporary,
-                    prepared.part,
-                    prepared.manifest,
-                    keep=self._policy.keep,
-                    best=self._policy.best,
-                    damaged_names=self._damaged_names,
-                    wait_for_others=partial(reports.wait, writer.run_has_failed, give_up_check),
-                    check=give_up_check,
-                )
+            wait_for_others = partial(reports.wait, writer.run_has_failed, give_up_check)
+            write = partial(
+                write_checkpoint,
+                temporary,
+                prepared.part,
+                prepared.manifest,
+                keep=self._policy.keep,
+                best=self._policy.best,
+                damaged_names=self._damaged_names,
+                wait_for_others=wait_for_others,
+                check=give_up_check,
             )
+            writer.start(write)
         elif rank in other_writers:
             writer.protect_folder(temporary)
-            writer.start(
-                partial(_write_and_report, temporary, prepared.part, reports, rank, give_up_check)
+            write_part = partial(
+                _write_and_report, temporary, prepared.part, reports, rank, give_up_check
             )
+            writer.start(write_part)
 
     def step(self) -> Path | None:
         """To be called after each optimizer step: saves when `every` says so, or a signal asks.
@@ -454,11 +460,9 @@ class Checkpoint:
         # Each rank tells the others what it sees in the folder. Only rank 0 reads all files, to
         # find out whether a checkpoint is sound.
         find = find_latest_sound if self._collectives.topology.is_main else find_latest_complete
-        _, answers = exchange_on_all_ranks(
-            self._collectives, action, lambda: (None, find(self.folder).as_json())
-        )
+        answers = gather_answers(self._collectives, action, lambda: find(self.folder).as_json())
         views = [FolderView(**answer) for answer in answers]
-        chosen = views[0]
+        chosen = views[0]  # what rank 0 has found
         self._damaged_names = tuple(chosen.passed_over)
         check_views(self.folder, views)
         if chosen.name is None:
@@ -505,22 +509,25 @@ class Checkpoint:
     def _store_round(self, rounds: Rounds, virtual_ranks: VirtualRanks) -> None:
         """Writes the state after a round to this rank's files in memory.
 
-        The first rank of each machine stores what is equal on all ranks. If several processes
-        compute one virtual rank together, only the first of them stores its state, and the first
-        rank of each machine, so that every machine of a virtual rank has it.
+        Each machine keeps what is equal on all ranks: its first rank stores that. Several processes
+        may compute one virtual rank together and have the same state of it. Then the first of these
+        processes stores it; and so does the first rank of each machine, so that the state is on
+        every machine where the virtual rank is computed.
         """
         topology = self._collectives.topology
         is_first_of_machine = topology.local_rank == 0
         processes_per_virtual_rank = max(1, topology.size // virtual_ranks.count)
         is_first_of_virtual_rank = topology.rank % processes_per_virtual_rank == 0
 
-        own_state = virtual_ranks.state_dict(shared=is_first_of_machine)
+        # "shared" has what is equal for all virtual ranks, "state" the states of those that this
+        # process computes. Checkpoints and rounds call virtual ranks "replicas".
+        state = virtual_ranks.state_dict(shared=is_first_of_machine)
         shared = None  # another rank of this machine stores it
         if is_first_of_machine:
-            shared = {**self._states_of(self._state), "replicas": own_state["shared"]}
+            shared = {**self._states_of(self._state), "replicas": state["shared"]}
         stored_virtual_ranks = {}
         if is_first_of_machine or is_first_of_virtual_rank:
-            stored_virtual_ranks = own_state["state"]
+            stored_virtual_ranks = state["state"]
         facts = {
             "step": self._progress.number,
             "random": self._random_states.to_text(),
@@ -534,27 +541,17 @@ class Checkpoint:
             False if there is none, or if the folder has a checkpoint that is to be preferred.
         """
         action = "resuming from memory"
-
-        def report() -> tuple[None, dict[str, Any]]:
-            """Returns, for the other ranks, what this rank has.
-
-            These are the rounds in its memory (`Rounds.report`), its virtual ranks ("own"), and the
-            step of the latest checkpoint that it sees ("disk"), -1 if there is none. There is
-            nothing that only this rank gets (None).
-            """
-            latest = layout.latest(self.folder)
-            step_on_disk = -1 if latest is None else layout.step_of(latest)
-            return None, {**rounds.report(), "own": virtual_ranks.own, "disk": step_on_disk}
-
-        _, reports = exchange_on_all_ranks(self._collectives, action, report)
+        reports = gather_answers(
+            self._collectives, action, lambda: self._report_round(rounds, virtual_ranks)
+        )
         chosen = choose_round(reports, virtual_ranks.count)
         if chosen is None:
             return False
         step_on_disk = reports[0]["disk"]
-        if step_on_disk > chosen.step:
-            return False
-        # A checkpoint has all virtual ranks, so it is preferred to a round that lost one of them.
-        if step_on_disk == chosen.step and chosen.lost:
+        checkpoint_is_later = step_on_disk > chosen.step
+        # A round may have lost virtual ranks with their machines. A checkpoint has all of them.
+        checkpoint_has_more = step_on_disk == chosen.step and chosen.lost
+        if checkpoint_is_later or checkpoint_has_more:
             return False
         loaded = self._read_round(rounds, chosen, reports)
 
@@ -573,6 +570,18 @@ class Checkpoint:
         self._announce_resumed(note)
         return True
 
+    def _report_round(self, rounds: Rounds, virtual_ranks: VirtualRanks) -> dict[str, Any]:
+        """Returns what this rank tells the others before they choose a round.
+
+        Returns:
+            What `Rounds.report` returns, with two more entries: "own" has the virtual ranks that
+            this process computes, "disk" the step of the latest checkpoint that it sees, -1 if it
+            sees none.
+        """
+        latest = layout.latest(self.folder)
+        step_on_disk = -1 if latest is None else layout.step_of(latest)
+        return {**rounds.report(), "own": virtual_ranks.own, "disk": step_on_disk}
+
     def _read_round(
         self, rounds: Rounds, chosen: StoredRound, reports: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
@@ -581,7 +590,8 @@ class Checkpoint:
         Args:
             rounds: reads the files in memory.
             chosen: the round.
-            reports: for each rank its "machine" and its virtual ranks ("own").
+            reports: what `_report_round` returned on each rank. "machine" is the number of the
+                rank's machine, "own" has the virtual ranks that it computes.
         """
         shared, states = rounds.read(
             chosen,
@@ -602,6 +612,7 @@ class Checkpoint:
             **shared,
             "manifest": manifest,
             "random": rng_states,
+            # The states of the virtual ranks: what is equal for all, and that of each.
             "replicas": {"shared": shared["replicas"], "state": states},
         }
 
@@ -646,12 +657,7 @@ class Checkpoint:
         }
         saved_dtypes = saved_parameter_dtypes(modules, saved)
         for name, target in {**self._state, "world": self._world}.items():
-            if isinstance(target, LRScheduler):
-                for length in changed_lengths(target, saved[name]):
-                    notes += (
-                        f"; {name} keeps {length.place}={length.saved} as saved, "
-                        f"not {length.built} as built"
-                    )
+            notes += _note_about_length(name, target, saved[name])
             with _explain_misfit(f"resuming {name} from {path}", BUILD_AS_SAVED.format(name)):
                 _load_state(target, saved[name], saved_dtypes)
         if self._virtual_ranks is not None:
@@ -662,9 +668,9 @@ class Checkpoint:
         elif "replicas" in saved:
             notes += "; its replicas are left out, the training goes on from their shared weights"
         manifest = saved["manifest"]
-        notes = self._restore_rng(path, saved) + notes
-        notes += keep_bits(manifest, self._num_virtual_ranks, self._collectives.device)
-        return self._describe(path, manifest) + notes
+        rng_note = self._restore_rng(path, saved)
+        bits_note = restore_threads(manifest, self._num_virtual_ranks, self._collectives.device)
+        return self._describe(path, manifest) + rng_note + notes + bits_note
 
     def _describe(self, path: Path | str, manifest: Mapping[str, Any]) -> str:
         """Returns what was resumed: where it was, epoch, step, strategy and number of ranks."""
@@ -758,6 +764,29 @@ class Checkpoint:
             if isinstance(value, Loader) and states[name]["epoch"]:
                 loader_epochs.append(int(states[name]["epoch"]))
         return min(loader_epochs, default=0)
+
+
+def _note_about_length(name: str, target: Any, saved: Any) -> str:
+    """Returns a note if a scheduler was built for another number of steps than when it was saved.
+
+    Loading its state gives it the saved number.
+
+    Args:
+        name: the name under which the user saves the object.
+        target: the object of this run, a scheduler or any other.
+        saved: its saved state.
+
+    Returns:
+        The end of a sentence; "" if nothing has changed, or if the object is no scheduler.
+    """
+    note = ""
+    if isinstance(target, LRScheduler):
+        for length in changed_lengths(target, saved):
+            note += (
+                f"; {name} keeps {length.place}={length.saved} as saved, "
+                f"not {length.built} as built"
+            )
+    return note
 
 
 def _load_state(target: Any, saved: Any, saved_dtypes: Mapping[Tensor, torch.dtype]) -> None:

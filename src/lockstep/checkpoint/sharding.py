@@ -30,9 +30,9 @@ from lockstep.checkpoint.shards import TensorInShards
 from lockstep.distributed.torch_compat import (
     is_sharded,
     local_box,
-    own_part,
     set_state_dict_metadata,
     state_dict_metadata,
+    to_local,
 )
 
 
@@ -197,7 +197,7 @@ def storage_addresses(tree: Any) -> set[int]:
     for tensor in tensors(tree):
         # Sparse tensors and parameters without a shape yet have no storage.
         if tensor.layout is torch.strided and not is_lazy(tensor):
-            addresses.add(own_part(tensor).untyped_storage().data_ptr())
+            addresses.add(to_local(tensor).untyped_storage().data_ptr())
     return addresses
 
 
@@ -210,7 +210,7 @@ def view_key(tensor: Any) -> tuple[object, ...] | None:
     Returns:
         None for a tensor without memory.
     """
-    local = own_part(tensor)
+    local = to_local(tensor)
     address = local.untyped_storage().data_ptr()
     if not address:
         return None

@@ -80,7 +80,7 @@ class Writer:
             """Runs in the thread: keeps the error, if the work raises one."""
             try:
                 work()
-                self._unfinished_folder = None
+                self._unfinished_folder = None  # so that `give_up` does not remove it
             except SaveGivenUp:
                 pass  # whoever has given it up tells the user
             except Exception as error:
@@ -180,28 +180,31 @@ class Writer:
                 # one is still busy, Ctrl-C has ended that wait: do not wait again.
                 timeout_s = 0.0
 
-        def finish_and_release() -> None:
-            """Finishes, and releases the lock on the folder whatever happens."""
-            try:
-                self.finish(timeout_s)
-            finally:
-                self.give_up()
-                termination.unprotect(self._end_at_signal)
-                self.lock.release()
-
-        # The ranks do not tell each other how it went if some may be missing after a failure, or if
-        # they have done so already.
+        # After a failure some ranks may be missing, so this rank does not wait for the others. Nor
+        # does it if all ranks know already how the last save ended.
         if failed or not self.has_unconfirmed_save:
             try:
-                finish_and_release()
+                self._finish_and_release(timeout_s)
             except Exception as error:
                 warnings.warn(f"the last checkpoint is not there: {error}", stacklevel=2)
             return
+
         self._collectives.blocked_reason = None  # the training loop has ended
         try:
-            run_on_all_ranks(self._collectives, self._action, finish_and_release)
+            run_on_all_ranks(
+                self._collectives, self._action, lambda: self._finish_and_release(timeout_s)
+            )
         except RuntimeError as error:
             # An error that is not ours comes from the process group, which is gone because another
             # rank has failed. That is reported elsewhere, so only rank 0 raises it.
             if isinstance(error, LockstepError) or self._collectives.topology.is_main:
                 raise
+
+    def _finish_and_release(self, timeout_s: float | None) -> None:
+        """Does what `finish` does, and then releases the lock on the folder, whatever happens."""
+        try:
+            self.finish(timeout_s)
+        finally:
+            self.give_up()
+            termination.unprotect(self._end_at_signal)
+            self.lock.release()

@@ -558,6 +558,30 @@ def run_on_all_ranks(collectives: Collectives, action: str, work: Callable[[], T
     return result
 
 
+def gather_answers(
+    collectives: Collectives,
+    action: str,
+    make_answer: Callable[[], Any],
+    error_type: type[LockstepError] = CheckpointError,
+) -> list[Any]:
+    """Calls `make_answer` on every rank and returns the answers of all ranks, on every rank.
+
+    If it raises on one rank, all ranks raise, as in `exchange_on_all_ranks`.
+
+    Args:
+        collectives: of the run.
+        action: what `make_answer` does, for messages.
+        make_answer: returns the answer of this rank, which JSON can hold.
+        error_type: what the other ranks raise.
+    """
+
+    def work_without_result() -> tuple[None, Any]:
+        return None, make_answer()
+
+    _, answers = exchange_on_all_ranks(collectives, action, work_without_result, error_type)
+    return answers
+
+
 def exchange_on_all_ranks(
     collectives: Collectives,
     action: str,

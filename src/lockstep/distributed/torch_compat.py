@@ -540,10 +540,10 @@ def is_sharded(value: object) -> bool:
     return hasattr(value, "full_tensor")
 
 
-def own_part(tensor: Any) -> Tensor:
-    """Returns this rank's part of a DTensor, or any other tensor whole; memory is shared."""
-    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return part.detach()
+def to_local(tensor: Any) -> Tensor:
+    """Returns this rank's shard of a DTensor, or any other tensor whole; memory is shared."""
+    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return local.detach()
 
 
 def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

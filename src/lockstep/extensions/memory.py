@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.batch.loader import Loader
-from lockstep.distributed.torch_compat import own_part
+from lockstep.distributed.torch_compat import to_local
 from lockstep.extensions.memory_steps import make_training_steps
 from lockstep.extensions.memory_table import REPLICA_PREFIX, DeviceMemory, Memory
 from lockstep.extensions.memory_tensors import bytes_by_device, state_bytes, storages
@@ -63,7 +63,7 @@ def measure(
     gradients: Counter[torch.device] = Counter()
     for parameter in model.parameters():
         if parameter.requires_grad and not parameter.is_meta:
-            gradients[parameter.device] += own_part(parameter).nbytes
+            gradients[parameter.device] += to_local(parameter).nbytes
     # The bytes on each device, by the attribute of DeviceMemory.
     sizes_of_attribute: dict[str, dict[torch.device, int]] = {
         "gathered": {run.device: _gathered_bytes(units)},

@@ -25,8 +25,8 @@ from lockstep.communication import routing
 from lockstep.distributed.torch_compat import (
     TorchDispatchMode,
     outside_compiled_code,
-    own_part,
     pytree,
+    to_local,
 )
 from lockstep.strategies.data_parallel.module import DataParallel
 from lockstep.training.optimizer import PreparedOptimizer
@@ -40,7 +40,7 @@ def storages(tensors: Iterable[Tensor]) -> set[torch.UntypedStorage]:
     """
     found: set[torch.UntypedStorage] = set()
     for tensor in tensors:
-        local = own_part(tensor)
+        local = to_local(tensor)
         has_storage = local.layout is torch.strided and local.device.type != "meta"
         if has_storage:
             found.add(local.untyped_storage())
@@ -113,7 +113,7 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
 
 def _on_meta(parameter: Tensor) -> nn.Parameter:
     """Returns a parameter on the meta device, with a gradient, of the shape of this rank's part."""
-    local = own_part(parameter)
+    local = to_local(parameter)
     meta_parameter = nn.Parameter(torch.empty_like(local, device="meta"))
     meta_parameter.grad = torch.empty_like(local, device="meta")
     return meta_parameter

@@ -24,7 +24,7 @@ from lockstep.distributed.torch_compat import (
     BatchNorm,
     members,
     outside_compiled_code,
-    own_part,
+    to_local,
 )
 from lockstep.errors import UsageError
 from lockstep.strategies.base import may_set_attributes
@@ -308,7 +308,7 @@ def restored(
         gpus: whose random streams are used.
     """
     # The copies are on the CPU, so that they do not add to the memory of a GPU that is measured.
-    copies = [(tensor, own_part(tensor).to("cpu", copy=True)) for tensor in values]
+    copies = [(tensor, to_local(tensor).to("cpu", copy=True)) for tensor in values]
     with preserve_rng_state(), torch.random.fork_rng(gpus, enabled=bool(gpus)):
         try:
             yield
@@ -318,7 +318,7 @@ def restored(
                 dictionary.update(content)
             with torch.no_grad():
                 for tensor, value in copies:
-                    own_part(tensor).copy_(value)
+                    to_local(tensor).copy_(value)
 
 
 def gpus_of(run: Run, modules: Iterable[nn.Module]) -> list[torch.device]:

@@ -85,9 +85,10 @@ def checkpoint_activations(
     """
     _check_policy(every, budget, example)
     blocks = _select_blocks(module, submodules)
-    chosen = blocks[::every]
     if budget is not None and example is not None:  # both or neither are given
         chosen = _choose_by_budget(module, blocks, budget, example)
+    else:
+        chosen = blocks[::every]
     for block in chosen:
         if not _recomputes(block):
             block.forward = _RecomputedForward(block)
@@ -171,7 +172,8 @@ def _choose_by_budget(
             "it is no amount of memory",
             "give bytes, a text such as '2GiB' or '500MB', or 'auto'",
         )
-    # The forward pass that is measured leaves random streams and buffers as they were.
+    # The forward pass changes random streams and buffers. They are restored when the contexts are
+    # left: torch's streams by `fork_rng`, all others by `_StateBefore`.
     gpus = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(gpus), _StateBefore(module):
         args, kwargs = example

@@ -2,10 +2,10 @@
 
 The trust ratio of a tensor is the norm of its weights divided by the norm of its step. It acts as a
 learning rate for this tensor alone, so that one global rate suits all layers, also with large
-batches. Norms are those of whole tensors. If parameters are sharded over the ranks (DTensors, as
-FSDP makes them), the squares of the shards' norms are added with one small all-reduce for all
-parameters with the same sharding. So all ranks have to step at the same time, with gradients for
-the same parameters. Nothing is copied from a GPU to the host.
+batches. Norms are those of whole tensors. If parameters are sharded (DTensors, as FSDP makes them),
+each rank updates its own shards (`to_local`), and one small all-reduce adds the squares of the
+shards' norms, for all parameters with the same sharding. So all ranks have to step at the same
+time, with gradients for the same parameters. Nothing is copied from a GPU to the host.
 
 Whether they are needed is another question: Nado et al., "A Large Batch Optimizer Reality Check"
 (arXiv 2102.06356), reach the same results with well-tuned Nesterov momentum and with Adam.
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lockstep.distributed.ordered_norm import norms_of_tensors
-from lockstep.distributed.torch_compat import is_sharded, own_part
+from lockstep.distributed.torch_compat import is_sharded, to_local
 from lockstep.errors import SettingError, UsageError
 
 
@@ -90,9 +90,10 @@ class _LayerwiseOptimizer(Optimizer, ABC):
             decay = group["weight_decay"]
             for parameters in _group_by_sharding(with_ratio):
                 self._update(group, parameters, use_ratio=True, weight_decay=decay)
-            # With adapt=None, parameters without a trust ratio get no weight decay either; with
-            # adapt=False, all parameters are without a trust ratio, and get it.
-            decay_without_ratio = decay if group["adapt"] is False else 0.0
+            # The others are biases and the like, which get no weight decay either. Only with
+            # adapt=False are all parameters without a ratio, and all of them get weight decay.
+            no_tensor_gets_ratio = group["adapt"] is False
+            decay_without_ratio = decay if no_tensor_gets_ratio else 0.0
             for parameters in _group_by_sharding(without_ratio):
                 self._update(group, parameters, use_ratio=False, weight_decay=decay_without_ratio)
         return loss
@@ -194,9 +195,13 @@ class LARS(_LayerwiseOptimizer):
         use_ratio: bool,
         weight_decay: float,
     ) -> None:
-        """Makes the step of some parameters; see `_LayerwiseOptimizer._update`."""
-        # This rank's part of w and g of each parameter.
-        weights = [own_part(parameter) for parameter in parameters]
+        """Makes LARS's step of some parameters: changes them and their momentum in place.
+
+        The symbols in the comments are those of the class. Of a sharded parameter everything is
+        computed for the shard of this rank, except the norms.
+        """
+        # w and g of each parameter
+        weights = [to_local(parameter) for parameter in parameters]
         gradients = [_local_gradient(parameter) for parameter in parameters]
 
         # ratio = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps), a number as a tensor
@@ -214,10 +219,11 @@ class LARS(_LayerwiseOptimizer):
             step = gradients[index]
             if weight_decay:
                 step = step.add(weight, alpha=weight_decay)
-            if use_ratio and weight_decay:
-                step.mul_(ratios[index])  # in place: the sum is a new tensor
+            step_is_gradient_itself = not weight_decay
+            if use_ratio and step_is_gradient_itself:
+                step = step.mul(ratios[index])  # makes a new tensor: the gradient must not change
             elif use_ratio:
-                step = step.mul(ratios[index])  # not in place: it is still the gradient itself
+                step.mul_(ratios[index])
             # v = momentum * v + step
             if group["momentum"]:
                 step = self._add_momentum(group, parameter, step)
@@ -227,13 +233,18 @@ class LARS(_LayerwiseOptimizer):
     def _add_momentum(self, group: dict[str, Any], parameter: Tensor, step: Tensor) -> Tensor:
         """Updates the velocity v of a parameter in the optimizer's state: v = momentum * v + step.
 
+        Args:
+            group: the parameter group, for its options.
+            parameter: the parameter, whole or sharded.
+            step: the step of the parameter, or of this rank's shard of it.
+
         Returns:
             The direction in which the parameter goes: v, or with Nesterov step + momentum * v.
         """
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        velocity = own_part(state["momentum_buffer"])
+        velocity = to_local(state["momentum_buffer"])
         velocity.mul_(group["momentum"]).add_(step)
         if group["nesterov"]:
             return step.add(velocity, alpha=group["momentum"])
@@ -298,9 +309,13 @@ class LAMB(_LayerwiseOptimizer):
         use_ratio: bool,
         weight_decay: float,
     ) -> None:
-        """Makes the step of some parameters; see `_LayerwiseOptimizer._update`."""
-        # This rank's part of w, and of u = m / (sqrt(v) + eps) + weight_decay * w
-        weights = [own_part(parameter) for parameter in parameters]
+        """Makes LAMB's step of some parameters: changes them and Adam's m and v in place.
+
+        The symbols in the comments are those of the class. Of a sharded parameter everything is
+        computed for the shard of this rank, except the norms.
+        """
+        # w, and u = m / (sqrt(v) + eps) + weight_decay * w, of each parameter
+        weights = [to_local(parameter) for parameter in parameters]
         steps = [self._adam_step(group, parameter) for parameter in parameters]
         if weight_decay:
             for weight, step in zip(weights, steps, strict=True):
@@ -322,7 +337,7 @@ class LAMB(_LayerwiseOptimizer):
 
         Returns:
             m / (sqrt(v) + eps), both corrected for their start from 0: a new tensor, which may be
-            changed. Of a sharded parameter it is this rank's part.
+            changed. Of a sharded parameter it is computed for this rank's shard.
         """
         gradient = _local_gradient(parameter)
         state = self.state[parameter]
@@ -334,10 +349,10 @@ class LAMB(_LayerwiseOptimizer):
         num_steps = state["step"].item()
         beta1, beta2 = group["betas"]
         # m = beta1 * m + (1 - beta1) * g
-        mean = own_part(state["exp_avg"])
+        mean = to_local(state["exp_avg"])
         mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
         # v = beta2 * v + (1 - beta2) * g * g
-        mean_of_squares = own_part(state["exp_avg_sq"])
+        mean_of_squares = to_local(state["exp_avg_sq"])
         mean_of_squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         # Both began at 0. After t steps their weights add up to 1 - beta**t, not 1, so they are
         # divided by that.
@@ -423,7 +438,7 @@ def _sharded_dimensions(parameter: Any) -> tuple[int, ...]:
 
 
 def _local_gradient(parameter: Any) -> Tensor:
-    """Returns the gradient of a parameter, for those elements that this rank has of the parameter.
+    """Returns the gradient of a parameter, or of the shard that this rank has of the parameter.
 
     Raises:
         UsageError: it is sparse or complex.
@@ -438,7 +453,7 @@ def _local_gradient(parameter: Any) -> Tensor:
     # A gradient may be sharded in another way, for example not yet summed over the ranks.
     if is_sharded(parameter) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    return own_part(gradient)
+    return to_local(gradient)
 
 
 def _norms_of_whole(
@@ -451,8 +466,8 @@ def _norms_of_whole(
 
     Args:
         parameters: with the same sharding.
-        weights: this rank's part of each parameter.
-        steps: this rank's part of each step.
+        weights: each parameter, or this rank's shard of it.
+        steps: the step of each parameter, or of this rank's shard of it.
 
     Returns:
         The norms of the weights, and those of the steps, in the order of the parameters. Each is a
@@ -460,7 +475,8 @@ def _norms_of_whole(
     """
     first = parameters[0]
     if torch.are_deterministic_algorithms_enabled():
-        # With virtual ranks the bits must not depend on how the parameters are sharded.
+        # The user (or a run with virtual ranks, which sets this mode) wants the same bits however
+        # the parameters are sharded. `norms_of_tensors` adds in an order that is always the same.
         whole_steps = []
         for step, parameter in zip(steps, parameters, strict=True):
             whole_steps.append(_like_parameter(step, parameter))

@@ -107,50 +107,69 @@ def measure(
     Raises:
         UsageError: the forward pass computes gradients itself.
     """
-    in_memory_anyway: StorageBytes = {}
-    activations = Activations()
-    current = activations.outside  # what tensors that autograd saves now are added to
+    counter = _Counter(module)
+    hooks = saved_tensors_hooks(counter.count_saved, _refuse_backward)
+    with hooks, torch.enable_grad(), ExitStack() as stack:
+        for number, block in enumerate(blocks):
+            enter = partial(counter.enter_block, number)
+            stack.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
+            stack.enter_context(block.register_forward_hook(counter.leave_block, always_call=True))
+        module(*args, **kwargs)
+    return counter.activations
 
-    def count(tensor: Tensor, counted: StorageBytes) -> None:
-        """Adds the storage of a tensor to `counted`, unless it is in memory anyway."""
+
+class _Counter:
+    """Counts what autograd saves in a forward pass. Its methods are hooks of that pass.
+
+    Args:
+        module: the model. Its parameters and buffers are not counted.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.activations = Activations()
+        """What was counted up to now."""
+        self._current = self.activations.outside
+        """What is added to now: what the running block keeps, or what is kept outside of blocks."""
+        self._not_counted: StorageBytes = {}
+        """The storages of parameters and buffers, which are in memory anyway."""
+        for tensor in [*module.parameters(), *module.buffers()]:
+            self._count(tensor, self._not_counted)
+
+    def _count(self, tensor: Tensor, counted: StorageBytes) -> None:
+        """Adds the storage of a tensor to `counted`, unless it is that of a parameter or buffer."""
         if tensor.layout is not torch.strided:  # others have no storage of their own
             return
         storage = tensor.untyped_storage()
         # Torch returns the same object for a storage as long as it is referred to. A weak reference
         # to it is never equal to one to a later storage, even at the same address.
         reference = weakref.ref(storage)
-        if reference not in in_memory_anyway:
+        if reference not in self._not_counted:
             counted[reference] = storage.nbytes()
 
-    def enter_block(block: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def count_saved(self, tensor: Tensor) -> None:
+        """The hook for each tensor that autograd saves. It saves what this returns: None."""
+        self._count(tensor, self._current)
+
+    def enter_block(self, block: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         """The hook before the forward pass of a block: counts its inputs, then what is inside it.
 
         A block that the model calls several times adds up what all calls keep.
+
+        Args:
+            block: the number of the block.
+            args: the positional arguments of the block's call.
+            kwargs: the keyword arguments of the block's call.
         """
-        nonlocal current
-        if block not in activations.inputs:
-            activations.inputs[block] = {}
-            activations.inside[block] = {}
+        if block not in self.activations.inputs:
+            self.activations.inputs[block] = {}
+            self.activations.inside[block] = {}
         for tensor in tensors((args, kwargs)):
-            count(tensor, activations.inputs[block])
-        current = activations.inside[block]
+            self._count(tensor, self.activations.inputs[block])
+        self._current = self.activations.inside[block]
 
-    def leave_block(*_: Any) -> None:
+    def leave_block(self, *_: Any) -> None:
         """The hook after the forward pass of a block: counts outside of blocks again."""
-        nonlocal current
-        current = activations.outside
-
-    for tensor in [*module.parameters(), *module.buffers()]:
-        count(tensor, in_memory_anyway)
-    # `count` returns None, so autograd saves None in place of each tensor.
-    hooks = saved_tensors_hooks(lambda tensor: count(tensor, current), _refuse_backward)
-    with hooks, torch.enable_grad(), ExitStack() as stack:
-        for number, block in enumerate(blocks):
-            enter = partial(enter_block, number)
-            stack.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
-            stack.enter_context(block.register_forward_hook(leave_block, always_call=True))
-        module(*args, **kwargs)
-    return activations
+        self._current = self.activations.outside
 
 
 def _refuse_backward(_: object) -> Tensor:

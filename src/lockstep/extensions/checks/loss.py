@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from lockstep.distributed.torch_compat import own_part
+from lockstep.distributed.torch_compat import to_local
 from lockstep.errors import UsageError
 from lockstep.extensions.checks.base import Check
 from lockstep.session.micro_batch import MicroBatch
@@ -112,7 +112,7 @@ class LossCheck(Check):
             for parameter in (*wrapped.module.parameters(), *wrapped.unsharded_parameters):
                 if parameter.grad is not None:
                     # `isnan().any()` of a whole DTensor would wait for other ranks.
-                    yield own_part(parameter.grad)
+                    yield to_local(parameter.grad)
 
     def settle(self) -> None:
         """Waits until the pending loss has arrived, and raises UsageError if it is NaN."""

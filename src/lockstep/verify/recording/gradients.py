@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.torch_compat import is_sharded, own_part
+from lockstep.distributed.torch_compat import is_sharded, to_local
 from lockstep.verify.recording.calls import CallRecorder
 from lockstep.verify.recording.state import RecorderState, guarded
 from lockstep.verify.recording.tensor_values import copy_arrays, storage_of
@@ -100,7 +100,7 @@ class GradientRecorder:
         for _, parameter in self.state.models.parameters():
             if parameter.grad is None or parameter.grad.is_sparse:
                 continue
-            gradient = own_part(parameter.grad).clone()
+            gradient = to_local(parameter.grad).clone()
             notes.gradients_after_backward[id(parameter)] = gradient
             local_gradients = self._local_gradients_of(parameter)
             if local_gradients:
@@ -154,7 +154,7 @@ class GradientRecorder:
                 continue
             if id(parameter) not in gradients_then:  # the script itself has made the gradient
                 return math.nan
-            now = own_part(parameter.grad).double().flatten()  # of a shard, this rank's values
+            now = to_local(parameter.grad).double().flatten()  # of a shard, this rank's values
             then = gradients_then[id(parameter)].double().flatten()
             dot_product += float(now @ then)
             squared_norm_then += float(then @ then)
@@ -258,6 +258,6 @@ def _zero_rounding(gradients: Mapping[str, Array], parameters: Iterable[nn.Param
     """
     limit = RELATIVE_ROUNDING * scale_of(gradients)  # a share of the largest absolute value
     for parameter in parameters:
-        gradient = own_part(parameter.grad)
+        gradient = to_local(parameter.grad)
         if not gradient.is_sparse and gradient.is_floating_point():
             gradient.masked_fill_(gradient.abs() < limit, 0.0)

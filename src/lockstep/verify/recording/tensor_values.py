@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.batch.pytree import tensors
-from lockstep.distributed.torch_compat import is_sharded, own_part
+from lockstep.distributed.torch_compat import is_sharded, to_local
 from lockstep.verify.tolerance import Array
 
 
@@ -103,7 +103,7 @@ def digest(tensor: Tensor) -> str:
     Of a sharded tensor, only this rank's values count. The values are copied first: memory that
     numpy looks at cannot be freed, and FSDP frees what it has gathered.
     """
-    copy = own_part(tensor).cpu().clone().contiguous().reshape(-1).view(torch.uint8)
+    copy = to_local(tensor).cpu().clone().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(copy.numpy().data, digest_size=8).hexdigest()
 
 
