@@ -47,7 +47,7 @@ def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
     Raises:
         RanksDifferError: an index stands for different samples; raised on all ranks.
     """
-    is_stream = type(source) is not Source
+    is_stream = type(source) is not Source  # an `IterableSource`
     if collectives.single_process or is_stream:
         return
     indices = _spread_indices(len(source.dataset))  # type: ignore[arg-type]

@@ -191,8 +191,8 @@ class Coverage:
         """
         if global_batch is None:
             return
-        # If another pass over the same loader began inside this one, only that one is counted. It
-        # is still open, with another epoch, or has ended, so that none is open.
+        # Another pass over the same loader may have begun inside this one. Then only the inner pass
+        # is counted. While it is open, `_open_pass` has its epoch, and after its end it is None.
         open_pass = self._open_pass
         if open_pass is None or open_pass.epoch != epoch:
             return
@@ -207,7 +207,8 @@ class Coverage:
         """
         self._open_pass = None
         ended_pass.tally_samples()
-        # The plan says how many samples there should be, so a global batch that was left out shows.
+        # The tally has only the global batches that came. With the number of samples of the plan
+        # in it, the comparison shows if one was left out.
         ended_pass.planned.count = ended_pass.plan.num_samples_from(ended_pass.start)
         self._planned.add(ended_pass.planned)
         self._delivered.add(ended_pass.delivered)
@@ -234,20 +235,16 @@ class Coverage:
             return
         planned = self._planned
         delivered = self._delivered
-        orders_checksum = self._orders_checksum
-        self._planned = _Tally()
-        self._delivered = _Tally()
-        self._orders_checksum = 0
-        self._comparison_is_due = False
-        self._steps_since_comparison = 0
-        order = [orders_checksum, planned.count, planned.checksum]
-        reports = collectives.exchange((order, astuple(delivered)))  # one from each rank
+        order = [self._orders_checksum, planned.count, planned.checksum]
+        self._forget_compared_passes()
+        # From each rank a pair: its order, and the two numbers of the tally of what it was handed.
+        reports = collectives.exchange((order, astuple(delivered)))
         _check_same_orders([order_on_rank for order_on_rank, _ in reports])
         # The stages of a pipeline get the same samples. Only the first ranks count; the ranks
         # behind them are further stages.
         delivered_to_all = _Tally()
-        for _, (count, checksum_on_rank) in reports[: collectives.num_contributing_ranks]:
-            delivered_to_all.add(_Tally(count, checksum_on_rank))
+        for _, (count_on_rank, checksum_on_rank) in reports[: collectives.num_contributing_ranks]:
+            delivered_to_all.add(_Tally(count_on_rank, checksum_on_rank))
         if delivered_to_all == planned:
             return
         found = f"all ranks together got {delivered_to_all.count} samples, "
@@ -261,6 +258,14 @@ class Coverage:
             "its sampler while a pass is running",
             code="LS102" if delivered_to_all.count < planned.count else "LS101",
         )
+
+    def _forget_compared_passes(self) -> None:
+        """Begins to count anew for the next comparison."""
+        self._planned = _Tally()
+        self._delivered = _Tally()
+        self._orders_checksum = 0
+        self._comparison_is_due = False
+        self._steps_since_comparison = 0
 
     def _warn_of_repetition(self, epoch: int, order: Indices) -> None:
         """Warns that a random order is the same as in the epoch before.

@@ -29,8 +29,24 @@ def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
     """
     if isinstance(source, IterableSource):
         return None
+    # The dataset may be a `Subset`, or consist of several: a checksum over the indices of each.
+    subset_checksums: list[int] = []
+    for indices_of_subset in subset_indices(source.dataset):
+        subset_checksums.append(zlib.crc32(index_bytes(indices_of_subset)))
+    hugging_face = getattr(source.dataset, HUGGING_FACE_FINGERPRINT, None)
+    if not isinstance(hugging_face, str):
+        hugging_face = None
+    return Fingerprint(subset_checksums, hugging_face, _read_fixed_parts(source, seed))
+
+
+def _read_fixed_parts(source: Source, seed: int) -> dict[int, Parts]:
+    """Reads some samples twice; returns, by index, the parts that are not drawn at random.
+
+    Args:
+        source: the dataset and its loader options.
+        seed: of the run.
+    """
     indices = _spread_indices(len(source.dataset))  # type: ignore[arg-type]
-    # Each sample is read twice. What then differs is random, and identifies nothing.
     indices_twice: list[int] = []
     for index in indices:
         indices_twice += [index, index]
@@ -39,7 +55,8 @@ def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
     second_readings = digests[1::2]
     parts_by_index: dict[int, Parts] = {}
     random_parts: set[str] = set()
-    # There are fewer readings than indices if time ran out; a sample that cannot be read has None.
+    # There are fewer readings than indices if time ran out. The reading of a sample that cannot be
+    # read is None.
     for index, first, second in zip(indices, first_readings, second_readings, strict=False):
         if first is not None and second is not None:
             parts_by_index[index] = parts_of(first)
@@ -48,14 +65,7 @@ def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
     samples: dict[int, Parts] = {}
     for index, parts in parts_by_index.items():
         samples[index] = {name: part for name, part in parts.items() if name not in random_parts}
-    # The dataset may be a `Subset`, or consist of several: a checksum over the indices of each.
-    subset_checksums: list[int] = []
-    for indices_of_subset in subset_indices(source.dataset):
-        subset_checksums.append(zlib.crc32(index_bytes(indices_of_subset)))
-    hugging_face = getattr(source.dataset, HUGGING_FACE_FINGERPRINT, None)
-    if not isinstance(hugging_face, str):
-        hugging_face = None
-    return Fingerprint(subset_checksums, hugging_face, samples)
+    return samples
 
 
 def _spread_indices(length: int) -> list[int]:

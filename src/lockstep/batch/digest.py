@@ -98,8 +98,8 @@ def _digest_array(array: npt.NDArray[Any], max_numbers: int) -> list[Any]:
     stride = max(1, array.size // max_numbers)
     array = array.reshape(-1)[::stride]
     is_small = array.size <= MAX_NUMBERS_KEPT
-    is_image = array.dtype == np.uint8 and not is_small
-    is_measured = array.dtype.kind == "f" or is_image
+    may_be_image = array.dtype == np.uint8 and not is_small
+    is_measured = array.dtype.kind == "f" or may_be_image
     if not is_measured:
         return [*dtype_and_shape, zlib.crc32(np.ascontiguousarray(array).tobytes())]
     numbers = array.astype(np.float64)

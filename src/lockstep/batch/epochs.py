@@ -40,8 +40,8 @@ class Epochs:
             try:
                 yield self.present
             except GeneratorExit:
-                # The loop was left with `break`. If the epoch is not done, it remains the current
-                # one, in which another loop continues.
+                # The loop was left with `break`. Another loop continues with `next`: with this
+                # epoch if it is not done, and otherwise with the one after it.
                 self.present = self.next
                 self._passes_at_begin = None
                 raise
@@ -56,8 +56,8 @@ class Epochs:
     def _begin(self) -> None:
         """Notes what was trained before the epoch that begins.
 
-        `trained` of a loader counts the passes over it that were trained on. The loaders for which
-        it grew in the epoch that has ended are those without which the new one is not done.
+        `trained` of a loader is the number of passes over it that were trained on. If it grew in
+        the epoch that has ended, the new epoch needs that loader too: it is not done without.
         """
         passes_before = self._passes_at_begin or {}  # None before the first epoch
         self._loaders_of_every_epoch = []

@@ -105,7 +105,8 @@ def find_tensor_rows(dataset: Dataset[Any]) -> TensorRows | None:
     A dataset of a subclass is read sample by sample, since it may augment.
     """
     if type(dataset) is Subset:
-        # It may be a Subset of a Subset: then its indices are those of the samples of the other.
+        # The dataset below may be a Subset as well. Then the indices of this Subset number the
+        # samples of that one, for each of which `row_of_sample` has a row.
         whole = find_tensor_rows(dataset.dataset)
         if whole is None:
             return None

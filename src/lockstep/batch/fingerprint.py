@@ -84,17 +84,7 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
     samples_now: list[Parts] = []
     differing: list[str] = []  # indices, as text
     for index in compared:
-        sample_before = before.samples[index]
-        sample_now = now.samples[index]
-        # Parts that both have are compared. A part that only one of them has may have been random
-        # in the other, and was left out there.
-        names = sample_before.keys() & sample_now.keys()
-        if not names and sample_before:
-            # They have no part in common, so they are different samples: all parts are compared,
-            # and each is missing (None) in one of them.
-            names = sample_before.keys() | sample_now.keys()
-        parts_before = {name: sample_before.get(name) for name in sorted(names)}
-        parts_now = {name: sample_now.get(name) for name in sorted(names)}
+        parts_before, parts_now = _parts_to_compare(before.samples[index], now.samples[index])
         samples_before.append(parts_before)
         samples_now.append(parts_now)
         if not samples_match(parts_before, parts_now):
@@ -110,3 +100,22 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
     found += join_first(differing, MAX_SAMPLES_IN_TEXT)
     other_samples = match is Match.OTHER and not hugging_face_says_same
     return Difference(found, other_samples=other_samples)
+
+
+def _parts_to_compare(sample_before: Parts, sample_now: Parts) -> tuple[Parts, Parts]:
+    """Returns the parts of two readings of a sample that are compared, with the same names in both.
+
+    A part that only one reading has may have been random in the other, and was left out there: it
+    is not compared. If they have no part in common, they are different samples. Then all parts are
+    compared, and each is None in the reading that lacks it.
+
+    Args:
+        sample_before: the parts of the sample in the earlier reading.
+        sample_now: in the later one.
+    """
+    names = sample_before.keys() & sample_now.keys()
+    if not names and sample_before:
+        names = sample_before.keys() | sample_now.keys()
+    parts_before = {name: sample_before.get(name) for name in sorted(names)}
+    parts_now = {name: sample_now.get(name) for name in sorted(names)}
+    return parts_before, parts_now

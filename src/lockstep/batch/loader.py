@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain, islice, tee
 from typing import Any
 
@@ -58,6 +59,17 @@ SHUFFLE_VERSION = 1
 SOME_RANKS_SKIP = "in this pass some rank has no samples of some batch and skips it"
 """Why collectives are refused in a pass without gradients."""
 MAX_RANKS_IN_CHOICE = 8
+
+
+@dataclass(eq=False)
+class _HandedOut:
+    """A micro-batch that a pass with gradients has handed out to the training loop."""
+
+    epoch: int
+    training_pass: TrainingPass
+    planned: PlannedMicroBatch
+    batch: Any
+    """The batch on the device; `()` after `Loader._hand_out` has returned."""
 
 
 class Loader:
@@ -179,6 +191,8 @@ class Loader:
             return False
         if not training_pass.ended:
             return True
+        # `stepped`: an optimizer has stepped for the latest global batch. `untrained`: batches for
+        # which the loop has not called backward yet.
         all_batches_are_trained = training_pass.stepped and not training_pass.untrained
         return not all_batches_are_trained
 
@@ -263,9 +277,10 @@ class Loader:
             epoch = self._epochs_begun
             step = self.start
         else:
-            epoch = self._epochs_begun - 1
+            epoch = self._epochs_begun - 1  # the current epoch, which was counted when it began
             step = self._position
-            if training_pass.micro_batch.last and training_pass.stepped:
+            global_batch_is_trained = training_pass.micro_batch.last and training_pass.stepped
+            if global_batch_is_trained:
                 step += 1
         state: dict[str, Any] = {
             "epoch": epoch,
@@ -335,8 +350,12 @@ class Loader:
             epoch: of the pass.
             start: the position of its first global batch.
         """
-        plan: Plan | None = self._custom_plan if start else None
-        if plan is None:
+        plan: Plan
+        is_resumed = start > 0
+        if is_resumed and self._custom_plan is not None:
+            # The checkpoint has the order of this epoch. The user's sampler may give another one.
+            plan = self._custom_plan
+        else:
             plan = self.source.plan(self.seed, epoch)
         self._custom_plan = plan if isinstance(plan, CustomPlan) else None
         self.coverage.begin(epoch, start, plan)
@@ -453,37 +472,44 @@ class Loader:
             planned: the micro-batch.
             batch: its batch, on the device.
         """
-        position = planned.position
-        indices = planned.indices
-        self.coverage.add(epoch, position, indices, planned.micro_batch, planned.global_batch)
-        batch_for_extensions: Any = batch
-
-        def on_begin(micro_batch: MicroBatch) -> None:
-            """Notes that training on this batch begins, and tells the extensions of it."""
-            self._set_current(micro_batch)
-            extensions = self._step.extensions
-            if extensions.listeners["delivered"]:
-                extensions.delivered(
-                    DeliveredBatch(
-                        loader=self,
-                        epoch=epoch,
-                        position=position,
-                        samples=indices,
-                        micro_batch=micro_batch,
-                        batch=batch_for_extensions,
-                        counts=self._collectives.contributes,
-                    )
-                )
-            # If another pass over this loader has begun meanwhile, the position is that of it.
-            if self._training_pass is training_pass or self._training_pass is None:
-                self._training_pass = training_pass
-                self._position = position
-
+        self.coverage.add(
+            epoch, planned.position, planned.indices, planned.micro_batch, planned.global_batch
+        )
+        handed_out = _HandedOut(epoch, training_pass, planned, batch)
+        on_begin = partial(self._begin_training_on, handed_out)
         delivery = Delivery(training_pass, planned.micro_batch, storages(batch), on_begin)
         self._step.hand_out(delivery)
-        # The step keeps `on_begin`, which must not keep the batch alive: whether the script still
-        # holds a batch is seen from whether its tensors are freed.
-        batch_for_extensions = ()
+        # The step keeps the delivery and with it `handed_out`, which must not keep the batch alive:
+        # the step sees that the script has dropped a batch when its tensors are freed.
+        handed_out.batch = ()
+
+    def _begin_training_on(self, handed_out: _HandedOut, micro_batch: MicroBatch) -> None:
+        """Notes that training on a batch begins, and tells the extensions of it.
+
+        Args:
+            handed_out: the batch.
+            micro_batch: how it is weighed.
+        """
+        position = handed_out.planned.position
+        self._set_current(micro_batch)
+        extensions = self._step.extensions
+        if extensions.listeners["delivered"]:
+            extensions.delivered(
+                DeliveredBatch(
+                    loader=self,
+                    epoch=handed_out.epoch,
+                    position=position,
+                    samples=handed_out.planned.indices,
+                    micro_batch=micro_batch,
+                    batch=handed_out.batch,
+                    counts=self._collectives.contributes,
+                )
+            )
+        # If another pass over this loader has begun meanwhile, the loader's position is in that.
+        training_pass = handed_out.training_pass
+        if self._training_pass is training_pass or self._training_pass is None:
+            self._training_pass = training_pass
+            self._position = position
 
     # Reading
 
@@ -498,7 +524,8 @@ class Loader:
             epoch: of the pass.
             segments: micro-batches that are planned and read together (`micro_batches.Segment`).
         """
-        weight_before = 0.0  # of what this rank has already got of the same global batch
+        # The weight of the micro-batch of the segment before, if it is of the same global batch.
+        weight_before = 0.0
         with closing(segments):
             for planned, rest_of_global_batch in segments:
                 weighing = self._weighing(epoch)
@@ -506,14 +533,17 @@ class Loader:
                     read = self._read_planned(epoch, planned)
                     yield from to_device(read, self._collectives.device)
                     continue
-                # A global batch can be weighed only when all of it was read.
+                # The scale of a micro-batch depends on the weight of its whole global batch, so all
+                # of that is read first.
                 read = self._read_planned(epoch, chain(planned, rest_of_global_batch))
-                weight_of_first = 0.0
-                if rest_of_global_batch:
-                    # The segment has one micro-batch. The rest is read for its weight alone, and
-                    # comes again in the next segment.
+                is_first_part = len(rest_of_global_batch) > 0
+                weight_of_first_part = 0.0
+                if is_first_part:
+                    # `planned` is the one micro-batch in which autotuning measures. The rest is
+                    # read for its weight alone; the next segment reads it again, to hand it out.
                     read_global_batch = list(read)
-                    weight_of_first = weighing.count_rows(*read_global_batch[0]).weight
+                    first_planned, first_batch = read_global_batch[0]
+                    weight_of_first_part = weighing.count_rows(first_planned, first_batch).weight
                     read = iter(read_global_batch)
                 scaled = scale_by_weight(
                     read,
@@ -523,9 +553,9 @@ class Loader:
                     weight_before,
                     self._plan.virtual_ranks,
                 )
-                if rest_of_global_batch:
+                if is_first_part:
                     scaled = islice(scaled, 1)
-                weight_before = weight_of_first
+                weight_before = weight_of_first_part
                 yield from to_device(scaled, self._collectives.device)
 
     def _read_planned(
@@ -575,10 +605,11 @@ class Loader:
         for planned, batch in read:
             counted = weighing.count_rows(planned, batch)
             if self._evaluates_together:
-                # If no row is left here, other ranks still need this rank's forward pass.
+                # Other ranks need this rank's forward pass. If the collate function has left out
+                # all samples, `counted.batch` is one that the model can compute.
                 yield counted.planned, counted.batch
             else:
-                yield counted.planned, batch
+                yield counted.planned, counted.collated
 
     def _keep_one_sample(self, batch: Any, count: int) -> None:
         """Keeps one sample of the first batch, of which batches without samples are made.
@@ -607,7 +638,9 @@ class Loader:
                 ) from error
 
     def _make_empty_batch(self, epoch: int) -> Any:
-        """Returns a batch of one sample. It stands for one without samples until it is handed out.
+        """Returns a batch of one sample, for a micro-batch of which this rank has no samples.
+
+        When it is handed out, `_without_samples` makes a batch without rows of it.
 
         Args:
             epoch: of the pass.

@@ -140,7 +140,7 @@ class MicroBatchPlan:
     def num_pieces(self, count: int) -> int:
         """Returns in how many micro-batches a global batch is computed, at most.
 
-        With virtual ranks, it is the number of micro-batches of each virtual rank's part.
+        With virtual ranks, that is the number for each virtual rank's part of the global batch.
 
         Args:
             count: samples of the global batch.
@@ -160,15 +160,15 @@ class MicroBatchPlan:
         """
         if self.virtual_ranks is None:
             needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
-            # With fewer samples than that, some micro-batch would have none.
+            # Each micro-batch has at least one sample.
             at_least = min(self.min_micro_batches, count)
             return max(needed, at_least)
         largest_part = ceil_div(count, self.virtual_ranks.count)
-        if not self.virtual_ranks.train_copies:
+        if not self.virtual_ranks.train_copies:  # a virtual rank is computed by one rank
             needed = micro_batches_needed(largest_part, (1,), self.micro_batch_size)
             return max(needed, self.min_micro_batches)
+        # Each virtual rank trains a copy. If there are more ranks, several compute one together.
         smallest_part = count // self.virtual_ranks.count
-        # Several ranks share the part of a virtual rank, if there are more ranks.
         ranks_of_part = max(1, len(self.shares) // self.virtual_ranks.count)
         equal_shares = (1,) * ranks_of_part
         needed = micro_batches_needed(largest_part, equal_shares, self.micro_batch_size)
@@ -244,14 +244,18 @@ class MicroBatchPlan:
         yield Segment(self.plan_epoch(plan, start))
 
     def plan_autotuning(self, position: int, batch: Indices) -> Generator[Segment, None, None]:
-        """Yields the segments of a global batch during which autotuning measures what is open.
+        """Yields the segments of a global batch in which autotuning measures.
+
+        It measures shares, or the micro-batch size, or both (`request`), while the training loop
+        computes the first segment, which is one micro-batch.
 
         Args:
             position: of the global batch in the epoch.
             batch: the indices of its samples.
         """
         count = len(batch)
-        # While the micro-batch size is open, a planned micro-batch may be too large for the memory.
+        # Until the micro-batch size was measured, a planned micro-batch may be too large for the
+        # memory. Then the first micro-batch has a few samples only.
         size_is_known = not self.request.micro_batch_size_is_open
         keeps_plan = size_is_known and self.request.must_keep_plan()
         first_split = first_micro_batch(
@@ -267,7 +271,7 @@ class MicroBatchPlan:
         with self.request.profile(self, measured[0].micro_batch.local_rows):
             yield Segment(measured, rest_of_global_batch=rest)
         if num_measured < count:
-            # Other shares, or another size, may have been found meanwhile.
+            # The rest is divided anew, by the shares and the size that were measured just now.
             rest = self._plan_parts(position, batch, self._split_rest(count, num_measured))
             yield Segment(rest)
 
@@ -279,8 +283,9 @@ class MicroBatchPlan:
             micro-batches are those of the plan if one of them begins after these samples.
         """
         split = self.split(count)
-        begins = split[:, 0, 0]  # of each micro-batch: where the part of rank 0 begins
-        if num_done == count or num_done in begins:
+        begins = split[:, 0, 0]  # where each micro-batch begins: with the part of rank 0
+        a_micro_batch_begins_here = num_done in begins
+        if a_micro_batch_begins_here or num_done == count:
             return split[begins >= num_done]
         num_samples = count - num_done
         num_micro_batches = self._num_micro_batches(num_samples)
@@ -321,7 +326,8 @@ class MicroBatchPlan:
             has_last=end_of_split == count,
         )
         bounds = split[:, rank].tolist()
-        # There may be fewer micro-batches than bounds: another rank has one more virtual rank.
+        # If another rank has one more virtual rank, it has more micro-batches than this one. Then
+        # the last ones of `bounds` are not used.
         parts = []
         for index, micro_batch in enumerate(micro_batches):
             begin, end = bounds[index]
@@ -389,14 +395,14 @@ def make_micro_batches(
         has_last: True if the last part is the last of the global batch.
     """
     num_micro_batches, num_ranks = sizes.shape
-    # If the global batch is one micro-batch, equally large on all ranks, DDP averages as it should.
+    # If the global batch is one micro-batch, equally large on all ranks, the scale is 1, and the
+    # loss needs no factor.
     is_whole = has_first and has_last and num_micro_batches == 1
     sizes_are_equal = bool((sizes == sizes[0, 0]).all())
     plain = is_whole and count > 0 and sizes_are_equal
     micro_batches = []
     for index, local_rows in enumerate(sizes[:, rank].tolist()):
-        # With this factor the mean over this rank's samples counts in the mean over ranks as these
-        # samples count in the mean over the global batch.
+        # The n * ranks / N of the module's docstring.
         scale = 1.0 if plain else local_rows * num_ranks / max(1, count)
         micro_batch = MicroBatch(
             global_samples=count,

@@ -170,14 +170,14 @@ class Placeholder:
     def _dimension_of_rows(self, result: Tensor) -> int | None:
         """Returns the dimension of a result that has the placeholder's rows; None: it has none.
 
-        `_empty_dimensions` are the dimensions of the arguments that had no rows, and
-        `_possible_lengths` says how many rows of a result may come from one placeholder.
+        `_empty_dimensions` are the dimensions in which some argument had size 0, and got the
+        placeholder. `_possible_lengths` are the numbers of rows that a function may make of it.
         """
         if 0 in self._empty_dimensions and result.dim() > 0:
-            # The row may have become several, as by `x.flatten(0, 1)`.
+            # `x.flatten(0, 1)`, for example, makes several rows of one.
             if result.shape[0] in self._possible_lengths:
                 return 0
-        # Otherwise the rows are where some argument had them, with the placeholder as the only one.
+        # Otherwise the result has the placeholder in the same dimension as an argument, as one row.
         for dimension in sorted(self._empty_dimensions):
             if dimension < result.dim() and result.shape[dimension] == 1:
                 return dimension

@@ -151,7 +151,7 @@ def plan_epoch(
     num_samples = length - length % batch_size if drop_last else length
     if not shuffle:
         return EpochPlan(num_samples, batch_size, partial(np.arange, dtype=np.int64))
-    if not is_permuted(length):
+    if not is_permuted(length):  # it is short enough to draw the order as a whole
         order = shuffled_indices(length, seed=seed, epoch=epoch)
         return EpochPlan(num_samples, batch_size, lambda begin, end: order[begin:end])
     keys = random_words(seed, epoch, NUM_ROUNDS)
@@ -204,15 +204,16 @@ def split_batch(
             split_over_virtual_ranks(count, shares, micro_batches, virtual_ranks.count)
         )
     num_micro_batches = max(1, min(micro_batches, count))
-    # How many samples of a micro-batch a rank gets is how often it stands there among these ranks.
-    rank_of_sample = _spread_ranks(part_sizes(count, shares))
+    # Each place of the global batch is given to a rank. The number of places that a rank has in a
+    # micro-batch is the size of its part.
+    rank_of_place = _spread_ranks(part_sizes(count, shares))
     # Micro-batch i has the samples bounds[i] to bounds[i + 1] - 1 of the global batch.
     bounds = ceil_div(count * np.arange(num_micro_batches + 1), num_micro_batches)
     split = np.empty((num_micro_batches, num_ranks, 2), dtype=np.int64)
     for index in range(num_micro_batches):
         begin = bounds[index]
         end = bounds[index + 1]
-        sizes = np.bincount(rank_of_sample[begin:end], minlength=num_ranks)  # of each rank's part
+        sizes = np.bincount(rank_of_place[begin:end], minlength=num_ranks)  # of each rank's part
         part_ends = begin + np.cumsum(sizes)
         split[index, :, 0] = part_ends - sizes
         split[index, :, 1] = part_ends
@@ -286,8 +287,9 @@ def split_over_virtual_ranks(
         num_virtual_ranks: of the run.
 
     Returns:
-        For each rank its pieces, in order. All ranks have as many: the others are filled up with
-        pieces without samples, because a loop may communicate in each of its micro-batches.
+        For each rank its pieces, in order. All ranks have the same number of them, because a loop
+        may communicate in each of its micro-batches: shorter lists are filled up with pieces
+        without samples.
     """
     sizes = part_sizes(count, (1,) * num_virtual_ranks)
     begins = np.cumsum([0, *sizes]).tolist()
@@ -305,7 +307,7 @@ def split_over_virtual_ranks(
     most_pieces = max(1, *(len(pieces) for pieces in pieces_of_ranks))
     for rank, pieces in enumerate(pieces_of_ranks):
         end = bounds_of_ranks[rank + 1]
-        place = begins[end]  # in the global batch; a piece without samples begins and ends here
+        place = begins[end]  # where the rank's samples end; a piece without samples stands here
         last_virtual_rank = max(0, end - 1)
         padding = VirtualRankPiece(last_virtual_rank, 0, 1, place, place, is_padding=True)
         pieces += [padding] * (most_pieces - len(pieces))
@@ -350,17 +352,19 @@ def _split_over_copies(
         num_virtual_ranks: of the run.
 
     Returns:
-        As `split_batch`. The micro-batches of a rank's first virtual rank come first.
+        Begin and end of each part within the global batch, shape `(micro-batches, ranks, 2)`. The
+        micro-batches of a rank's first virtual rank come first.
     """
     max_virtual_ranks_of_rank = ceil_div(num_virtual_ranks, num_ranks)
     ranks_of_virtual_rank = max(1, num_ranks // num_virtual_ranks)
-    # Of each virtual rank's part: its size, and where it begins in the global batch.
+    # The part of virtual rank v has sizes[v] samples, and begins at begins[v] of the global batch.
     sizes = part_sizes(count, (1,) * num_virtual_ranks)
     begins = np.cumsum([0, *sizes])
     num_pieces = max(1, min(micro_batches, *sizes))
     split = np.zeros((max_virtual_ranks_of_rank * num_pieces, num_ranks, 2), dtype=np.int64)
     for first_rank in range(0, num_ranks, ranks_of_virtual_rank):
-        # These ranks compute the same virtual ranks; rows of `split` are micro-batches.
+        # These ranks compute the same virtual ranks. In `split` a rank is a column, and a
+        # micro-batch is a row.
         columns = slice(first_rank, first_rank + ranks_of_virtual_rank)
         numbers = virtual_ranks_of(first_rank, num_ranks, num_virtual_ranks)
         for index, number in enumerate(numbers):
@@ -374,7 +378,8 @@ def _split_over_copies(
 def virtual_ranks_of(rank: int, num_ranks: int, num_virtual_ranks: int) -> range:
     """Returns the numbers of the virtual ranks that a rank computes, if each trains a copy.
 
-    It computes as many as other ranks or one more; or a single one, together with other ranks.
+    The numbers of two ranks differ by one at most. If there are more ranks than virtual ranks, each
+    rank computes a single one, together with its neighbours.
     """
     if num_ranks > num_virtual_ranks:
         ranks_of_virtual_rank = num_ranks // num_virtual_ranks

@@ -126,7 +126,10 @@ def pin(batch: Any) -> Any:
 
 
 def all_dense(batch: Any) -> bool:
-    """Returns True if all that `move` moves are dense tensors, which two streams can share."""
+    """Returns True if all that `move` moves are dense tensors.
+
+    Only these can be copied on one CUDA stream and used on another.
+    """
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
             if not _is_dense(leaf):
@@ -299,9 +302,9 @@ def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
         return False
     for item in sequence:
         if isinstance(item, list | tuple) and has_item_per_sample(item, count):
-            return False  # the items are fields, and this one holds its values of all samples
-    # A tensor of a field has a row for each sample. One with another number of rows can only be of
-    # a single sample, so the items are samples. Without such a tensor they are taken for fields.
+            return False  # this item has a value of each sample, so the items are fields
+    # A tensor of a field has a row for each sample. A tensor with another number of rows is of a
+    # single sample, so the items are samples. Without such a tensor they are taken for fields.
     for tensor in tensors(sequence):
         if tensor.dim() == 0 or len(tensor) != count:
             return True

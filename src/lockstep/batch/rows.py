@@ -68,12 +68,14 @@ class RowCounter:
         first_dimensions = {shape.first for shape in shapes}
         second_dimensions = {shape.second for shape in shapes}
 
-        # First case: the tensors differ in their first dimension. Some have time first, say. If
-        # one has the planned number in any dimension, no sample was left out. But a vector whose
-        # length is not the planned number contradicts that.
+        # First case: the tensors differ in their first dimension, as if some have time first. If
+        # the planned number is a dimension of some tensor, it is taken for the number of rows. But
+        # if there are vectors, they contradict that: here none of them has the planned length.
         if len(first_dimensions) > 1:
-            has_planned = planned in first_dimensions or planned in second_dimensions
-            return planned if has_planned and not lengths_of_vectors else None
+            planned_is_a_dimension = planned in first_dimensions or planned in second_dimensions
+            if planned_is_a_dimension and not lengths_of_vectors:
+                return planned
+            return None
 
         # Second case: all tensors have the same first dimension, which usually is that of the rows.
         # But tensors of shape (time, samples) look like tensors with as many rows as time steps.
@@ -152,12 +154,15 @@ def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
             yield Shape(len(batch), None)
             return
         lengths = {len(value) for value in batch if isinstance(value, Tensor) and value.dim()}
-        # Empty tensors are fields of a batch without rows, whatever their number.
+        # Tensors without rows are the fields of a batch of which all samples were left out, even
+        # if there are as many fields as there were samples.
         all_are_empty = lengths == {0}
         if not all_are_empty and has_item_per_sample(list(batch), planned):
-            # Tensors of one length may be one for each sample, or the fields of a batch.
-            have_one_length = len(lengths) == 1
-            yield UNKNOWN_SHAPE if have_one_length else Shape(len(batch), None)
+            if len(lengths) == 1:
+                # Tensors of the same length may be one for each sample, or the fields of a batch.
+                yield UNKNOWN_SHAPE
+            else:
+                yield Shape(len(batch), None)
             return
     for child in children.values():
         yield from shapes_in(child, planned)

@@ -212,7 +212,7 @@ def confirm_shares(
         best = last
     else:  # it was given up before
         best = min(seconds, key=seconds.__getitem__)
-    if seconds[best] == math.inf:  # nothing that was tried fits, and `last` may
+    if seconds[best] == math.inf:  # no shares that were tried fit into memory; `last` may fit
         return last
     if seconds[initial] <= seconds[best] * MIN_SPEEDUP:
         return initial
@@ -280,13 +280,15 @@ def choose_shares(
             seconds_per_sample = _slowest(shares, seconds) / sum(shares)
             step_seconds_by_shares[shares] = seconds_per_sample * batch_size
     ideal_seconds = _slowest(ideal, seconds)
-    # The current shares are kept if they are good enough. They are not in the table if they do not
-    # fit into memory.
-    if step_seconds_by_shares.get(present, math.inf) <= ideal_seconds * MIN_SPEEDUP:
+    # The current shares are kept if no others can be much faster. They are not in the table if they
+    # do not fit into memory.
+    present_seconds = step_seconds_by_shares.get(present, math.inf)
+    if present_seconds <= ideal_seconds * MIN_SPEEDUP:
         return present
-    # Otherwise the smallest numbers that are nearly ideal are taken, or else the best ones.
-    for shares, step in step_seconds_by_shares.items():
-        if step <= ideal_seconds * NEARLY_IDEAL_RATIO:
+    # Otherwise the first shares that are nearly ideal are taken, since the table begins with those
+    # of small numbers. If none are, the fastest ones are taken.
+    for shares, seconds_of_step in step_seconds_by_shares.items():
+        if seconds_of_step <= ideal_seconds * NEARLY_IDEAL_RATIO:
             return shares
     return min(step_seconds_by_shares, key=step_seconds_by_shares.__getitem__)
 
@@ -306,7 +308,7 @@ def _candidates(
     candidates = [present]
     # Whole numbers nearly in the proportion of `ideal`, whose sum is about `total`.
     for total in range(num_ranks, MAX_SUM_PER_RANK * num_ranks + 1):
-        candidates.append(parse_shares(_whole_numbers(ideal, total), num_ranks))
+        candidates.append(parse_shares(_rounded_division(ideal, total), num_ranks))
     candidates.append(parse_shares(room, num_ranks))
     return candidates
 
@@ -354,10 +356,10 @@ def _ideal_division(seconds: Sequence[float], room: Sequence[int], batch_size: i
     return samples
 
 
-def _whole_numbers(ideal: Sequence[float], total: int) -> list[int]:
-    """Divides `total` nearly in the proportion of `ideal`; at least one for each rank.
+def _rounded_division(ideal: Sequence[float], total: int) -> list[int]:
+    """Returns whole numbers, one for each rank, nearly in the proportion of `ideal`.
 
-    Since each rank has at least one, the sum may be larger than `total`.
+    Their sum is `total`. It may be larger, because each of them is at least 1.
     """
     exact = np.asarray(ideal) * total / sum(ideal)
     numbers = np.maximum(1, np.floor(exact)).astype(int)

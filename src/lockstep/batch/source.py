@@ -404,18 +404,21 @@ def _order_fields(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str
                 "batch",
                 code="LS102",
             )
-    # Without a batch sampler of the user's, torch makes a BatchSampler and keeps the batch size.
-    if type(batch_sampler) is not torch_data.BatchSampler or loader.batch_size is None:
+    # If the user gave no batch sampler, torch has made a BatchSampler of its own class, and the
+    # loader has a batch size.
+    has_batch_sampler_of_torch = type(batch_sampler) is torch_data.BatchSampler
+    if not has_batch_sampler_of_torch or loader.batch_size is None:
         size = getattr(batch_sampler, "batch_size", None)
         if not (isinstance(size, int) and size > 0):
             # Its batches may have any size; this is the mean.
             num_batches = max(1, _length(batch_sampler))
             size = max(1, ceil_div(_length(loader.dataset), num_batches))
         return {"batch_sampler": batch_sampler, "batch_size": size}
+    # Torch's own samplers give each sample once, as Lockstep's order does. They do not if they were
+    # made with replacement=True or num_samples=, or over other data.
     is_sequential = type(sampler) is torch_data.SequentialSampler
     is_random = type(sampler) is torch_data.RandomSampler and not sampler.replacement
     if is_sequential or is_random:
-        # A sampler with num_samples=, or one over other data, does not give each sample once.
         reads_whole_dataset = len(sampler) == len(sampler.data_source) == _length(loader.dataset)
         if reads_whole_dataset:
             return {"shuffle": shuffle or is_random}

@@ -134,21 +134,23 @@ class IterableLoader(Loader):
     def first_samples_of_epoch(self) -> list[Any]:
         """Digests of the first samples that the stream gave in the current epoch.
 
-        If the stream is split over the ranks, a checkpoint holds those of rank 0. If the ranks seek
-        their samples (`shard` is a function), only the first sample of rank 0 does not depend on
-        the number of ranks.
+        A checkpoint holds those of rank 0, and a resumed run compares them with its own. In a run
+        that was resumed and has not read anything yet, they are those of the checkpoint.
         """
-        # Those of the global batches 0, 1, 2, ..., up to the first that is missing.
-        found: list[Any] = []
+        # Digests of the global batches 0, 1, 2, ..., up to the first that was not read.
+        digests_read: list[Any] = []
         for position in itertools.count():
             digests = self._first_samples.get(position)
             if digests is None:
                 break
-            found += digests
-        if not found and self._first_samples_before is not None:  # nothing has been read yet
+            digests_read += digests
+        if not digests_read and self._first_samples_before is not None:
             return self._first_samples_before
+        # If the ranks seek their samples, rank 0 of n ranks has the samples 0, n, 2 n, ...: only
+        # the first is the same on any number of ranks.
         ranks_seek_samples = callable(self.source.shard)
-        return found[:1] if ranks_seek_samples else found[:SAMPLES_COMPARED]
+        num_compared = 1 if ranks_seek_samples else SAMPLES_COMPARED
+        return digests_read[:num_compared]
 
     def _keep_first_samples(self, digests_by_position: Mapping[int, list[Any]]) -> None:
         """Keeps digests of the samples with which the stream began in this epoch.
@@ -208,16 +210,9 @@ class IterableLoader(Loader):
             # While shares or the micro-batch size are to be measured, every rank reads the whole
             # global batch, since it is not known yet which part will be its own.
             while training and self._plan.request.is_open:
-                self._whole_batch = self._iterable.read_whole(epoch, position)
-                count = len(self._whole_batch)
-                is_short = count < self.batch_size
-                if count == 0 or (is_short and self.source.drop_last):
+                stream_has_ended = yield from self._read_measured(epoch, position)
+                if stream_has_ended:
                     return
-                self._first_number = position * self.batch_size
-                numbers = self._first_number + np.arange(count, dtype=np.int64)
-                segments = self._plan.plan_autotuning(position, numbers)
-                yield from self._read_segments(epoch, segments)
-                self._whole_batch = []
                 position += 1
             read = self._read_rest(epoch, position, training)
             # In training each micro-batch has a scale for its loss. It is planned by the numbers of
@@ -237,10 +232,31 @@ class IterableLoader(Loader):
         finally:
             self._iterable.close()
 
+    def _read_measured(self, epoch: int, position: int) -> Generator[ReadMicroBatch, None, bool]:
+        """Yields the micro-batches of a global batch in which something is measured.
+
+        Every rank reads all samples of it. They are kept in `_whole_batch`, from which
+        `_read_planned` takes those of this rank.
+
+        Returns:
+            True if the stream has no such global batch, and the pass ends.
+        """
+        self._whole_batch = self._iterable.read_whole(epoch, position)
+        count = len(self._whole_batch)
+        is_short = count < self.batch_size
+        if count == 0 or (is_short and self.source.drop_last):
+            return True
+        self._first_number = position * self.batch_size
+        numbers = self._first_number + np.arange(count, dtype=np.int64)
+        segments = self._plan.plan_autotuning(position, numbers)
+        yield from self._read_segments(epoch, segments)
+        self._whole_batch = []
+        return False
+
     def _read_planned(
         self, epoch: int, planned: Iterable[PlannedMicroBatch]
     ) -> Iterator[ReadMicroBatch]:
-        """Yields micro-batches of the global batch in which something is measured.
+        """Yields micro-batches of the global batch in `_whole_batch`, which is measured.
 
         Args:
             epoch: of the pass.
@@ -298,19 +314,19 @@ class IterableLoader(Loader):
             rank_batch: what this rank has read of the global batch, and how many samples each rank
                 has of it (`counts`).
         """
-        # These three have the shape (micro-batches, ranks): the samples that are planned for a
-        # rank in a micro-batch, those in all micro-batches before it, and those that it has. At
-        # the end of the stream a rank may have fewer samples in all (`counts`, shape (ranks,))
-        # than planned: then its last micro-batches are short or empty.
+        # At the end of the stream a rank may have fewer samples than are planned. Then its last
+        # micro-batches are short or empty. These arrays have the shape (micro-batches, ranks).
         planned_sizes = rank_batch.planned_sizes
-        planned_before = np.cumsum(planned_sizes, axis=0) - planned_sizes
-        sizes = np.clip(rank_batch.counts - planned_before, 0, planned_sizes)
+        planned_before = np.cumsum(planned_sizes, axis=0) - planned_sizes  # in earlier ones
+        remaining = rank_batch.counts - planned_before
+        sizes = np.clip(remaining, 0, planned_sizes)
         # The indices of the micro-batches of which some rank has samples.
         with_samples = np.flatnonzero(sizes.sum(axis=1))
         micro_batches = self._plan.make_micro_batches(
             sizes[with_samples], int(rank_batch.counts.sum())
         )
-        # There may be fewer micro-batches than sizes: another rank has one more virtual rank.
+        # If another rank has one more virtual rank, it has more micro-batches than this one, and
+        # `with_samples` has an index for each of them.
         for index, micro_batch in zip(with_samples, micro_batches, strict=False):
             batch = rank_batch.batches[index]
             # One sample of some batch is kept, from which batches without samples are made.
@@ -404,25 +420,31 @@ class IterableLoader(Loader):
         """Starts to gather how many samples each rank has of a global batch.
 
         Args:
-            rank_batch: its `counts` are replaced by an array, shape `(ranks,)`, that has the right
-                numbers when what is returned is done.
+            rank_batch: what this rank has read. Its `counts` are replaced.
+
+        Returns:
+            The all-gather. When it is done, `rank_batch.counts` has the numbers of all ranks, shape
+            `(ranks,)`.
         """
         rank = self._collectives.data_parallel.rank
         size = self._collectives.topology.size
         count = torch.tensor([int(rank_batch.counts[rank])])
         counts_of_all = torch.empty(size, 1, dtype=count.dtype)
-        # A view of the memory that the counts are gathered into. In a pipeline several ranks have
-        # the same part of the data; the first of them come first, and only they count.
+        # The new `counts` are a view of the memory that the numbers are gathered into. In a
+        # pipeline all stages read the same data. The ranks of the first stage have the lowest
+        # numbers, and only their samples count.
         rank_batch.counts = counts_of_all.view(-1).numpy()[: len(rank_batch.counts)]
         work: dist.Work = dist.all_gather(list(counts_of_all), count, async_op=True)
         return work
 
     def _read_global_batches(self, epoch: int, start: int) -> Generator[RankBatch, None, None]:
-        """Yields what this rank has of the global batches, without end: empty ones after the last.
+        """Yields what this rank has of each global batch from position `start` on.
 
-        Checks that all loader workers read the same.
+        It does not end with the stream: after that come global batches without samples, until the
+        caller closes the generator. Raises DataError if loader workers read different samples.
         """
-        # Workers begin a pass of their own; in this process the pass that is open continues.
+        # Each worker process begins a pass of its own. If this process reads, it continues the pass
+        # in which it may already have read global batches that were measured.
         has_workers = self.source.options["num_workers"] > 0
         fetch = self._iterable.fresh() if has_workers else self._iterable
         comparison = WorkerComparison(self.source, self._collectives.topology, epoch)
@@ -436,7 +458,7 @@ class IterableLoader(Loader):
     def _keys(self, epoch: int, start: int) -> Iterator[GlobalBatchKey]:
         """Yields the keys of the global batches from position `start` on, without end."""
         plan = self._plan
-        num_micro_batches = plan.num_pieces(self.batch_size)
+        num_micro_batches = plan.num_pieces(self.batch_size)  # see `GlobalBatchKey`
         # After a run was resumed, the beginning of the epoch is read once for a comparison.
         checks_beginning = self._first_samples_before is not None
         for position in itertools.count(start):

@@ -60,12 +60,13 @@ def check_global_batch(
     every_rank_reads_whole = source.shard is None
     digests_by_rank = collectives.exchange(digests)
     if every_rank_reads_whole:
-        # On a rank where the stream has ended, the exchange that this one meets is the one of
-        # `check_length`. Its answer is then a number of samples.
+        # A rank on which the stream has ended has called `check_length` instead, whose exchange
+        # meets this one. Its item in the list is a number of samples, and not a list of digests.
         _check_ends(epoch, digests_by_rank)
         _check_same_samples(source, epoch, first, digests_by_rank)
     else:
-        # In a pipeline, the ranks behind these are further stages, which have the same samples.
+        # The first ranks have different parts of the stream. The ranks after them are the further
+        # stages of a pipeline, which have the same samples as the first stage.
         digests_of_parts = digests_by_rank[: collectives.num_contributing_ranks]
         _check_other_samples(source, epoch, first, digests_of_parts)
 
@@ -218,24 +219,44 @@ class WorkerComparison:
         if self._num_workers < 2:
             return
         for position, digests in digests_by_position.items():
-            if position not in self._first_reading:
-                self._first_reading[position] = worker, digests
-                continue
-            other_worker, other_digests = self._first_reading[position]
-            if match_samples(other_digests, digests) is Match.OTHER:
-                self._raise_error(
-                    f"worker {worker} and worker {other_worker}, global batch {position}"
-                )
+            self._check_samples(worker, position, digests)
         self._forget_old_readings(latest=max(digests_by_position, default=0))
-        if num_samples_in_all is None:
+        if num_samples_in_all is not None:
+            self._check_end(worker, num_samples_in_all)
+
+    def _check_samples(self, worker: int, position: int, digests: list[Any]) -> None:
+        """Raises DataError if another worker has read other samples of a global batch.
+
+        If this worker is the first that has read it, its digests are kept for the next one.
+
+        Args:
+            worker: the number of the worker.
+            position: of the global batch.
+            digests: of the first samples of the global batch.
+        """
+        if position not in self._first_reading:
+            self._first_reading[position] = (worker, digests)
             return
-        if self._first_end is None:
-            self._first_end = worker, num_samples_in_all
-        other_worker, num_samples = self._first_end
-        if num_samples != num_samples_in_all:
+        other_worker, other_digests = self._first_reading[position]
+        # Samples of which only something random differs, such as an image's crop, are no error.
+        if match_samples(other_digests, digests) is Match.OTHER:
+            self._raise_error(f"worker {worker} and worker {other_worker}, global batch {position}")
+
+    def _check_end(self, worker: int, num_samples: int) -> None:
+        """Raises DataError if the stream has given another worker another number of samples.
+
+        Args:
+            worker: the number of the worker, which has come to the end of the stream.
+            num_samples: how many samples the stream gave this worker.
+        """
+        if self._first_end is None:  # this worker is the first at the end
+            self._first_end = (worker, num_samples)
+            return
+        other_worker, other_num_samples = self._first_end
+        if other_num_samples != num_samples:
             self._raise_error(
-                f"it gave worker {worker} {num_samples_in_all} samples, and worker {other_worker} "
-                f"{num_samples}"
+                f"it gave worker {worker} {num_samples} samples, and worker {other_worker} "
+                f"{other_num_samples}"
             )
 
     def _forget_old_readings(self, latest: int) -> None:

@@ -107,7 +107,9 @@ class _ReadPart(NamedTuple):
     stride: int
     """How much the number grows from one sample to the next."""
     planned_sizes: Indices
+    """As in `RankBatch`."""
     counts: Indices
+    """As in `RankBatch`."""
     bounds: list[list[int]]
     """For each micro-batch, the begin and end in `samples` of this rank's samples."""
     ended: bool
@@ -191,13 +193,15 @@ class IterableFetch(Dataset[Any]):
         samples = self.read_whole(key.epoch, key.position, key.pass_begin)
         # Begin and end of each part in `samples`, shape (micro-batches, ranks, 2).
         split = split_batch(len(samples), key.shares, key.num_micro_batches, key.virtual_ranks)
-        sizes = split_sizes(split)
+        sizes = split_sizes(split)  # samples of each part, shape (micro-batches, ranks)
         samples_of_rank = sizes.sum(axis=0)
         bounds_on_this_rank = split[:, self._data_parallel.rank]
         return _ReadPart(
             samples=samples,
+            # The samples follow each other in the epoch, so their numbers grow by 1.
             first_number=key.position * self._source.batch_size,
             stride=1,
+            # The size of the global batch is known, so every rank has what is planned.
             planned_sizes=sizes,
             counts=samples_of_rank,
             bounds=bounds_on_this_rank.tolist(),
@@ -214,7 +218,7 @@ class IterableFetch(Dataset[Any]):
         rank = self._data_parallel.rank
         num_ranks = self._data_parallel.size
         num_wanted = int(planned_sizes[:, rank].sum())
-        # The iterable gives only samples of this rank, equally many of each global batch.
+        # The iterable gives only samples of this rank, the same number for each global batch.
         first_on_rank = key.position * num_wanted
         samples = self._read(
             key.epoch,
@@ -256,12 +260,11 @@ class IterableFetch(Dataset[Any]):
             count=num_wanted,
             pass_begin=key.pass_begin,
         )
+        # A global batch with fewer samples than ranks has none for some ranks. That such a rank has
+        # read nothing does not mean that the iterable has ended.
+        ended = num_wanted > 0 and not samples
         return self._divide_part(
-            samples,
-            first_number=first_number,
-            planned_sizes=planned_sizes,
-            # If a global batch has fewer samples than there are ranks, some rank wants none of it.
-            ended=num_wanted > 0 and not samples,
+            samples, first_number=first_number, planned_sizes=planned_sizes, ended=ended
         )
 
     def _divide_part(
@@ -413,7 +416,10 @@ class IterableFetch(Dataset[Any]):
     def _read_up_to(
         self, reader: StreamReader, first: int, pass_begin: int, per_batch: int
     ) -> None:
-        """Reads on to a sample, past global batches that other workers read or that are done.
+        """Reads on to a sample, and past all samples before it.
+
+        These are of global batches that other loader workers read, or that were trained on before
+        the run was resumed. Their digests are kept, since all workers must read the same.
 
         Args:
             reader: of this pass.
@@ -442,23 +448,24 @@ class IterableFetch(Dataset[Any]):
             self._digests[position] = batch_digests(samples)
 
     def _read_beginning(self, key: GlobalBatchKey) -> None:
-        """Reads the first samples of the epoch; their digests go out with the next `RankBatch`.
+        """Reads the first samples of the epoch, and keeps their digests for the next `RankBatch`.
 
-        They are read only if the stream can skip to the middle of the epoch. Otherwise it is read
-        from the beginning anyway, and passes them on its way.
+        It does so only if the stream can skip to the middle of the epoch. Any other stream is read
+        from its beginning anyway, and `_read_up_to` keeps these digests.
 
         Args:
             key: of the global batch that is wanted, which may be in the middle of the epoch.
         """
         if not self._can_skip:
             return
-        fetch = self.fresh()
+        # A copy reads them, with an iterator of its own. That of this object stays where it is.
+        fetch_of_beginning = self.fresh()
         num_batches = ceil_div(SAMPLES_COMPARED, self._source.batch_size)
         for position in range(num_batches):
             key_of_beginning = key._replace(position=position, pass_begin=0, read_beginning=False)
-            samples = fetch._read_part(key_of_beginning).samples
-            fetch._keep_digests(position, pass_begin=0, samples=samples)
-        self._digests.update(fetch._digests)
+            samples = fetch_of_beginning._read_part(key_of_beginning).samples
+            fetch_of_beginning._keep_digests(position, pass_begin=0, samples=samples)
+        self._digests.update(fetch_of_beginning._digests)
 
     @property
     def _can_skip(self) -> bool:

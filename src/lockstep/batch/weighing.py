@@ -73,26 +73,29 @@ class Weighing:
         Raises:
             DataError: the user's function did not return a number that is at least 0.
         """
-        micro_batch = planned.micro_batch
-        num_samples = micro_batch.local_rows
-        num_rows: int | None = num_samples
+        num_samples = planned.micro_batch.local_rows
+        visible_rows: int | None = num_samples
         if self.rows is not None and num_samples > 0:
-            num_rows = self.rows.count(batch, num_samples)
-        rows_are_unknown = num_rows is None
-        if num_rows is None:  # then it is taken for as many as there are samples
-            num_rows = num_samples
-        collated = batch
-        if num_samples > 0 and num_rows == 0:  # the collate function left out all samples
-            batch = self.make_empty_batch()
+            visible_rows = self.rows.count(batch, num_samples)
+        # If the batch does not show its rows, each sample is taken for one.
+        num_rows = num_samples if visible_rows is None else visible_rows
         has_other_rows = num_rows != num_samples
         if has_other_rows:
             left_out = max(0, num_samples - num_rows)
-            micro_batch = replace(micro_batch, local_rows=num_rows, left_out=left_out)
-            planned = planned._replace(micro_batch=micro_batch)
+            counted = replace(planned.micro_batch, local_rows=num_rows, left_out=left_out)
+            planned = planned._replace(micro_batch=counted)
+        all_samples_are_left_out = num_samples > 0 and num_rows == 0
         weight = float(num_rows)
         if self.weight is not None and num_rows > 0:  # it is not called with batches without rows
             weight = _weigh_batch(self.weight, batch)
-        return CountedBatch(planned, batch, collated, weight, has_other_rows, rows_are_unknown)
+        return CountedBatch(
+            planned=planned,
+            batch=self.make_empty_batch() if all_samples_are_left_out else batch,
+            collated=batch,
+            weight=weight,
+            has_other_rows=has_other_rows,
+            rows_are_unknown=visible_rows is None,
+        )
 
 
 def _index_of_weight(counted: CountedBatch) -> int:
@@ -138,7 +141,8 @@ def scale_by_weight(
         weighing: how a batch is weighed.
         collectives: of the run.
         epoch: of the pass.
-        weight_before: the weight of what this rank has already got of the first global batch.
+        weight_before: the weight of the micro-batches of the first global batch that this rank was
+            handed before this call; 0 if `read` begins with the global batch.
         virtual_ranks: of the run; None: there are none.
 
     Raises:
@@ -221,22 +225,26 @@ class _WeightSum:
         """
         if self._work is not None:
             self._work.wait()
-        sums = self._sums.tolist()  # of the values in the order in which __init__ joins them
-        weights = sums[: self._num_parts]
-        num_ranks_with_other_rows = sums[-4]
-        num_ranks_with_unknown_rows = sums[-3]
-        sum_of_epochs = sums[-2]
-        sum_of_positions = sums[-1]
+        # The sums over the ranks of the values that __init__ joins, in the same order.
+        (
+            *weights,
+            num_ranks_with_other_rows,
+            num_ranks_with_unknown_rows,
+            sum_of_epochs,
+            sum_of_positions,
+        ) = self._sums.tolist()
         self._check_same_global_batch(sum_of_epochs, sum_of_positions)
-        rows = self._weighing.rows
-        if self._weighing.weight is None and rows is not None:
-            # Batches are weighed by their rows; if these are as planned, so are the scales.
-            global_samples = self._global_batch[0][0].micro_batch.global_samples
-            if num_ranks_with_unknown_rows > 0:
-                rows.warn_of_unknown(global_samples)
-            if num_ranks_with_other_rows == 0:
-                return self._global_batch
-            rows.warn_of_rows(global_samples, int(sum(weights)))
+        row_counter = self._weighing.rows
+        if self._weighing.weight is not None or row_counter is None:
+            return self._scaled(weights)
+        # Batches are weighed by their rows.
+        first_planned, _ = self._global_batch[0]
+        global_samples = first_planned.micro_batch.global_samples
+        if num_ranks_with_unknown_rows > 0:
+            row_counter.warn_of_unknown(global_samples)
+        if num_ranks_with_other_rows == 0:  # each sample makes one row, so the planned scales hold
+            return self._global_batch
+        row_counter.warn_of_rows(global_samples, int(sum(weights)))
         return self._scaled(weights)
 
     def _check_same_global_batch(self, sum_of_epochs: float, sum_of_positions: float) -> None:
@@ -246,6 +254,8 @@ class _WeightSum:
             sum_of_epochs: over the ranks, of the epoch that each is in.
             sum_of_positions: over the ranks, of the position of the global batch that each is at.
         """
+        # If all ranks have the same number, the sum is `size` times this rank's. If they differ, it
+        # is not on at least one rank, which raises.
         topology = self._collectives.topology
         same_epoch = sum_of_epochs == topology.size * self._epoch
         same_position = sum_of_positions == topology.size * self._position
@@ -266,21 +276,11 @@ class _WeightSum:
             weights: the weight `W`, summed over all ranks, of each virtual rank's part. Without
                 virtual ranks it has one item, the weight of the whole global batch.
         """
-        num_ranks = self._collectives.data_parallel.size
         virtual_ranks = self._virtual_ranks
         trains_copies = virtual_ranks is not None and virtual_ranks.train_copies
-        # The `ranks` of the formula: how many gradients the mean is taken of.
-        if virtual_ranks is None:
-            num_gradients = num_ranks
-        elif trains_copies:  # those of one copy, which several ranks may compute together
-            num_gradients = max(1, num_ranks // virtual_ranks.count)
-        else:
-            num_gradients = virtual_ranks.count
+        num_gradients = self._num_gradients()  # the `ranks` of the formula
         total_of_global_batch = sum(weights)
-        first_planned, _ = self._global_batch[0]
-        first = first_planned.micro_batch
-        is_only_micro_batch = len(self._global_batch) == 1 and first.first
-        is_whole = num_ranks == 1 and is_only_micro_batch and first.virtual_rank is None
+        is_one_micro_batch = self._is_one_micro_batch()
         scaled = []
         for counted in self._counted:
             micro_batch = counted.planned.micro_batch
@@ -292,9 +292,28 @@ class _WeightSum:
             if total > 0:
                 scale = counted.weight * num_gradients / total
             # A micro-batch that is the whole global batch has scale 1: it needs no scaling.
-            micro_batch = replace(micro_batch, scale=scale, plain=is_whole and total > 0)
+            is_plain = is_one_micro_batch and total > 0
+            micro_batch = replace(micro_batch, scale=scale, plain=is_plain)
             # A rank without rows gets an empty batch. But if no rank has rows, each gets what its
             # collate function returned, as one device would.
             batch = counted.batch if total_of_global_batch > 0 else counted.collated
             scaled.append((counted.planned._replace(micro_batch=micro_batch), batch))
         return scaled
+
+    def _num_gradients(self) -> int:
+        """Returns of how many gradients the mean is taken: of all ranks, or of virtual ranks."""
+        num_ranks = self._collectives.data_parallel.size
+        virtual_ranks = self._virtual_ranks
+        if virtual_ranks is None:
+            return num_ranks
+        if virtual_ranks.train_copies:  # the ranks that compute one copy of the model together
+            return max(1, num_ranks // virtual_ranks.count)
+        return virtual_ranks.count
+
+    def _is_one_micro_batch(self) -> bool:
+        """Returns True if the global batch is one micro-batch, which this rank computes alone."""
+        first_planned, _ = self._global_batch[0]
+        first = first_planned.micro_batch
+        is_only_micro_batch = len(self._global_batch) == 1 and first.first
+        is_only_rank = self._collectives.data_parallel.size == 1
+        return is_only_rank and is_only_micro_batch and first.virtual_rank is None

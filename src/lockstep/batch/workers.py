@@ -58,6 +58,7 @@ class Workers:
             yield from self._start(fetch, keys, options)
             return
         self._persistent_are_busy = True
+        # `_persistent_keys` is the sampler of the persistent workers. It iterates these keys now.
         self._persistent_keys.keys = keys
         try:
             if self._persistent is None:
