@@ -304,7 +304,7 @@ class World:
 
         Raises:
             UsageError: `gradient` is True while a batch is not on all ranks at once: with
-                micro-batches, or under `pipeline` and `diloco`.
+                micro-batches or virtual ranks, or under `pipeline` and `diloco`.
         """
         if gradient:
             self._check_gathers_whole_batch()
@@ -313,7 +313,9 @@ class World:
     def _check_gathers_whole_batch(self) -> None:
         """Raises UsageError if the ranks together do not have the whole global batch."""
         num_micro_batches = self._run.step.micro_batch.num_micro_batches
-        if self.strategy in ("pipeline", "diloco"):
+        if self._run.settings.virtual_ranks is not None:
+            found = "with virtual_ranks a process computes one part of the batch after the other"
+        elif self.strategy in ("pipeline", "diloco"):
             found = f"under {self.strategy} the ranks do not compute one batch side by side"
         elif num_micro_batches > 1:
             found = (

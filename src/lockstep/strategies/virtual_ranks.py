@@ -169,11 +169,16 @@ class VirtualRankGradients(Extension):
         micro_batch = self._step.micro_batch
         sums = self.tree.sums(micro_batch.global_samples)
         total = bucket.buffer()
+        scale = 1.0 / self.tree.num_virtual_ranks
+        if not self._nodes and not self._step.extensions.listeners["leaf_gradient"]:
+            # Most often a process has one virtual rank, whose gradient the bucket holds.
+            nodes = [total] if has_leaf(micro_batch) else []
+            return sums.start(nodes, total, scale=scale)
         views = gradients_of_bucket(bucket)
         parameters = bucket.parameters()
         places = [self._place[id(parameter)] for parameter in parameters]
         earlier_nodes = self._nodes
-        nodes: list[Tensor] = []
+        nodes = []
         if has_leaf(micro_batch):
             self._step.extensions.leaf_gradient(micro_batch, parameters, views)
             num_merges = self.tree.num_merges(micro_batch)
@@ -184,7 +189,6 @@ class VirtualRankGradients(Extension):
         flat_nodes = []
         for node in earlier_nodes:
             flat_nodes.append(_like_bucket(total, views, [node[place] for place in places]))
-        scale = 1.0 / self.tree.num_virtual_ranks
         return sums.start([*flat_nodes, *nodes], total, scale=scale)
 
     def _take_gradients(self) -> Gradients:
