@@ -2,9 +2,11 @@
 
 All contestants live in the same two processes (Gloo, one thread each), taking turns in short
 blocks, in an order that rotates, so that whatever disturbs the machine disturbs all of them.
-`alone` is the physical limit: the same local batch without any communication. Equal between the
-contestants: model and initial weights, data, global batch, optimizer (AdamW), threads; after the
-run with a fixed batch the weights are compared bit for bit.
+`alone` is the physical limit: the same local batch without any communication. `alone, barrier`
+adds the cheapest barrier that Lockstep has to each step, which is the limit of whatever
+synchronises; what raw DDP takes beyond it is avoidable. Equal between the contestants: model and
+initial weights, data, global batch, optimizer (AdamW), threads; after the run with a fixed batch
+the weights are compared bit for bit.
 
     python benchmarks/bench_step.py [--rounds 30] [--out benchmarks/results/step.json]
 """
@@ -28,7 +30,8 @@ from typing import Any
 from psutil import Process
 
 HERE = Path(__file__).resolve()
-CONTESTANTS = ["alone", "ddp", "ddp tuned", "accelerate", "fabric", "lockstep"]
+BARRIER = "alone, barrier"
+CONTESTANTS = ["alone", BARRIER, "ddp", "ddp tuned", "accelerate", "fabric", "lockstep"]
 PROBLEMS = {
     "mlp": (10, 10),
     "digits": (5, 4),
@@ -113,10 +116,20 @@ def contestant(
         model, optimizer, loader = world.prepare(model, optimizer, loader)
         backward = world.backward
 
+    wait: Callable[[], object] = lambda: None
+    if name == BARRIER:
+        from lockstep.communication import routing
+
+        memory_of_ranks = routing.shared_memory()
+        assert memory_of_ranks is not None
+        number = torch.zeros(1)
+        wait = lambda: memory_of_ranks.all_reduce(number)
+
     def step(batch: Any) -> None:
         x, y = batch
         loss = F.cross_entropy(model(x), y)
         backward(loss)
+        wait()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -138,7 +151,7 @@ def open_shared(names: list[str]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     shared: dict[str, Any] = {}
-    if "lockstep" in names:
+    if "lockstep" in names or BARRIER in names:
         import lockstep
 
         shared["lockstep"] = lockstep.init("ddp", device="cpu", sync_batchnorm=False)
@@ -181,12 +194,10 @@ def time_all(kind: str, fixed: bool, rounds: int) -> dict[str, Any]:
             if turn >= 2:  # the first rounds build buckets and warm caches
                 times[name].append([round(seconds, 7) for seconds in each])
     reference = [p.detach().clone() for p in made["ddp"][0].parameters()]
-    same = {
-        name: all(
-            torch.equal(a, b) for a, b in zip(reference, made[name][0].parameters(), strict=True)
-        )
-        for name in CONTESTANTS
-    }
+    same = {}
+    for name in CONTESTANTS:
+        pairs = zip(reference, made[name][0].parameters(), strict=True)
+        same[name] = all(torch.equal(a, b) for a, b in pairs)
     for stream in streams.values():
         stream.close()
     dist.barrier()
@@ -258,7 +269,8 @@ def on_two(*arguments: str, by: Sequence[str] = ("-m", "torch.distributed.run"))
 def memory(kind: str) -> dict[str, dict[str, float]]:
     """Of rank 0, by contestant: all started by torchrun, and Lockstep by its own command, too."""
     own = os.getpid()
-    found = {name: on_two("memory", kind, f"{name},{own}") for name in CONTESTANTS[1:]}
+    trained_together = [name for name in CONTESTANTS if not name.startswith("alone")]
+    found = {name: on_two("memory", kind, f"{name},{own}") for name in trained_together}
     command = str(Path(sys.executable).with_name("lockstep"))
     found[BY_LOCKSTEP_RUN] = on_two("memory", kind, f"lockstep,{own}", by=(command, "run"))
     return found
@@ -292,6 +304,12 @@ def ratio(times: list[Any], base: list[Any], percent: int = 50) -> tuple[float, 
     ratios = [np.percentile(own[p], percent) / np.percentile(other[p], percent) for p in picks]
     whole = np.percentile(own, percent) / np.percentile(other, percent)
     return float(whole), *(float(x) for x in np.percentile(ratios, [2.5, 97.5]))
+
+
+def share_gone(times: dict[str, list[Any]]) -> float:
+    """Returns which part of what raw DDP takes beyond the limit Lockstep does not take."""
+    limit = median(times[BARRIER])
+    return (median(times["ddp"]) - median(times["lockstep"])) / (median(times["ddp"]) - limit)
 
 
 def median(times: list[Any]) -> float:
@@ -337,7 +355,9 @@ def main() -> None:
                 interval = f"{middle:6.3f} [{low:.3f}, {high:.3f}]"
                 middle, low, high = ratio(times, found["times"]["ddp"], 25)
                 interval += f"  {middle:6.3f} [{low:.3f}, {high:.3f}]"
-                print(f"  {name:<11}{milliseconds:9.3f} ms  {interval}{note}")
+                print(f"  {name:<14}{milliseconds:9.3f} ms  {interval}{note}")
+            gone = share_gone(found["times"])
+            print(f"  of what raw DDP takes beyond `{BARRIER}`, Lockstep leaves out {gone:.0%}")
         if options.only_steps:
             continue
         results["memory"][kind] = memory(kind)
