@@ -8,7 +8,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 TYPED := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: train test check thorough real clusters lint types bench-step bench-bits bench-collectives bench-checkpoint bench-strategies bench-checks bench-compile bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report house docs gpu gpu-table clean
+.PHONY: train test check thorough real clusters lint types bits bench-step bench-bits bench-collectives bench-checkpoint bench-strategies bench-checks bench-compile bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report house docs gpu gpu-table clean
 
 train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -40,6 +40,9 @@ bench-step: $(VENV)/.installed-bench
 
 bench-bits: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_bits.py --out benchmarks/results/bits.json
+
+bits: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.bits --out benchmarks/results/same_bits.md
 
 bench-collectives: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_collectives.py --out benchmarks/results/collectives.json

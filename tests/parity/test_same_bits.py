@@ -265,3 +265,31 @@ def single_samples_before_batchnorm() -> None:
 def test_a_single_sample_before_batchnorm_is_explained() -> None:
     with pytest.raises(RankFailed, match=r"virtual rank 1 has one of the 6 samples of this batch"):
         run_ranks(single_samples_before_batchnorm, 1)
+
+
+def accumulate_by_hand(virtual_ranks: int | None) -> torch.Tensor:
+    """Steps after every second global batch only; returns the weights."""
+    with lockstep.init(virtual_ranks=virtual_ranks) as world:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(72, 3))
+        optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+        model, optimizer = world.prepare(net, optimizer)
+        num_batches = 0
+        for images, labels in world.loader(samples(80), 16):
+            world.backward(F.cross_entropy(model(images), labels))
+            if num_batches % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+            if world.is_last_micro_batch:
+                num_batches += 1
+        weight = net[1].weight.detach()
+        return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.thorough)])
+def test_gradients_of_several_global_batches_add_up(strategy: str) -> None:
+    (plain,) = run_ranks(accumulate_by_hand, 1, None)
+    (alone,) = run_ranks(accumulate_by_hand, 1, 4)
+    torch.testing.assert_close(alone, plain)
+    for weight in run_ranks(accumulate_by_hand, 2, 4, env={"LOCKSTEP_STRATEGY": strategy}):
+        assert torch.equal(weight, alone)

@@ -302,3 +302,31 @@ def test_an_operation_without_order_is_refused_in_our_words() -> None:
     (note,) = notes
     assert note.startswith("lockstep: virtual_ranks")
     assert "found: torch computes put_ in no fixed order" in note
+
+
+def leave_steps_out() -> str:
+    """Leaves out the step of the second global batch, and the pass in the middle of the fifth."""
+    with lockstep.init(seed=3, virtual_ranks=VIRTUAL_RANKS) as world:
+        net = Net()
+        optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+        model, optimizer = world.prepare(net, optimizer)
+        loader = world.loader(samples(80), 16, micro_batch_size=2)
+        for _ in world.epochs(2):
+            position = 0
+            for images, labels in loader:
+                world.backward(F.cross_entropy(model(images), labels))
+                if position == 4:
+                    break
+                if position != 1:
+                    optimizer.step()
+                optimizer.zero_grad()
+                if world.is_last_micro_batch:
+                    position += 1
+        return digest_of(net.state_dict())
+
+
+@pytest.mark.thorough
+def test_steps_that_are_left_out_leave_nothing_behind() -> None:
+    (alone,) = run_ranks(leave_steps_out, 1)
+    assert run_ranks(leave_steps_out, 2) == [alone] * 2
+    assert run_ranks(leave_steps_out, 3, env={"LOCKSTEP_STRATEGY": "fsdp"}) == [alone] * 3

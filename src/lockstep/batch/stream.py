@@ -82,10 +82,13 @@ class IterableLoader(Loader):
                 "give numbers, or leave shard out",
             )
         if self.source.shard is not None and self._plan.virtual_ranks is not None:
+            train_copies = self._plan.virtual_ranks.train_copies
+            setting = "strategy='diloco'" if train_copies else "virtual_ranks"
+            part_of = "replica" if train_copies else "virtual rank"
             raise SettingError(
-                "strategy='diloco' for a stream with shard=",
-                "each replica has a part of every global batch, whoever computes it, so every rank "
-                "reads the whole stream",
+                f"{setting} for a stream with shard=",
+                f"each {part_of} has a part of every global batch, whoever computes it, so every "
+                "rank reads the whole stream",
                 "leave shard out",
             )
         if callable(self.source.shard) and len(set(self.shares)) > 1:

@@ -31,8 +31,15 @@ def facts_about_bits(num_virtual_ranks: int | None, device: torch.device) -> dic
     return {
         "virtual_ranks": num_virtual_ranks,
         "threads": torch.get_num_threads(),
-        "numerics": read_numerics(device),
+        "numerics": _numerics(device),
     }
+
+
+def _numerics(device: torch.device) -> dict[str, str]:
+    """Returns the numerics of this process, with the version of Lockstep."""
+    from lockstep import __version__  # the package itself imports this module
+
+    return {**read_numerics(device), "Lockstep": __version__}
 
 
 def check_virtual_ranks(
@@ -98,7 +105,7 @@ def restore_threads(
     saved_numerics = manifest.get("numerics")
     differences = ""
     if isinstance(saved_numerics, dict):
-        differences = describe_differences(read_numerics(device), saved_numerics)
+        differences = describe_differences(_numerics(device), saved_numerics)
     if differences:
         text += f"; bits are not promised: this run has {differences}"
     return text

@@ -51,6 +51,7 @@ from lockstep.strategies.base import (
     note_empty_part,
     parameters_of,
 )
+from lockstep.strategies.earlier_gradients import EarlierGradients
 from lockstep.strategies.micro_batch_buffers import MicroBatchBuffers
 from lockstep.strategies.placeholder import Placeholders
 from lockstep.strategies.virtual_ranks import note_single_sample
@@ -419,6 +420,9 @@ class Preparer:
         self.run.prepared.append(weakref.ref(wrapped.module))
         for extension in wrapped.extensions:
             self.run.extensions.add(extension, Place.STRATEGY)
+        if self.run.settings.virtual_ranks is not None:
+            earlier_gradients = EarlierGradients(list(wrapped.module.parameters()))
+            self.run.extensions.add(earlier_gradients, Place.STRATEGY)
         watches_buffers = self.run.settings.virtual_ranks is None
         # Under a pipeline all stages are rank 0 of the plan: each of them has other buffers.
         if watches_buffers and self._plan.rank.rank == 0:

@@ -55,6 +55,7 @@ FACTS_IN_MANIFEST = (
     "epoch",
     "world_size",
     "strategy",
+    "virtual_ranks",
     "metric",
     "lockstep",
     "torch",
