@@ -202,8 +202,8 @@ def rename_to_match(
 ) -> tuple[dict[str, LazyTensor], str]:
     """Gives the tensors of `b` the names that they have in `a`, if only wrappers changed them.
 
-    A name that has no counterpart in `a` stays as it is, unless a renamed tensor has it now; then
-    its tensor is left out.
+    A tensor without a counterpart in `a` keeps its name. If the new name of another tensor is the
+    same, the tensor that had this name before is left out.
 
     Returns:
         The tensors of `b` by their new names, and a text that says what was done, "" if nothing.

@@ -57,7 +57,7 @@ def open_contents(
         name: the name of one model, if there are several.
         trust: a torch file may run code of its author's while it is read.
         everything: take all models of a checkpoint.
-        training: take also what is no model, such as the optimizer's tensors.
+        training: fill `Contents.training` too, with the tensors of optimizers and the like.
 
     Raises:
         CheckpointError: it cannot be read, or is not sound.
@@ -80,7 +80,9 @@ def open_contents(
         tensor.check()  # raises an error if its file does not have it
 
     facts = dict(source.facts)
-    if largest.place and not source.modules:  # a torch file with the model inside a dictionary
+    is_checkpoint = bool(source.modules)
+    if largest.place and not is_checkpoint:
+        # A torch file has the model inside a dictionary. The user is told where: "['model']".
         facts = {"read": largest.place, **facts}
     return Contents(
         source=source,

@@ -112,8 +112,9 @@ def encode(
             tensors, numpy arrays and numbers, `torch.dtype`, `torch.device`, `torch.Size`.
         inside: what `state` is called in error messages.
         to_host: returns the values of a tensor in contiguous CPU memory. None: `on_cpu`.
-        main: True on rank 0, which stores all plain tensors. The plain tensors of another rank are
-            those that rank 0 lacks; they are stored as shards that cover the whole tensor.
+        main: True on rank 0. It stores each tensor that it has whole under `$tensor`. Any other
+            rank stores only what rank 0 lacks: its shards of DTensors, and under a pipeline the
+            tensors of its own layers. All of these are stored as shards (`$sharded`).
 
     Raises:
         CheckpointError: the state holds something else; the message says where.
@@ -309,18 +310,18 @@ class _Encoder:
         problem = why_unstorable(local)
         if problem is not None:
             raise self._error(path, problem)
+        view = view_key(value)  # equal for tied tensors; None if it has no memory
+        if view in self._tree_of_view:
+            return self._tree_of_view[view]
         # The box is the region of the whole tensor that this rank has.
         if is_dtensor:
             box = Box(*local_box(value))
         else:
             box = Box(offsets=(0,) * value.dim(), sizes=tuple(value.shape))
-        view = view_key(value)  # equal for tied tensors; None if it has no memory
-        if view in self._tree_of_view:
-            return self._tree_of_view[view]
-        another_rank_stores_it = is_replicated_copy(value)
         is_whole = box.sizes == value.shape
+        # For a DTensor that is replicated over some ranks: one of these ranks stores it.
+        another_rank_stores_it = is_replicated_copy(value)
         if self._main and is_whole and not another_rank_stores_it:
-            # All that rank 0 has whole is stored as one tensor; everything else as shards.
             tree = self._add_tensor(self._to_host(local), path)
         else:
             # The tree names the tensor even if this rank has no elements of it to store.

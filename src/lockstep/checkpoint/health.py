@@ -215,16 +215,15 @@ def inspect(path: Path, *, name: str | None = None, trust: bool = False) -> Insp
     leftovers: tuple[Path, ...] = ()
     if path.is_dir() and not is_checkpoint:
         leftovers = tuple(sorted(layout.leftovers(path)))
-    # What is opened: the newest checkpoint without problems.
     readable = [health.path for health in checkpoints if not health.problems]
     if readable:
-        newest = readable[-1]
+        to_open = readable[-1]  # the newest one
     elif checkpoints or leftovers:
         # None of the checkpoints can be read; or there are only saves that were stopped.
         return Inspection(path, checkpoints, leftovers, contents=None)
     else:
-        newest = path  # a file of weights, or a folder of another kind
-    contents = open_contents(newest, name=name, trust=trust, everything=True, training=True)
+        to_open = path  # a file of weights, or a folder of another kind
+    contents = open_contents(to_open, name=name, trust=trust, everything=True, training=True)
     return Inspection(path, checkpoints, leftovers, contents)
 
 

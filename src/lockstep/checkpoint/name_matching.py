@@ -17,6 +17,8 @@ from lockstep.distributed.torch_compat import COMPILED_CHILD_NAME
 
 WRAPPER_PARTS = (COMPILED_CHILD_NAME, "module")
 """Parts of names that wrappers add anywhere in a model."""
+REMOVABLE_PARTS = ((), (COMPILED_CHILD_NAME,), ("module",), WRAPPER_PARTS)
+"""What is tried to be removed from the names of a file: nothing, one of these parts, or both."""
 PREFIX_PARTS = frozenset({*WRAPPER_PARTS, "model", "net"})
 """Parts that may stand at the beginning of all names."""
 
@@ -78,8 +80,8 @@ class Match:
 def match_names(file: Mapping[str, OptionalShape], model: Mapping[str, OptionalShape]) -> Match:
     """Finds the renaming that turns most names of the file into names of the model.
 
-    The number of equal shapes counts first, that of equal names second, and few changes third. All
-    names are changed in the same way; two names never become one.
+    Every renaming is tried that removes parts inside of names, then removes a prefix, then adds a
+    prefix. All names are changed in the same way; two names never become one.
 
     Args:
         file: the shapes of the file's tensors by name.
@@ -88,7 +90,7 @@ def match_names(file: Mapping[str, OptionalShape], model: Mapping[str, OptionalS
     best = Match({}, 0, ())
     best_score = (-1, -1, 0)  # lower than that of any renaming
     model_prefixes = _known_prefixes(model)
-    for removed_parts in ((), (COMPILED_CHILD_NAME,), ("module",), WRAPPER_PARTS):
+    for removed_parts in REMOVABLE_PARTS:
         inner_names = {name: remove_parts(name, removed_parts) for name in file}
         if len(set(inner_names.values())) < len(inner_names):
             continue  # two names would become one
@@ -99,7 +101,7 @@ def match_names(file: Mapping[str, OptionalShape], model: Mapping[str, OptionalS
             renaming = _Renaming(removed_parts, removed_prefix, added_prefix)
             names = renaming.apply(inner_names, model)
             fitting = [name for name, new_name in names.items() if file[name] == model[new_name]]
-            # More equal shapes, then more equal names, then fewer changes.
+            # The best has most names with equal shapes, then most names, then fewest changes.
             score = (len(fitting), len(names), -renaming.num_changes())
             if score > best_score:
                 best = Match(names, len(fitting), renaming.describe())

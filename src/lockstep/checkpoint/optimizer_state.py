@@ -40,32 +40,48 @@ def load_saved_state(
         saved_dtypes: the dtypes that parameters had when the state was saved. If the dtype of a
             parameter is not known, it is taken to be the present one.
     """
-    options_of_groups = _tensor_options(optimizer)
+    options_as_built = _tensor_options(optimizer)
     entries = saved["state"]  # for each parameter that has one, by its number
     # Torch would take text and arrays for lists, so it gets None in their place.
     safe_entries = {
         number: map_leaves(_none_if_taken_for_list, entry) for number, entry in entries.items()
     }
     optimizer.load_state_dict({**saved, "state": safe_entries})
-
-    # Puts back what torch has changed, and what it did not get.
-    for number, parameter in _numbered_parameters(optimizer, saved):
-        if number not in entries or parameter not in optimizer.state:
-            continue
-        saved_dtype = saved_dtypes.get(parameter, parameter.dtype)
-        # If the parameter has another dtype now than it had, then torch was right to convert the
-        # tensors that were saved in that former dtype.
-        converted_dtype = saved_dtype if saved_dtype != parameter.dtype else None
-        optimizer.state[parameter] = _restore_saved(
-            optimizer.state[parameter], entries[number], converted_dtype
-        )
+    _restore_entries(optimizer, saved, saved_dtypes)
 
     # Options such as a learning rate may be tensors, on a GPU if the step is compiled. Loading has
     # put the saved ones on the CPU; they go to the device where the optimizer was built with them.
-    for group, options in zip(optimizer.param_groups, options_of_groups, strict=True):
+    for group, options in zip(optimizer.param_groups, options_as_built, strict=True):
         for name, built in options.items():
             if isinstance(group.get(name), Tensor):
                 group[name] = group[name].to(built.device)
+
+
+def _restore_entries(
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    saved_dtypes: Mapping[Tensor, torch.dtype],
+) -> None:
+    """Puts back, in the state that torch has loaded, what torch has changed or did not get.
+
+    Args:
+        optimizer: has loaded the state.
+        saved: the saved state.
+        saved_dtypes: as in `load_saved_state`.
+    """
+    entries = saved["state"]
+    for number, parameter in _numbered_parameters(optimizer, saved):
+        if number not in entries or parameter not in optimizer.state:
+            continue
+        # A parameter in bfloat16 may have been saved in float32. Then torch was right to convert
+        # momentum that was saved in float32 too: it has the dtype of its parameter.
+        saved_dtype = saved_dtypes.get(parameter, parameter.dtype)
+        dtype_has_changed = saved_dtype != parameter.dtype
+        optimizer.state[parameter] = _restore_saved(
+            optimizer.state[parameter],
+            entries[number],
+            converted_dtype=saved_dtype if dtype_has_changed else None,
+        )
 
 
 def saved_parameter_dtypes(

@@ -21,8 +21,7 @@ from typing import Any
 from lockstep.checkpoint import termination
 
 MIN_TIME_TO_SECOND_SIGTERM_S = 5.0
-"""A second SIGTERM ends the process if it comes at least this much later than the first. An earlier
-one is taken for the same request: it was sent to the launcher as well, which passes it on."""
+"""A second SIGTERM ends the process if it comes at least this much later than the first."""
 
 
 class SignalRequests:
@@ -69,16 +68,23 @@ class SignalRequests:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """The handler of both signals: notes the request, or ends the process."""
-        if os.getpid() != self._owner_pid:
-            # This is a forked child, such as a worker of a DataLoader: schedulers may signal all
-            # processes. SIGUSR1 is meant for the training loop alone.
+        is_forked_child = os.getpid() != self._owner_pid
+        if is_forked_child:
+            # Such as a worker of a DataLoader: schedulers may signal all processes. SIGUSR1 is
+            # meant for the training loop alone.
             if number != signal.SIGUSR1:
                 termination.end_by(number)
-        elif not self._is_listening:
-            termination.end_by(number)  # no loop would act on a request
-        elif number == signal.SIGUSR1:
+            return
+        if not self._is_listening:  # no loop would act on a request
+            termination.end_by(number)
+            return
+        if number == signal.SIGUSR1:
             self._save_requested = True
-        elif self._stop_requested_at_s is None:
-            self._stop_requested_at_s = time.monotonic()
-        elif time.monotonic() - self._stop_requested_at_s > MIN_TIME_TO_SECOND_SIGTERM_S:
+            return
+        # SIGTERM. Soon after the first one, another may come that means the same request: it was
+        # sent to the launcher as well, which passes it on. A later one ends the process.
+        now_s = time.monotonic()
+        if self._stop_requested_at_s is None:
+            self._stop_requested_at_s = now_s
+        elif now_s - self._stop_requested_at_s > MIN_TIME_TO_SECOND_SIGTERM_S:
             termination.end_by(number)

@@ -134,7 +134,8 @@ class SaveSchedule:
             stop_requested = self._requests.stop
         elif number >= self._next_exchange_step:
             answers = self._exchange(number)
-            is_due_by_time = answers[0].save_is_due
+            is_due_by_time = answers[0].save_is_due  # clocks differ: that of rank 0 counts
+            # A signal may have been sent to any of the ranks.
             save_requested = any(answer.save_requested for answer in answers)
             stop_requested = any(answer.stop_requested for answer in answers)
         if stop_requested:

@@ -84,7 +84,9 @@ def entries_to_store(
         for other_rank, keys in enumerate(key_sets):
             if keys is None or key in keys:
                 return other_rank == rank
-        return rank == 0  # no rank has it
+        # No rank has it, because the model is on the meta device. Rank 0 takes it, and then raises
+        # the error that it has no values.
+        return rank == 0
 
     is_optimizer_state = isinstance(state.get("state"), dict)
     if is_optimizer_state:

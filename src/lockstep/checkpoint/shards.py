@@ -66,19 +66,8 @@ class TensorInShards(LazyTensor):
         result = torch.empty(sizes, dtype=self.dtype)
         for shard in self.shards:
             common = intersect(Box(offsets, sizes), Box(shard.offsets, shard.sizes))
-            if common is None:
-                continue
-            # Where the common region is in the result, and where it is in the shard.
-            in_result = slices_of(common, offsets)
-            in_shard = slices_of(common, shard.offsets)
-            # A shard is read in rows of its first dimension, and only those that are needed.
-            rows, *other_slices = in_shard
-            row_shape = shard.sizes[1:]
-            row_numel = math.prod(row_shape)
-            flat = shard.values.read_range(rows.start * row_numel, rows.stop * row_numel)
-            needed_rows = flat.reshape(rows.stop - rows.start, *row_shape)
-            all_rows = slice(None)
-            result[in_result].copy_(needed_rows[(all_rows, *other_slices)])
+            if common is not None:
+                result[slices_of(common, offsets)].copy_(_read_part_of_shard(shard, common))
         return result
 
     def read_range(self, begin: int, end: int) -> Tensor:
@@ -110,6 +99,23 @@ class TensorInShards(LazyTensor):
         """
         for shard in self.shards:
             shard.values.check()
+
+
+def _read_part_of_shard(shard: Shard, box: Box) -> Tensor:
+    """Reads a region that lies inside a shard.
+
+    Only the rows of the shard (along its first dimension) are read that have elements of it.
+
+    Args:
+        shard: the shard, with at least one dimension.
+        box: the region, with offsets in the whole tensor.
+    """
+    rows, *other_slices = slices_of(box, shard.offsets)
+    row_shape = shard.sizes[1:]
+    row_numel = math.prod(row_shape)
+    flat = shard.values.read_range(rows.start * row_numel, rows.stop * row_numel)
+    read_rows = flat.reshape(rows.stop - rows.start, *row_shape)
+    return read_rows[(slice(None), *other_slices)]
 
 
 def intersect(a: Box, b: Box) -> Box | None:

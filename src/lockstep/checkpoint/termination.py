@@ -157,7 +157,7 @@ def _forget_in_child() -> None:
     Otherwise the child would write its signals to the pipe of its parent, and end the parent.
     """
     global _watcher, _ending
-    _ending = threading.RLock()
+    _ending = threading.RLock()  # a thread that the child does not have may hold the parent's lock
     _cleanups.clear()
     _restore_default_actions()
     if _watcher is not None:

@@ -140,23 +140,36 @@ def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
     gathered_views: dict[object, Any] = {}  # what was gathered of sharded tensors, by `view_key`
     for name, value in state.items():
         view = view_key(value) if is_sharded(value) else None
-        if view is not None and view in gathered_views:
+        if view is not None and view in gathered_views:  # a tied tensor
             state[name] = gathered_views[view]
             continue
-        if is_sharded(value):
-            # A model may be kept on the CPU in a run on GPUs, whose collectives need GPU tensors.
-            value = value.to(collectives.device).full_tensor()
-        # All ranks have the names in one order, so they take part in the same broadcasts.
+        # All ranks have the names in one order, so they take part in the same collectives.
         source = _first_rank_with(name, names_of_ranks)
-        if source > 0:  # rank 0 lacks it
-            value = collectives.broadcast(value, source)
-        if not collectives.topology.is_main:
-            value = None  # frees the memory
-        if isinstance(value, Tensor):
-            value = value.cpu()
-        state[name] = value
+        gathered = _gather_tensor(value, source, collectives)
+        state[name] = gathered
         if view is not None:
-            gathered_views[view] = value
+            gathered_views[view] = gathered
+
+
+def _gather_tensor(value: Any, source: int, collectives: Collectives) -> Any:
+    """Returns a whole value of a state on rank 0, and None on the other ranks.
+
+    Args:
+        value: what this rank has of it: a tensor, a DTensor, a tensor on the meta device if
+            another rank has it, or anything that is no tensor.
+        source: the first rank that does not have it on the meta device.
+        collectives: the collectives of the run. All ranks call this.
+    """
+    if is_sharded(value):
+        # A model may be kept on the CPU in a run on GPUs, whose collectives need GPU tensors.
+        value = value.to(collectives.device).full_tensor()
+    if source > 0:  # rank 0 lacks it
+        value = collectives.broadcast(value, source)
+    if not collectives.topology.is_main:
+        return None
+    if isinstance(value, Tensor):
+        return value.cpu()
+    return value
 
 
 def _first_rank_with(name: str, names_of_ranks: list[set[str]]) -> int:
@@ -360,7 +373,7 @@ def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundS
         matches.append((found, match_names(shapes, own_shapes)))
 
     def quality(state_and_match: tuple[FoundState, Match]) -> tuple[int, int]:
-        """Returns how many names fit with their shapes; and to decide between equals, without."""
+        """Returns how many tensors fit in name and shape, and how many fit in name."""
         _, match = state_and_match
         return match.num_fitting, len(match.names)
 

@@ -127,18 +127,18 @@ class ShardInArchive(LazyTensor):
     dtype: torch.dtype
     shape: Shape
     archive: Archive
-    last_read: dict[Archive, Tensor] = field(compare=False)
-    """The values that were read last, flattened. All shards of a folder have the same dictionary,
-    which has one entry at most."""
+    cached_values: dict[Archive, Tensor] = field(compare=False)
+    """The values of the shard that was read last, flattened. All shards of a folder share this
+    dictionary, which has one entry at most."""
 
     def read_range(self, begin: int, end: int) -> Tensor:
         """Returns the elements from `begin` to before `end`, flattened."""
-        if self.archive not in self.last_read:
+        if self.archive not in self.cached_values:
             self.check()
-            self.last_read.clear()  # before the new values are read, to save memory
+            self.cached_values.clear()  # before the new values are read, to save memory
             tensor, _ = self.archive.load()
-            self.last_read[self.archive] = tensor.reshape(-1)
-        return self.last_read[self.archive][begin:end]
+            self.cached_values[self.archive] = tensor.reshape(-1)
+        return self.cached_values[self.archive][begin:end]
 
     def check(self) -> None:
         """Raises CheckpointError if the archive is not one tensor of this dtype and shape."""
@@ -240,14 +240,15 @@ def _read_entries(
         ValueError, KeyError: the metadata is not sound.
     """
     archives = _find_archives(folder, metadata["storage_data"])
-    last_read: dict[Archive, Tensor] = {}
+    # All shards of the folder share this cache, so that the values of one at most are in memory.
+    cached_values: dict[Archive, Tensor] = {}
     entries: dict[str, TensorInShards | StoredObject] = {}
     for name, record in metadata["state_dict_metadata"].items():
         if record.class_name == "BytesStorageMetadata":
             entries[name] = StoredObject(name, archives[name, None])
         else:
             description = state_of_record(record, "TensorStorageMetadata")
-            entries[name] = _read_tensor(name, description, archives, last_read)
+            entries[name] = _read_tensor(name, description, archives, cached_values)
     return entries
 
 
@@ -293,7 +294,7 @@ def _read_tensor(
     name: str,
     description: Mapping[str, Any],
     archives: Mapping[PlaceOfArchive, Archive],
-    last_read: dict[Archive, Tensor],
+    cached_values: dict[Archive, Tensor],
 ) -> TensorInShards:
     """Returns a tensor with all its shards.
 
@@ -301,7 +302,8 @@ def _read_tensor(
         name: the name of the tensor.
         description: its record in the metadata: properties, size and chunks (the shards).
         archives: where the shards are.
-        last_read: shared by all shards of the folder, see `ShardInArchive`.
+        cached_values: the values of the shard that was read last; all shards of the folder share
+            this dictionary.
 
     Raises:
         ValueError: the description is not sound, or a shard is missing.
@@ -317,11 +319,13 @@ def _read_tensor(
         if (name, offsets) not in archives:
             raise ValueError(f"{name}: the shard at {list(offsets)} is in none of its files")
         archive = archives[name, offsets]
-        # Checked before anything is read: a damaged size could claim far too much memory.
-        overhead = archive.length - math.prod(sizes) * dtype.itemsize
+        # An archive is a little longer than the values in it. This is checked before anything is
+        # read: a damaged size could claim far too much memory.
+        num_value_bytes = math.prod(sizes) * dtype.itemsize
+        overhead = archive.length - num_value_bytes
         if not 0 <= overhead <= MAX_OVERHEAD_BYTES:
             raise ValueError(f"{name}: {archive.length} bytes for a shard of shape {list(sizes)}")
-        values = ShardInArchive(archive.file, dtype, sizes, archive, last_read)
+        values = ShardInArchive(archive.file, dtype, sizes, archive, cached_values)
         shards.append(Shard(offsets, values))
     return join_shards(name, dtype, shape_of_record(description["size"]), shards)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.encoding import FindShards, decode, tensor_places
+from lockstep.checkpoint.encoding import decode, tensor_places
 from lockstep.checkpoint.file_errors import opened, plain_errors, unreadable
 from lockstep.checkpoint.formats.dcp import METADATA, StoredObject, read_dcp, tensors_in
 from lockstep.checkpoint.formats.safetensors import TensorInFile, read_header
@@ -374,15 +374,6 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
         module = _only_module(path, modules) if name is None else name
         state = read_stored(path, manifest, module, lazy=lazy)
         found = FoundState(state, f"{module} of {path.name}")
-
-    def find_training_tensors() -> Iterable[tuple[str, LazyTensor]]:
-        """Returns the tensors of the training with their names; reads no values."""
-        # In place of the tree, the list of all objects in it that stand for tensors is decoded.
-        places = list(tensor_places(manifest["training"]))
-        tensors = read_stored(path, manifest, layout.TRAINING, places, lazy=True)
-        names = [place.get("$tensor", place.get("$sharded")) for place in places]
-        return zip(names, tensors, strict=True)
-
     facts = {}
     for key in FACTS_IN_MANIFEST:
         if manifest.get(key) is not None:
@@ -394,8 +385,23 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
         files=[path / file_name for file_name in (*manifest["files"], layout.MANIFEST)],
         facts=facts,
         modules=modules,
-        find_training_tensors=find_training_tensors,
+        find_training_tensors=partial(_find_training_tensors, path, manifest),
     )
+
+
+def _find_training_tensors(
+    path: Path, manifest: Mapping[str, Any]
+) -> Iterable[tuple[str, LazyTensor]]:
+    """Returns the tensors of a checkpoint that are in no module, with their names.
+
+    These are the tensors of optimizers, for example. Reads no values.
+    """
+    # All objects in the tree that stand for tensors: {"$tensor": name} or {"$sharded": name, ...}.
+    places = list(tensor_places(manifest["training"]))
+    # The list of these objects is a tree itself, and is decoded to a list of tensors.
+    tensors = read_stored(path, manifest, layout.TRAINING, places, lazy=True)
+    names = [place.get("$tensor", place.get("$sharded")) for place in places]
+    return zip(names, tensors, strict=True)
 
 
 def _only_module(path: Path, modules: Sequence[str]) -> str:
@@ -434,41 +440,46 @@ def read_stored(
     if tree is None:
         tree = layout.trees_of_files(manifest)[name]
     tensors = _read_header_of(path, manifest, name, 0)
-    find_shards = _shard_finder(path, manifest, name)
-    return decode(tree, tensors if lazy else _map_tensors(tensors), find_shards)
+    stored_shards = _StoredShards(path, manifest, name)
+    return decode(tree, tensors if lazy else _map_tensors(tensors), stored_shards.find)
 
 
-def _shard_finder(path: Path, manifest: Mapping[str, Any], name: str) -> FindShards:
-    """Returns a function that finds the tensors of a module which are stored in shards.
+class _StoredShards:
+    """Finds the tensors of a module, or of the training, that a checkpoint has in shards.
 
     Args:
         path: the path of the checkpoint.
         manifest: the manifest of the checkpoint.
         name: the name of the module, or `layout.TRAINING`.
-
-    Raises:
-        CheckpointError: a file with shards cannot be read. (The function raises these errors.)
-        ValueError, KeyError, TypeError: the manifest is damaged.
     """
-    # {tensor: [[rank, offsets, sizes], ...]}; empty if only rank 0 has stored something
-    places_of_tensor = manifest.get("shards", {}).get(name, {})
 
-    @cache
-    def header_of_rank(rank: int) -> dict[str, TensorInFile]:
-        """Returns the tensors in the file of a rank; reads the file only once."""
-        return _read_header_of(path, manifest, name, rank)
+    def __init__(self, path: Path, manifest: Mapping[str, Any], name: str) -> None:
+        self._path = path
+        self._manifest = manifest
+        self._name = name
+        self._shards_of_tensor: Any = manifest.get("shards", {}).get(name, {})
+        """{tensor: [[rank, offsets, sizes], ...]}; empty if only rank 0 has stored something."""
+        self._file_of_rank: dict[int, dict[str, TensorInFile]] = {}
+        """The tensors in the files of those ranks whose headers have been read."""
 
-    def find_shards(tensor_name: str, dtype: torch.dtype, shape: Shape) -> TensorInShards:
-        """Returns the tensor with the shards that the manifest lists for it."""
+    def find(self, tensor_name: str, dtype: torch.dtype, shape: Shape) -> TensorInShards:
+        """Returns a tensor with the shards that the manifest lists for it. Reads no values.
+
+        Raises:
+            CheckpointError: a file with shards cannot be read.
+            ValueError, KeyError, TypeError: the manifest is damaged.
+        """
         shards = []
-        for rank, offsets, sizes in places_of_tensor.get(tensor_name, ()):
-            stored = header_of_rank(rank)[tensor_name]
+        for rank, offsets, sizes in self._shards_of_tensor.get(tensor_name, ()):
+            if rank not in self._file_of_rank:
+                self._file_of_rank[rank] = _read_header_of(
+                    self._path, self._manifest, self._name, rank
+                )
+            stored = self._file_of_rank[rank][tensor_name]
             # Some dtypes are stored as bytes, so the file has another dtype and shape.
             values = stored.view_as(dtype, as_shape(sizes))
             shards.append(Shard(as_shape(offsets), values))
         return join_shards(tensor_name, dtype, shape, shards)
-
-    return find_shards
 
 
 def _read_header_of(

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import layout, storage, termination
-from lockstep.checkpoint.encoding import with_own_storage
 from lockstep.checkpoint.file_errors import make_parent_folders, opened, plain_errors, unreadable
 from lockstep.checkpoint.formats.safetensors import TensorInFile, read_header, write_tensors
 from lockstep.checkpoint.formats.text import short
@@ -183,7 +182,7 @@ def write_weights(
     index = index_of(path)
     with plain_errors("saving weights to", path):
         make_parent_folders(path)
-        former_files = _files_of_former_index(index)
+        former_files = _files_of_index(index)
         if len(names_of_files) == 1:
             _write_file(path, tensors, names_of_files[0], dtype)
             written = [path]
@@ -217,8 +216,8 @@ def _write_files_and_index(
     """
 
     def remove_new_files() -> None:
-        """Removes the files, unless the index that is in place names them: the new one does."""
-        files_in_use = _files_of_former_index(index)
+        """Removes the new files. If the new index is in place already, they stay: it needs them."""
+        files_in_use = _files_of_index(index)
         for file in files:
             if file not in files_in_use:
                 file.unlink(missing_ok=True)
@@ -242,11 +241,7 @@ def _write_file(
 ) -> None:
     """Writes the tensors of these names to one file, in full or not at all."""
     with storage.in_place(file) as temporary:
-        storages_in_use: set[int] = set()
-        values = {}
-        for name in names:
-            value = cast(tensors[name].read(), dtype, name)
-            values[name] = with_own_storage(value, storages_in_use)
+        values = {name: cast(tensors[name].read(), dtype, name) for name in names}
         write_tensors(temporary, values)
 
 
@@ -320,8 +315,8 @@ def _free_file_names(path: Path, num_files: int) -> list[Path]:
         prefix = f"{name}-v{version}"
 
 
-def _files_of_former_index(index: Path) -> list[Path]:
-    """Returns the files of an index that is about to be replaced.
+def _files_of_index(index: Path) -> list[Path]:
+    """Returns the files that an index names, if Lockstep has written them.
 
     Files whose names are not those that `_free_file_names` gives are left out: they may belong to
     somebody else.
