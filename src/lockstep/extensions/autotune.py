@@ -84,7 +84,8 @@ class Autotune(Extension):
             micro_batch_size: set for the loader.
 
         Raises:
-            SettingError: the strategy cannot find it, or has shares for the whole run only.
+            SettingError: the strategy cannot find it; or numbers are set for one loader, and the
+                strategy needs the same shares for all loaders.
         """
         loader_has_numbers = shares is not None and not is_auto(shares)
         # With several devices in a process, the model divides a batch over them, not the loader.
@@ -151,8 +152,8 @@ class Autotune(Extension):
             largest_part = max(part_sizes(division.batch_size, shares))
             self._print(_describe_micro_batch_size(size, largest_part))
             self.found.micro_batch_size_is_known = True
-        # Not before the search for the size, because `request` reads `self.found`: its shares are
-        # no longer open as soon as they are there.
+        # Set last: the search above also asks `request` whether shares are open, and they no longer
+        # are as soon as `found` has them.
         if request.shares_are_open:
             self.found.shares = shares
 
@@ -178,8 +179,9 @@ class Autotune(Extension):
         self._recorded = recorded
         try:
             yield
-            # Calls that are still there were not taken, so `after_backward` was not called.
-            if self._recorded is recorded and self.run.step.training_pass.stepped:
+            # `after_backward` takes the calls, so it was not called if they are still there.
+            were_taken = self._recorded is not recorded
+            if not were_taken and self.run.step.training_pass.stepped:
                 raise UsageError(
                     "loss.backward() where shares or micro_batch_size are 'auto'",
                     "they are found in world.backward",
@@ -194,10 +196,12 @@ class Autotune(Extension):
         self._recording.close()
 
     def _must_keep_plan(self) -> bool:
-        """Returns True if the first global batch must not be divided differently to be recorded.
+        """Returns True if the first global batch must be computed in the micro-batches as planned.
 
-        BatchNorm depends on the whole micro-batch. Several optimizers, an optimizer with a closure
-        (LBFGS), and a static graph under DDP do not allow a batch in parts.
+        Otherwise a first micro-batch of a few samples is split off, which is faster to record. That
+        changes the results of BatchNorm, which depend on the whole micro-batch. It is not possible
+        with several optimizers, with an optimizer that takes a closure (LBFGS), and with a static
+        graph under DDP.
         """
         if self.plan.static_graph or len(self.optimizers) > 1:
             return True

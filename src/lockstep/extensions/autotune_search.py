@@ -25,7 +25,7 @@ from lockstep.batch.shares import (
     step_seconds,
     times_are_sufficient,
 )
-from lockstep.distributed.collectives import exchange_on_all_ranks
+from lockstep.distributed.collectives import gather_answers
 from lockstep.distributed.process_group import Run
 from lockstep.errors import LockstepError, UsageError
 from lockstep.extensions.profiling import ForwardCall, ProfilingRun
@@ -74,24 +74,23 @@ class AutotuneSearch:
         self._num_devices = plan.num_devices
         self._local_devices = plan.local_devices
         self._profiling = ProfilingRun(run, calls, num_samples)
-        self._fitting: dict[int | None, int] = {}
+        self._known_to_fit: dict[int | None, int] = {}
         """The largest number of samples that is known to fit on a device."""
-        self._limits: dict[int | None, int] = {}
+        self._known_limits: dict[int | None, int] = {}
         """The largest number of samples that fits on a device, where more were tried in vain."""
 
     def find_shares(self) -> SharesResult:
         """Measures the devices and finds shares with which all of them need the same time.
 
-        A device may need another time for a sample when it has more or fewer of them. So the
-        shares that the times lead to are measured again, until they lead to shares that were
-        measured before.
+        The time of a sample depends on how many samples a device has. So the times with some
+        shares lead to other shares, and the devices are measured again with these, until the times
+        lead to shares that were measured before.
         """
         batch_size = self._division.batch_size
         before = self._division.shares
         # If a process has several devices, the loader's shares are those of the processes.
         if len(before) != self._num_devices:
             before = (1,) * self._num_devices
-        # If parts may be computed in micro-batches, memory does not limit the size of a part.
         has_micro_batches = (
             self._division.micro_batch_size is not None
             or self._division.request.micro_batch_size_is_open
@@ -99,10 +98,11 @@ class AutotuneSearch:
         shares = before
         seconds_of_shares: dict[tuple[int, ...], float] = {}
         times_to_show: list[list[float]] = []
-        while shares not in seconds_of_shares and len(seconds_of_shares) < MAX_DIVISIONS:
-            # Also with micro-batches, because the times are measured within these limits.
+        for _ in range(MAX_DIVISIONS):
+            # How many samples fit on each device at a time. `_measure_times` tries no more.
             limits = self._find_everywhere(self._find_limit, self._local_devices, shares)
             if has_micro_batches:
+                # A part of any size can be computed, one micro-batch after the other.
                 limits = [None] * self._num_devices
             times = self._measure_times(shares)
             # The first times explain the result, unless devices turn out to be equally fast.
@@ -110,6 +110,8 @@ class AutotuneSearch:
                 times_to_show = times
             seconds_of_shares[shares] = step_seconds(times, shares, batch_size, limits)
             shares = choose_shares_by_times(times, shares, batch_size, limits)
+            if shares in seconds_of_shares:
+                break
         after = confirm_shares(seconds_of_shares, shares)
         return SharesResult(before, after, times_to_show)
 
@@ -121,12 +123,13 @@ class AutotuneSearch:
         Args:
             shares: of the processes.
         """
-        sizes = part_sizes(self._division.batch_size, shares)
-        # Several devices of a process are tried together: one of them holds more than the others.
-        devices: Sequence[int | None] = (None,)
-        if len(self._local_devices) == 1:
-            devices = self._local_devices
-        # Of each process; None: its whole part fits.
+        sizes = part_sizes(self._division.batch_size, shares)  # of the parts of the processes
+        devices: Sequence[int | None] = self._local_devices
+        if len(devices) > 1:
+            # They are tried together (None), as the process uses them: what fits on each of them
+            # differs, because one holds the parameters and the optimizer's state.
+            devices = (None,)
+        # How many samples fit on each process at a time. None: its whole part fits.
         limits = self._find_everywhere(self._find_limit, devices, shares)
         limits_below_part: list[int] = []
         for limit, size in zip(limits, sizes, strict=True):
@@ -165,25 +168,25 @@ class AutotuneSearch:
     def _find_limit(self, device: int | None, shares: tuple[int, ...]) -> int | None:
         """Returns how many samples fit on a device, None if its whole part does.
 
-        What was found is remembered in `_fitting` and `_limits`, for the next shares.
+        What was found is remembered in `_known_to_fit` and `_known_limits`, for the next shares.
         """
-        if device in self._limits:  # with earlier shares, more did not fit
-            return self._limits[device]
+        if device in self._known_limits:  # with earlier shares, more did not fit
+            return self._known_limits[device]
         if self._num_samples == 0:  # this rank has recorded nothing that it could repeat
             return None
         size = self._size_of_part(device, shares)
-        # The recorded micro-batch has fitted, or more in an earlier call.
-        fitting = self._fitting.get(device, self._num_samples)
+        # At least the recorded micro-batch has fitted.
+        fitting = self._known_to_fit.get(device, self._num_samples)
         if size <= fitting:
             return None
         index = self._index_in_process(device)
         fitting = largest_that_fits(
             lambda samples: self._profiling.fits(samples, index), fitting, size
         )
-        self._fitting[device] = fitting
+        self._known_to_fit[device] = fitting
         if fitting == size:
             return None
-        self._limits[device] = fitting
+        self._known_limits[device] = fitting
         return fitting
 
     def _measure_seconds(self, device: int | None, shares: tuple[int, ...]) -> float:
@@ -192,8 +195,8 @@ class AutotuneSearch:
         If its part does not fit into memory, it computes as many samples as fit.
         """
         size = self._size_of_part(device, shares)
-        if device in self._limits:
-            size = min(size, self._limits[device])
+        if device in self._known_limits:
+            size = min(size, self._known_limits[device])
         size = max(2, size)  # BatchNorm cannot train on a single sample
         return self._profiling.seconds(size, self._index_in_process(device))
 
@@ -215,8 +218,9 @@ class AutotuneSearch:
         """Calls a function for the devices of all ranks, on all ranks at the same time.
 
         Args:
-            find: called with a device and the shares.
-            devices: those of this process, or `[None]` for all of them together.
+            find: called with the number of a device, and the shares.
+            devices: the numbers of the devices of this process. `[None]` calls the function only
+                once, for all devices of the process together.
             shares: are passed on.
 
         Returns:
@@ -229,10 +233,10 @@ class AutotuneSearch:
         shares_are_open = self._division.request.shares_are_open
         was_set = "shares='auto'" if shares_are_open else "micro_batch_size='auto'"
 
-        def find_for_local_devices() -> tuple[None, list[Any]]:
-            """Returns nothing for this rank, and the results, which all ranks get."""
+        def find_for_local_devices() -> list[Any]:
+            """Returns the results for the devices of this process."""
             try:
-                return None, [find(device, shares) for device in devices]
+                return [find(device, shares) for device in devices]
             except Exception as error:
                 text = str(error)
                 if isinstance(error, LockstepError):  # without its advice: below is one that fits
@@ -245,9 +249,7 @@ class AutotuneSearch:
                 ) from error
 
         collectives.exchange("begin")  # so that all ranks begin at the same time
-        _, results_of_ranks = exchange_on_all_ranks(
-            collectives, was_set, find_for_local_devices, UsageError
-        )
+        results_of_ranks = gather_answers(collectives, was_set, find_for_local_devices, UsageError)
         results: list[Any] = []
         for results_of_rank in results_of_ranks:
             results += results_of_rank

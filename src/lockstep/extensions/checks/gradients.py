@@ -39,15 +39,17 @@ class GradientVersionCheck(Check):
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Records the gradients, if they are not yet those that the optimizer will use."""
         self._num_backwards += 1
-        more_will_be_added = not self.run.step.micro_batch.closes
+        later_micro_batches_add = not self.run.step.micro_batch.closes
         are_scaled = self.precision.scaler is not None
-        if not more_will_be_added and not are_scaled:
+        if not later_micro_batches_add and not are_scaled:
             return
         parameters: list[nn.Parameter] = []
         gradients: list[Tensor] = []
         for wrapped in self.wrapped:
             if wrapped.gradients_after_backward:
-                continue  # the strategy itself still writes to them
+                # The strategy itself writes the gradients, after this: it would be taken for the
+                # script.
+                continue
             for parameter in wrapped.module.parameters():
                 if parameter.grad is not None:
                     parameters.append(parameter)

@@ -75,36 +75,17 @@ class LossCheck(Check):
 
         Such a loss is multiplied by 0 before the backward pass, but 0 * NaN is NaN.
         """
-        if micro_batch.scale != 0.0 or not self.run.collectives.contributes:
+        has_weight_0 = micro_batch.scale == 0.0
+        if not has_weight_0 or not self.run.collectives.contributes:
             return
-        if self.precision.scaler is not None and not micro_batch.local_rows:
+        has_no_rows = not micro_batch.local_rows
+        if has_no_rows and self.precision.scaler is not None:
             return  # the loss scaler skips the step if gradients of any rank are not finite
         if loss.isfinite().item():
             return
-        if not any(bool(gradient.isnan().any()) for gradient in self._gradients()):
-            return  # the script's own arithmetic has kept the NaN from the parameters
-        if micro_batch.left_out and not micro_batch.local_rows:
-            raise UsageError(
-                "world.backward(loss) of a batch without rows",
-                f"the collate function left out all {micro_batch.left_out} samples of this rank's "
-                "part: the mean over nothing is NaN, and so are the gradients of parameters that "
-                "it is multiplied with",
-                "divide a sum by the number of rows, at least 1: .sum() / max(1, len(x))",
-            )
-        if not micro_batch.local_rows:
-            raise UsageError(
-                "world.backward(loss) on a rank without samples",
-                f"it has none of the {micro_batch.global_samples} samples of this batch: the mean "
-                "over nothing is NaN, and so are the gradients of parameters that it is multiplied "
-                "with",
-                "divide a sum by the number of samples, at least 1: .sum() / max(1, len(x)); or "
-                "leave short batches out with drop_last=True",
-            )
-        raise UsageError(
-            "world.backward(loss) of a micro-batch whose weight is 0",
-            "the loss is NaN, a division by that 0, and so are its gradients",
-            "divide by the number that counts, at least 1: .sum().clamp(min=1)",
-        )
+        if any(bool(gradient.isnan().any()) for gradient in self._gradients()):
+            raise _nan_gradients_error(micro_batch)
+        # Otherwise the script's own arithmetic has kept the NaN from the parameters.
 
     def _gradients(self) -> Iterator[Tensor]:
         """Yields the gradients on this rank; of a sharded one (DTensor) this rank's part."""
@@ -128,8 +109,9 @@ class LossCheck(Check):
     def _look_later(self, loss: Tensor) -> None:
         """Looks at the pending loss and makes this one pending.
 
-        If the pending one has not arrived yet, this one is not looked at at all, rather than that
-        the host waits: a NaN loss makes the parameters NaN, and then all later losses.
+        If the pending one has not arrived yet, this loss is skipped, so that the host does not wait
+        for the GPU. Its NaN would still be found: it makes the parameters NaN, and with them all
+        later losses.
 
         Raises:
             UsageError: the pending loss is NaN.
@@ -152,3 +134,31 @@ class LossCheck(Check):
             "look at the batch of this step, lower the learning rate, or clip the gradients "
             "(world.clip_grad_norm_)",
         )
+
+
+def _nan_gradients_error(micro_batch: MicroBatch) -> UsageError:
+    """Returns the error of a micro-batch of weight 0 whose NaN loss has made gradients NaN."""
+    has_no_rows = not micro_batch.local_rows
+    if has_no_rows and micro_batch.left_out:
+        return UsageError(
+            "world.backward(loss) of a batch without rows",
+            f"the collate function left out all {micro_batch.left_out} samples of this rank's "
+            "part: the mean over nothing is NaN, and so are the gradients of parameters that "
+            "it is multiplied with",
+            "divide a sum by the number of rows, at least 1: .sum() / max(1, len(x))",
+        )
+    if has_no_rows:
+        return UsageError(
+            "world.backward(loss) on a rank without samples",
+            f"it has none of the {micro_batch.global_samples} samples of this batch: the mean "
+            "over nothing is NaN, and so are the gradients of parameters that it is multiplied "
+            "with",
+            "divide a sum by the number of samples, at least 1: .sum() / max(1, len(x)); or "
+            "leave short batches out with drop_last=True",
+        )
+    # It has rows, but none that count, such as tokens that are all masked.
+    return UsageError(
+        "world.backward(loss) of a micro-batch whose weight is 0",
+        "the loss is NaN, a division by that 0, and so are its gradients",
+        "divide by the number that counts, at least 1: .sum().clamp(min=1)",
+    )

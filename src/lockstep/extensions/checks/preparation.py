@@ -70,19 +70,24 @@ class PreparationCheck(Check):
         self._prepared_optimizers.append(optimizer)
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Looks at the parameters that the loss reaches; posts their checksums if that is due."""
+        """Looks at the parameters that the loss reaches.
+
+        If none of them is prepared, they are the *unprepared model* of the line of the script that
+        has called `World.backward`. After some calls its checksums are compared over the ranks.
+        """
         self._num_backwards += 1
         location = self._line_to_look_at(loss)
         if location is None:
             return
-        model = self._unprepared_models.get(location)
         prepared_ids = {id(parameter) for parameter in self._prepared_parameters()}
         leaves = unprepared_leaves(loss, prepared_ids)
         if leaves is None or self._may_be_right(leaves):
+            # It reaches a prepared parameter, or it may be right without one.
             self._right_losses[location] = self._right_losses.get(location, 0) + 1
             self._unprepared_models.pop(location, None)
             return
         parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+        model = self._unprepared_models.get(location)
         if model is None or not model.has_any_of(parameters):
             # The first such loss of this line, or the line trains another model now.
             self._unprepared_models[location] = UnpreparedModel(location, parameters)
@@ -101,7 +106,8 @@ class PreparationCheck(Check):
         """
         if not self._is_active:
             return None
-        if self._num_backwards > MAX_BACKWARDS_WATCHED and not self._unprepared_models:
+        is_beginning_of_run = self._num_backwards <= MAX_BACKWARDS_WATCHED
+        if not is_beginning_of_run and not self._unprepared_models:
             return None
         if not self.run.collectives.contributes:
             return None  # an earlier stage of a pipeline, whose loss is not used
@@ -113,8 +119,11 @@ class PreparationCheck(Check):
         if self._right_losses.get(location, 0) >= MAX_RIGHT_LOSSES_PER_LINE:
             return None
         model = self._unprepared_models.get(location)
-        if model is not None and (model.was_posted or model.first_checksum is None):
-            return None  # the model of this line was compared, or cannot be
+        if model is not None:
+            can_be_compared = model.first_checksum is not None
+            was_compared = model.was_posted
+            if was_compared or not can_be_compared:
+                return None
         return location
 
     def _prepared_parameters(self) -> list[Tensor]:
@@ -196,34 +205,16 @@ class PreparationCheck(Check):
 
     @never_compiled
     def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Called by torch before any optimizer steps. Warns once of one that is not prepared.
-
-        A step is wrong if the script calls it on an optimizer that has parameters of a prepared
-        model and that `World.prepare` did not return. What that returns is a wrapper that steps
-        the user's optimizer, its `inner`, at the right times.
-        """
+        """Called by torch before any optimizer steps. Warns once of one that is not prepared."""
         if self._num_backwards == 0:
             return  # a step before any training, such as one that only creates the state
         if any(prepared.stepping for prepared in self._prepared_optimizers):
             return  # a prepared optimizer makes this step, of the optimizer inside it
-        ids = {id(parameter) for parameter in parameters_of(optimizer)}
-        # The script may have kept the optimizer that it gave to `World.prepare`.
-        is_inner = any(optimizer is prepared.inner for prepared in self._prepared_optimizers)
-        if not is_inner:
-            for prepared in self._prepared_optimizers:
-                ids_in_prepared_optimizer = {id(p) for p in parameters_of(prepared)}
-                if not ids.isdisjoint(ids_in_prepared_optimizer):
-                    return  # a part of the prepared one, such as the optimizer that SAM steps
-        ids_of_prepared_models = {id(parameter) for parameter in self._prepared_parameters()}
-        num_prepared = len(ids & ids_of_prepared_models)
-        if num_prepared == 0:
-            return  # an optimizer of something else
+        found = self._why_step_is_wrong(optimizer)
+        if found is None:
+            return
         self._unhook()  # from now on torch does not call this function any more
         name = type(optimizer).__name__
-        if is_inner:
-            found = "it was given to world.prepare, which returned another one"
-        else:
-            found = f"it holds {num_prepared} parameters of a prepared model"
         warn(
             f"{name}.step() of an optimizer that is not prepared",
             f"{found}: with micro-batches "
@@ -233,8 +224,28 @@ class PreparationCheck(Check):
             code="LS407",
         )
 
+    def _why_step_is_wrong(self, optimizer: Optimizer) -> str | None:
+        """Returns why the script must not step this optimizer itself, or None if it may.
+
+        `World.prepare` returns a wrapper, which steps the user's optimizer (its `inner`) at the
+        right times. The script must not step that one itself, nor any other optimizer that has
+        parameters of a prepared model.
+        """
+        ids = {id(parameter) for parameter in parameters_of(optimizer)}
+        ids_of_prepared_models = {id(parameter) for parameter in self._prepared_parameters()}
+        num_prepared = len(ids & ids_of_prepared_models)
+        if num_prepared == 0:
+            return None  # an optimizer of something else
+        if any(optimizer is prepared.inner for prepared in self._prepared_optimizers):
+            return "it was given to world.prepare, which returned another one"
+        for prepared in self._prepared_optimizers:
+            ids_in_prepared_optimizer = {id(p) for p in parameters_of(prepared)}
+            if not ids.isdisjoint(ids_in_prepared_optimizer):
+                return None  # a part of the prepared one, such as the optimizer that SAM steps
+        return f"it holds {num_prepared} parameters of a prepared model"
+
     def close(self, failed: bool) -> None:
-        """Posts the checksums that were not posted yet, so that short runs are checked too."""
+        """Compares the models that were not compared yet, so that short runs are checked too."""
         if not self._is_active:
             return
         self._unhook()

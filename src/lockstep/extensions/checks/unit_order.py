@@ -79,11 +79,11 @@ class _ModuleUsage:
         root = wrapped.module
         self._units = list(wrapped.units)
         self._parameters = dict(root.named_parameters())
-        self._passes = [0] * len(self._units)
+        self._num_passes = [0] * len(self._units)
         """How many forward passes each unit has made."""
-        self._order = 0
+        self._order_checksum = 0
         """A checksum of the order of these passes."""
-        self._loads = 0
+        self._num_loads = 0
         """How many times `load_state_dict` was called. Each rank takes its own shards of a state,
         so all ranks must call it."""
         self._comparison: tuple[dist.Work, Tensor] | None = None
@@ -101,22 +101,24 @@ class _ModuleUsage:
     @outside_compiled_code  # else torch.compile would compile it again whenever a counter changes
     def _count_pass(self, unit: int, *_: Any) -> None:
         """Counts a forward pass of the unit with this number."""
-        self._passes[unit] += 1
-        self._order = hash((self._order, unit)) & _ORDER_MASK
+        self._num_passes[unit] += 1
+        self._order_checksum = hash((self._order_checksum, unit)) & _ORDER_MASK
 
     def _count_load(self, *_: Any) -> None:
-        self._loads += 1
+        self._num_loads += 1
 
     def start_comparison(self) -> None:
-        """Starts an all-reduce in the background that compares the ranks; ends the one before.
+        """Starts to compare the ranks, in the background; ends the previous comparison.
 
         Raises:
             RanksDifferError: on all ranks, if the previous comparison found a difference.
         """
         self._finish_comparison()
         has_gradient = [p.grad is not None for p in self._parameters.values()]
-        # `_difference` reads the results in the same order.
-        values = torch.tensor([*self._passes, self._order, self._loads, *has_gradient])
+        # The four things that the class compares, in the order in which `_difference` reads them.
+        values = torch.tensor(
+            [*self._num_passes, self._order_checksum, self._num_loads, *has_gradient]
+        )
         # The minimum over the ranks is found as the maximum of the negative values.
         maxima = torch.cat([values, -values])
         work = dist.all_reduce(maxima, dist.ReduceOp.MAX, async_op=True)

@@ -1,9 +1,12 @@
 """Warns if a sum over the ranks counts every sample once per rank.
 
 A DataLoader that was not prepared gives every rank all samples. If each rank evaluates over it and
-the results are summed over the ranks, every sample counts as often as there are ranks. The ranks
-have read the same samples if the checksums of their passes are equal; the checksum is a part of the
-digest that ranks compare in every collective. It is only a warning, because a script may mean it.
+the results are summed over the ranks, every sample counts as often as there are ranks: the sum is
+*doubtful*. It is right after all if the script divides it by the number of ranks, or by the sum of
+the numbers of samples. It is only a warning, because a script may mean it.
+
+The ranks have read the same samples if the checksums of their passes are equal. The checksum is a
+part of the digest that ranks compare in every collective.
 """
 
 from __future__ import annotations
@@ -124,7 +127,10 @@ class UnpreparedSumCheck(Check):
         return sum(loader.passes_begun for loader in self.run.loaders)
 
     def _forget_pass_and_warn(self) -> None:
-        """Forgets the latest pass and its doubtful sum; warns of that sum, once in a run."""
+        """Forgets the latest pass over an unprepared loader, and what was summed after it.
+
+        Warns if there was a doubtful sum, once in a run.
+        """
         doubtful_sum = self._doubtful_sum
         self._latest_pass = None
         self._doubtful_sum = None
@@ -145,10 +151,10 @@ class UnpreparedSumCheck(Check):
         )
 
     def _look_at_sum(self, local_leaves: Sequence[Any], summed_leaves: Sequence[Any]) -> None:
-        """Sets `_doubtful_sum` if a sum seems to count every sample once per rank.
+        """Remembers a doubtful sum in `_doubtful_sum`. Called after every sum over the ranks.
 
-        Called after every sum over the ranks, on all ranks. It also clears `_doubtful_sum` if this
-        sum explains an earlier one: the script sums the number of samples too.
+        If what is summed is the number of samples, all sums since the latest pass are right: the
+        script divides them by this one. Then no doubtful sum is remembered any more.
 
         Args:
             local_leaves: the tensors and numbers that this rank has given to the sum.
@@ -164,17 +170,19 @@ class UnpreparedSumCheck(Check):
             return  # Lockstep itself sums, inside another function that the script has called
         local_values = numbers_in(local_leaves)
         totals = numbers_in(summed_leaves)
+        num_samples = read_pass.samples
         for local_value, total in zip(local_values, totals, strict=True):
-            if read_pass.samples in (local_value, total):
+            is_number_of_samples = num_samples in (local_value, total)
+            if is_number_of_samples:
                 self._counts_samples_too = True
                 self._doubtful_sum = None
             if self._counts_samples_too or self._doubtful_sum is not None:
                 continue  # no sum is doubtful, or one is already known
-            if not counts_repeatedly(local_value, total, size, read_pass.samples):
+            if not counts_repeatedly(local_value, total, size, num_samples):
                 continue
             location = user_location()
             if not _mentions_number_of_ranks(location):
-                self._doubtful_sum = DoubtfulSum(read_pass.samples, local_value, total, location)
+                self._doubtful_sum = DoubtfulSum(num_samples, local_value, total, location)
 
 
 def counts_repeatedly(local_value: float, total: float, size: int, samples: int) -> bool:
@@ -190,9 +198,10 @@ def counts_repeatedly(local_value: float, total: float, size: int, samples: int)
         return False  # more likely a vote, such as "is any rank done?"
     if math.isclose(total, size * local_value, rel_tol=1e-6):
         return True  # every rank has given the same number
-    # More correct predictions than samples: some were counted on several ranks.
-    is_count = local_value == int(local_value) and local_value > 1
-    return is_count and total > samples
+    # A whole number may be the number of correct predictions. If their sum exceeds the number of
+    # samples, some were counted on several ranks.
+    may_be_count = local_value > 0 and local_value == int(local_value)
+    return may_be_count and total > samples
 
 
 def _mentions_number_of_ranks(location: Location | None) -> bool:

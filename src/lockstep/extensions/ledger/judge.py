@@ -86,12 +86,15 @@ def judge(folder: str | Path) -> LedgerReport:
 def _first_batch_of_next_epoch(
     epochs: Mapping[LoaderAndEpoch, Sequence[TrainedBatch]], loader: int, epoch: int
 ) -> TrainedBatch | None:
-    """Returns the global batch with which a loader's next epoch in the ledger begins; None: none.
+    """Returns the first global batch of the epoch of a loader that follows on an epoch.
 
     Args:
         epochs: the global batches of all epochs, by loader and epoch.
         loader: the number of the loader.
-        epoch: the epoch before.
+        epoch: the epoch.
+
+    Returns:
+        None if the ledger has no later epoch of this loader.
     """
     later_epochs: list[int] = []
     for other_loader, other_epoch in epochs:
@@ -130,13 +133,15 @@ def read_folder(folder: Path) -> list[Attempt]:
 
 
 def _split_start(start_name: str, files: Mapping[int, RankFile]) -> list[Attempt]:
-    """Returns the attempts of one start of the run: one more each time that it went back.
+    """Returns the attempts of one start of the run, in their order.
+
+    There is one attempt, and one more for each time that the run went back to an earlier step.
 
     Args:
         start_name: the beginning of the names of its files.
         files: by rank. Each has a list of the batches of every attempt.
     """
-    # A file whose first record is damaged says 0.
+    # The number of ranks is in the first record of each file. If that is damaged, `num_ranks` is 0.
     num_ranks = max(file.num_ranks for file in files.values())
     num_attempts = max(len(file.batches_by_attempt) for file in files.values())
     attempts: list[Attempt] = []
@@ -229,18 +234,37 @@ def _collect_loaders(
                     if description[name] == first[name] or (loader, name) in reported:
                         continue
                     reported.add((loader, name))
-                    # Another length means other data, which is a cause of its own.
-                    report.add_finding(
-                        "LS104" if name == "length" else "LS109",
-                        f"loader {loader}: {name} is {description[name]} on rank {rank} of start "
-                        f"{number}, and was {first[name]}",
-                        loader=loader,
-                    )
+                    where = f"rank {rank} of start {number}"
+                    _report_other_setting(first, description, name, where, report)
                 if (loader, "data") in reported:
                     continue
                 if _report_other_data(first, description, number, report):
                     reported.add((loader, "data"))
     return loaders
+
+
+def _report_other_setting(
+    first: Mapping[str, Any],
+    description: Mapping[str, Any],
+    name: str,
+    where: str,
+    report: LedgerReport,
+) -> None:
+    """Adds to the report that a setting of a loader has changed.
+
+    Args:
+        first: the description of the loader in the first file.
+        description: its description in another file.
+        name: the name of the setting.
+        where: says which file that is, such as "rank 1 of start 2".
+        report: is added to.
+    """
+    loader = first["loader"]
+    report.add_finding(
+        "LS104" if name == "length" else "LS109",  # another length means other data
+        f"loader {loader}: {name} is {description[name]} on {where}, and was {first[name]}",
+        loader=loader,
+    )
 
 
 def _report_kinds_of_loaders(
@@ -386,7 +410,7 @@ class _Fault(NamedTuple):
 def _find_fault(
     parts: Mapping[int, TrainedBatch], absent_ranks: Sequence[int], num_ranks: int
 ) -> _Fault | None:
-    """Says why what the ranks trained in a step is not one global batch; None: it is.
+    """Compares what the ranks trained in a step; returns a fault if it is not one global batch.
 
     Args:
         parts: by rank, what each rank that recorded the step has trained of a global batch. All
@@ -436,21 +460,20 @@ def _check_beginnings(
     """
     for (loader, epoch), batches in sorted(epochs.items()):
         attempts_of_epoch = {final_attempts[batch.step] for batch in batches}
-        # What the first attempt with a record of it has read, and the index of that attempt.
-        first_beginning: list[Any] | None = None
-        first_index = 0
+        # The digests of the first samples, by the index of the attempt. An attempt has none if the
+        # file of rank 0 is missing, if the loader has no stream, or if the attempt is not the first
+        # of its start.
+        beginnings: dict[int, list[Any]] = {}
         for index in sorted(attempts_of_epoch):
             file = attempts[index].files.get(0)
             beginning = None if file is None else file.beginnings.get((loader, epoch))
-            if beginning is None:
-                # The file is missing, or the loader has no stream, or the attempt is not the first
-                # of its start.
-                continue
-            if first_beginning is None:
-                first_beginning = beginning
-                first_index = index
-                continue
-            sample = first_differing_sample(first_beginning, beginning)
+            if beginning is not None:
+                beginnings[index] = beginning
+        if not beginnings:
+            continue
+        first_index = min(beginnings)
+        for index, beginning in beginnings.items():
+            sample = first_differing_sample(beginnings[first_index], beginning)
             if sample is not None:
                 report.add_finding(
                     "LS104",
@@ -591,22 +614,23 @@ def _check_positions(
     first = batches[0]
     last = batches[-1]
     positions = {batch.position for batch in batches}
-    end_position = max(positions) + 1
-    steps_of_epoch = loader["steps"]  # None: a stream that does not say its length
-    is_unfinished = steps_of_epoch is not None and end_position != steps_of_epoch
+    num_steps = loader["steps"]  # of a whole epoch; None: a stream that does not say its length
+    trained_end = max(positions) + 1  # the position behind the last one that was trained
+    required_end = trained_end
     explanation = ""
-    if next_batch is not None and is_unfinished:
+    is_unfinished = num_steps is not None and trained_end != num_steps
+    if is_unfinished and next_batch is not None:
         # The run went on with another epoch before this one was finished.
         same_attempt = final_attempts[next_batch.step] == final_attempts[last.step]
         if same_attempt:  # a `break` in the script's loop, for example
             report.notes.append(
                 f"loader {loader['loader']}: the script left epoch {first.epoch} after global "
-                f"batch {end_position - 1} of {steps_of_epoch}"
+                f"batch {trained_end - 1} of {num_steps}"
             )
         else:  # a restart should have gone on in this epoch
-            end_position = steps_of_epoch
+            required_end = num_steps
             explanation = "; the run was then taken up in another epoch"
-    missing = [n for n in range(begin_position, end_position) if n not in positions]
+    missing = [n for n in range(begin_position, required_end) if n not in positions]
     if missing:
         places = format_ranges(missing, MAX_ITEMS_IN_TEXT)
         what = f"global batches were left out: {places}{explanation}"
@@ -668,9 +692,9 @@ def _required_samples(
     The range is empty if that is not known.
 
     Args:
-        loader: the description of the loader. Its "stream" says how a stream is divided over the
-            ranks: None for a dataset with an index, "whole" if every rank reads all of it, "seek"
-            if a rank seeks its samples, "own" if the stream splits itself.
+        loader: the description of the loader. Its "stream" is None for a dataset with an index.
+            For a stream it says how the ranks divide it: each reads all of it ("whole"), each seeks
+            its samples ("seek"), or the stream splits itself ("own").
         batches: of the epoch.
         begin_position: the position at which the ledger begins in the epoch.
         is_finished: True if the epoch was trained to its end.
@@ -685,13 +709,15 @@ def _required_samples(
         return range(0)
     if stream not in ("whole", "seek"):  # "own" does not number its samples in a row
         return range(0)
-    # A stream's samples are numbered as they come, so all up to the last one must be there.
+    # A stream's samples are numbered as they come, so all must be there from the first global batch
+    # of the ledger to the last sample that was trained.
+    first_sample = begin_position * loader["batch_size"]
     last_sample = -1
     for batch in batches:
         for samples in batch.samples:
             if len(samples):
                 last_sample = max(last_sample, int(samples.max()))
-    return range(begin_position * loader["batch_size"], last_sample + 1)
+    return range(first_sample, last_sample + 1)
 
 
 class SampleCount:

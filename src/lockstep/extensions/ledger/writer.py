@@ -81,11 +81,12 @@ class Ledger(Extension):
         wrote_samples = False
         # `_untrained` has what each loader has handed out since the last step.
         for loader, batches in self._untrained.items():
-            # A pass over this loader has ended before its last global batch was trained.
-            if not loader.mid_epoch:
-                continue
-            self._write_step(number, loader, batches)
-            wrote_samples = True
+            # If the pass over this loader has ended, it ended before its last global batch was
+            # trained, and this step trains something else.
+            pass_is_running = loader.mid_epoch
+            if pass_is_running:
+                self._write_step(number, loader, batches)
+                wrote_samples = True
         self._untrained.clear()
         if not wrote_samples:  # the step trained on something that no prepared loader gave
             content = step_content(
