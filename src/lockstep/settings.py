@@ -203,6 +203,20 @@ class Settings:
         agreement=Agreement.PRESENCE,
     )
     """Folder where every rank writes down how its steps go; None: nowhere."""
+    journal: str | None = _setting(
+        None,
+        reader=str,
+        metavar="FOLDER",
+        help="Write down hashes of what each step computes; see lockstep journal.",
+        agreement=Agreement.PRESENCE,
+    )
+    """Folder where every rank writes down hashes of what it computes; None: nowhere."""
+    journal_every: int = _setting(
+        1,
+        reader=whole_number_from_1,
+        metavar="STEPS",
+        help="Steps from one in the journal to the next.",
+    )
     init_method: str | None = _setting(None, reader=str, agreement=Agreement.NONE)
     collective_timeout_s: float | None = _setting(
         None, name="collective_timeout", agreement=Agreement.NONE
@@ -285,6 +299,9 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
     check_seed(values.get("seed", 0))
     check_micro_batches(values.get("num_micro_batches"), values.get("micro_batch_size"))
     check_virtual_ranks(values)
+    if "journal_every" in values:
+        every = values["journal_every"]
+        check_whole_number(f"journal_every={every!r}", every)
     return Settings(**values)
 
 

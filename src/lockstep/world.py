@@ -529,6 +529,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     sync_batchnorm: bool = True,
     ledger: str | Path | None = None,
     report: str | Path | None = None,
+    journal: str | Path | None = None,
+    journal_every: int | None = None,
     join_timeout: float | timedelta | None = None,
     collective_timeout: float | timedelta | None = None,
     measure_link: bool = True,
@@ -562,6 +564,9 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             `lockstep ledger`; by default nothing is written.
         report: a folder in which every rank writes down how its steps go, for `lockstep report`;
             by default nothing is written.
+        journal: a folder in which every rank writes down hashes of what each step computes, for
+            `lockstep journal`; by default nothing is written.
+        journal_every: how many steps there are from one in the journal to the next (default: 1).
         join_timeout: how many seconds the ranks wait for each other here (default: 30).
         collective_timeout: how many seconds a collective may take (default: torch's).
         measure_link: False to leave out the measurement of the network between machines, which
@@ -588,6 +593,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         sync_batchnorm=sync_batchnorm,
         ledger=ledger if ledger is None else str(ledger),
         report=report if report is None else str(report),
+        journal=journal if journal is None else str(journal),
+        journal_every=journal_every,
         join_timeout=join_timeout,
         collective_timeout=collective_timeout,
         measure_link=measure_link,

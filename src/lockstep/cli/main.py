@@ -15,7 +15,7 @@ import click
 from lockstep import __version__
 from lockstep.errors import LockstepError
 
-COMMANDS = ("run", "verify", "doctor", "report", "ledger", "checkpoint", "explain")
+COMMANDS = ("run", "verify", "doctor", "report", "ledger", "journal", "checkpoint", "explain")
 
 
 class LazyGroup(click.Group):

@@ -251,6 +251,13 @@ def add_to_each(tensors: list[Tensor], summands: list[Tensor]) -> None:
     torch._foreach_add_(tensors, summands)
 
 
+def copy_to_each(tensors: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies one source to each tensor: one call for all of them."""
+    import torch
+
+    torch._foreach_copy_(tensors, sources)
+
+
 def multiply_each(tensors: list[Tensor], factor: float) -> None:
     """Multiplies all tensors by a number, in place: one call for all of them."""
     import torch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.session.extension import Place
 
-if TYPE_CHECKING:  # `lockstep ledger` and `lockstep report` read files without torch
+if TYPE_CHECKING:  # `lockstep ledger`, `journal` and `report` read files without torch
     from lockstep.distributed.process_group import Run
     from lockstep.strategies.base import Strategy, StrategyPlan
 
@@ -51,6 +51,12 @@ def add_extensions(
 
         ledger = Ledger(settings.ledger, run.collectives, run.loaders)
         run.extensions.add(ledger, Place.OBSERVER)
+    if settings.journal is not None:
+        from lockstep.extensions.journal.writer import Journal, check_strategy
+
+        check_strategy(strategy.name)
+        journal = Journal(settings.journal, settings.journal_every, run, strategy.name)
+        run.extensions.add(journal, Place.OBSERVER)
     if settings.report is not None:
         from lockstep.extensions.report.record import Recorder
 

@@ -1,0 +1,64 @@
+"""`lockstep journal`: compares what two runs have computed, by hashes of every step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from lockstep.cli.output import print_for_people, write_json
+from lockstep.errors import LockstepError
+
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.group(short_help="Says where two runs part, bit by bit.")
+def command() -> None:
+    """Reads journals of hashes, which `lockstep run --journal FOLDER` has written."""
+
+
+@command.command(
+    "diff",
+    epilog="Exit codes: 0 all steps that both have are equal, 1 they differ, 2 a journal cannot be "
+    "read.",
+)
+@click.argument("a", type=FOLDER)
+@click.argument("b", type=FOLDER)
+@click.option("--json", "as_json", metavar="FILE", help="Write the result there; - is stdout.")
+@click.pass_context
+def diff_command(ctx: click.Context, /, a: Path, b: Path, as_json: str | None) -> None:
+    """Says at which step, virtual rank and parameter the runs A and B part first.
+
+    It also lists the lines of their manifests that differ: code, settings, versions, devices.
+    """
+    from lockstep.extensions.journal.comparison import compare_journals
+    from lockstep.extensions.journal.reading import read_journal
+
+    try:
+        comparison = compare_journals(read_journal(a), read_journal(b))
+    except LockstepError as error:
+        error.exit_code = 2  # 1 would say that they differ
+        raise
+    print_for_people(comparison.lines(), as_json)
+    write_json(as_json, comparison.as_json())
+    ctx.exit(1 if comparison.differs else 0)
+
+
+@command.command("show", epilog="Exit codes: 0 the journal was read, 2 it cannot be read.")
+@click.argument("run", type=FOLDER)
+@click.option(
+    "--last", default=5, type=click.IntRange(min=0), metavar="STEPS", help="How many of the last."
+)
+def show_command(run: Path, last: int) -> None:
+    """Prints the manifest of a run, and hashes of its last steps.
+
+    The hashes are of all gradients, of the weights and of the optimizer state together.
+    """
+    from lockstep.extensions.journal.summary import summary_lines
+
+    try:
+        lines = summary_lines(run, last)
+    except LockstepError as error:
+        error.exit_code = 2
+        raise
+    click.echo("\n".join(lines))
