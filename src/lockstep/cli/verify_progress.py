@@ -54,10 +54,11 @@ class VerifyProgress:
 
         self._run_number += 1
         self._run_begin_s = time.monotonic()
-        self._num_steps = -1
+        self._num_steps = -1  # so the first update, which tells of 0 steps, tells something new
         try:
             return run_by_command(folder, config, partial(self._update, config))
         finally:
+            # The next run is expected to take as long, until it tells more itself.
             self._expected_run_s = time.monotonic() - self._run_begin_s
             if self._on_terminal:
                 click.echo(CLEAR_LINE, nl=False, err=True)
@@ -88,12 +89,12 @@ class VerifyProgress:
             now: the time.
         """
         elapsed_s = now - self._run_begin_s
-        # Several steps may have been made since the last call. The first call that finds any is
-        # taken for the end of the first step.
         first_step_was_over = self._num_steps >= 1
         if not first_step_was_over:
+            # The run has just begun (`num_steps` is 0), or its first step has ended. It has ended
+            # at the latest now: if more steps have ended since the last call, nobody knows when.
             self._first_step_end_s = elapsed_s
-            self._next_print_s = now  # prints at once
+            self._next_print_s = now  # both are printed at once
         if num_steps > 0:
             self._expected_run_s = elapsed_s + self._remaining_s(config, num_steps, elapsed_s)
         self._num_steps = num_steps

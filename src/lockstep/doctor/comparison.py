@@ -235,20 +235,21 @@ def _judge_names(machines: Machines) -> Finding:
     unknown = []
     reached_by_address: dict[str, None] = {}  # names; a set that keeps the order
     for machine, facts in machines.items():
-        # The addresses of each machine's name, as this machine has looked them up.
-        resolved = facts.get("resolved", NO_ANSWER)
-        if UNKNOWN in resolved:
+        # The addresses of each name, as `machine` has looked them up.
+        addresses_of_name = facts.get("resolved", NO_ANSWER)
+        if UNKNOWN in addresses_of_name:
             unknown.append(machine)
             continue
-        for name, addresses in resolved.items():
-            has_told_address = bool(machines[name]["own"])
-            if not addresses and has_told_address:
-                reached_by_address[name] = None
-            elif not addresses:
-                found = f"{machine} does not know {name}"
-                problems.append(Finding(ERROR, found, ADVICE_ON_NAMES))
+        for name, addresses in addresses_of_name.items():
+            if not addresses:
+                has_told_address = bool(machines[name]["own"])
+                if has_told_address:
+                    reached_by_address[name] = None
+                else:
+                    found = f"{machine} does not know {name}"
+                    problems.append(Finding(ERROR, found, ADVICE_ON_NAMES))
             elif len(machines) > 1 and _are_all_loopback(addresses):
-                # A machine may use loopback for its own name; for another one it is wrong.
+                # By a loopback address a machine reaches only itself.
                 found = f"on {machine}, {name} is {addresses[0]}: loopback"
                 level = WARNING if name == machine else ERROR
                 problems.append(Finding(level, found, ADVICE_ON_NAMES))
@@ -284,8 +285,8 @@ def _judge_links(machines: Machines) -> Finding:
     interfaces = set()  # the network interfaces that the links go through
     num_tried = 0
     for machine, facts in machines.items():
-        # A link that was only tried has `error`, which is empty if it works. One that was measured
-        # has what `remote.measure` answers.
+        # By the name of the other machine. A link that was only tried has `error`, which is empty
+        # if it works. One that was measured has what `remote.measure` answers.
         for other_machine, link in facts["links"].items():
             num_tried += 1
             direction = f"{machine} to {other_machine}"
@@ -305,12 +306,13 @@ def _judge_links(machines: Machines) -> Finding:
     latency_s = max(link.latency_s for link in measured)
     bandwidth = str(Link(latency_s, slowest.bandwidth))  # such as `960 Mb/s`
     summary = f"at least {bandwidth} (and {latency_s * 1e3:.2g} ms) each way"
-    num_links = len(machines) * (len(machines) - 1)  # one in each direction
+    num_links = len(machines) * (len(machines) - 1)  # each pair of machines has two, one each way
     if len(measured) != num_links:
         summary += f", {num_tried} of {num_links} ways tried, {len(measured)} measured"
     if interfaces:
         summary += f", over {', '.join(sorted(interfaces))}"
-    if slowest.bandwidth * MAX_BANDWIDTH_RATIO < fastest.bandwidth:
+    is_much_slower = slowest.bandwidth * MAX_BANDWIDTH_RATIO < fastest.bandwidth
+    if is_much_slower:
         ratio = fastest.bandwidth / slowest.bandwidth
         found = f"{slowest.direction} is {ratio:.0f} times as slow as {fastest.direction}"
         problems.append(Finding(WARNING, found, "check its cable, port and network interface"))
@@ -397,12 +399,15 @@ def _judge_token(machines: Machines) -> Finding:
 def _judge_data(machines: Machines) -> Finding:
     """Compares the data set, and reports only the first kind of difference: the number of files,
     their sizes, their names, or pieces of their contents.
+
+    What the machines have answered is what `data.gather` returns.
     """
     data = {name: facts.get("data", NO_ANSWER) for name, facts in machines.items()}
-    missing = [name for name, facts in data.items() if facts is None]
+    missing = [name for name, facts in data.items() if facts is None]  # nothing is at the path
     if missing:
         return Finding(ERROR, f"missing on {_name_machines(missing)}", ADVICE_ON_DATA)
-    # If nothing differs, the numbers of any machine that answered are those of all.
+    # These numbers are said only if they are the same on all machines that answered. So they are
+    # taken from the first of these.
     num_files = 0
     num_digested = 0
     for facts in data.values():

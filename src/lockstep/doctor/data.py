@@ -79,8 +79,9 @@ def _digest(path: Path, size: int) -> str:
     last_piece_begin = max(size - PIECE_SIZE, 0)
     try:
         with path.open("rb") as file:
-            # Of 3 pieces they begin at 0, at half of `last_piece_begin`, and there. In a small file
-            # they overlap.
+            # Piece k of n begins at k * last_piece_begin / (n - 1): the first one at the beginning
+            # of the file, and the last one so that it ends with the file. In a small file they
+            # overlap.
             for number in range(PIECES_PER_FILE):
                 file.seek(number * last_piece_begin // (PIECES_PER_FILE - 1))
                 digest.update(file.read(PIECE_SIZE))

@@ -203,7 +203,9 @@ class _Examination:
     async def _measure_links_to(
         self, neighbors: Mapping[str, str], places: Mapping[str, tuple[str, int]]
     ) -> None:
-        """Measures one link of each machine, all at the same time; puts the results into `links`.
+        """Measures one link of each machine, all at the same time.
+
+        The results are put into the fact `links` of each machine.
 
         Args:
             neighbors: for each machine, by its name, the name of the machine at the other end.
@@ -214,7 +216,8 @@ class _Examination:
             address, port = places[neighbors[remote.host.name]]
             return await remote.ask(ask="measure", address=address, port=port, token=self._token)
 
-        links = await self._ask(measure, self._remaining_s() / 2, neighbors)
+        # Half of the remaining time is kept for the links that are measured next.
+        links = await self._ask(measure, timeout_s=self._remaining_s() / 2, names=neighbors)
         for name, link in links.items():
             self.facts[name]["links"][neighbors[name]] = link
 
@@ -228,19 +231,18 @@ class _Examination:
         addresses = {name: self._remotes[name].host.address for name in self.facts}
         # The answer needs time to arrive, and so do the requests that come after this one.
         checks_s = min(DEADLINE_S, self._remaining_s(reserve_s=2 * ANSWER_TRANSFER_S))
-
-        async def run_checks(remote: Remote) -> dict[str, Any]:
-            return await remote.ask(
-                ask="facts",
-                folder=str(self._folder),
-                files=files,
-                fix=fix,
-                names=addresses,
-                seconds=checks_s,
-            )
-
-        timeout_s = self._remaining_s(reserve_s=ANSWER_TRANSFER_S)
-        answers = await self._ask(run_checks, timeout_s)
+        # The arguments of `remote.facts`, which runs the checks on a machine.
+        request = {
+            "folder": str(self._folder),
+            "files": files,
+            "fix": fix,
+            "names": addresses,
+            "seconds": checks_s,
+        }
+        answers = await self._ask(
+            lambda remote: remote.ask(ask="facts", **request),
+            timeout_s=self._remaining_s(reserve_s=ANSWER_TRANSFER_S),
+        )
         # `lockstep run --hosts` sends these variables from here to each machine, so in a run they
         # have the same values everywhere.
         forwarded = {}

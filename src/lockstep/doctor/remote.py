@@ -218,8 +218,8 @@ def _measure_bandwidth(connection: socket.socket, latency_s: float) -> float | N
             seconds = min(_send_message(connection, size), _send_message(connection, size))
         except OSError:  # it was not acknowledged in time: what shorter ones have shown stays
             break
-        # The acknowledgement took one latency to come back, so the message arrived that much
-        # earlier. It took half of the time or more: a longer latency was measured wrongly.
+        # `seconds` is the time until the acknowledgement came back, for which that needed one
+        # latency. If the latency was measured too large, half of the time is taken instead.
         #     bandwidth = size / max(seconds - latency_s, seconds / 2)
         sending_s = max(seconds - latency_s, seconds / 2)
         bandwidth = size / sending_s

@@ -40,7 +40,7 @@ class DynamicRendezvous(Rendezvous):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._enough_nodes_since = math.inf
-        """The time (monotonic) since which at least MIN nodes are here."""
+        """The time (monotonic) since which at least MIN nodes are here; infinite: too few are."""
 
     @property
     def elastic(self) -> bool:
@@ -70,8 +70,8 @@ class DynamicRendezvous(Rendezvous):
             decided = self._peers.server.decided
             decided_round = decided["round"]
             participants = decided["nodes"]
-            # The server may have decided on a round that this node took part in, or on one that is
-            # over since this node has asked for a later one.
+            # It is no new round if this node has started its ranks for it already, or if this node
+            # has asked for a later one.
             is_new_round = decided_round > own.started and decided_round >= own.round
             if is_new_round and own.number in participants:
                 break
@@ -95,12 +95,18 @@ class DynamicRendezvous(Rendezvous):
         self._peers.update(round=self._peers.own.started + 1)
 
     def describe_lost_nodes(self) -> str:
-        """Names the lost nodes if enough nodes are left to go on; else returns "". Never waits."""
-        # Without the nodes that have left by themselves, which is a failure or the run's end.
+        """Names the lost nodes, if the others can go on without them. Never waits.
+
+        Returns:
+            A text for the user; empty if no node was lost, or if the run must end.
+        """
+        # A node that has left by itself (LEFT) is not among them: its ranks have failed or ended.
         lost = [node for node in self.lost_nodes() if node.state == LOST]
-        if not lost or not self.elastic or self._server_is_gone():
+        if not lost:
             return ""
-        if len(self._peers.present()) < self._parameters.min_nodes:
+        has_enough_nodes = len(self._peers.present()) >= self._parameters.min_nodes
+        can_go_on = self.elastic and has_enough_nodes and not self._server_is_gone()
+        if not can_go_on:
             return ""
         return "; ".join(describe_departure(node) for node in lost)
 
@@ -108,15 +114,15 @@ class DynamicRendezvous(Rendezvous):
         """Returns how many nodes wait for a new round, or 1 if a lost node makes one necessary.
 
         Torch elastic's agent starts all ranks again if it is above 0. While `defers_joiners()`
-        returns True, nodes that are new do not count.
+        returns True, nodes that want to join do not count.
         """
         own = self._peers.own
         asking = [node for node in self._peers.present() if node.round > own.round]
         if asking:
-            # New nodes may have to wait; a node of the running round that asks for the next one may
-            # not, since its ranks end.
-            all_are_new = all(node.started < own.started for node in asking)
-            must_wait = all_are_new and self.defers_joiners()
+            # A node that wants to join has not started its ranks for the running round. The others
+            # end their ranks when they ask for the next round, so they cannot be kept waiting.
+            all_want_to_join = all(node.started < own.started for node in asking)
+            must_wait = all_want_to_join and self.defers_joiners()
             if not must_wait:
                 return len(asking)
         return 1 if self.describe_lost_nodes() else 0
@@ -124,8 +130,9 @@ class DynamicRendezvous(Rendezvous):
     def _choose_round(self, present: Sequence[Node]) -> int:
         """Returns the round that this node should ask for.
 
-        Usually it is the latest round that any node asks for, or the one after this node's last.
-        If the run is full, a new node asks for nothing more: its own `round` is returned.
+        It is the latest round that any node asks for, but a round after this node's last. If that
+        round runs already, without this node, it is the next one: all nodes then start again. But
+        if as many nodes run as may, it asks for nothing: its present `round` is returned.
 
         Args:
             present: the nodes that are here.
@@ -135,14 +142,12 @@ class DynamicRendezvous(Rendezvous):
         latest_round_asked = max(node.round for node in present)
         round_number = max(latest_round_asked, own.started + 1)
         others_run_without_this_node = own.started < running_round
-        if others_run_without_this_node and round_number == running_round:
-            # Nobody asks for a later round than the one that is running. This node asks for the
-            # next one, so that all start again with it.
-            num_running = len([node for node in present if node.started == running_round])
-            if num_running >= self._parameters.max_nodes:
-                return own.round  # there is no place for this node
-            return running_round + 1
-        return round_number
+        if not others_run_without_this_node or round_number != running_round:
+            return round_number
+        num_running = len([node for node in present if node.started == running_round])
+        if num_running >= self._parameters.max_nodes:
+            return own.round
+        return running_round + 1
 
     def _decide_participants(self, round_number: int) -> None:
         """Decides which nodes take part in a round, and sends that to all nodes. Server only.
@@ -156,11 +161,13 @@ class DynamicRendezvous(Rendezvous):
         if len(present) < self._parameters.min_nodes:
             self._enough_nodes_since = math.inf
             return
-        # There are enough nodes. The first round waits a while for more of them.
-        self._enough_nodes_since = min(self._enough_nodes_since, now)  # it was infinite before
+        if self._enough_nodes_since == math.inf:
+            self._enough_nodes_since = now
+        # The first round waits a while for more nodes than the fewest.
         last_call_end = self._enough_nodes_since + last_call_timeout(self._parameters)
         if round_number == 1 and len(present) < max_nodes and now < last_call_end:
             return
+        # `decided` is what the server has decided last: a round, and the nodes that take part.
         is_decided_already = self._peers.own.decided["round"] >= round_number
         all_have_asked = all(node.round >= round_number for node in present)
         if is_decided_already or not all_have_asked:

@@ -172,20 +172,24 @@ def format_nnodes(nodes: str) -> str:
 
 
 def without_replaced(nodes: Iterable[Node]) -> list[Node]:
-    """Returns the nodes except those whose rank another launcher has taken over.
+    """Returns the nodes, but only one of each rank.
 
-    Of several nodes with one rank, the one that is here counts, else the one that came last.
+    A launcher that is started again gets a new node with the rank of its old one. The newest node
+    of a rank is returned, unless it has gone again while an older one is here. Nodes that have no
+    rank yet are all returned.
     """
     nodes = list(nodes)
-    holder_of_rank: dict[int, Node] = {}
-    for node in sorted(nodes, key=lambda node: node.number):
+    node_of_rank: dict[int, Node] = {}
+    for node in sorted(nodes, key=lambda node: node.number):  # in the order in which they came
         if node.rank is None:
             continue
-        earlier_holder = holder_of_rank.get(node.rank)
-        if earlier_holder is not None and earlier_holder.state == HERE and node.state != HERE:
-            continue  # the node that came later has gone again
-        holder_of_rank[node.rank] = node
-    return [node for node in nodes if node.rank is None or holder_of_rank[node.rank] is node]
+        older_node = node_of_rank.get(node.rank)
+        only_older_is_here = (
+            older_node is not None and older_node.state == HERE and node.state != HERE
+        )
+        if not only_older_is_here:
+            node_of_rank[node.rank] = node
+    return [node for node in nodes if node.rank is None or node_of_rank[node.rank] is node]
 
 
 def describe_present(nodes: Iterable[Node]) -> str:

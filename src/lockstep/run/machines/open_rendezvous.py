@@ -84,6 +84,36 @@ def open_rendezvous(
         TokenDiffersError: the token differs from the server's.
     """
     is_static = parameters.backend == "static"
+    own = _own_node(parameters)
+    if _needs_torch_rendezvous(parameters):
+        say(
+            f"--rdzv-backend {parameters.backend}: torch's own rendezvous; its store asks for no "
+            "token and listens on all interfaces of the node of rank 0, and ranks that hang on "
+            "several machines are not told"
+        )
+        return TorchRendezvous(parameters, Peers(own), say)
+    if parameters.max_nodes > 1:
+        return _MultiNodeOpener(parameters, own, say, environ).open()
+    # One node. With "static" the port becomes the ranks' MASTER_PORT. With c10d it would be the
+    # port at which other nodes find the store; there are none, so any free port (0) will do.
+    endpoint = read_endpoint(parameters) if is_static else Endpoint(LOOPBACK, 0)
+    try:
+        store = network.serve_store(LOOPBACK, endpoint.port, store_timeout(parameters))
+    except OSError as error:
+        raise network.listening_error(error, endpoint) from None
+    return StaticRendezvous(parameters, Peers(own), store, say, loopback_name())
+
+
+def _own_node(parameters: RendezvousParameters) -> Node:
+    """Returns this launcher's node. With several, the server later gives it another number.
+
+    Its rank is --node-rank with the backend "static", 0 if it is the only node, and otherwise not
+    known before the rendezvous.
+
+    Raises:
+        SettingError: there is no such --node-rank.
+    """
+    is_static = parameters.backend == "static"
     num_nodes = parameters.max_nodes
     rank = None
     if is_static or num_nodes == 1:
@@ -95,7 +125,7 @@ def open_rendezvous(
             "give each machine a --node-rank of its own",
         )
     min_nodes = num_nodes if is_static else parameters.min_nodes
-    own = Node(
+    return Node(
         number=0,
         rank=rank,
         host=socket.gethostname(),
@@ -103,23 +133,6 @@ def open_rendezvous(
         run_id=parameters.run_id,
         nodes=f"{min_nodes}:{num_nodes}",
     )
-    if _needs_torch_rendezvous(parameters):
-        say(
-            f"--rdzv-backend {parameters.backend}: torch's own rendezvous; its store asks for no "
-            "token and listens on all interfaces of the node of rank 0, and ranks that hang on "
-            "several machines are not told"
-        )
-        return TorchRendezvous(parameters, Peers(own), say)
-    if num_nodes > 1:
-        return _MultiNodeOpener(parameters, own, say, environ).open()
-    # One node. With "static" the port becomes the ranks' MASTER_PORT. With c10d it would be the
-    # port at which other nodes find the store; there are none, so any free port (0) will do.
-    endpoint = read_endpoint(parameters) if is_static else Endpoint(LOOPBACK, 0)
-    try:
-        store = network.serve_store(LOOPBACK, endpoint.port, store_timeout(parameters))
-    except OSError as error:
-        raise network.listening_error(error, endpoint) from None
-    return StaticRendezvous(parameters, Peers(own), store, say, loopback_name())
 
 
 def _needs_torch_rendezvous(parameters: RendezvousParameters) -> bool:
@@ -156,13 +169,20 @@ class _MultiNodeOpener:
 
     def open(self) -> Rendezvous:
         """Opens the rendezvous; see `open_rendezvous`."""
-        endpoint = self._endpoint
         choice = self._choose_server()
         if choice == _ServerChoice.CONNECT:
             return self._connect(self._timeout)
-        # From here on this node serves the run, unless another launcher turns out to do so.
-        is_sure = choice == _ServerChoice.SERVE_BY_FLAGS
-        if is_sure and not _is_this_machine(endpoint.host):
+        return self._serve_unless_served(is_server_by_flags=choice == _ServerChoice.SERVE_BY_FLAGS)
+
+    def _serve_unless_served(self, *, is_server_by_flags: bool) -> Rendezvous:
+        """Serves the run, or connects to another launcher that turns out to serve it.
+
+        Args:
+            is_server_by_flags: True if the flags say that this node is the server. Then there
+                should be no other one, so it is looked for only for a moment.
+        """
+        endpoint = self._endpoint
+        if is_server_by_flags and not _is_this_machine(endpoint.host):
             # The address may be that of a port forwarding to this machine. Or it may be that of
             # another machine, on which another launcher was started as node 0 by mistake.
             with suppress(MasterUnreachableError):
@@ -175,7 +195,7 @@ class _MultiNodeOpener:
             if not isinstance(error, PortTakenError):
                 raise error from None
             # If a launcher has the port, this node connects to it, or is told why it may not.
-            timeout = OTHER_SERVER_TIMEOUT_S if is_sure else self._timeout
+            timeout = OTHER_SERVER_TIMEOUT_S if is_server_by_flags else self._timeout
             try:
                 return self._connect(timeout)
             except (MasterUnreachableError, TokenDiffersError):
@@ -297,7 +317,6 @@ class _MultiNodeOpener:
                     return address, thread.run(connecting)
                 except ConnectionFailed as error:
                     reason = str(error)
-            waited = time.monotonic() - started
             if reason == auth.TOKEN_DIFFERS:
                 raise TokenDiffersError(
                     f"the run at {endpoint}, with the token of {self._token.source}",
@@ -305,13 +324,15 @@ class _MultiNodeOpener:
                     f"set {TOKEN_VARIABLE} to the same text on all machines (`openssl rand -hex "
                     "16` makes one), or copy the token file of one machine to the others",
                 )
-            # If another program listens there, the wait is shorter than for a server that has yet
-            # to come: the program may be about to end.
-            is_wrong_service = reason == auth.NOT_A_LAUNCHER
-            if waited > timeout or (is_wrong_service and waited > WRONG_SERVICE_TIMEOUT_S):
-                tried = 0.0 if is_wrong_service else timeout  # 0: the error does not mention it
+            waited = time.monotonic() - started
+            if reason == auth.NOT_A_LAUNCHER:
+                # Another program listens there. It may be about to end, so it is waited for, but
+                # not as long as for a server that has yet to come.
+                if waited > min(timeout, WRONG_SERVICE_TIMEOUT_S):
+                    raise network.unreachable_error(SERVER, endpoint, reason, address=address)
+            elif waited > timeout:
                 raise network.unreachable_error(
-                    SERVER, endpoint, reason, address=address, tried=tried
+                    SERVER, endpoint, reason, address=address, tried=timeout
                 )
             announcer.update(f"{SERVER} at {endpoint}: {reason}")
             time.sleep(RETRY_INTERVAL_S)

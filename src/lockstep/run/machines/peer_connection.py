@@ -182,33 +182,42 @@ class PeerServer:
             self._change_node(number, {"state": LOST, "why": reason})
 
     def _handle_message(self, number: int, message: Mapping[str, Any]) -> None:
-        """Takes over, or passes on, the changes that a client sends of its own node."""
+        """Takes over, or passes on, the changes that a client sends of its own node.
+
+        Args:
+            number: the client's node.
+            message: `changes`, new values by field, and `to`, the number of the launcher that they
+                are meant for; None: for all.
+        """
         changes = {}
         for name, value in message["changes"].items():
             if name in FIELDS_A_CLIENT_MAY_CHANGE:
                 changes[name] = value
-        # A client can only say that it leaves. Whether it is lost is found out here, when its
-        # connection ends.
+        # The only state that a client can tell of itself is that it leaves. Whether it is lost is
+        # found out here, when its connection ends.
         if changes.get("state") != LEFT:
             changes.pop("state", None)
         recipient = message.get("to")
-        if recipient is None:  # they are for all launchers
-            self._change_node(number, changes)
+        if recipient is None:
+            self._change_node(number, changes)  # in the server's table, and at all clients
         elif recipient == self._peers.own_number:
-            self._peers.write(number, changes)
+            self._peers.write(number, changes)  # in the server's table alone
         else:
-            self.send(changes, number, recipient)
+            self.send(changes, number, recipient)  # at that client alone
 
     def _change_node(self, number: int, changes: Mapping[str, Any]) -> None:
-        """Changes a client's node here and at all clients, and tells the user if it has left."""
+        """Changes a client's node here and at all clients.
+
+        If the node has left before the end of the run, the user is told. But if it said so itself,
+        and its ranks had been started, the message that ends the run tells it.
+        """
         state_before = self._peers.node(number).state
         self._peers.write(number, changes)
         self.send(changes, number)
         node = self._peers.node(number)
-        # A node that leaves after its ranks have started is named in the message that ends the
-        # run, so it is not reported here.
-        is_reported_here = node.state == LOST or not node.started
-        if node.left_early and state_before == HERE and is_reported_here:
+        has_just_left = node.left_early and state_before == HERE
+        is_told_at_end = node.state == LEFT and node.started > 0
+        if has_just_left and not is_told_at_end:
             self._say(describe_departure(node))
 
     def send(self, changes: Mapping[str, Any], number: int = 0, to: int | None = None) -> None:

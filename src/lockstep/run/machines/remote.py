@@ -154,7 +154,10 @@ def listen(port: int, any_port_if_taken: bool) -> tuple[socket.socket | None, di
 
 
 def try_connection(address: str, port: int) -> dict[str, str]:
-    """Tests whether another machine that listens can be reached, with a long message.
+    """Tests whether another machine that listens can be reached.
+
+    A message of several packets is sent. If the MTU of an interface is too large, connections can
+    be opened, but long packets do not arrive.
 
     Returns:
         `why`: the reason why it fails, or empty; `own`: this machine's address on the connection.

@@ -140,7 +140,10 @@ class Rendezvous(RendezvousHandler):
         return value_of_rank
 
     def close(self, why: str = "") -> None:
-        """Leaves the run; the server waits up to 10 s for the other nodes to leave.
+        """Leaves the run, and closes `resources`.
+
+        The others need the server's store until they have left. So the server waits for them, up to
+        10 s, before it closes.
 
         Args:
             why: the reason to leave before the end of the run, which the other nodes are told;
@@ -149,10 +152,9 @@ class Rendezvous(RendezvousHandler):
         if self._closed:
             return
         self._closed = True
-        # The agent's function holds the agent, which holds this rendezvous and so the store.
+        # The agent and this rendezvous refer to each other, by this function. That is ended here,
+        # since such a circle would keep the store alive after the run.
         self.defers_joiners = lambda: False
-
-        is_server = self._peers.own_number == 0
 
         def others_have_left() -> bool:
             return all(node.number == 0 for node in self._peers.present())
@@ -161,7 +163,8 @@ class Rendezvous(RendezvousHandler):
             if why:
                 # The others are told at once: they end as well, or start again without this node.
                 self._peers.update(state=LEFT, why=why)
-            if is_server:  # the others need its store until they have left
+            is_server = self._peers.own_number == 0
+            if is_server:
                 timeout = LEAVE_TIMEOUT_AFTER_FAILURE_S if why else LEAVE_TIMEOUT_S
                 network.wait_until(others_have_left, time.monotonic() + timeout)
             self._peers.update(state=LEFT)

@@ -160,6 +160,7 @@ def exec_srun(command: list[str]) -> NoReturn:
     """
     environment = {}
     for name, value in os.environ.items():
+        # These have what the job asks for each rank. A launcher would get no more than that.
         if name not in PER_TASK_VARIABLES:
             environment[name] = value
     if not environment.get(TOKEN_VARIABLE):

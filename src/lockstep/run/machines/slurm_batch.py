@@ -90,7 +90,7 @@ def sbatch_options(request: JobRequest, script: str) -> list[str]:
 def _normalize_option(text: str) -> str:
     """Returns the value of one --sbatch as one word: "--qos high" becomes "--qos=high".
 
-    On its command line sbatch would take a separate word for the name of a script.
+    As two words, sbatch could take the second one for the name of a script.
 
     Raises:
         SettingError: it is not one option, or one that such a job cannot have.
@@ -117,15 +117,17 @@ def _normalize_option(text: str) -> str:
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if is_quoted:
         value = value[1:-1]
-    elif NEXT_OPTION_PATTERN.search(separator + value):
+    elif NEXT_OPTION_PATTERN.search(separator + value):  # as in "--exclusive --qos=high"
         raise SettingError(was_set, "these are two options", "give each its own --sbatch")
     if UNWRITABLE_PATTERN.search(value):
         raise SettingError(
             was_set, "sbatch takes no backslash or line's end there", "write it without"
         )
-    if name.startswith("--") and (separator or value):
+    is_long_name = name.startswith("--")
+    has_value = bool(separator or value)
+    if is_long_name and has_value:
         return f"{name}={value}"
-    return name + value  # "-p gpu" becomes "-pgpu"
+    return name + value  # "-p gpu" becomes "-pgpu", and "--exclusive" stays
 
 
 def job_script(options: Sequence[str], nproc: str | None, arguments: Sequence[str]) -> str:

@@ -273,16 +273,18 @@ class Remote:
 
     async def _receive_answer(self, timeout: float) -> dict[str, Any]:
         """Waits for the next answer; raises Problem if none comes within `timeout` seconds."""
-        answer = None
-        with contextlib.suppress(TimeoutError):
+        try:
             answer = await asyncio.wait_for(self._answers.get(), timeout)
-            if answer is None:  # the output has ended; standard error may still say why
-                await wait_all([self.wait_for_end()], FINISH_TIMEOUT_S)
-        if answer is None:
-            exit_code = self._process.poll() if self._process else None
-            error_output = self._error_output.decode(errors="replace")
-            raise ssh_failure(self.host, exit_code, error_output, self._ssh)
-        return answer
+        except TimeoutError:
+            pass  # the helper may still run, but is late
+        else:
+            if answer is not None:
+                return answer
+            # Standard output has ended. Standard error, which says why, may still come.
+            await wait_all([self.wait_for_end()], FINISH_TIMEOUT_S)
+        exit_code = self._process.poll() if self._process else None
+        error_output = self._error_output.decode(errors="replace")
+        raise ssh_failure(self.host, exit_code, error_output, self._ssh)
 
     async def listen(self, address: str, port: int, any_port_if_taken: bool = False) -> None:
         """Has the helper listen, so that the other machines can test the connection to it.
@@ -334,7 +336,7 @@ class Remote:
         keep: bool,
         shutdown_timeout_s: float,
     ) -> None:
-        """Has the helper start the launcher.
+        """Has the helper start the launcher. From now on what is printed there is shown.
 
         Args:
             arguments: the arguments of `lockstep`.
@@ -342,8 +344,8 @@ class Remote:
             keep: let the ranks go on if the connection to this machine is lost.
             shutdown_timeout_s: the seconds that its ranks have to end.
         """
-        self._shutdown_timeout_s = shutdown_timeout_s
-        self.unfinished_lines = {"stdout": b"", "stderr": b""}
+        self._shutdown_timeout_s = shutdown_timeout_s  # so `_launcher_started` is True
+        self.unfinished_lines = {"stdout": b"", "stderr": b""}  # those of before are not shown
         self.send(
             start=list(arguments),
             environment=dict(environment),
@@ -379,64 +381,62 @@ class Remote:
             self._answers.put_nowait(None)  # there will be no more answers
 
     async def _read_until_end(self, stream: str, reader: asyncio.StreamReader) -> None:
-        """Reads a stream until it is closed, or a while after the process has ended.
+        """Reads a stream until it is closed, or a while after the process has ended."""
+        is_closed = await self._read_while_running(stream, reader)
+        if not is_closed:
+            await self._read_rest(stream, reader)
+        self._begun_answers[stream] = b""  # an answer that has not come whole
 
-        A process that ssh has left behind may hold the stream open, and go on writing to it.
+    async def _read_while_running(self, stream: str, reader: asyncio.StreamReader) -> bool:
+        """Reads a stream until it is closed, which returns True, or the process has ended.
+
+        A helper that has started the launcher sends heartbeats on its standard output. If they do
+        not come, the connection is killed.
         """
         silent_s = 0.0  # for how long nothing has come
-        remaining_wait_s = FINISH_TIMEOUT_S  # how long it is still read after the process's end
-        reads_after_end = 0
-        while True:
-            was_running = self._is_running()
+        while self._is_running():
             read_started = time.monotonic()
-            # When that time is over, the rest of what was written is read, with short waits.
-            timeout = FINISH_TIMEOUT_S if remaining_wait_s > 0 else FINISH_TIMEOUT_S / 4
-            data: bytes | None
-            try:
-                data = await asyncio.wait_for(reader.read(READ_BYTES), timeout)
-            except TimeoutError:
-                data = None  # nothing came in time
-            waited_s = time.monotonic() - read_started
-            is_closed = data == b""
-            if is_closed:
-                break
-            if not was_running:
-                remaining_wait_s -= waited_s
-                reads_after_end += 1
-                is_all_read = data is None and remaining_wait_s <= 0
-                is_from_other_process = reads_after_end > MAX_READS_AFTER_END
-                if is_all_read or is_from_other_process:
-                    break
-            if data is None:
-                silent_s += waited_s
-                # A helper that has started the launcher sends heartbeats on its standard output.
-                expects_heartbeats = self._launcher_started and stream == "stdout"
-                if expects_heartbeats and silent_s > SILENCE_TIMEOUT_S:
-                    self.kill()
+            data = await _read_within(FINISH_TIMEOUT_S, reader)
+            if data == b"":
+                return True
+            if data is not None:
+                silent_s = 0.0
+                await self._process_output(stream, data)
                 continue
-            silent_s = 0.0
-            await self._process_output(stream, data)
-        self._begun_answers[stream] = b""  # an answer that has not come whole
+            silent_s += time.monotonic() - read_started
+            expects_heartbeats = self._launcher_started and stream == "stdout"
+            if expects_heartbeats and silent_s > SILENCE_TIMEOUT_S:
+                self.kill()
+        return False
+
+    async def _read_rest(self, stream: str, reader: asyncio.StreamReader) -> None:
+        """Reads what the process wrote before it ended.
+
+        A process that ssh has left behind may hold the stream open. So the end of the stream is
+        waited for only up to `FINISH_TIMEOUT_S` seconds in all. Such a process may also go on
+        writing, so only some reads are made.
+        """
+        remaining_wait_s = FINISH_TIMEOUT_S
+        for _ in range(MAX_READS_AFTER_END):
+            timeout = FINISH_TIMEOUT_S if remaining_wait_s > 0 else FINISH_TIMEOUT_S / 4
+            read_started = time.monotonic()
+            data = await _read_within(timeout, reader)
+            remaining_wait_s -= time.monotonic() - read_started
+            is_closed = data == b""
+            is_all_read = data is None and remaining_wait_s <= 0
+            if is_closed or is_all_read:
+                return
+            if data is not None:
+                await self._process_output(stream, data)
 
     async def _process_output(self, stream: str, data: bytes) -> None:
         """Takes the answers out of what the helper printed, and shows the other lines.
 
-        Answers go into the queue `_answers`, and `exit_code` is set by the last one. Before the
-        launcher was started no line is shown; standard error is kept, because it says why ssh has
-        failed.
+        Before the launcher was started no line is shown. Standard error is then kept in
+        `_error_output`, because it says why ssh has failed.
         """
         text = self.unfinished_lines[stream] + self._begun_answers[stream] + data
-        while True:
-            start = text.find(self._answer_mark)
-            end = text.find(b"\n", start)
-            has_whole_answer = start >= 0 and end >= 0
-            if not has_whole_answer:
-                break
-            answer = json.loads(text[start + len(self._answer_mark) : end])
-            text = text[:start] + text[end + 1 :]
-            if answer != ALIVE:
-                self.exit_code = answer.get("exit")  # None in all answers but the last
-                self._answers.put_nowait(answer)
+        text = self._take_answers(text)
         # The end of the text may be the beginning of an answer. It is kept until the rest comes.
         start = self._find_begun_answer(text)
         self._begun_answers[stream] = text[start:]
@@ -449,6 +449,29 @@ class Remote:
         for line in lines:
             if self._show is not None:
                 await self._show(self.host, stream, line)
+
+    def _take_answers(self, text: bytes) -> bytes:
+        """Takes the whole answers out of a text: a mark, JSON and a newline each.
+
+        They are put into the queue `_answers`, except for heartbeats. The last answer of all has
+        the launcher's exit code, which is put into `exit_code`.
+
+        Returns:
+            What stands before, between and after the answers.
+        """
+        while True:
+            start = text.find(self._answer_mark)
+            if start < 0:
+                return text
+            end = text.find(b"\n", start)
+            if end < 0:  # the rest of this answer has not come yet
+                return text
+            answer = json.loads(text[start + len(self._answer_mark) : end])
+            text = text[:start] + text[end + 1 :]
+            is_heartbeat = answer == ALIVE
+            if not is_heartbeat:
+                self.exit_code = answer.get("exit")  # None in all answers but the last
+                self._answers.put_nowait(answer)
 
     def _find_begun_answer(self, text: bytes) -> int:
         """Returns where an answer, or a part of its mark, begins at the end of a text.
@@ -484,14 +507,27 @@ class Remote:
         """Ends what still runs there, and the connection."""
         if self._input:
             self._input.close()  # the helper then ends the launcher and itself
-        timeout = FINISH_TIMEOUT_S
-        if self._shutdown_timeout_s is not None:
+        if self._shutdown_timeout_s is None:  # no launcher was started
+            timeout = FINISH_TIMEOUT_S
+        else:
             timeout = LAUNCHER_END_S + self._shutdown_timeout_s
         if not await wait_all([self.wait_for_end()], timeout):
             self.kill()
             await wait_all([self.wait_for_end()], 2 * FINISH_TIMEOUT_S)
         for task in self._reading_tasks:
             task.cancel()
+
+
+async def _read_within(timeout: float, reader: asyncio.StreamReader) -> bytes | None:
+    """Reads from a stream.
+
+    Returns:
+        What has come; empty: the stream is closed; None: nothing came within `timeout` seconds.
+    """
+    try:
+        return await asyncio.wait_for(reader.read(READ_BYTES), timeout)
+    except TimeoutError:
+        return None
 
 
 async def run_on_all(

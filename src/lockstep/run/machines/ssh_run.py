@@ -162,16 +162,19 @@ class _HostsRun:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     def _bottom_row(self, sink: Sink) -> bytes:
-        """Returns the row below the lines on a terminal: a line that is not finished yet."""
-        if not sink.terminal:
+        """Returns the row below the lines on a terminal.
+
+        It is a line that is not finished yet, of the first machine that has one.
+        """
+        if not sink.can_draw:
             return b""
         for remote in self._remotes:
             for stream, text in remote.unfinished_lines.items():
                 if self._sinks[stream] is not sink:
                     continue
-                state = last_state(text)
-                if state.strip():
-                    return sink.crop(f"[{remote.host.name}] ".encode() + state)
+                visible_text = last_state(text)  # of a progress bar, what was drawn last
+                if visible_text.strip():
+                    return sink.crop(f"[{remote.host.name}] ".encode() + visible_text)
         return b""
 
     def _draw(self) -> None:
@@ -181,7 +184,10 @@ class _HostsRun:
             sink.flush()
 
     async def _flush(self) -> None:
-        """Prints what is still unprinted, until the terminal takes no more."""
+        """Prints what is still unprinted, as long as the terminal takes something.
+
+        If the user has asked the run to end, a slow terminal is not waited for.
+        """
         was_asked_to_end = self._ending_signal is not None
         deadline = FlushDeadline(self._sinks.values(), hurry=was_asked_to_end)
         self._draw()
@@ -268,10 +274,11 @@ class _HostsRun:
                 )
 
     async def _find_meeting_place(self) -> tuple[str, int]:
-        """Tests the connections between the machines.
+        """Finds an address and port of the first machine that all others reach.
 
-        All must reach the first one. Some connections between the others are tested as well,
-        because Gloo connects all ranks with each other.
+        The first machine listens there. Each other machine connects to it, and then listens as
+        well. At last each machine connects to the next few in the list, because Gloo connects all
+        ranks with each other.
 
         Returns:
             The address and port of the first machine at which the launchers meet.
@@ -285,21 +292,21 @@ class _HostsRun:
         given_port = self._spec.torchrun_flag("--master-port")
         port = int(given_port or DEFAULT_MASTER_PORT)
 
+        async def listen_first(remote: Remote) -> None:
+            await remote.listen(address, port, any_port_if_taken=given_port is None)
+
         async def reach_first(remote: Remote) -> None:
             own_address = await remote.reach(first)
             await remote.listen(own_address, 0)
 
         async def reach_neighbors(remote: Remote) -> None:
-            # Those after it in the list, which goes on with its beginning.
+            # After the last machine of the list comes the first.
             index = remotes.index(remote)
-            neighbors = remotes[index + 1 :] + remotes[:index]
-            for neighbor in neighbors[:NUM_NEIGHBORS_TRIED]:
+            following = remotes[index + 1 :] + remotes[:index]
+            for neighbor in following[:NUM_NEIGHBORS_TRIED]:
                 await remote.reach(neighbor)
 
-        await self._run_on_all(
-            [first],
-            lambda remote: remote.listen(address, port, any_port_if_taken=given_port is None),
-        )
+        await self._run_on_all([first], listen_first)
         await self._run_on_all(remotes[1:], reach_first)
         # If the user has chosen Gloo's interface, it may be another one than those tested here.
         if "GLOO_SOCKET_IFNAME" not in self._spec.environment:

@@ -24,7 +24,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -168,10 +168,12 @@ def _variables_of_all_ranks(
             variables[name] = value
     variables.update(socket_variables(os.environ, rendezvous.interface))
     variables.update(plan.environment)
+    # The width of the launcher's terminal. The only rank of a run has the terminal itself.
     is_only_rank = plan.nproc == 1 and plan.one_node
-    if not is_only_rank:  # an only rank has the terminal itself
+    if not is_only_rank:
         variables.update(console.environment)
-    if not plan.script_spawns_ranks:  # otherwise the process is not told that it is a rank
+    # A script that spawns its ranks itself must not take its first process for a rank.
+    if not plan.script_spawns_ranks:
         variables[LAUNCHER] = plan.launcher
     return variables
 
@@ -238,8 +240,8 @@ class Agent(api.SimpleElasticAgent):
         self._timeout_at = math.inf
         self._next_slow_checks = 0.0
         self._oom_counts_before = read_oom_counts()
-        self._refused: str | None = None
-        """Why the system did not let a rank start."""
+        self._why_not_started: str | None = None
+        """Why the system did not let a rank start; None: it has let all of them start."""
         self._keyboard_rank: Process | None = None
         """The only rank of the run, if it reads the terminal's keyboard."""
         self._failed_attempts = 0
@@ -296,18 +298,22 @@ class Agent(api.SimpleElasticAgent):
             folder=self._folder / f"attempt_{len(self.attempts)}",
         )
         self.attempts.append(attempt)
-        self._keyboard_rank = None
-        self._round_write_times = []
-        self._supervisor = None  # its verdict was on the attempt before
+        self._forget_last_attempt()
         self._journal.start(attempt, self._plan.script)
         for worker in workers:
             self._start_rank(worker_group, worker, attempt)
             self._wait_for_starts(attempt, max_pending=_MAX_PENDING_STARTS)
         self._wait_for_starts(attempt, max_pending=0)
-        if self._refused is not None:  # `_read_events` has noted it
-            raise BlockingIOError(errno.EAGAIN, self._refused)
+        if self._why_not_started is not None:  # the system has refused to start a rank
+            raise BlockingIOError(errno.EAGAIN, self._why_not_started)
         self._begin_watching(attempt)
         return {process.local_rank: process.pid for process in attempt.processes}
+
+    def _forget_last_attempt(self) -> None:
+        """Resets what is only true of the attempt before."""
+        self._keyboard_rank = None
+        self._round_write_times = []
+        self._supervisor = None
 
     def _wait_for_starts(self, attempt: Attempt, *, max_pending: int) -> None:
         """Waits until at most `max_pending` of the requested ranks have not been started yet.
@@ -370,16 +376,17 @@ class Agent(api.SimpleElasticAgent):
     ) -> dict[str, str]:
         """Returns the environment variables of one rank: its place in the run, and its files."""
         variables: dict[str, str] = {}
-        # A script that spawns its ranks itself is not told that it is one.
+        # A script that spawns its ranks itself must not take its first process for a rank.
         if not self._plan.script_spawns_ranks:
-            restarts = self._rdzv.attempt  # counted alike by all machines
-            if restarts is None:
-                restarts = self._failed_attempts  # of this machine
+            restarts = self._rdzv.attempt  # all machines count the attempts alike
+            if restarts is None:  # torch's own rendezvous counts none
+                restarts = self._failed_attempts  # those of this machine
             variables.update(rank_environment(group, worker, restarts, os.environ))
         variables[FOLDER_VARIABLE] = str(process.folder)
         variables[TORCH_ERROR_FILE_VARIABLE] = str(process.folder / _ELASTIC_ERROR_FILE_NAME)
         if process.evidence_memory is not None:
             variables.update(process.evidence_memory.variables)
+        # Memory in which a rank that trains with DiLoCo keeps its last round, for after a restart.
         variables.update(self._round_memory.variables(worker.local_rank))
         return variables
 
@@ -389,7 +396,8 @@ class Agent(api.SimpleElasticAgent):
         """Starts the clock and the supervisor of an attempt whose ranks have been started."""
         if self._plan.timeout is not None:
             self._timeout_at = time.monotonic() + self._plan.timeout
-        # It tells the other launchers which ranks are lost if this machine is.
+        # The report has the numbers of the ranks here. If this machine is lost later, the other
+        # launchers know from it which ranks are lost.
         self._publish_report(attempt)
         processes = attempt.processes
         self._snapshot_exchange = SnapshotExchange(
@@ -408,11 +416,14 @@ class Agent(api.SimpleElasticAgent):
         )
 
     def _watch_spawned_ranks(self, attempt: Attempt) -> None:
-        """Watches the ranks that the only rank of an attempt has spawned, in place of it."""
+        """Lets the supervisor watch the ranks that the only rank of an attempt has spawned.
+
+        As long as there are none, the supervisor watches the only rank itself.
+        """
         spawned = spawned_ranks(attempt.processes[0])
         pids = [process.pid for process in spawned]
-        if pids != [process.pid for process in self._spawned_ranks]:  # others than last time
-            # If it has spawned none, the only rank itself is watched.
+        watched_pids = [process.pid for process in self._spawned_ranks]
+        if pids != watched_pids:
             self._supervisor = Supervisor(
                 spawned or attempt.processes,
                 self._plan.hang,
@@ -420,8 +431,8 @@ class Agent(api.SimpleElasticAgent):
                 self._journal.find,
             )
             self._spawned_ranks = spawned
-        # The supervisor has the `Process` objects with which it was made: they are told who has
-        # ended.
+        # `spawned_ranks` makes new `Process` objects each time. The supervisor has older ones, so
+        # they get the new exit codes.
         for watched, current in zip(self._spawned_ranks, spawned, strict=True):
             watched.code = current.code
 
@@ -434,21 +445,11 @@ class Agent(api.SimpleElasticAgent):
         """
         attempt = self.attempts[-1]
         self._read_events()
-        # If the only rank of a run reads the terminal's keyboard, Ctrl-Z and `fg` are passed on.
-        keyboard_rank = self._keyboard_rank
-        if keyboard_rank and keyboard_rank.pid and keyboard_rank.code is None:
-            job_control.pass_keyboard(keyboard_rank.pid, self.signal_ranks)
+        keyboard_pid = self._running_keyboard_pid()
+        if keyboard_pid is not None:  # the user may have pressed Ctrl-Z, or entered `fg`
+            job_control.pass_keyboard(keyboard_pid, self.signal_ranks)
         if self._must_end(attempt) or _process_failures(attempt):
-            # Other ranks may fail within moments. Which was first is found out from all of them.
-            settled_at = time.monotonic() + _SETTLE_S
-            while attempt.running and time.monotonic() < settled_at:
-                self._read_events(timeout=0.05)
-            if _process_failures(attempt) and self._is_membership_changing(attempt):
-                # With this answer, and a machine that waits, torch elastic starts the ranks again
-                # and does not count it as a failure.
-                return api.RunResult(state=api.WorkerState.HEALTHY)
-            self._failed_attempts += 1
-            return api.RunResult(state=api.WorkerState.FAILED, failures=_process_failures(attempt))
+            return self._result_of_failure(attempt)
         # While ranks of other machines run, those here that have ended may have to start again.
         if attempt.running or self._others_run(attempt):
             return api.RunResult(state=api.WorkerState.HEALTHY)
@@ -457,11 +458,28 @@ class Agent(api.SimpleElasticAgent):
             return_values={process.rank: None for process in attempt.processes},
         )
 
+    def _result_of_failure(self, attempt: Attempt) -> api.RunResult:
+        """Returns what torch elastic is told when ranks have failed or must be ended.
+
+        Before that it waits a moment, in which other ranks may fail as well: what failed first is
+        found out from all of them.
+        """
+        settled_at = time.monotonic() + _SETTLE_S
+        while attempt.running and time.monotonic() < settled_at:
+            self._read_events(timeout=0.05)
+        if _process_failures(attempt) and self._is_membership_changing(attempt):
+            # After HEALTHY, torch elastic asks `num_nodes_waiting`. That is above 0, so it starts
+            # all ranks again and counts no failure.
+            return api.RunResult(state=api.WorkerState.HEALTHY)
+        self._failed_attempts += 1
+        return api.RunResult(state=api.WorkerState.FAILED, failures=_process_failures(attempt))
+
     def _must_end(self, attempt: Attempt) -> bool:
         """Returns True if the ranks of this machine must be ended.
 
-        Also does what is due by the clock: notes the ranks whose time is over and the memory that
-        ranks use, announces deleted logs, and answers other launchers that ask for snapshots.
+        If not, it also does what is due while they run: it notes how much memory they use,
+        announces deleted logs, and answers other launchers that ask for snapshots. If the time of
+        the run is over, it sets `timed_out_ranks`.
         """
         now = time.monotonic()
         if now >= self._timeout_at and attempt.running:
@@ -474,7 +492,8 @@ class Agent(api.SimpleElasticAgent):
         if is_node_lost and not goes_on_without_it:
             return True
         reports = self._reports_of_others(attempt).values()
-        if any(report.failed for report in reports):  # a rank of another machine has failed
+        has_failure_elsewhere = any(report.failed for report in reports)
+        if has_failure_elsewhere:
             return True
         if now >= self._next_slow_checks:  # they read files of every rank, so they are made rarely
             self._next_slow_checks = now + _SLOW_CHECKS_INTERVAL_S
@@ -482,11 +501,8 @@ class Agent(api.SimpleElasticAgent):
             if attempt.world_size == 1 and attempt.running:
                 self._watch_spawned_ranks(attempt)
             self._announce_deleted_logs(attempt)
-            for process in attempt.running:
-                # A rank that has raised an exception but does not end: others may wait for it.
-                record = read_error(process.evidence)
-                if record and time.time() - record.time > _EXIT_AFTER_EXCEPTION_S:
-                    return True
+            if _runs_on_after_exception(attempt):
+                return True
         self._snapshot_exchange.answer()
         return self._supervisor is not None and self._supervisor.check()
 
@@ -505,21 +521,23 @@ class Agent(api.SimpleElasticAgent):
         """
         with self._delay_interrupts():
             attempt = self.attempts[-1]
-            processes = {process.local_rank: process for process in attempt.processes}
+            process_of_local_rank = {process.local_rank: process for process in attempt.processes}
             try:
                 zygote_events = self._zygote.events(timeout)
             except ChildProcessError:
                 zygote_events = self._events_of_zygotes_death(attempt)
             for event in zygote_events:
-                process = processes[event.rank]
-                if event.pid is None:  # the system makes no process for it
+                process = process_of_local_rank[event.rank]  # its number on this machine
+                was_refused = event.pid is None
+                was_started = event.pid is not None and event.code is None
+                if was_refused:  # the system makes no process for it
                     attempt.processes.remove(process)
-                    self._refused = event.reason
-                elif event.code is None:  # it was started
+                    self._why_not_started = event.reason
+                elif was_started:
                     process.pid = event.pid
-                elif process.pid in (None, event.pid) and process.code is None:
-                    # It has ended, and its end was not noted before. (None: the zygote died before
-                    # it told of the start.)
+                elif process.code is None and process.pid in (None, event.pid):
+                    # It has ended. Its `pid` is None if the zygote died before it told of the
+                    # start.
                     process.pid = event.pid
                     process.code = event.code
                     process.ended_at = time.time()
@@ -558,12 +576,15 @@ class Agent(api.SimpleElasticAgent):
     def _is_membership_changing(self, attempt: Attempt) -> bool:
         """Returns True if ranks here failed only because a machine has left or wants to join.
 
-        Then machines wait for the next start, which may show a moment after the failure.
+        Ranks fail at once when their connections to a machine break. The launchers notice the
+        change up to `_MEMBERSHIP_CHANGE_S` seconds later, so it is waited for. Once they have
+        noticed it, `num_nodes_waiting` is above 0.
         """
-        if not self._rdzv.elastic:
+        if not self._rdzv.elastic:  # no machine may leave or join
             return False
         reports = self._reports_of_others(attempt).values()
-        if any(report.failed for report in reports):  # ranks failed there for a reason of their own
+        has_failure_elsewhere = any(report.failed for report in reports)
+        if has_failure_elsewhere:  # then that is the reason, and not a change of machines
             return False
         deadline = time.monotonic() + _MEMBERSHIP_CHANGE_S
         return wait_until(lambda: self._rdzv.num_nodes_waiting() > 0, deadline)
@@ -590,18 +611,31 @@ class Agent(api.SimpleElasticAgent):
         # The group is HEALTHY if machines have come or gone, and FAILED after a failure here.
         membership_changed = worker_group.state == api.WorkerState.HEALTHY
         restarts_left = worker_group.spec.max_restarts - self._failed_attempts
-        if not membership_changed and restarts_left < 0:  # it failed once more than is allowed
+        has_failed_too_often = not membership_changed and restarts_left < 0
+        if has_failed_too_often:
             self._end_ranks(signal.SIGTERM)
             return
+        # Read before `request_restart`: it is about the machines of the present attempt.
         lost_machines = self._rdzv.describe_lost_nodes()
         end_signal = signal.SIGTERM
         if self._rdzv.elastic and membership_changed:
             self._rdzv.request_restart()
-            if any(self._round_memory.write_times()):
-                # The round in memory is what they would save at SIGTERM.
+            # At SIGTERM a rank that trains with DiLoCo would save its last round. If that is in
+            # memory already, the ranks need no time to save.
+            has_stored_rounds = any(self._round_memory.write_times())
+            if has_stored_rounds:
                 end_signal = signal.SIGKILL
         self._end_ranks(end_signal, before_restart=True)
-        # Announced before the rendezvous, which may wait for minutes.
+        # The rendezvous that follows may wait for minutes.
+        self._announce_restart(lost_machines, restarts_left)
+
+    def _announce_restart(self, lost_machines: str, restarts_left: int) -> None:
+        """Says why all ranks are started again, on the console and in the record of the run.
+
+        Args:
+            lost_machines: names the machines that were lost; empty: none was.
+            restarts_left: how often the ranks may still be started after a failure.
+        """
         if lost_machines:
             self._announce(f"{lost_machines}; starting the ranks of the other machines again")
         elif self.failure is None:
@@ -620,16 +654,39 @@ class Agent(api.SimpleElasticAgent):
         self._end_ranks(death_sig)
 
     def _end_ranks(self, end_signal: int, *, before_restart: bool = False) -> None:
-        """Asks the ranks to end, waits, kills those that have not, and finds out what failed first.
+        """Ends the ranks of the last attempt, and finds out what failed first.
+
+        Then the attempt is `over` and has its `failure`.
 
         Args:
-            end_signal: the number of the signal that asks them.
-            before_restart: the ranks are then started again.
+            end_signal: the number of the signal by which the ranks are asked to end.
+            before_restart: True if the ranks are then started again.
         """
         if not self.attempts or self.attempts[-1].over:
             return
         attempt = self.attempts[-1]
-        self._publish_report(attempt)
+        self._publish_report(attempt)  # how ranks have ended by themselves, before others are ended
+        self._end_processes(attempt, end_signal)
+        # Ranks may leave processes behind, which they have started. Those may go on only after a
+        # run that has ended well.
+        all_ended_well = all(process.code == 0 for process in attempt.processes)
+        if before_restart or self.interrupted is not None or not all_ended_well:
+            with self._delay_interrupts():
+                self._zygote.end_left_behind()
+        if self._keyboard_rank and self._keyboard_rank.pid:
+            job_control.take_keyboard(self._keyboard_rank.pid)
+        attempt.over = True
+        self._console.drain()  # all that the ranks have printed, before their failure is printed
+        self._announce_deleted_logs(attempt)
+        attempt.failure = self._first_failure(attempt)
+        self._save_evidence(attempt)
+        self._journal.end(attempt.failure)
+
+    def _end_processes(self, attempt: Attempt, end_signal: int) -> None:
+        """Asks the ranks to end, waits for them, and kills those that do not end in time.
+
+        A second Ctrl-C, which sets `_kill_at_once`, ends the waiting.
+        """
         if end_signal == signal.SIGINT:
             # A rank that waits in C++ answers to Ctrl-C only when it comes back to Python; SIGTERM
             # ends it where it is.
@@ -644,19 +701,6 @@ class Agent(api.SimpleElasticAgent):
         self._end_by_signal(attempt, signal.SIGKILL)
         while attempt.running:
             self._read_events(timeout=1.0)
-        # Of ranks that have all ended well, what they have left behind may go on.
-        ended_well = all(process.code == 0 for process in attempt.processes)
-        if before_restart or self.interrupted is not None or not ended_well:
-            with self._delay_interrupts():
-                self._zygote.end_left_behind()
-        if self._keyboard_rank and self._keyboard_rank.pid:
-            job_control.take_keyboard(self._keyboard_rank.pid)
-        attempt.over = True
-        self._console.drain()
-        self._announce_deleted_logs(attempt)
-        attempt.failure = self._first_failure(attempt)
-        self._save_evidence(attempt)
-        self._journal.end(attempt.failure)
 
     def _end_by_signal(self, attempt: Attempt, number: int) -> None:
         """Sends a signal that is to end the running ranks, and notes in what state they were."""
@@ -739,10 +783,21 @@ class Agent(api.SimpleElasticAgent):
         self.signal_ranks(signal.SIGSTOP)
         job_control.stop_this_process()
         # From here on the user has let this process go on, by the shell's `fg` or `bg`.
-        keyboard_rank = self._keyboard_rank
-        if keyboard_rank and keyboard_rank.pid and keyboard_rank.code is None:
-            job_control.give_keyboard(keyboard_rank.pid)
+        keyboard_pid = self._running_keyboard_pid()
+        if keyboard_pid is not None:
+            job_control.give_keyboard(keyboard_pid)
         self.signal_ranks(signal.SIGCONT)
+
+    def _running_keyboard_pid(self) -> int | None:
+        """Returns the process id of the rank that reads the terminal's keyboard.
+
+        Returns:
+            None if no rank reads it, or if that rank has not been started yet or has ended.
+        """
+        rank = self._keyboard_rank
+        if rank is None or not rank.pid or rank.code is not None:
+            return None
+        return rank.pid
 
     # What the launchers of the run tell each other
 
@@ -754,15 +809,18 @@ class Agent(api.SimpleElasticAgent):
         """
         exits = []
         for process in attempt.processes:
-            if process.code is not None:
+            has_ended = process.code is not None
+            if has_ended:
                 exits.append(exit_status_of(process, self._oom_counts_before))
+        # If the only rank of a run reads the keyboard, Ctrl-C reaches it and not this launcher.
+        interrupted = self.interrupted or _ctrl_c_of_only_rank(attempt)
         report = ExitReport(
             host=socket.gethostname(),
             ranks=tuple(process.rank for process in attempt.processes),
             exits=tuple(exits),
             complete=not attempt.running,
             hang=self._supervisor.verdict if self._supervisor else None,
-            interrupted=self.interrupted or _ctrl_c_of_only_rank(attempt),
+            interrupted=interrupted,
         )
         if attempt.nodes > 1:
             self._rdzv.publish(_EXIT_REPORT_KEY, report.to_values())
@@ -793,9 +851,9 @@ class Agent(api.SimpleElasticAgent):
         return len(complete) < num_other_nodes
 
     def _first_failure(self, attempt: Attempt) -> FirstFailure | None:
-        """Returns what failed first on all machines, or None; waits for their reports if it must.
+        """Returns what failed first on all machines, or None if nothing failed.
 
-        Publishes the report of this machine before that.
+        Publishes the report of this machine, and waits for those of the others if they are needed.
         """
         own_report = self._publish_report(attempt)
         if self._rdzv.can_publish:
@@ -804,33 +862,48 @@ class Agent(api.SimpleElasticAgent):
         reports_of_others = self._reports_of_others(attempt)
         reports = [own_report, *reports_of_others.values()]
         hangs = [report.hang for report in reports if report.hang is not None]
+        first_hang = min(hangs, key=lambda verdict: verdict.found_at, default=None)
         interrupted = [report for report in reports if report.interrupted is not None]
         exits: list[ExitStatus] = []
         for report in reports:
             exits.extend(report.exits)
+        folder = str(attempt.folder)
+        if attempt.logs_deleted:
+            folder += " (its logs were deleted)"
+        failure = first_failure(
+            exits,
+            hang=first_hang,
+            interrupted=interrupted[0].interrupted if interrupted else None,
+            lost_nodes=self._failures_of_lost_nodes(reports_of_others, exits),
+            folder=folder,
+        )
+        if failure is None or failure.kind != "interrupted":
+            return failure
+        was_interrupted_here = own_report.interrupted is not None
+        if was_interrupted_here:
+            return failure
+        # The user has interrupted the launcher of another machine. The message says which.
+        return replace(failure, headline=f"{failure.headline} on host {interrupted[0].host}")
+
+    def _failures_of_lost_nodes(
+        self, reports_of_others: Mapping[int, ExitReport], exits: Sequence[ExitStatus]
+    ) -> list[FirstFailure]:
+        """Returns a failure for each lost machine of whose ranks no end is known.
+
+        If a launcher has reported how one of its ranks ended before it was lost, that says more.
+
+        Args:
+            reports_of_others: the last report of each other launcher, by the rank of its node.
+            exits: how ranks of all machines have ended.
+        """
         ended_ranks = {status.rank for status in exits}
-        lost_nodes = []
+        failures = []
         for node in self._rdzv.lost_nodes():
             last_report = reports_of_others.get(_node_rank(node))
             ranks = last_report.ranks if last_report else ()
-            # If its launcher has reported how one of its ranks ended, that says more.
-            if not ended_ranks.intersection(ranks):
-                lost_nodes.append(lost_node(node.host, ranks, time.time(), node.why))
-        failure = first_failure(
-            exits,
-            hang=min(hangs, key=lambda verdict: verdict.found_at, default=None),
-            interrupted=interrupted[0].interrupted if interrupted else None,
-            lost_nodes=lost_nodes,
-            folder=f"{attempt.folder}{' (its logs were deleted)' if attempt.logs_deleted else ''}",
-        )
-        # If the user has interrupted the launcher of another machine, the message says which.
-        was_interrupted_elsewhere = (
-            failure is not None and failure.kind == "interrupted" and own_report.interrupted is None
-        )
-        if failure is not None and was_interrupted_elsewhere:
-            headline = f"{failure.headline} on host {interrupted[0].host}"
-            return replace(failure, headline=headline)
-        return failure
+            if ended_ranks.isdisjoint(ranks):
+                failures.append(lost_node(node.host, ranks, time.time(), node.why))
+        return failures
 
     def _has_all_reports(self, attempt: Attempt, own_report: ExitReport) -> bool:
         """True if the reports of the other launchers are complete, or no more of them is needed."""
@@ -863,6 +936,15 @@ def _ctrl_c_of_only_rank(attempt: Attempt) -> Interruption | None:
         if process.code == -signal.SIGINT and not process.signals_sent:
             return Interruption(signal=signal.SIGINT, time=process.ended_at or time.time())
     return None
+
+
+def _runs_on_after_exception(attempt: Attempt) -> bool:
+    """True if a rank raised an exception a while ago but has not ended: others may wait for it."""
+    for process in attempt.running:
+        record = read_error(process.evidence)
+        if record and time.time() - record.time > _EXIT_AFTER_EXCEPTION_S:
+            return True
+    return False
 
 
 def _process_failures(attempt: Attempt) -> dict[int, ProcessFailure]:

@@ -1,17 +1,17 @@
 """The ranks' standard output and error: every byte to a log file, chosen streams to the console.
 
-One thread of the launcher reads them all; it is started after the zygote was forked. While a *sink*
-(the launcher's own stdout or stderr) takes nothing, the ranks' streams are still read, up to
-`_MAX_WAITING_BYTES`. Then the ranks wait, as they would for any slow terminal.
+A *sink* is the launcher's own stdout or stderr. It gets whole lines, each with its rank as a
+*prefix*. On a terminal a *status row* stands under them: a line that the lowest rank has not
+finished yet, such as a progress bar. A rank's *last words* are what it prints as an exception ends
+it: they are held back, since other ranks may print the same. The only rank of a run has the
+launcher's terminal itself.
 
-The console gets whole lines, each with its rank as a prefix. On a terminal a *status row* stands
-under the lines: what the lowest rank has not finished yet, such as a progress bar or a prompt.
+With hundreds of ranks the verdict would stand under thousands of lines. So last words that differ
+in numbers alone are shown once, and a line says which ranks have printed the same.
 
-The *last words* of a rank are what it prints as an exception ends it. With hundreds of ranks the
-verdict would stand under thousands of lines, so last words that differ in numbers alone are shown
-once, and a line says which ranks have printed the same.
-
-The only rank of a run has the launcher's terminal itself, and nothing of this is in between.
+One thread of the launcher reads all streams; it is started after the zygote was forked. While a
+sink takes nothing, the ranks' streams are still read, up to `_MAX_WAITING_BYTES`. Then the ranks
+wait, as they would for any slow terminal.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Console:
     def environment(self) -> dict[str, str]:
         """Variables of several ranks, which see pipes even if the launcher has a terminal."""
         sink = self._sinks["stdout"]
-        if not sink.terminal:
+        if not sink.can_draw:
             return {}
         prefix = self._prefix.safe_substitute(rank=0, local_rank=0)
         return {COLUMNS: str(sink.columns - len(prefix))}
@@ -240,14 +240,16 @@ class Console:
             Descriptors for the rank: input, output, error. The caller closes them once the rank
             has them.
         """
-        shown = STREAMS if self._shown is None else self._shown.get(local_rank, ())
+        shown: Collection[str] = STREAMS
+        if self._shown is not None:  # the user has chosen what is shown
+            shown = self._shown.get(local_rank, ())
         prefix = self._prefix.safe_substitute(rank=rank, local_rank=local_rank)
         rank_descriptors = []
         for name, sink in self._sinks.items():
-            is_shown_on_terminal = name in shown and sink.is_tty
-            if is_only_rank and is_shown_on_terminal and not self._always_logged:
-                # The rank gets the terminal itself.
-                sink.shared = True
+            is_shown_on_terminal = name in shown and sink.is_terminal
+            gets_terminal_itself = is_only_rank and is_shown_on_terminal and not self._always_logged
+            if gets_terminal_itself:
+                sink.is_shared_with_rank = True
                 rank_descriptors.append(os.dup(sink.descriptor))
                 continue
             reading_end, writing_end = os.pipe()
@@ -298,29 +300,32 @@ class Console:
     # In the thread
 
     def _run(self) -> None:
-        """Reads streams as they bring something, until `__exit__`'s flush deadline is over."""
+        """Reads streams as they bring something, and writes to the sinks what these can take.
+
+        It ends when `__exit__` has set `_flush_deadline` and that deadline is over.
+        """
         sinks = set(self._sinks.values())
         while self._flush_deadline is None or not self._flush_deadline.over():
             poll = select.poll()
             poll.register(self._wake_reader, select.POLLIN)
             is_full = any(len(sink.waiting) > _MAX_WAITING_BYTES for sink in sinks)
-            readable = {}
+            polled_streams = {}
             for stream in self._streams:
                 if is_full and stream.sink is not None:
                     continue  # its rank waits until the console has taken what there is
-                readable[stream.descriptor] = stream
+                polled_streams[stream.descriptor] = stream
                 poll.register(stream.descriptor, select.POLLIN)
             for sink in sinks:
                 if sink.waiting:
                     poll.register(sink.descriptor, select.POLLOUT)
-            # Without anything due, it waits until a descriptor is ready.
+            # None: it waits until a descriptor is ready.
             timeout_ms = _TICK_S * 1000 if self._is_something_due() else None
             for descriptor, _ in poll.poll(timeout_ms):
                 if descriptor == self._wake_reader:
                     os.read(self._wake_reader, 4096)  # empties the pipe
-                elif descriptor in readable:
-                    self._read(readable[descriptor])
-                # Otherwise it is a sink that can take more, which gets it in the next line.
+                elif descriptor in polled_streams:
+                    self._read(polled_streams[descriptor])
+                # Otherwise it is a sink that can take more. It is written to below.
             self._do_what_is_due(sinks)
 
     def _is_something_due(self) -> bool:
@@ -333,7 +338,7 @@ class Console:
         )
 
     def _do_what_is_due(self, sinks: Collection[Sink]) -> None:
-        """Draws, flushes and drains as the clock requires."""
+        """Draws the status rows, shows last words, flushes the sinks, and ends what is drained."""
         now = time.monotonic()
         if now >= self._draw_at:
             self._draw_at = math.inf
@@ -346,32 +351,37 @@ class Console:
         for sink in sinks:
             sink.flush()
         self._write_announcements()
-        if now >= self._drain_until:
-            # The time of `drain` is over: a process that a rank has left behind still holds these
-            # streams open.
+        is_drain_over = now >= self._drain_until
+        if is_drain_over:
+            # The ranks have ended, but processes that they have left behind hold streams open.
             for stream in list(self._streams):
                 self._read(stream)
                 if stream in self._streams:
                     self._end(stream)
-        if not self._streams:  # all have ended, for which `drain` may be waiting
+        if not self._streams:
             self._drain_until = math.inf
-            is_drain_waiting = not self._drained.is_set()
+            is_drain_waiting = not self._drained.is_set()  # in another thread
             if is_drain_waiting:
                 self._announce_same_last_words()
-            self._drained.set()
+            self._drained.set()  # `drain` goes on
 
     def _write_announcements(self) -> None:
         """Writes the launcher's own lines that wait, each on a line of its own."""
         sink = self._sinks["stderr"]
         while self._announcements:
             text = self._announcements.popleft().encode(errors="replace") + b"\n"
-            if sink.mid_line or sink.shared:  # what stands there may not have ended its line
+            # What a rank writes there directly is not seen here, so it may end in mid-line as well.
+            may_be_mid_line = sink.ends_mid_line or sink.is_shared_with_rank
+            if may_be_mid_line:
                 text = b"\n" + text
             sink.write(text, self._status_row(sink))
-            sink.mid_line = False
+            sink.ends_mid_line = False
 
     def _read(self, stream: _Stream) -> None:
-        """Reads what a stream brings: into its log, and onto the console if it is shown."""
+        """Reads what a stream brings: into its log, and onto the console if it is shown.
+
+        At its end the stream is closed. Last words are held back in the stream.
+        """
         data = stream.read()
         if data is None:
             self._end(stream)
@@ -389,11 +399,12 @@ class Console:
         if stream.sink is None:
             return
         if stream.prefix:
-            self._show(stream, stream.sink, stream.hold_back_last_words(lines))
+            lines_to_show = stream.hold_back_last_words(lines)
+            self._show(stream, stream.sink, lines_to_show)
         else:  # it is the only rank's, and passed on unchanged
             stream.sink.write(data)
-            stream.sink.mid_line = not data.endswith(b"\n")
-        if stream.sink.terminal:
+            stream.sink.ends_mid_line = not data.endswith(b"\n")
+        if stream.sink.can_draw:
             # The status row is drawn a moment later, once for all that comes until then.
             self._draw_at = min(self._draw_at, time.monotonic() + _TICK_S)
 
@@ -404,41 +415,45 @@ class Console:
         prefix = sink.colour_prefix(stream.prefix, stream.rank)
         shown = []
         for line in lines:
-            if sink.terminal and b"\x1b" in line:
+            if sink.can_draw and b"\x1b" in line:
                 line += b"\x1b[0m"  # its colours end with it
             shown.append(prefix + line + b"\n")
         sink.write(b"".join(shown), self._status_row(sink))
 
     def _show_last_words(self, stream: _Stream) -> None:
-        """Shows what a rank has printed as it ended, unless another rank has printed the same.
+        """Shows the last words that were held back, unless another rank has printed the same.
 
-        Empties the stream's `last_words`, and notes the rank for `_announce_same_last_words`.
+        They count as the same if they differ in numbers alone. Empties the stream's `last_words`,
+        and adds the rank to `_ranks_by_last_words`.
         """
         lines = stream.last_words
         stream.last_words = []
         if not lines or stream.sink is None:
             return
         without_numbers = _NUMBER.sub(b"", b"\n".join(lines))
-        ranks = self._ranks_by_last_words.setdefault(without_numbers, [])
-        ranks.append(stream.rank)
-        is_first_to_print_them = len(ranks) == 1
+        is_first_to_print_them = without_numbers not in self._ranks_by_last_words
         if is_first_to_print_them:
+            self._ranks_by_last_words[without_numbers] = []
             self._show(stream, stream.sink, lines)
+        self._ranks_by_last_words[without_numbers].append(stream.rank)
 
     def _announce_same_last_words(self) -> None:
-        """Says which ranks have printed the same as one whose last words were shown."""
-        for first, *others in self._ranks_by_last_words.values():
-            if others:
+        """Says which ranks have printed the same last words as another one.
+
+        Those of the first rank were shown, and those of the other ranks were not.
+        """
+        for shown_rank, *other_ranks in self._ranks_by_last_words.values():
+            if other_ranks:
                 self._announcements.append(
-                    f"lockstep: {format_ranks(others)} ended with the same as rank {first} but for "
-                    "numbers; it is in their logs"
+                    f"lockstep: {format_ranks(other_ranks)} ended with the same as rank "
+                    f"{shown_rank} but for numbers; it is in their logs"
                 )
         self._ranks_by_last_words.clear()
         self._write_announcements()
 
     def _status_row(self, sink: Sink) -> bytes:
         """Returns what the lowest rank has not finished yet, as one row of the terminal."""
-        if not sink.terminal:
+        if not sink.can_draw:
             return b""
         unfinished = []
         for stream in self._streams:
@@ -446,22 +461,26 @@ class Console:
                 continue
             if not stream.prefix:  # it is passed on unchanged, its unfinished line included
                 continue
-            if stream.state.strip():
+            if stream.visible_unfinished.strip():
                 unfinished.append(stream)
         if not unfinished:
             return b""
         lowest = min(unfinished, key=lambda stream: stream.rank)
-        return sink.crop(sink.colour_prefix(lowest.prefix, lowest.rank) + lowest.state)
+        return sink.crop(sink.colour_prefix(lowest.prefix, lowest.rank) + lowest.visible_unfinished)
 
     def _end(self, stream: _Stream) -> None:
-        """Shows what is left of a stream, and closes it."""
+        """Shows what has not been shown of a stream yet, and closes it.
+
+        That is a last line without a newline, and the last words that were held back. A stream
+        without a prefix is passed on unchanged, so its last line has been shown already.
+        """
         self._streams.remove(stream)
         if stream.sink is not None:
-            # The last line may be without its end. A stream without a prefix is passed on
-            # unchanged, so its last line has been shown already.
-            has_unfinished_line = bool(stream.state.strip())
-            lines = [stream.state] if stream.prefix and has_unfinished_line else []
-            self._show(stream, stream.sink, stream.hold_back_last_words(lines))
+            lines = []
+            if stream.prefix and stream.visible_unfinished.strip():
+                lines = [stream.visible_unfinished]
+            lines_to_show = stream.hold_back_last_words(lines)
+            self._show(stream, stream.sink, lines_to_show)
             self._show_last_words(stream)
             stream.sink.draw(self._status_row(stream.sink))
         stream.close_files()
@@ -493,12 +512,13 @@ class _Stream:
     error_file: Path
     """The file in which the rank notes the exception that ends it."""
     recent: RecentOutput | None
-    """Gets the end of the stream."""
+    """Keeps the end of the stream for messages; None: it is not kept."""
     unfinished: bytes = b""
     """The line that is not finished yet."""
     last_words: list[bytes] = field(default_factory=list)
     """Lines that are not shown yet: what the rank prints as an exception ends it."""
     last_read: float = 0.0
+    """When something came last (monotonic): last words are shown when no more come."""
 
     def __post_init__(self) -> None:
         self._file: IO[bytes] | None = open(self.log, "ab", buffering=0)  # noqa: SIM115
@@ -507,7 +527,7 @@ class _Stream:
             self._filtered_log.touch()
 
     @property
-    def state(self) -> bytes:
+    def visible_unfinished(self) -> bytes:
         """What a terminal would show of the unfinished line."""
         return last_state(self.unfinished)
 
@@ -526,16 +546,18 @@ class _Stream:
         return [line.removeprefix(prefix_of_torch) for line in lines]
 
     def hold_back_last_words(self, lines: list[bytes]) -> list[bytes]:
-        """Moves lines that tell of the rank's end into `last_words`, and returns the others.
+        """Moves the last words among some lines into `last_words`, and returns the other lines.
 
-        Once the rank has noted the exception that ends it, all lines from its traceback on are last
-        words. Also notes the time, from which `Console` sees that nothing more comes.
+        A rank prints last words on its standard error, after it has noted the exception that ends
+        it. They begin with the heading of its traceback; if there is none, all lines are last
+        words. Also sets `last_read` to the present time.
         """
         self.last_read = time.monotonic()
         if not lines or self.log.stem != "stderr" or not self._has_raised():
             return lines
-        begin = 0  # without a traceback, or after its beginning, all of the lines are last words
-        if not self.last_words:
+        begin = 0
+        have_begun_before = bool(self.last_words)
+        if not have_begun_before:
             for index, line in enumerate(lines):
                 if _TRACEBACK_HEADING in line:
                     begin = index

@@ -32,6 +32,9 @@ _HEARTBEAT_MAGIC_BYTES = 8
 def watch_executed(evidence: Evidence) -> None:
     """Replaces `os.execv` and `os.execve`, so that this rank is watched after them too.
 
+    Neither function returns: the new program takes the place of this one. They raise OSError if it
+    cannot be executed. In a child of the rank, which is not watched, they do what they always do.
+
     Args:
         evidence: the files of this rank.
     """
@@ -41,15 +44,18 @@ def watch_executed(evidence: Evidence) -> None:
 
     @wraps(original_execve)
     def execve(path: Any, argv: Any, env: Mapping[Any, Any]) -> None:
-        if os.getpid() != rank_pid:  # a child of the rank, which is not watched
-            original_execve(path, argv, env)  # does not return
+        is_child_of_rank = os.getpid() != rank_pid
+        if is_child_of_rank:
+            original_execve(path, argv, env)
+        # The heartbeat of this program says nothing about the new one, which has none at first.
         with _without_heartbeat(evidence.heartbeat):
             original_execve(path, argv, with_hook(env, rank_pid))
 
     @wraps(original_execv)
     def execv(path: Any, argv: Any) -> None:
-        if os.getpid() != rank_pid:
-            original_execv(path, argv)  # does not return
+        is_child_of_rank = os.getpid() != rank_pid
+        if is_child_of_rank:
+            original_execv(path, argv)
         execve(path, argv, os.environ)
 
     os.execv = execv  # type: ignore[assignment]

@@ -193,15 +193,18 @@ def crash_line(crash: Path) -> str | None:
     except OSError:
         return None
     last_dump = text.rpartition("Fatal Python error:")[2]
-    # A heading marks the thread that failed. If that was a thread of C++ alone, such as Gloo's,
-    # there is no heading; then the last thread counts, which is the main thread.
-    before, *after_heading = _FAILED_THREAD.split(last_dump)
-    if after_heading:
-        threads = [after_heading[-1].partition("\n\n")[0]]
+    # A heading stands before the stack of the thread that failed. Stacks are separated by empty
+    # lines.
+    _, *texts_after_heading = _FAILED_THREAD.split(last_dump)
+    if texts_after_heading:
+        failed_stack, _, _ = texts_after_heading[-1].partition("\n\n")
+        stacks = [failed_stack]
     else:
-        threads = before.split("\n\n")
-    for thread in reversed(threads):
-        frame = user_frame(parse_frames(thread))
+        # A thread of C++ alone has failed, such as Gloo's. The line is then looked for in all
+        # stacks, from the last one, which is the main thread's.
+        stacks = last_dump.split("\n\n")
+    for stack in reversed(stacks):
+        frame = user_frame(parse_frames(stack))
         if frame is not None:
             return format_source_line(frame.file, frame.line)
     return None

@@ -123,10 +123,12 @@ class _Request:
 def _read_request(spec: LaunchSpec, environ: Mapping[str, str]) -> _Request:
     """Reads torchrun's flags and the script's source.
 
-    Parsing the flags imports torch's parser, which takes time; it is done only if there are flags,
-    since the process that the ranks are copied from comes first.
+    Returns:
+        The request. If the user gave no flag of torchrun, its `flags` are only those that are
+        needed before the plan is made: to parse them imports torch, which takes time.
     """
-    if spec.torchrun or any(name.startswith("PET_") for name in environ):
+    user_gave_flags = spec.torchrun or any(name.startswith("PET_") for name in environ)
+    if user_gave_flags:
         flags = _parse_flags(spec)
     else:
         flags = argparse.Namespace(
@@ -139,13 +141,12 @@ def _read_request(spec: LaunchSpec, environ: Mapping[str, str]) -> _Request:
     else:
         check_script(script)
         hints = read_script(script)
-    asked = spec.local_rank_argument
-    if asked is None:
+    if spec.local_rank_argument is None:  # the user says nothing, so the source decides
         local_rank_flag = hints.local_rank_flag
-    elif asked == "none":
+    elif spec.local_rank_argument == "none":
         local_rank_flag = None
     else:
-        local_rank_flag = f"--{asked}"
+        local_rank_flag = f"--{spec.local_rank_argument}"
     script = replace(script, local_rank_flag=local_rank_flag)
     return _Request(replace(spec, script=script), flags, hints)
 
@@ -282,10 +283,11 @@ def _with_source_hints(plan: LaunchPlan, hints: SourceHints, cold_reason: str | 
     notes = list(plan.notes)
     if cold_reason is not None:
         notes.append(f"fresh interpreters ({cold_reason})")
-    script_spawns_ranks = hints.spawns_ranks and plan.nproc == 1 and plan.one_node
+    is_only_rank = plan.nproc == 1 and plan.one_node
+    script_spawns_ranks = hints.spawns_ranks and is_only_rank
     if script_spawns_ranks:
         notes.append("the script starts its own processes")
-    elif plan.script.local_rank_flag is not None:
+    elif plan.script.local_rank_flag is not None:  # an argument that says its local rank
         notes.append(f"the script is given {plan.script.local_rank_flag}")
     return replace(plan, notes=tuple(notes), script_spawns_ranks=script_spawns_ranks)
 

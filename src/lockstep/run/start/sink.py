@@ -38,16 +38,16 @@ class Sink:
     def __init__(self, descriptor: int, environ: Mapping[str, str]) -> None:
         self.descriptor = descriptor
         self.waiting = bytearray()
-        """What was not taken yet."""
-        self.shared = False
-        """True if a rank writes to it as well."""
-        self.mid_line = False
+        """What the terminal, pipe or file has not taken yet."""
+        self.is_shared_with_rank = False
+        """True if a rank writes to it directly as well."""
+        self.ends_mid_line = False
         """True if what was passed on last does not end its line."""
         self._status_row = b""
         self._error: str | None = None
         self._has_colours = not environ.get("NO_COLOR")
         self._is_closed = False
-        self.is_tty = False
+        self.is_terminal = False
         self.identity: tuple[int, int, int] | None = None
         """Equal for two descriptors of the same file or terminal."""
         try:
@@ -55,10 +55,10 @@ class Sink:
         except OSError:  # the launcher was started without it
             self._is_closed = True
         else:
-            self.is_tty = os.isatty(descriptor)
+            self.is_terminal = os.isatty(descriptor)
             self.identity = (status.st_dev, status.st_ino, status.st_rdev)
-        self.terminal = self.is_tty and environ.get("TERM") != "dumb"
-        """True if it can show colours and a status row."""
+        self.can_draw = self.is_terminal and environ.get("TERM") != "dumb"
+        """True if it is a terminal that can show colours and a status row."""
 
     @property
     def columns(self) -> int:
@@ -73,7 +73,7 @@ class Sink:
 
     def colour_prefix(self, prefix: str, rank: int) -> bytes:
         """Returns the prefix of a rank's lines; on a terminal in the rank's colour."""
-        if not self.terminal or not self._has_colours:
+        if not self.can_draw or not self._has_colours:
             return prefix.encode()
         colour = _RANK_COLOURS[rank % len(_RANK_COLOURS)]
         name = prefix.rstrip()

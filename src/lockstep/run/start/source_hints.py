@@ -183,7 +183,8 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
     while pending:
         node = pending.pop()
         nodes.append(node)
-        # It is taken out of the table, so a function that is named twice is looked at once.
+        # If this node is the name of a function, the function's body certainly runs as well. The
+        # function is taken out of the table, so that its body is added once.
         function = functions.pop(_last_name(node), None)
         if function is not None:
             pending.extend(function.body)
@@ -255,5 +256,7 @@ def _is_from_elsewhere(module: ModuleType | None, folder: Path) -> bool:
     if file is None or is_frozen:
         return False
     path = Path(file).resolve()
-    module_folder = path.parents[1] if path.name == "__init__.py" else path.parent
+    is_package = path.name == "__init__.py"
+    # A package `numpy` is in `folder` if its file is `folder/numpy/__init__.py`.
+    module_folder = path.parent.parent if is_package else path.parent
     return module_folder != folder

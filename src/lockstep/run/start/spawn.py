@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -46,6 +46,7 @@ from lockstep.wording import count_noun, format_ranks
 
 if TYPE_CHECKING:
     from lockstep.run.start.agent import Agent
+    from lockstep.run.watch.error_record import ErrorRecord
     from lockstep.run.watch.first_failure import FirstFailure
 
 RESULT_NAME = "result.pickle"
@@ -163,15 +164,17 @@ def _refuse_inside_a_rank() -> None:
     """Raises if this process is a rank itself.
 
     Raises:
-        NoMainGuard: it is importing the user's script and has not come to its function yet. The
-            process that launched it explains that, once for all ranks.
-        UsageError: it is a rank of any run.
+        NoMainGuard: the rank imports the user's script, and the script calls `launch` when it is
+            imported. The process that launched the rank explains that, once for all ranks.
+        UsageError: the function that the rank runs calls `launch`.
     """
     if "RANK" not in os.environ:
         return
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise NoMainGuard(1)
-    if "WORLD_SIZE" in os.environ:
+    # `_read_call` sets it while the rank imports the script.
+    is_importing_script = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if is_importing_script:
+        raise NoMainGuard(1)  # the exit code of the rank
+    if "WORLD_SIZE" in os.environ:  # RANK alone may be a variable of another program
         raise UsageError(
             "launch() inside a run",
             f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} already",
@@ -201,9 +204,10 @@ def _pickle_if_possible(call: FunctionCall, was_set: str) -> bytes | None:
     except Exception as error:  # pickle, and a user's own reducer, may raise anything
         reason = f"it cannot be sent to a fresh process ({error})"
     else:
-        # At the prompt a function of an importable module needs nothing that was typed there.
-        needs_no_script = file is None and b"__main__" not in pickled
-        if has_script or needs_no_script:
+        # At the prompt there is no script. A call that names nothing of `__main__` needs none.
+        is_at_prompt = file is None
+        needs_script = not is_at_prompt or b"__main__" in pickled
+        if has_script or not needs_script:
             return pickled
         reason = "there is no script file that a fresh process could import"
     torch = sys.modules.get("torch")
@@ -245,8 +249,8 @@ def _start_fresh_zygote(fn: Callable[..., Any], pickled_call: bytes, plan: Launc
     modules = {*large_modules(sys.modules), *hints.imports}
     # What multiprocessing tells a new process before it imports the script: sys.path, sys.argv, ...
     preparation = multiprocessing.spawn.get_preparation_data("")
-    # multiprocessing refuses to pickle its key other than for a process that it starts, since the
-    # key must not reach a file that others can read. Nobody can open a file without a name.
+    # The key is secret, so multiprocessing lets its type be pickled only for a process that it
+    # starts. As plain bytes it can be pickled. Nobody else can read it: the file has no name.
     preparation["authkey"] = bytes(preparation["authkey"])
     path = [entry for entry in preparation["sys_path"] if isinstance(entry, str)]
     with tempfile.TemporaryFile() as file:
@@ -305,44 +309,53 @@ def _returned_values(agent: Agent, was_set: str, timeout: float | None) -> list[
 
 
 def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> Exception:
-    """Returns the error that `launch` raises for the first failure of a run."""
-    from lockstep.run.watch.error_record import read_error
-    from lockstep.run.watch.evidence import Evidence
+    """Returns the error that `launch` raises for the first failure of a run.
+
+    It names the first failed rank that has recorded an exception or, if none has, the lowest one.
+    """
     from lockstep.run.watch.failure_report import render_failure
 
-    folders = {process.rank: process.folder for process in attempt.processes}
-    # The ranks of a deadlock were ended by the launcher, so what they recorded is no cause.
-    ranks_with_cause = () if failure.kind == "deadlock" else failure.ranks
-    # The error names the first failed rank that has recorded an exception, or else the lowest one.
-    failed_rank = min(failure.ranks, default=0)
-    record = None
-    for rank in ranks_with_cause:
-        record_of_rank = read_error(Evidence.in_folder(folders[rank]))
-        if record_of_rank is None:
-            continue
-        if record_of_rank.type == NoMainGuard.__name__:
+    record_of_rank: dict[int, ErrorRecord] = {}
+    if failure.kind != "deadlock":  # those ranks were ended by the launcher, not by their errors
+        record_of_rank = _recorded_errors(failure.ranks, attempt)
+    for record in record_of_rank.values():
+        if record.type == NoMainGuard.__name__:
             return UsageError(
                 was_set,
                 "each new process imports the script, and the script launches again when imported",
                 'put the call of launch() under `if __name__ == "__main__":`',
             )
-        if record is None:
-            failed_rank = rank
-            record = record_of_rank
-    # Without its advice, which has a field of its own in the error.
+    if record_of_rank:
+        failed_rank = next(iter(record_of_rank))
+        traceback = record_of_rank[failed_rank].traceback
+        usual_advice = "fix what its traceback shows"
+    else:
+        failed_rank = min(failure.ranks, default=0)
+        traceback = ""
+        usual_advice = "look at what the process printed last"
+    # The text is written without the advice, which has a field of its own in the error.
     found = render_failure(replace(failure, advice=())).removeprefix("FIRST FAILURE: ")
-    advice = "; ".join(failure.advice)
-    if not advice:
-        advice = "look at what the process printed last"
-        if record is not None:
-            advice = "fix what its traceback shows"
     return RankFailedError(
         was_set,
         found.replace("\n", "\n    "),
-        advice,
+        "; ".join(failure.advice) or usual_advice,
         failed_rank,
-        record.traceback if record else "",
+        traceback,
     )
+
+
+def _recorded_errors(ranks: Iterable[int], attempt: Attempt) -> dict[int, ErrorRecord]:
+    """Returns the exceptions that ranks have recorded, by rank and in the same order."""
+    from lockstep.run.watch.error_record import read_error
+    from lockstep.run.watch.evidence import Evidence
+
+    folders = {process.rank: process.folder for process in attempt.processes}
+    record_of_rank = {}
+    for rank in ranks:
+        record = read_error(Evidence.in_folder(folders[rank]))
+        if record is not None:
+            record_of_rank[rank] = record
+    return record_of_rank
 
 
 def _returned_value(folder: Path, rank: int, was_set: str) -> Any:

@@ -104,7 +104,9 @@ def has_node_flags(torchrun: Sequence[str], environ: Mapping[str, str]) -> bool:
 
 
 def check_flags_elsewhere(torchrun: Sequence[str], option: str) -> None:
-    """Refuses torchrun's flags about one node where another option says the same of all nodes.
+    """Refuses torchrun's flags that say how nodes meet, such as --node-rank.
+
+    With --hosts and --slurm, Lockstep gives them to the launcher of each node itself.
 
     Args:
         torchrun: torchrun's flags and their values, as given.
@@ -164,9 +166,10 @@ def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
         options["rank"] = flags.node_rank
     # With "static", torchrun's default, --master-addr and --master-port stand for the endpoint.
     uses_master_flags = backend == "static" and not endpoint
-    needs_no_port = uses_master_flags and flags.master_port is None and most_nodes == 1
-    if flags.standalone or needs_no_port:
-        # One machine: any free port will do, so that two runs do not meet.
+    # A run on one machine, for which the user has given no port.
+    may_choose_port = uses_master_flags and flags.master_port is None and most_nodes == 1
+    if flags.standalone or may_choose_port:
+        # Port 0 stands for any free port. So two runs on the machine do not meet.
         backend = "c10d"
         endpoint = "localhost:0"
         run_id = str(uuid.uuid4())

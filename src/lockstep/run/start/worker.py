@@ -20,6 +20,7 @@ import types
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import TracebackType
@@ -131,19 +132,25 @@ def main() -> NoReturn:
 
 
 def _run(script: Script) -> int:
-    """Runs the script; returns the exit code."""
+    """Runs the script with the probe installed; returns the exit code."""
+    return run_recorded(partial(_run_watched, script), _print_error)
 
-    def program(folder: Path) -> None:
-        from lockstep.run.watch import script_processes
 
-        watch_executed(Evidence.of_this_process(os.environ, folder))
-        is_only_rank = os.environ.get("WORLD_SIZE", "1") == "1"
-        if is_only_rank:  # it may start ranks itself
-            _give_address_to_script_processes()
-            script_processes.watch_script_processes(folder)
-        run_as_main(script)
+def _run_watched(script: Script, folder: Path) -> None:
+    """Runs the script, and keeps watching processes that take its place or that it starts as ranks.
 
-    return run_recorded(program, _print_error)
+    Args:
+        script: the script.
+        folder: the rank's folder.
+    """
+    from lockstep.run.watch import script_processes
+
+    watch_executed(Evidence.of_this_process(os.environ, folder))  # after `os.execv`
+    is_only_rank = os.environ.get("WORLD_SIZE", "1") == "1"
+    if is_only_rank:  # it may start ranks itself
+        _give_address_to_script_processes()
+        script_processes.watch_script_processes(folder)
+    run_as_main(script)
 
 
 def reset_after_fork() -> None:
@@ -183,30 +190,32 @@ def open_streams() -> None:
     sys.__stdin__ = stdin  # type: ignore[misc]
 
 
-# Sockets that keep ports free until this process ends
-_reserved_sockets: list[socket.socket] = []
+_sockets_that_reserve_ports: list[socket.socket] = []
+"""No other program gets their ports until this process ends and they are closed."""
 
 
 def _give_address_to_script_processes() -> None:
     """Gives the only rank of a run an address at which processes that it starts can meet.
 
-    With torchrun's variables, which the rank has, they would all connect to the launcher's store,
-    even if the program gives them another address; or they would find the store's port taken.
+    The rank's MASTER_PORT is that of the launcher's store, and processes that it starts inherit it.
+    They would all connect to that store, or find its port taken. So MASTER_PORT is set to a port
+    that is free, where they can serve a store of their own. If the rank itself opens a process
+    group, it still gets the launcher's store.
     """
     from lockstep.distributed.torch_compat import store_elsewhere
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
-    reserved = socket.socket()
+    reserving_socket = socket.socket()
     # torch's store sets this option too, so it can listen at the port in spite of this socket.
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
-    _reserved_sockets.append(reserved)
-    _, free_port = reserved.getsockname()
+    reserving_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserving_socket.bind(("127.0.0.1", 0))
+    _sockets_that_reserve_ports.append(reserving_socket)
+    _, free_port = reserving_socket.getsockname()
     launchers_port = int(os.environ["MASTER_PORT"])
     os.environ["MASTER_PORT"] = str(free_port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    # The rank itself still gets the launcher's store if it opens a group.
+    # In this process alone, what connects to the free port gets the launcher's store.
     store_elsewhere(free_port, launchers_port)
 
 
@@ -229,12 +238,13 @@ def run_recorded(
     from lockstep.run.watch import error_record, probe
 
     evidence = Evidence.of_this_process(os.environ, folder)
-    # Even a rank that has run out of memory or of descriptors can then record its error.
+    # Memory and a descriptor that are released before an error is recorded, for which a rank that
+    # has run out of them would have none.
     reserve = error_record.Reserve()
     try:
-        installed = probe.install(evidence)
+        installed_probe = probe.install(evidence)
         body(folder)
-        installed.warn_if_ranks_trained_alone()
+        installed_probe.warn_if_ranks_trained_alone()
     except BaseException as error:
         reserve.release()
         error.__traceback__ = _without_launcher(error.__traceback__)
@@ -243,8 +253,8 @@ def run_recorded(
             sys.last_type = type(error)
             sys.last_value = error
             sys.last_traceback = error.__traceback__
-        ended_well = isinstance(error, SystemExit) and error.code in (None, 0)
-        if not ended_well:
+        has_called_exit_without_error = isinstance(error, SystemExit) and error.code in (None, 0)
+        if not has_called_exit_without_error:
             error_record.record_error(error, evidence)
         try:
             report(error)
@@ -291,12 +301,12 @@ def _without_launcher(trace: TracebackType | None) -> TracebackType | None:
 
 
 def install_after_exec() -> None:
-    """Makes this process visible to the launcher, if a rank has executed it in its own place."""
+    """Makes this process, which a rank has executed in its own place, visible to the launcher."""
     from lockstep.run.watch import error_record, probe
 
     evidence = Evidence.of_this_process(os.environ, Path(os.environ[FOLDER_VARIABLE]))
     probe.install(evidence)
-    watch_executed(evidence)
+    watch_executed(evidence)  # it may execute yet another program
     original_excepthook = sys.excepthook
 
     def record_and_show(
@@ -321,7 +331,7 @@ def run_as_main(script: Script) -> None:
     main_module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main_module
     _set_script_folder(script.folder)
-    # Python looks for what a folder or zip file imports in that itself.
+    # Python imports from the folder in which a script lies, but from a folder or zip file itself.
     is_folder_or_zip = script.folder == os.path.abspath(script.path)
     if script.module or is_folder_or_zip:
         _run_module(script)

@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 Work = Callable[[], NoReturn]
 """What a rank does once it has its environment, streams and session."""
 
-INHERITED_IF_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""A signal of these that the launcher ignores, as SIGHUP under nohup, is ignored by ranks too."""
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals by which a program is asked to end. One that the launcher ignores, as SIGHUP under nohup,
+is ignored by ranks too."""
 _SIGNALS_OF_PROGRAM = (signal.SIGTERM, signal.SIGUSR1)
 """A Python program may answer these with a checkpoint, for which it needs the workers of its
 DataLoader. So they are sent to the program alone; the rest of its process group is killed when it
@@ -133,7 +134,8 @@ class Zygote:
             rank: its number on this machine.
             environment: variables in addition to the launcher's.
             streams: descriptors that become its standard input, output and error.
-            own_session: False: it stays in the terminal's session, and gets the keyboard.
+            own_session: True if the rank gets a session of its own. False: it stays in the
+                terminal's session, and reads the keyboard.
             command: what it executes; empty: it does the zygote's `work`.
 
         Raises:
@@ -275,11 +277,11 @@ class Server:
         """Sockets to the processes that wait until they are asked to be a rank, by process id."""
         self.running: dict[int, int] = {}
         """The numbers of the ranks that run, by process id."""
-        self.foreign: set[int] = set()
-        """Process ids of ranks that are no Python program."""
+        self.non_python_pids: set[int] = set()
+        """Process ids of the ranks that are programs other than Python."""
         self.ignored: set[int] = set()
         """Signals that the ranks ignore because the launcher does."""
-        for number in INHERITED_IF_IGNORED:
+        for number in ENDING_SIGNALS:
             if signal.getsignal(number) is signal.SIG_IGN:
                 self.ignored.add(number)
         # A signal writes a byte into this pipe, so one select waits for messages and for signals.
@@ -290,13 +292,14 @@ class Server:
     def serve(self) -> None:
         """Does what the launcher asks for until it closes its end; then ends all ranks."""
         # Ctrl-C goes to the launcher, which decides; and the zygote must outlive the ranks.
-        for number in (*INHERITED_IF_IGNORED, signal.SIGTSTP, signal.SIGUSR1):
+        for number in (*ENDING_SIGNALS, signal.SIGTSTP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         # When a child ends, the kernel sends SIGCHLD. With a handler, even one that does nothing,
         # Python then writes a byte into the pipe.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_writer, warn_on_full_buffer=False)
         os.setpgid(0, 0)  # out of the terminal's foreground group
+        # From now on this process becomes the parent of what ranks leave behind, and can end it.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         watched: list[Any] = [self.control, self.wake_reader]
         while True:
@@ -350,11 +353,12 @@ class Server:
             self._report(Event(rank, pid=None, reason=str(error.strerror)))
             return
         self.running[pid] = rank
-        command = request["command"]
+        command = request["command"]  # empty: the rank stays a copy of this process
         if command and command[0] != sys.executable:
-            self.foreign.add(pid)
+            self.non_python_pids.add(pid)
         if not request["own_session"]:
-            # The rank does this too. A signal to its group may be asked for before it has run.
+            # A rank without a session of its own gets a process group of its own. It makes that
+            # itself, too, but a signal to the group may be asked for before it has come to that.
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
         self._report(Event(rank, pid))
@@ -425,9 +429,10 @@ class Server:
             os.setsid()
         else:
             os.setpgid(0, 0)
-            set_foreground_group(streams[0], os.getpgrp())
-        for number in (*INHERITED_IF_IGNORED, signal.SIGCHLD, signal.SIGTSTP, signal.SIGUSR1):
-            if number in self.ignored:
+            set_foreground_group(streams[0], os.getpgrp())  # the rank reads the keyboard
+        # The zygote's handlers were inherited. The rank gets those of a new process.
+        for number in (*ENDING_SIGNALS, signal.SIGCHLD, signal.SIGTSTP, signal.SIGUSR1):
+            if number in self.ignored:  # the launcher ignores it
                 signal.signal(number, signal.SIG_IGN)
             elif number == signal.SIGINT:
                 signal.signal(number, signal.default_int_handler)
@@ -469,8 +474,8 @@ class Server:
     def _signal(self, number: int, ranks: set[int]) -> None:
         """Sends a signal to ranks: to their process groups, or to their programs alone.
 
-        A Python program may answer some signals with a checkpoint, so it gets those alone, without
-        its children; see `_SIGNALS_OF_PROGRAM`. Ranks in `foreign` are other programs.
+        A Python program may answer SIGTERM or SIGUSR1 with a checkpoint, for which it needs its
+        children. So it gets these signals alone; see `_SIGNALS_OF_PROGRAM`.
 
         Args:
             number: of the signal.
@@ -479,13 +484,14 @@ class Server:
         for pid, rank in self.running.items():
             if rank not in ranks:
                 continue
-            if number in _SIGNALS_OF_PROGRAM and pid not in self.foreign:
+            is_python = pid not in self.non_python_pids
+            if is_python and number in _SIGNALS_OF_PROGRAM:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
             else:
                 _signal_group(pid, number)
-            if number in INHERITED_IF_IGNORED:
-                # It is to end the rank, and a stopped process takes no other signal.
+            if number in ENDING_SIGNALS:
+                # A rank that is stopped would take the signal only when it goes on.
                 _signal_group(pid, signal.SIGCONT)
 
     def _end_all(self) -> None:
@@ -510,8 +516,7 @@ class Server:
     def _end_left_behind(self, term_grace_s: float) -> None:
         """Ends what ranks have left behind, by SIGTERM and after some seconds by SIGKILL.
 
-        Most of it is in sessions of its own. It is looked for again and again, so a process that
-        starts others meanwhile does not escape.
+        These processes are looked for again and again, as they may start others meanwhile.
 
         Args:
             term_grace_s: seconds between SIGTERM and SIGKILL.
@@ -538,7 +543,8 @@ class Server:
                         process.terminate()
                         process.resume()  # a stopped process takes no other signal
             terminated.update(processes)
-            # Only our own children: the others become that when their parents have ended.
+            # A process can wait only for its own children. Grandchildren become its children when
+            # their parents have ended.
             psutil.wait_procs(children, timeout=_RECHECK_S)
 
     def _children_left_behind(self) -> list[psutil.Process]:
