@@ -378,11 +378,14 @@ def _mean_the_same(in_script: Any, outside: Any) -> bool:
     They may be of different types: `shares=(1, 2)` is `1:2` outside, a strategy may be an object or
     a name. So both are compared as they are written on the command line.
     """
-    return _as_command_line_text(in_script) == _as_command_line_text(outside)
+    return _as_comparable_text(in_script) == _as_comparable_text(outside)
 
 
-def _as_command_line_text(value: Any) -> str:
-    """Returns how a value is written on the command line."""
+def _as_comparable_text(value: Any) -> str:
+    """Returns a text that is equal for values that mean the same.
+
+    It is how the value is written on the command line, with whole numbers as floats.
+    """
     if isinstance(value, list | tuple):
         return ":".join(str(part) for part in value)
     if isinstance(value, timedelta):

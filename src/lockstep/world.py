@@ -152,8 +152,9 @@ class World:
         prepared = self._preparer.prepare(objects)
         # Models are built with the same random numbers on all ranks. From here on they differ.
         has_module = any(isinstance(thing, nn.Module) for thing in objects)
-        ranks_draw_apart = self._run.settings.virtual_ranks is None
-        if has_module and ranks_draw_apart and not self._ranks_have_own_seeds:
+        # Virtual ranks have random streams of their own.
+        ranks_draw_differently = self._run.settings.virtual_ranks is None
+        if has_module and ranks_draw_differently and not self._ranks_have_own_seeds:
             seed_rank(self._run.settings.seed, self._run.collectives.data_parallel.rank)
             self._ranks_have_own_seeds = True
         self._announce()
@@ -418,6 +419,7 @@ class World:
 
         self._check_open("checkpoint")
         policy = Policy(keep=keep, every=every, best=best, busy=busy, asynchronous=asynchronous)
+        # The memory that the launcher holds has room for one checkpoint, the first.
         is_first = not self._checkpoint_folders
         self._checkpoint_folders.append(str(folder))
         self._warn_of_unsaved_schedulers(folder, state)

@@ -142,7 +142,8 @@ class CompressedMeans:
             states_of_ranks: what it returned on every rank of that run.
 
         Returns:
-            False if something is lost: quantized sums keep their state only with the same peers.
+            False if something is lost. A quantized sum, for example, can take up its state only if
+            the same ranks or machines send to each other as in that run.
         """
         everything_fits = True
         for number, unit_sum in enumerate(self.sums):

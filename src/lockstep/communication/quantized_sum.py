@@ -113,7 +113,8 @@ class QuantizedSum:
         `advance` and `end` follow; those of other sums may come between them. All ranks call all of
         them in the same order.
         """
-        # The padding may hold NaN, if the last block had one the last time.
+        # The padding after the vector is set to 0 again. The last sum has written to it: NaN, if
+        # there was a NaN in its block, of which the vector's last values are a part.
         self._padded[len(self.values) :] = 0.0
         shared = self._peers.shared
         if shared is None:
@@ -136,7 +137,7 @@ class QuantizedSum:
                 total += self._chunks[peer]
             else:
                 total += decode(encoded, self._method, decoded)
-        # `encode` writes the rounding errors to the residual of this peer's chunk.
+        # `encode` also writes what it rounds off to the residual of this peer's chunk.
         own_chunk = slice(peers.number, peers.number + 1)
         encoded_total = encode(total, self._method, self._residual_of_chunks(own_chunk))
         # Every peer is sent the same: the sum of this peer's chunk. From now on `_received` has the
@@ -183,8 +184,8 @@ class QuantizedSum:
         self._chunks = shard.view(peers.size, -1)  # (peers, values): a view
         if "residual" in self.state:  # not with bf16
             shard += self.state["residual"]
-        # The rounding errors become the new residual. `advance` replaces those of this peer's own
-        # chunk, which is not sent here, by those of its sum.
+        # `encode` writes what it rounds off to the residual. This peer's own chunk is not sent
+        # here; its residual is written again by `advance`, when the sum of the chunk is sent.
         all_chunks = slice(None)
         encoded = encode(self._chunks, self._method, self._residual_of_chunks(all_chunks))
         self._received = torch.empty_like(encoded)

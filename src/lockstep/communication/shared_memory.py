@@ -1,5 +1,11 @@
 """Collectives of the ranks of one machine through memory that all of them map.
 
+Each rank has *slots*, parts of the memory in which the others read what it gives. A *barrier* is
+passed when all ranks have come; it is made of semaphores, which ranks *post* for each other.
+Barriers are even and odd in turn (their *parity*). Before the first barrier of a collective each
+rank writes the *words* of its call, such as "all_reduce of 3 numbers in float32", so that all of
+them notice if they have called different ones.
+
 An all-reduce of much data: every rank copies into its slot what the others are to sum, waits for
 all, sums its own slice over the slots in the order of the ranks, waits for all again, and copies
 the other slices out (a reduce-scatter and an all-gather). One of little data: every rank copies all
@@ -17,10 +23,6 @@ post to each other; of many all post to the first, which waits for all and then 
 
 The mapping is a memfd: it has no name that could stay behind, does not count against the size of
 /dev/shm, and is gone with the last process that maps it.
-
-Barriers alternate between the numbers 0 and 1 (the *parity*). Each rank also writes the words of
-its call ("all_reduce of 3 numbers in float32") before the first barrier of a collective, so that
-all of them notice if the ranks have called different ones.
 """
 
 from __future__ import annotations
@@ -200,8 +202,10 @@ class _Barrier(NamedTuple):
         """Returns what one rank does, given the semaphores of all ranks."""
         own = semaphores[rank]
         others = [*semaphores[:rank], *semaphores[rank + 1 :]]
+        # Few ranks: each posts to all others, and waits for all of them.
         if len(semaphores) <= MAX_RANKS_OF_FLAT_BARRIER:
             return cls(own, len(others), posted_before=others, posted_after=[])
+        # Many ranks: the first one waits for all others, and then tells each that all have come.
         if rank == 0:
             return cls(own, len(others), posted_before=[], posted_after=others)
         return cls(own, 1, posted_before=[semaphores[0]], posted_after=[])
@@ -309,12 +313,15 @@ class SharedMemory:
         """
         own = tensor.detach().view(-1)
         max_bytes = min(self._slot_bytes, ALL_TO_ALL_BYTES // self._local_size)
-        if self.across is not None or own.nbytes > max_bytes:
-            self.start_all_reduce(tensor, op, scale=scale)()
+        # A small tensor on one machine: every rank reduces all of it.
+        if self.across is None and own.nbytes <= max_bytes:
+            with self._calling("all_reduce", tensor, _how(op)):
+                self._reduce_by_all(own, COMBINE_FUNCTIONS[op], scale)
+            traffic.shared += own.nbytes
             return
-        with self._calling("all_reduce", tensor, _how(op)):
-            self._reduce_by_all(own, COMBINE_FUNCTIONS[op], scale)
-        traffic.shared += own.nbytes
+        # Otherwise every rank reduces a slice of it.
+        finish = self.start_all_reduce(tensor, op, scale=scale)
+        finish()
 
     def start_all_reduce(
         self,
@@ -376,10 +383,12 @@ class SharedMemory:
         bytes_to_read = total.nbytes * len(sums.merges)
         with self._calling("all_reduce", total, " in a tree"):
             if fits_into_slot and bytes_to_read <= ALL_TO_ALL_BYTES:
+                # A small tensor: every rank reads the nodes of all ranks, and sums all of it.
                 self._sum_tree_by_all(nodes, total, sums)
                 if scale != 1.0:
                     total.mul_(scale)
             else:
+                # Every rank sums a slice of it, and then the slices are gathered.
                 slices = torch.tensor_split(total, self._local_size)
                 slices_of_nodes = [torch.tensor_split(node, self._local_size) for node in nodes]
                 self._reduce_scatter_in_tree(
@@ -408,14 +417,15 @@ class SharedMemory:
         Errors are those of `all_reduce`.
 
         Args:
-            slices_of_nodes: of each of this rank's nodes of the tree the slices, one for each rank
-                of this machine, all as long as `torch.tensor_split` makes them of `whole`. They are
-                overwritten.
+            slices_of_nodes: `slices_of_nodes[n][r]` is the slice of this rank's node n that rank r
+                of this machine sums. The slices of a node are as long as those that
+                `torch.tensor_split` makes of `whole`. They are overwritten.
             totals: this rank's slices of the sums, as many as the merges leave.
             nodes_of_rank: how many nodes each rank of this machine has.
-            merges: for each of these, how many merges follow when it was pushed.
-            whole: a tensor of the dtype and number of elements of all slices together; it is not
-                read.
+            merges: for each node of each rank, the number of merges after it was pushed onto the
+                stack; see `add_in_tree`.
+            whole: a tensor with the dtype of the nodes and as many elements as a node has. Its
+                values are not read.
         """
         with self._calling("reduce_scatter", whole, " in a tree"):
             self._reduce_scatter_in_tree(slices_of_nodes, totals, nodes_of_rank, merges, whole)
@@ -439,8 +449,8 @@ class SharedMemory:
         Errors are those of `all_reduce`.
         """
         own = tensor.detach().view(-1)
-        flat = rows.detach().view(self._local_size, len(own))
-        piece_numel = self._slot_bytes // own.itemsize
+        flat_rows = rows.detach().view(self._local_size, len(own))
+        piece_numel = self._slot_bytes // own.itemsize  # a slot has room for so many elements
         with self._calling("all_gather", tensor):
             # An empty tensor has one piece too, so that the ranks wait for each other.
             for start in range(0, max(1, len(own)), piece_numel):
@@ -451,7 +461,7 @@ class SharedMemory:
                 # The slots follow each other in memory, so one copy takes the pieces of all ranks.
                 slot_numel = slots[0].numel()
                 pieces = torch.as_strided(slots[0], (len(slots), len(piece)), (slot_numel, 1))
-                flat[:, start : start + piece_numel].copy_(pieces)
+                flat_rows[:, start : start + piece_numel].copy_(pieces)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Gives all ranks of this machine the values of one of them.
@@ -471,6 +481,7 @@ class SharedMemory:
     def close(self) -> None:
         """Unmaps the memory. Later calls raise, such as those of a model's communication hook."""
         with self._lock:
+            # As if the last call had not been completed: then `_calling` raises this message.
             self._number = self.completed + 1
             self._broken = "shared memory: after world.close()"
             self._slots = ((), ())
@@ -538,12 +549,13 @@ class SharedMemory:
             self._barrier()
             # What each rank contributes to this rank's piece, in the order of the ranks.
             contributions = [slot[local_rank][: len(own_piece)] for slot in slots]
-            unused_slot = contributions[local_rank]
+            # This rank's own contribution is not in its slot, so sums can be written there.
+            scratch = contributions[local_rank]
             contributions[local_rank] = own_piece
             total = contributions[0]
             for peer in range(1, local_size):
-                # Until the own piece is added, the total must not overwrite it.
-                out = own_piece if peer >= local_rank else unused_slot
+                # The sum is written to the own piece as soon as that has been added.
+                out = own_piece if peer >= local_rank else scratch
                 total = combine(total, contributions[peer], out=out)
 
     def _sum_tree_by_all(self, nodes: Sequence[Tensor], total: Tensor, sums: RankSums) -> None:
@@ -607,7 +619,11 @@ class SharedMemory:
             add_in_tree(values, merges, total_pieces, overwrite=True)
 
     def _gather(self, parts: Sequence[Tensor]) -> None:
-        """Copies the part of each rank to all ranks; `parts` has room for all, and the own part."""
+        """Copies the part of each rank to all ranks.
+
+        Args:
+            parts: one tensor for each rank. That of this rank is read, the others are written.
+        """
         piece_numel = self._slot_bytes // parts[0].itemsize
         longest = max(len(part) for part in parts)
         # If all parts are empty there is one piece too, so that the ranks wait for each other.
@@ -633,6 +649,9 @@ class SharedMemory:
     def _calling(self, op: str, tensor: Tensor, how: str = "") -> Iterator[None]:
         """Surrounds a collective: records it, and makes later calls raise if it fails.
 
+        `_number` is that of the last call that was begun, and `completed` that of the last one that
+        has come to its end.
+
         Args:
             op: the name of the collective.
             tensor: what it is called with.
@@ -643,16 +662,12 @@ class SharedMemory:
             if self.completed < self._number:
                 raise dist.DistNetworkError(self._broken)
             self._number += 1
+            # The message of that error, unless this call is completed.
             self._broken = f"shared memory: {op} number {self._number} did not come to its end"
             shape = tuple(tensor.shape)
             thread = threading.get_ident()
             self.calls.append(Call(self._number, op, shape, tensor.dtype, time.time(), thread))
-            key = (op + how, tensor.dtype, tensor.numel())
-            if key not in self._words_of_call:
-                dtype_name = str(tensor.dtype).removeprefix("torch.")
-                words = f"{op}{how} of {tensor.numel()} numbers in {dtype_name}"
-                self._words_of_call[key] = words.encode().ljust(CALL_WORDS_BYTES)
-            self._words_to_compare = self._words_of_call[key]
+            self._words_to_compare = self._call_words(op + how, tensor)
             try:
                 yield
             except BaseException:
@@ -663,14 +678,30 @@ class SharedMemory:
                 raise
             self.completed = self._number
 
+    def _call_words(self, name: str, tensor: Tensor) -> bytes:
+        """Returns the words of a call, filled up with spaces, by which ranks compare their calls.
+
+        Args:
+            name: of the collective.
+            tensor: what it is called with.
+        """
+        key = (name, tensor.dtype, tensor.numel())
+        if key not in self._words_of_call:
+            dtype_name = str(tensor.dtype).removeprefix("torch.")
+            words = f"{name} of {tensor.numel()} numbers in {dtype_name}"
+            self._words_of_call[key] = words.encode().ljust(CALL_WORDS_BYTES)
+        return self._words_of_call[key]
+
     def _barrier(self) -> None:
         """Returns when all ranks have come, and what they wrote before can be read.
 
-        In the first barrier of a call, the ranks also compare the words of their calls.
+        A rank posts semaphores of other ranks to say that it has come, and waits until its own was
+        posted (`_Barrier`). In the first barrier of a call the ranks also compare the words of
+        their calls.
         """
         self._barriers += 1
         parity = self._barriers & 1
-        words = self._words_to_compare
+        words = self._words_to_compare  # None if they were compared in an earlier barrier
         memory = self._memory
         BARRIER_NUMBER.pack_into(memory, self._barriers_at[self._local_rank], self._barriers)
         places = self._calls_at[parity]
@@ -717,22 +748,30 @@ class SharedMemory:
                 )
 
     def _find_ended_ranks(self) -> list[int]:
-        """Returns ranks that have ended, so that this barrier cannot complete."""
+        """Returns ranks that have ended, so that this barrier cannot complete; [] if none is known.
+
+        Not every rank looks at all others, since each look is a system call.
+        """
         absent_ranks = self._absent_ranks()
         first_rank = self.ranks[:1]
-        if self._barrier_of_parity[0].num_posts_awaited == self._local_size - 1:
-            return self._ended(absent_ranks)  # this rank waits for each of them
-        # This rank waits for the first rank only.
+        waits_for_all = self._barrier_of_parity[0].num_posts_awaited == self._local_size - 1
+        if waits_for_all:
+            return self._ended(absent_ranks)
+        # This rank waits for the first rank, which waits for all. If that has come to this barrier,
+        # it looks at the others.
         (barriers_of_first,) = BARRIER_NUMBER.unpack_from(self._memory, self._barriers_at[0])
         if barriers_of_first >= self._barriers:
-            return self._ended(first_rank)  # the first rank waits too, and checks the others
-        # All ranks check, so each of them checks only a few at a time, in turn.
+            return self._ended(first_rank)
+        # The first rank is absent, too. Then all ranks look, each at a few absent ranks, and at the
+        # next ones in its next check. The list is doubled, so that the few may begin near its end.
         begin = MAX_RANKS_OF_FLAT_BARRIER * self._checks % len(absent_ranks)
         self._checks += 1
-        absent_ranks_twice = 2 * absent_ranks  # so that the part may go beyond the end
-        ranks_to_check = absent_ranks_twice[begin : begin + MAX_RANKS_OF_FLAT_BARRIER]
+        ranks_to_check = (2 * absent_ranks)[begin : begin + MAX_RANKS_OF_FLAT_BARRIER]
+        ended_ranks = self._ended(sorted(set(ranks_to_check)))
+        if ended_ranks:
+            return ended_ranks
         # The first rank comes last: it may have ended because another one had.
-        return self._ended(sorted(set(ranks_to_check))) or self._ended(first_rank)
+        return self._ended(first_rank)
 
     def _ended(self, ranks: Sequence[int]) -> list[int]:
         """Returns those of the ranks whose processes have ended."""
@@ -751,7 +790,11 @@ class SharedMemory:
         return absent_ranks or self.ranks[:1]
 
     def _calls_differ_error(self, words_of_ranks: Sequence[bytes]) -> RanksDifferError:
-        """Returns the error of ranks that have called different collectives."""
+        """Returns the error of ranks that have called different collectives.
+
+        Args:
+            words_of_ranks: for each rank of this machine, the words of its call.
+        """
         calls = []
         for rank, words in zip(self.ranks, words_of_ranks, strict=True):
             calls.append(f"rank {rank}: {words.decode().strip()}")
@@ -768,11 +811,14 @@ def add_in_tree(
 ) -> None:
     """Adds values up in the order of a tree; see `summation_tree`.
 
+    The values are pushed onto a stack, one after the other. After some of them, the two topmost
+    values of the stack are *merged*, once or several times: they are replaced by their sum.
+
     Args:
         values: of nodes of the tree, in the order of their leaves. If there is one sum, its tensor
             in `totals` may be one of them.
-        merges: for each value, how many merges follow when it was pushed.
-        totals: the sums, which are the values that are left, are written to these.
+        merges: for each value, the number of merges after it was pushed.
+        totals: what is left on the stack at the end is written to these.
         overwrite: True if partial sums may be written to `values`.
     """
     num_additions = sum(merges)
@@ -785,7 +831,8 @@ def add_in_tree(
             left = stack.pop()
             num_additions -= 1
             if num_additions == 0 and has_one_total:
-                # Nothing is needed any more of what is in the tensor of the total.
+                # This is the last sum. The tensor of the total may be one of the values, and can be
+                # overwritten now.
                 stack.append(torch.add(left, right, out=totals[0]))
             elif overwrite:
                 stack.append(left.add_(right))
@@ -863,8 +910,8 @@ def _create(size: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:
     """Creates the memory with its semaphores, and keeps it open until the stack is closed.
 
     Returns:
-        This process, its file descriptor of the memory, and a random token at its beginning, by
-        which `_map` recognizes it.
+        What `_map` needs in another process: the number of this process, the file descriptor of the
+        memory in it, and the random token with which the memory begins.
     """
     layout = _Layout(size)
     functions = _Semaphores()
@@ -876,7 +923,7 @@ def _create(size: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:
         memory[:TOKEN_BYTES] = token.encode()
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         for rank in range(size):
-            for parity in PARITIES:
+            for parity in PARITIES:  # a rank has one for even and one for odd barriers
                 functions.init(address + layout.semaphore(rank, parity))
     return os.getpid(), descriptor, token
 

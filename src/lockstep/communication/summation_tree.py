@@ -60,13 +60,16 @@ class RankSums(NamedTuple):
 def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> RankSums:
     """Plans how ranks sum a tree.
 
+    Each rank first adds up its own leaves, which gives the values of one or more nodes. Then the
+    nodes of all ranks are added up.
+
     Args:
         present: for each leaf, whether it has a value.
         bounds: rank r has the leaves from `bounds[r]` to `bounds[r + 1] - 1`.
     """
     leaves_of_rank = []
     merges_of_rank = []
-    nodes_of_ranks = _nodes_of_ranges(present, bounds)
+    nodes_of_ranks = _nodes_of_ranges(present, bounds)  # what each rank hands on
     nodes_of_all_ranks: list[Node] = []
     for rank, nodes in enumerate(nodes_of_ranks):
         leaves = [leaf for leaf in range(bounds[rank], bounds[rank + 1]) if present[leaf]]
@@ -110,15 +113,17 @@ def plan_sums_of_machines(
     Args:
         present: see `plan_sums`.
         bounds: see `plan_sums`.
-        ranks_per_machine: every machine has as many neighbouring ranks.
+        ranks_per_machine: every machine has this number of neighbouring ranks.
         machine: the number of this one.
     """
+    # What each rank of this machine has: the values that are pushed.
     first_rank = machine * ranks_per_machine
     bounds_on_machine = bounds[first_rank : first_rank + ranks_per_machine + 1]
     nodes_of_ranks = _nodes_of_ranges(present, bounds_on_machine)
     pushed: list[Node] = []
     for nodes in nodes_of_ranks:
         pushed += nodes
+    # What the machine hands on: the values to which these are added up.
     bounds_of_machines = bounds[::ranks_per_machine]
     nodes_of_machine = _nodes_of_ranges(present, bounds_of_machines)[machine]
     merges: list[int] = []
@@ -161,12 +166,12 @@ def largest_nodes(node: Node, begin: int, end: int) -> list[Node]:
 
 
 def count_merges(root: Node, pushed: Sequence[Node]) -> list[int]:
-    """Returns how many merges follow when each of some nodes was pushed.
+    """Returns the number of merges after each push, if the value of a node is computed.
 
     Args:
-        root: the node whose sum is computed.
-        pushed: nodes below it that have values, in order, none within another. Those that are not
-            below it are left out.
+        root: the node whose value is computed.
+        pushed: the nodes whose values are pushed, in order. None lies within another. Those that
+            are not at or below the root are ignored.
 
     Returns:
         A number for each pushed node at or below the root.
@@ -175,7 +180,7 @@ def count_merges(root: Node, pushed: Sequence[Node]) -> list[int]:
     nodes = set(pushed)
 
     def visit(node: Node) -> bool:
-        """Counts the merges below a node; returns True if it has a value."""
+        """Appends to `merges` for each pushed node at or below a node; returns True if any is."""
         if node in nodes:
             merges.append(0)
             return True
@@ -185,7 +190,7 @@ def count_merges(root: Node, pushed: Sequence[Node]) -> list[int]:
         left_has_value = visit(left)
         right_has_value = visit(right)
         if left_has_value and right_has_value:
-            merges[-1] += 1
+            merges[-1] += 1  # they are merged after the last push, which was below the right child
         return left_has_value or right_has_value
 
     visit(root)

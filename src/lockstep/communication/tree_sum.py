@@ -83,8 +83,8 @@ class TreeSums:
         """Begins to sum slices of tensors over all virtual ranks, one slice on each process.
 
         Args:
-            slices_of_nodes: of each of this process's nodes the slices, one for each process, all
-                as long as `total`. They are overwritten.
+            slices_of_nodes: `slices_of_nodes[n][p]` is the slice of this process's node n that
+                process p sums. All are as long as `total`. They are overwritten.
             total: the sum of the slices of this process is written to it.
             scale: the sum is multiplied by this.
 
@@ -93,6 +93,7 @@ class TreeSums:
         """
         shared = routing.shared_memory()
         if shared is not None and shared.across is None and shared.takes(total):
+            # Stands for all slices together: only its dtype and number of elements are used.
             whole = total.expand(self._num_processes, -1)
             shared.reduce_scatter_in_tree(
                 slices_of_nodes, [total], self.ranks.nodes_of_rank, self.ranks.merges, whole=whole
@@ -123,7 +124,8 @@ class TreeSums:
         sums: MachineSums = plan_sums_of_machines(self.present, self._bounds, local_size, machine)
         slices = torch.tensor_split(total, local_size)
         own_slice = slices[local_rank]
-        # This rank's slice of each of the machine's nodes.
+        # First within the machine, whose sums are values of `num_nodes` nodes. This rank computes
+        # its slice of each.
         sums_of_machine = [torch.empty_like(own_slice) for _ in range(sums.num_nodes)]
         shared.reduce_scatter_in_tree(
             [torch.tensor_split(node, local_size) for node in nodes],
@@ -132,6 +134,7 @@ class TreeSums:
             sums.merges,
             whole=total,
         )
+        # Then between the machines: the ranks with this local rank sum up this slice.
         wait = _start_sliced_sum(
             sums_of_machine, own_slice, sums.between_machines, scale, group=shared.across
         )
@@ -163,7 +166,7 @@ def _start_sliced_sum(
     if total.numel() == 0:
         return _do_nothing
     num_processes = len(sums.nodes_of_rank)
-    length = -(-len(total) // num_processes)  # of a slice, rounded up
+    length = (len(total) + num_processes - 1) // num_processes  # of a slice, rounded up
     slices_of_nodes = []
     for node in nodes:
         padding = length * num_processes - len(node)
@@ -176,7 +179,7 @@ def _start_sliced_sum(
         """Waits for the own slice of the sum, and gathers those of all processes."""
         wait()
         rows = total.new_empty((num_processes, length))
-        routing.all_gather(rows, own_slice, group)
+        routing.all_gather(rows, own_slice, group)  # which does not count what it sends
         traffic.sent += own_slice.nbytes * (num_processes - 1)
         total.copy_(rows.view(-1)[: len(total)])
 
@@ -193,7 +196,8 @@ def _start_exchange(
     """Begins to send each process of a group its slices, and to sum those of this process.
 
     Args:
-        slices_of_nodes: of each of this process's nodes the slices, one for each process.
+        slices_of_nodes: `slices_of_nodes[n][p]` is the slice of this process's node n that process
+            p sums.
         total: the sum of the slices of this process is written to it.
         sums: says how many nodes each process of the group has, and in which order they are added.
         scale: the sum is multiplied by this.
@@ -206,8 +210,9 @@ def _start_exchange(
         slices = [slices_of_node[process] for slices_of_node in slices_of_nodes]
         sent.append(torch.cat(slices) if slices else total[:0])
         received.append(total.new_empty(num_nodes * len(total)))
-    wait = routing.start_all_to_all(received, sent, group)
+    # This process has as many nodes as `sums` says.
     assert len(received[own]) == len(sent[own])
+    wait = routing.start_all_to_all(received, sent, group)
 
     def finish() -> None:
         """Waits for the slices of all processes, and adds them."""

@@ -91,9 +91,10 @@ def open_group(
         SettingError: an interface that was named does not exist, or none can be chosen, or MPI
             numbers the ranks differently.
     """
-    # The functions of this module have the default group as the default of an argument. If DDP
-    # imported it after the group was opened, they would keep the group, with its threads, alive
-    # until the process ends; see `ExactDDP.release` for what such a thread can do then.
+    # DDP imports this module of torch. It is imported here, before the group is opened: its
+    # functions have the default group of that moment as the default of an argument. They would keep
+    # an open group, with its threads, alive until the process ends; see `ExactDDP.release` for what
+    # such a thread can do then.
     import_module("torch.distributed.nn.functional")
     if backend == "mpi":
         _open_mpi_group(topology, timeout)

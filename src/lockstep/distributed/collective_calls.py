@@ -168,7 +168,10 @@ def find_problem(name: str, leaf: Any) -> Problem | None:
 
 
 def _find_problem_of_tensor(name: str, tensor: Tensor) -> Problem | None:
-    """Returns why the collective of this name cannot take the tensor, or None if it can."""
+    """Returns why the collective of this name cannot take the tensor, or None if it can.
+
+    The reason is three texts: what was called, what is wrong with it, and what to do.
+    """
     was_set = f"world.{name} of a tensor of {tensor.dtype}"
     if not (_takes_part_in_promotion(tensor.dtype) or tensor.dtype in CARRIER_DTYPES):
         return was_set, "no backend can carry this dtype", "convert it first"

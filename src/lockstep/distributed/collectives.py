@@ -321,6 +321,7 @@ class Collectives:
             UsageError: a collective cannot be called here, or some rank cannot take part.
             RanksDifferError: the ranks called different collectives. All of them raise it.
         """
+        # Exchanges are Lockstep's own, and made only where all ranks make them.
         if self.blocked_reason is not None and call.name != "exchange":
             raise UsageError(
                 f"world.{call.name} in the body of an evaluation loop",
@@ -340,8 +341,9 @@ class Collectives:
     ) -> list[tuple[LeafDescription, ...]]:
         """Finds out on all ranks how their calls, or their histories, differ.
 
-        Every rank sends what it has called and done. If the difference is harmless, the collective
-        proceeds. Otherwise all ranks raise the same error.
+        The history of a rank is what it did before the call (`RankHistory`). Every rank sends its
+        call and its history. If the difference is harmless, the collective proceeds. Otherwise all
+        ranks raise the same error.
 
         Args:
             call: what this rank called.
@@ -355,10 +357,10 @@ class Collectives:
         details = [part.history_details() for part in self.rank_histories]
         answers = self._exchange([call_with_user_call, details])
         calls = [CallDescription.from_json(call_fields) for call_fields, _ in answers]
-        # These raise an error if the histories may not differ as they do.
+        # `compare_histories` raises an error if the histories differ in a way that is a mistake.
         for index, part in enumerate(self.rank_histories):
             part.compare_histories([details_of_rank[index] for _, details_of_rank in answers])
-        # Only the histories differed.
+        # If the calls are equal, only the histories differ, and that is no mistake.
         calls_without_user_call = {other._replace(user_call=None) for other in calls}
         if len(calls_without_user_call) == 1:
             return self._same_leaves_on_all_ranks(call)

@@ -63,11 +63,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _check_not_stale(path: Path, timeout_s: float) -> None:
-    """Raises StaleInitFileError if the file is left over from an earlier run.
-
-    It is if a process that wrote to it has ended, or if it was last changed long before this
-    process was started. What processes write is a `JoinRequest`, and then rank 0's decision.
-    """
+    """Raises StaleInitFileError if the file is left over from an earlier run."""
     try:
         modified = path.stat().st_mtime
         content = path.read_bytes()
@@ -75,20 +71,9 @@ def _check_not_stale(path: Path, timeout_s: float) -> None:
         return
     if not content:  # created by the user, or by another rank just now
         return
-    own_start = psutil.Process().create_time()
-    ended = [request for request in _find_requests(content) if _has_ended(request)]
-    if ERROR_MARK.encode() in content:  # rank 0 has decided that the run fails
-        # If those that have ended were started together with this process, they were ranks of the
-        # same run: they have read the decision already, and this process shall read it too.
-        if all(abs(request.started - own_start) < SAME_START_S for request in ended):
-            return
     age_s = max(0.0, _file_system_time(path.parent) - modified)
-    process_age_s = time.time() - own_start
-    if ended:
-        reason = f"written by {ended[0].process}, which has ended"
-    elif age_s > process_age_s + timeout_s:
-        reason = "from long before this process was started"
-    else:  # other ranks of this run may be joining just now
+    reason = _reason_file_is_stale(content, age_s, timeout_s)
+    if not reason:
         return
     age, _, _ = str(timedelta(seconds=round(age_s))).partition(", ")  # `3 days` or `0:05:12`
     raise errors.StaleInitFileError(
@@ -97,6 +82,30 @@ def _check_not_stale(path: Path, timeout_s: float) -> None:
         f"{_owner(path)}; {reason}",
         f"make sure that no run uses it, then remove it (rm {path}), or name another file",
     )
+
+
+def _reason_file_is_stale(content: bytes, age_s: float, timeout_s: float) -> str:
+    """Returns why the file of a store must be of an earlier run; "" if it may be of this one.
+
+    Args:
+        content: of the file: each rank has written a `JoinRequest`, and then rank 0 its decision.
+        age_s: how long ago the file was changed last.
+        timeout_s: how long ranks wait for each other.
+    """
+    own_start = psutil.Process().create_time()
+    ended = [request for request in _find_requests(content) if _has_ended(request)]
+    started_together = all(abs(request.started - own_start) < SAME_START_S for request in ended)
+    run_fails = ERROR_MARK.encode() in content  # rank 0 has decided that
+    if run_fails and started_together:
+        # The ranks that have ended are of this run, and have read the decision already. This
+        # process shall read it too.
+        return ""
+    if ended:
+        return f"written by {ended[0].process}, which has ended"
+    process_age_s = time.time() - own_start
+    if age_s > process_age_s + timeout_s:
+        return "from long before this process was started"
+    return ""  # other ranks of this run may be joining just now
 
 
 def _find_requests(content: bytes) -> list[JoinRequest]:

@@ -57,21 +57,30 @@ def choose_interface(
         name, _ = from_environment
         # Several names, separated by commas, are not in `addresses`; they are left to Gloo.
         is_loopback = name in addresses and all(map(means_loopback, addresses[name]))
-        # If it is what is chosen for one machine anyway, the reason that follows says more.
-        if not (one_node and is_loopback):
+        # On one machine the loopback interface is chosen anyway, for a reason that says more.
+        would_be_chosen_anyway = one_node and is_loopback
+        if not would_be_chosen_anyway:
             return from_environment
     if one_node:
         loopback = find_interface(addresses, is_loopback_address)
         return loopback, "all ranks are on this machine: nothing is reachable from outside"
+    return _interface_between_machines(addresses, address_reaching_master, hostname_address)
 
-    # Several machines. The address of the host name is good enough unless it is a loopback one.
+
+def _interface_between_machines(
+    addresses: Addresses, address_reaching_master: str | None, hostname_address: str | None
+) -> tuple[str | None, str]:
+    """Returns the interface for a run on several machines, and the reason; see `choose_interface`.
+
+    None, so that Gloo follows the host name, if that does not resolve to a loopback address.
+    Otherwise the interface that reaches the master, or the only one to the outside.
+    """
     if hostname_address is None:
         problem = "the host name does not resolve"
     elif is_loopback_address(hostname_address):
         problem = f"the host name resolves to {hostname_address}, which only this machine can reach"
     else:
         return None, f"the host name resolves to {hostname_address}, which other machines can reach"
-    # Otherwise it is the interface that reaches the master, or the only one to the outside.
     interface = find_interface(addresses, lambda address: address == address_reaching_master)
     if interface is not None and not is_loopback_address(addresses[interface][0]):
         return interface, f"{problem}; {interface} ({address_reaching_master}) reaches the master"

@@ -412,9 +412,10 @@ def unreachable_error(
     Args:
         server: who serves, such as "rank 0".
         endpoint: where it should be.
-        reason: `UNRESOLVED`, `REFUSED`, `NO_ANSWER`, `CUT`, or a text that says what else is there.
-        address: the one that was tried last.
-        tried: for how many seconds.
+        reason: `UNRESOLVED`, `REFUSED`, `NO_ANSWER` or `CUT`. Any other text says which program
+            listens there instead.
+        address: the address that was tried last; "" if the host has none.
+        tried: for how many seconds it was tried; 0 if the message shall not say it.
     """
     where = str(endpoint)
     if address and address != endpoint.host:

@@ -135,7 +135,8 @@ def describe_rank_differences(numerics_of_ranks: Sequence[Mapping[str, str]]) ->
         names.update(dict.fromkeys(numerics))
     for name in names:
         values = [numerics.get(name, "none") for numerics in numerics_of_ranks]
-        usual_value, _ = Counter(values).most_common(1)[0]  # of equally many that of rank 0
+        # The value that most ranks have. If several are equally frequent, the first rank decides.
+        usual_value, _ = Counter(values).most_common(1)[0]
         ranks_of_value = group_by_key((value, rank) for rank, value in enumerate(values))
         for value, ranks in ranks_of_value.items():
             if value == usual_value:

@@ -61,10 +61,26 @@ def _values_of_tensors(tensors: Sequence[Tensor], norm_type: float) -> list[Tens
     """Returns what each tensor adds to a norm, in float64, shape `()`.
 
     It is the sum of powers of its elements, or the largest or smallest absolute value for a norm of
-    type inf or -inf. For all tensors that are sharded over the same processes there is one
-    all-reduce of a number for each row.
+    type inf or -inf.
     """
-    # For each tensor the values of its rows, shape (rows,): at first of the rows on this process.
+    values_of_tensors = []
+    for values_of_rows in _values_of_all_rows(tensors, norm_type):
+        if norm_type == math.inf:
+            values_of_tensors.append(values_of_rows.max())
+        elif norm_type == -math.inf:
+            values_of_tensors.append(values_of_rows.min())
+        else:
+            values_of_tensors.append(sum_by_halving(values_of_rows.view(1, -1))[0])
+    return values_of_tensors
+
+
+def _values_of_all_rows(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """Returns, for each tensor, what each of its rows adds to a norm, in float64, shape `(rows,)`.
+
+    The rows of a sharded tensor are on several processes. For all tensors that are sharded over the
+    same processes there is one all-reduce of a number for each row.
+    """
+    # At first only the values of the rows that are on this process.
     values_of_rows = []
     places_by_mesh: dict[DeviceMesh, list[int]] = {}  # which tensors are sharded over a mesh
     for place, tensor in enumerate(tensors):
@@ -75,26 +91,18 @@ def _values_of_tensors(tensors: Sequence[Tensor], norm_type: float) -> list[Tens
             values_of_rows.append(_values_of_rows(tensor.to_local(), norm_type))
         else:
             values_of_rows.append(_values_of_rows(tensor, norm_type))
-    # Then of all rows.
+    # Then the values of all rows. Each process fills in 0 for the rows of the others, so the sum
+    # over the processes has every value unchanged.
     for mesh, places in places_by_mesh.items():
         num_rows = [_num_rows(tensors[place]) for place in places]
-        values_among_zeros = []
+        filled_up = []
         for place, rows in zip(places, num_rows, strict=True):
-            values_among_zeros.append(_among_zeros(values_of_rows[place], rows, mesh))
-        joined = torch.cat(values_among_zeros).to(mesh.device_type)
-        # Every value is on one process and 0 on the others, so the all-reduce changes none.
+            filled_up.append(_among_zeros(values_of_rows[place], rows, mesh))
+        joined = torch.cat(filled_up).to(mesh.device_type)
         routing.all_reduce(joined, group=mesh.get_group(mesh.ndim - 1))
         for place, values in zip(places, torch.split(joined, num_rows), strict=True):
             values_of_rows[place] = values.to(values_of_rows[place].device)
-    values_of_tensors = []
-    for values in values_of_rows:
-        if norm_type == math.inf:
-            values_of_tensors.append(values.max())
-        elif norm_type == -math.inf:
-            values_of_tensors.append(values.min())
-        else:
-            values_of_tensors.append(sum_by_halving(values.view(1, -1))[0])
-    return values_of_tensors
+    return values_of_rows
 
 
 def _values_of_rows(local: Tensor, norm_type: float) -> Tensor:
@@ -129,7 +137,8 @@ def _among_zeros(values: Tensor, num_rows: int, mesh: DeviceMesh) -> Tensor:
         mesh: of the processes.
     """
     dimension = mesh.ndim - 1
-    rows_of_process = -(-num_rows // mesh.size(dimension))  # rounded up
+    num_processes = mesh.size(dimension)
+    rows_of_process = (num_rows + num_processes - 1) // num_processes  # rounded up
     begin = min(num_rows, rows_of_process * mesh.get_local_rank(dimension))
     among_zeros = values.new_zeros(num_rows)
     among_zeros[begin : begin + len(values)] = values

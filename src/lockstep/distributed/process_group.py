@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -332,9 +332,9 @@ def _exchange_on_this_machine(joined: Joined | None, timeout_s: float, text: str
 
     Args:
         joined: the store that the ranks met at; None on one process.
-        timeout_s: how long to wait for the texts of the others. If one does not come in time, the
-            result is `[text, text]`, as if another process had the same text.
-        text: of this process.
+        timeout_s: how long to wait for the texts of the others.
+        text: of this process, such as the id of its GPU. Processes must have different texts, or
+            the device is refused. So if a text does not come in time, the result is `[text, text]`.
     """
     if joined is None:
         return [text]
@@ -343,7 +343,7 @@ def _exchange_on_this_machine(joined: Joined | None, timeout_s: float, text: str
     store.set(f"here/{joined.rank}", text)
     if network.wait_until(lambda: store.check(keys), time.monotonic() + timeout_s):
         return [store.get(key).decode() for key in keys]
-    return [text, text]
+    return [text, text]  # as if another process had the same text
 
 
 def _share_memory(
@@ -387,24 +387,36 @@ def _measure_link(collectives: Collectives) -> Link | None:
     if rank in first_ranks:
         ring_position = first_ranks.index(rank)
 
-    def shift(size: int) -> float:
-        """Sends `size` bytes to the next machine; returns the seconds that it took."""
-        if ring_position is None:  # only the first rank of each machine is in the ring
-            return 0.0
-        data_to_send = torch.zeros(size, dtype=torch.uint8)
-        received_data = torch.zeros(size, dtype=torch.uint8)
-        next_rank = first_ranks[(ring_position + 1) % num_machines]
-        previous_rank = first_ranks[ring_position - 1]
-        begin = time.perf_counter()
-        # Sending first may halve the speed, see `routing.start_all_to_all`.
-        receiving = dist.irecv(received_data, previous_rank)
-        sending = dist.isend(data_to_send, next_rank)
-        for work in (receiving, sending):
-            if work is not None:  # torch returns None to a process outside of the group
-                work.wait()
-        return time.perf_counter() - begin
-
+    shift = partial(_shift_in_ring, first_ranks, ring_position)
     return measure(shift, collectives.max, num_machines)
+
+
+def _shift_in_ring(first_ranks: Sequence[int], ring_position: int | None, size: int) -> float:
+    """Sends some bytes to the next machine, and receives as many from the one before.
+
+    Args:
+        first_ranks: the first rank of each machine. These ranks form the ring.
+        ring_position: the position of this rank in it; None if this is no first rank, which
+            does nothing.
+        size: the number of bytes.
+
+    Returns:
+        The seconds that it took.
+    """
+    if ring_position is None:
+        return 0.0
+    data_to_send = torch.zeros(size, dtype=torch.uint8)
+    received_data = torch.zeros(size, dtype=torch.uint8)
+    next_rank = first_ranks[(ring_position + 1) % len(first_ranks)]
+    previous_rank = first_ranks[ring_position - 1]
+    begin = time.perf_counter()
+    # Sending first may halve the speed, see `routing.start_all_to_all`.
+    receiving = dist.irecv(received_data, previous_rank)
+    sending = dist.isend(data_to_send, next_rank)
+    for work in (receiving, sending):
+        if work is not None:  # torch returns None to a process outside of the group
+            work.wait()
+    return time.perf_counter() - begin
 
 
 def leave(run: Run, *, failed: bool) -> None:

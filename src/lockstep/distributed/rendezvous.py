@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -134,36 +135,54 @@ def join(
         PortTakenError: rank 0's port belongs to another program.
         StaleInitFileError: the file is left over from an earlier run.
     """
-    location = parse_init_method(topology, init_method)
-    file = None
-    launcher_serves = False
-    if isinstance(location, Path):
-        location_text = f"file://{location}"
-        file = location
-        store = open_file(location, topology.size, timeout)
-    else:
-        location_text = f"tcp://{location}"
-        is_master_address = (
-            location.host == topology.master_addr and location.port == topology.master_port
-        )
-        launcher_serves = topology.agent_store and is_master_address
-        if launcher_serves:
-            location_text = f"the launcher's store at {location_text}"
-        if topology.is_main and not launcher_serves:
-            store = _serve_or_connect(location, topology, manifest, timeout, attempt)
-        else:
-            store = connect(location, timeout)
-    run_store = _store_of_run(store, attempt)
+    opened = _open_store(topology, init_method, manifest, timeout, attempt)
+    run_store = _store_of_run(opened.store, attempt)
     try:
-        hosts = Join(run_store, topology, manifest, location_text, timeout, file).agree()
+        hosts = Join(run_store, topology, manifest, opened.location, timeout, opened.file).agree()
     except (errors.JoinError, errors.RanksDifferError) as error:
         failure = error.with_traceback(None)
     else:
-        rank_0_serves = file is None and not launcher_serves
-        return Joined(run_store, hosts, topology.rank, rank_0_serves, file)
+        return Joined(run_store, hosts, topology.rank, opened.served_by_rank_0, opened.file)
     # While somebody looks at the error, nothing may refer to the store: that frees port and file.
-    del store, run_store
+    del opened, run_store
     raise failure
+
+
+class _OpenedStore(NamedTuple):
+    """The store at which this process meets the others."""
+
+    store: Store
+    location: str
+    """Where it is, for messages."""
+    served_by_rank_0: bool
+    file: Path | None
+    """The file of a FileStore."""
+
+
+def _open_store(
+    topology: Topology,
+    init_method: str | None,
+    manifest: Mapping[str, str],
+    timeout: float,
+    attempt: str,
+) -> _OpenedStore:
+    """Serves the store, connects to it, or opens its file. Arguments and errors: see `join`."""
+    location = parse_init_method(topology, init_method)
+    if isinstance(location, Path):
+        store = open_file(location, topology.size, timeout)
+        return _OpenedStore(store, f"file://{location}", served_by_rank_0=False, file=location)
+    is_master_address = (
+        location.host == topology.master_addr and location.port == topology.master_port
+    )
+    if topology.agent_store and is_master_address:  # the launcher serves a store there
+        location_text = f"the launcher's store at tcp://{location}"
+        store = connect(location, timeout)
+        return _OpenedStore(store, location_text, served_by_rank_0=False, file=None)
+    if topology.is_main:
+        store = _serve_or_connect(location, topology, manifest, timeout, attempt)
+    else:
+        store = connect(location, timeout)
+    return _OpenedStore(store, f"tcp://{location}", served_by_rank_0=True, file=None)
 
 
 def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint | Path:
@@ -211,7 +230,8 @@ def _endpoint_of_environment(topology: Topology) -> Endpoint:
             f"{missing} is not set, so rank 0 cannot be found",
             f"set {missing}, start with `lockstep run`, or give init_method='tcp://host:port'",
         )
-    # The store of a launcher listens where the launcher chose to, which need not be loopback.
+    # Processes of one machine meet at a loopback address. But if the launcher serves the store, it
+    # listens at the address that the launcher has chosen.
     one_node = topology.one_node and not topology.agent_store
     return Endpoint(topology.master_addr, topology.master_port, one_node)
 

@@ -367,7 +367,9 @@ def _read_slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
     if not master_addr:
         hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
         master_addr = first_host(hosts) if hosts else None
+    # Without MASTER_PORT it is a port made of the name of the job, the same for all of its tasks.
     job = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}"
+    master_port = port(environ) or port_of(job)
     topology = Topology(
         rank=task.rank,
         size=task.size,
@@ -375,7 +377,7 @@ def _read_slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
         local_size=tasks_of_node[node_rank],
         node_rank=node_rank,
         master_addr=master_addr,
-        master_port=port(environ) or port_of(job),
+        master_port=master_port,
         source="Slurm",
     )
     _check_consecutive_ranks(topology, "srun --distribution=block")
@@ -440,12 +442,13 @@ def _check_consecutive_ranks(topology: Topology, command: str) -> None:
         topology: this process's place.
         command: how to start the processes, so that the ranks are consecutive.
     """
-    # If ranks are consecutive, this is the rank of local rank 0 of this machine. If all machines
-    # have equally many ranks, it is a multiple of their number.
+    # If ranks are consecutive, this is the rank of local rank 0 of this machine.
     first_rank_here = topology.rank - topology.local_rank
-    nodes_are_equal = topology.size % topology.local_size == 0  # or may be
+    # If each machine has `local_size` ranks, the first rank of a machine is a multiple of that. All
+    # may have so many only if the world size is a multiple, too.
+    nodes_may_be_equal = topology.size % topology.local_size == 0
     starts_a_node = first_rank_here % topology.local_size == 0
-    if first_rank_here < 0 or (nodes_are_equal and not starts_a_node):
+    if first_rank_here < 0 or (nodes_may_be_equal and not starts_a_node):
         raise SettingError(
             f"rank {topology.rank} as local rank {topology.local_rank} of {topology.local_size} "
             f"(from {topology.source})",

@@ -451,7 +451,7 @@ def watch_data_loaders(on_batch: Callable[[Any, Any, Any, Any], None]) -> Callab
     original_next = iterator_class.__next__
 
     def watched_next(iterator: Any) -> Any:
-        """Does what `__next__` of torch's iterators does, and tells `on_batch` the result."""
+        """Does what torch's own `__next__` does, and passes the result to `on_batch` too."""
         sampler = iterator._index_sampler
         if type(sampler) is BatchSampler:  # torch's own, around the sampler of the samples
             sampler = sampler.sampler
