@@ -95,7 +95,9 @@ with lockstep.init(seed=1, precision="bf16") as world:
 def samples(verdict: Verdict) -> list[int]:
     """Of each update of the reference and of the other, all of which are equal."""
     assert verdict.word == "EQUAL", verdict.lines()
-    counts = {tuple(u.samples for u in run.updates) for run in (verdict.reference, verdict.other)}
+    counts = {
+        tuple(u.samples for u in run.updates) for run in (verdict.reference, verdict.parallel)
+    }
     assert len(counts) == 1
     return list(counts.pop())
 
@@ -321,7 +323,7 @@ def test_gradients_are_those_that_a_closure_has_computed(tmp_path: Path) -> None
     script.write_text(CLOSURE.replace(".grad)", ".grad.div_(size))"))
     verdict = warm.verify(script)
     assert verdict.word == "EQUAL", verdict.lines()
-    assert [len(update.merged("gradients")) for update in verdict.other.updates] == [2, 2, 2]
+    assert [len(update.merged("gradients")) for update in verdict.parallel.updates] == [2, 2, 2]
     scaled = CLOSURE.replace("loss = ", "loss = size * ").replace(".grad)", ".grad.div_(size**2))")
     script.write_text(scaled)
     verdict = warm.verify(script)

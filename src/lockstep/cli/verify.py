@@ -136,7 +136,7 @@ def command(
             verdict = judge(compared_with, recorded)
             verdicts.append(verdict)
             print_for_people(verdict.lines(), as_json)
-            switched_off = verdict.other.switched_off
+            switched_off = verdict.parallel.switched_off
             if number == 0 and switched_off:  # it is the same in all runs
                 text = f"  switched off for the comparison: {', '.join(switched_off)}"
                 print_for_people([text], as_json)

@@ -18,9 +18,9 @@ from lockstep.verify.joined_parts import is_in_no_model
 from lockstep.verify.tolerance import FLOAT64, Array, Tolerance, scale_of
 from lockstep.verify.training_record import LARGEST, SIZE, Update
 
-# For each rank, sums over its parameters after the last update, by name. The *sums* of a tensor are
-# two numbers that change when any of its values does. Empty if a rank has not come to its end.
-FinalSums = Sequence[Mapping[str, Array]]
+# For each rank, sums over its parameters after an update, by name. The *sums* of a tensor are two
+# numbers that change when any of its values does. Empty if a rank has not come to its end.
+SumsOfRanks = Sequence[Mapping[str, Array]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class AcceptedDifference:
 def accept_differences(
     reference_run: Sequence[Update],
     parallel_run: Sequence[Update],
-    final_sums: tuple[FinalSums, FinalSums],
+    final_sums: tuple[SumsOfRanks, SumsOfRanks],
     tolerance: Tolerance,
 ) -> AcceptedDifference:
     """Leaves out of both runs the values that differ although both train the same model.
@@ -61,14 +61,7 @@ def accept_differences(
     accepted = _losses_and_rates_that_cancel(reference_run, parallel_run, tolerance)
     if accepted is not None:
         return accepted
-    if (
-        # Each rank's optimizer was given other values, so these cannot be what was trained with,
-        _optimizers_get_different_values(parallel_run)
-        # they are not those of one process, so that there is something to accept,
-        and _steps_differ(reference_run, parallel_run, tolerance)
-        # and all the same each update left the right parameters.
-        and updates_leave_same_parameters(reference_run, parallel_run, final_sums, tolerance)
-    ):
+    if _optimizers_do_not_use_their_values(reference_run, parallel_run, final_sums, tolerance):
         return AcceptedDifference(
             reference_run=[_without_values_of_step(update) for update in reference_run],
             parallel_run=[_without_values_of_step(update) for update in parallel_run],
@@ -170,8 +163,8 @@ def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
                     parameters[name] = rewritten[name]
                 else:
                     parameters[name] = array_after_step
-        # The sums are over the parameters before this update. Without a forward pass between the
-        # update before and this one, nothing was computed with those parameters.
+        # The sums are over the parameters before this update. If it began without a forward pass,
+        # they are what the step before it left, and that is not compared.
         parameter_sums: Mapping[str, Array] = {}
         if rank.began_with_forward:
             parameter_sums = rank.parameter_sums
@@ -229,6 +222,25 @@ def _without_losses_and_rates(update: Update) -> Update:
 # Values that optimizers were given and did not use
 
 
+def _optimizers_do_not_use_their_values(
+    reference_run: Sequence[Update],
+    parallel_run: Sequence[Update],
+    final_sums: tuple[SumsOfRanks, SumsOfRanks],
+    tolerance: Tolerance,
+) -> bool:
+    """Returns whether wrong gradients or parameters were recorded, but others were trained with.
+
+    See `accept_differences` for the arguments.
+    """
+    # If all ranks have the same values, they train with these.
+    if not _optimizers_get_different_values(parallel_run):
+        return False
+    # If the values are those of one process, there is nothing to accept.
+    if not _steps_differ(reference_run, parallel_run, tolerance):
+        return False
+    return updates_leave_same_parameters(reference_run, parallel_run, final_sums, tolerance)
+
+
 def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
     """Returns whether the optimizers of the ranks were given different values in some update.
 
@@ -266,7 +278,7 @@ def _steps_differ(
 def updates_leave_same_parameters(
     reference_run: Sequence[Update],
     parallel_run: Sequence[Update],
-    final_sums: tuple[FinalSums, FinalSums],
+    final_sums: tuple[SumsOfRanks, SumsOfRanks],
     tolerance: Tolerance,
 ) -> bool:
     """Returns whether every update has left the models, on every rank, as on one process.
@@ -285,14 +297,11 @@ def updates_leave_same_parameters(
     if not parallel_run or len(reference_run) != len(parallel_run):
         return False  # there is nothing to compare some update with
     reference_final, parallel_final = final_sums
-    # The sums after an update are those before the next one (`parameter_sums`). After the last,
-    # they are the final ones, which are not known if the script has failed.
-    expected_sums_after = [update[0].parameter_sums for update in reference_run[1:]]
-    expected_sums_after.append(reference_final[0] if reference_final else {})
-    sums_of_ranks_after: list[Sequence[Mapping[str, Array]]] = []
-    for update in parallel_run[1:]:
-        sums_of_ranks_after.append([rank.parameter_sums for rank in update])
-    sums_of_ranks_after.append(parallel_final)
+    expected_sums_after: list[Mapping[str, Array]] = []
+    for sums_of_replicas in _sums_after_updates(reference_run, reference_final):
+        # If one process trains several replicas, the first one counts.
+        expected_sums_after.append(sums_of_replicas[0] if sums_of_replicas else {})
+    sums_of_ranks_after = _sums_after_updates(parallel_run, parallel_final)
 
     num_compared = 0
     for expected, sums_of_ranks in zip(expected_sums_after, sums_of_ranks_after, strict=True):
@@ -312,6 +321,19 @@ def updates_leave_same_parameters(
     return num_compared > 0 and _parameters_change(sums_before_first_update, expected_sums_after)
 
 
+def _sums_after_updates(run: Sequence[Update], final_sums: SumsOfRanks) -> list[SumsOfRanks]:
+    """Returns, for each update, the sums over the parameters that it left on each rank.
+
+    They are those before the next update. After the last update they are the final ones, which are
+    not known if the script has failed.
+    """
+    sums_after: list[SumsOfRanks] = []
+    for next_update in run[1:]:
+        sums_after.append([rank.parameter_sums for rank in next_update])
+    sums_after.append(final_sums)
+    return sums_after
+
+
 def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Tolerance) -> bool:
     """Returns whether optimizers have the state of one process, where it can be compared.
 
@@ -326,7 +348,7 @@ def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Toleran
                 states.append(rank.optimizer_state[name])
         for state in states:
             is_whole = state[SIZE] == expected_state[SIZE]
-            # With a scale of 0, a tensor is judged by its own values and not by those of others.
+            # `scale=0.0`: the tolerance depends on the values of this tensor alone.
             if is_whole and tolerance.differ(expected_state, state, scale=0.0):
                 return False
         slices_are_complete = sum(state[SIZE] for state in states) == expected_state[SIZE]
@@ -362,7 +384,9 @@ def _parameters_change(
         sums_after_updates: the sums after each update; empty if they are not known.
     """
     last_sums = sums_before
-    for sums in sums_after_updates[-2:]:  # only the last ones may be unknown
+    # The sums after the last update are not known if the script has failed. Then those after the
+    # update before it count.
+    for sums in sums_after_updates[-2:]:
         if sums:
             last_sums = sums
     for name in sums_before:

@@ -71,11 +71,12 @@ def format_by_process(values: Sequence[object], *, with_reference: bool = True) 
         values: the value on one process, then that on each rank; they may be numbers or texts.
         with_reference: False if there is no value of one process before those of the ranks.
     """
-    processes = [f"rank {rank}" for rank in range(len(values))]
+    num_ranks = len(values) - 1 if with_reference else len(values)
+    processes = [f"rank {rank}" for rank in range(num_ranks)]
     if with_reference:
         processes.insert(0, "one process")
     processes_by_value: dict[object, list[str]] = defaultdict(list)
-    for process, value in zip(processes, values, strict=False):
+    for process, value in zip(processes, values, strict=True):
         processes_by_value[value].append(process)
     texts = []
     for value, names in processes_by_value.items():

@@ -129,9 +129,8 @@ def num_comparable_updates(
     almost equal. So the first update that exceeds the tolerance says which of the two it is.
     """
     all_updates = max(len(reference_run), len(parallel_run))
-    share_before = (
-        0.0  # how far the runs were apart in the update before, as a share of what may be
-    )
+    # The largest difference in the update before, as a share of what the tolerance allows.
+    share_before = 0.0
     for number, (expected, actual) in enumerate(zip(reference_run, parallel_run, strict=False)):
         share = _largest_used_share(expected, actual, tolerance)
         if share > 1:
@@ -219,8 +218,8 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
     if names_before_step:
         yield Difference("kept", names_before_step, len(expected_sums))
 
-    # Gradients before clipping are compared too, unless each rank clips different ones: a script
-    # may clip before it averages.
+    # Gradients before clipping are compared too if all ranks clip the same ones. If a script clips
+    # before it averages, each rank clips its own.
     is_clipped = bool(expected.clips or actual.clips)
     if is_clipped and not actual.ranks_that_differ("unclipped", tolerance):
         yield from tensor_differences("unclipped", expected, actual, tolerance)

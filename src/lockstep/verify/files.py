@@ -63,7 +63,7 @@ class FilesBefore:
         self._copy_file = shutil.copy2
         self._open_descriptor = os.open
 
-    def keep(self, path: Any) -> None:
+    def keep_target(self, path: Any) -> None:
         """Keeps the file that a path leads to, which may be written to from here on.
 
         If the path is a link, the file behind it is kept, since that is written to.
@@ -74,7 +74,7 @@ class FilesBefore:
         if isinstance(path, str | os.PathLike):
             self._keep(os.path.realpath(path))
 
-    def keep_name(self, path: Any) -> None:
+    def keep_path(self, path: Any) -> None:
         """Keeps what is at a path, which may be made, moved or removed.
 
         If the path is a link, the link itself is kept, and not the file behind it.
@@ -102,15 +102,15 @@ class FilesBefore:
         for folder, folder_names, file_names in os.walk(top):
             for name in (*folder_names, *file_names):
                 inside = os.path.join(folder, name)
-                self.keep_name(inside)
+                self.keep_path(inside)
                 if moved_to is not None:
                     relative = os.path.relpath(inside, top)
-                    self.keep_name(os.path.join(os.fsdecode(moved_to), relative))
+                    self.keep_path(os.path.join(os.fsdecode(moved_to), relative))
 
     def keep_moved(self, path: Any, moved_to: Any) -> None:
         """Keeps what a move changes: both paths, and everything inside of a folder."""
-        self.keep_name(path)
-        self.keep_name(moved_to)
+        self.keep_path(path)
+        self.keep_path(moved_to)
         self.keep_folder(path, moved_to=moved_to)
 
     def _keep(self, path: str | bytes) -> None:
@@ -123,13 +123,13 @@ class FilesBefore:
 
     def _keep_once(self, path: str) -> None:
         """Copies what is at a path and adds it to the index, unless a rank has done so before."""
-        name = hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
-        copy = os.path.join(self._copies, name)
-        known = copy + ".known"
-        if os.path.exists(known):
+        copy_name = hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
+        copy_path = os.path.join(self._copies, copy_name)
+        file_of_known_path = copy_path + ".known"
+        if os.path.exists(file_of_known_path):
             return
         kind = NOTHING
-        detail = ""  # name of the copy, or target of the link
+        copy_or_link_target = ""  # of a file, the name of its copy; of a link, its target
         with suppress(FileNotFoundError):  # then the kind stays NOTHING
             status = os.lstat(path)
             if S_ISDIR(status.st_mode):
@@ -138,15 +138,16 @@ class FilesBefore:
                 return  # the run itself has made it, as a temporary file: it was not there before
             elif S_ISLNK(status.st_mode):
                 kind = LINK
-                detail = os.readlink(path)
+                copy_or_link_target = os.readlink(path)
             elif S_ISREG(status.st_mode):
-                self._copy_file(path, copy)
+                self._copy_file(path, copy_path)
                 kind = FILE
-                detail = name
+                copy_or_link_target = copy_name
             else:  # such as a device
                 return
-        self._append_line(known, "")
-        self._append_line(os.path.join(self._copies, INDEX_FILE), [path, kind, detail])
+        index = os.path.join(self._copies, INDEX_FILE)
+        self._append_line(file_of_known_path, "")
+        self._append_line(index, [path, kind, copy_or_link_target])
 
     def _append_line(self, file: str, value: object) -> None:
         """Appends a value to a file as a line of JSON; makes the file if it is not there."""
@@ -171,17 +172,21 @@ class FilesBefore:
     # Patches
 
     def watch(self) -> None:
-        """Patches Python's functions so that every file that this process changes is kept."""
+        """Patches Python's functions so that every file that this process changes is kept.
+
+        Each function of `os` is given the method that keeps what it changes: what is at the path
+        itself, the file that the path leads to, or both paths of a move.
+        """
         self._watch_open()
         self._watch_os_open()
         for name in ("remove", "unlink", "rmdir", "mkdir"):
-            self._watch_os_function(name, self.keep_name)
-        self._watch_os_function("truncate", self.keep)
+            self._watch_os_function(name, self.keep_path)
+        self._watch_os_function("truncate", self.keep_target)
         for name in ("rename", "replace"):
             self._watch_os_function(name, self.keep_moved)
         for name in ("symlink", "link"):
             # `os.symlink(target, path)` changes only the second of its paths.
-            self._watch_os_function(name, lambda target, path: self.keep_name(path))
+            self._watch_os_function(name, lambda target, path: self.keep_path(path))
         self._watch_rmtree()
 
     def _watch_open(self) -> None:
@@ -192,7 +197,7 @@ class FilesBefore:
         def watched_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             # `open` itself refuses a mode that is no text.
             if isinstance(mode, str) and not WRITING_MODE_LETTERS.isdisjoint(mode):
-                self.keep(file)
+                self.keep_target(file)
             return plain_open(file, mode, *args, **kwargs)
 
         builtins.open = watched_open
@@ -206,7 +211,7 @@ class FilesBefore:
         def watched_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
             # With `dir_fd` the path is relative to an open folder; such a path is not followed.
             if flags & WRITING_FLAGS and "dir_fd" not in kwargs:
-                self.keep(path)
+                self.keep_target(path)
             return plain_open(path, flags, *args, **kwargs)
 
         _replace_os_function(plain_open, watched_open)

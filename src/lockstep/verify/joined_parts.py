@@ -93,15 +93,15 @@ def join_parts(reference_run: Sequence[Update], parallel_run: Sequence[Update]) 
     if not concatenations and not unknown_names:
         return unchanged
 
-    # Buffers of an optimizer that cannot be joined are dropped: the parameters of the models show
-    # whether they were right.
+    # Tensors that are in no model are buffers of an optimizer. If they cannot be joined, they are
+    # dropped: the parameters of the models show whether they were right.
     dropped_names = {name for name in unknown_names if is_in_no_model(name)}
     whole_run = []
     for update in reference_run:
-        whole_run.append(_with_whole(update, concatenations.keys(), dropped_names))
+        whole_run.append(_reference_to_compare(update, concatenations.keys(), dropped_names))
     joined_run = []
     for update in parallel_run:
-        joined_run.append(_with_joined(update, concatenations, dropped_names))
+        joined_run.append(_with_joined_tensors(update, concatenations, dropped_names))
     joined_names = tuple(name for name in concatenations if not is_in_no_model(name))
     if joined_names:  # ranks that hold parts of one model are given the same samples
         joined_run = [_count_same_samples_once(update) for update in joined_run]
@@ -109,13 +109,19 @@ def join_parts(reference_run: Sequence[Update], parallel_run: Sequence[Update]) 
     unknown_of_models = [name for name in unknown_names if not is_in_no_model(name)]
     unknown = ""
     if unknown_of_models:
-        first_name = unknown_of_models[0]
-        shapes = {rank.initial[first_name].shape for rank in parallel_run[0]}
-        shapes.add(whole_tensors[first_name].shape)
-        how = "of other shapes than one process" if len(shapes) > 1 else "with other values"
-        names = format_items(script_names(unknown_of_models))
-        unknown = f"the ranks hold different tensors, {how}: {names}"
+        unknown = _describe_different_tensors(unknown_of_models, whole_tensors, parallel_run[0])
     return JoinedRuns(whole_run, joined_run, joined_names, unknown)
+
+
+def _describe_different_tensors(
+    names: Sequence[str], whole_tensors: Mapping[str, Array], first_update: Update
+) -> str:
+    """Says for the user how tensors of the ranks differ from those of one process."""
+    first_name = names[0]
+    shapes = {rank.initial[first_name].shape for rank in first_update}
+    shapes.add(whole_tensors[first_name].shape)
+    how = "of other shapes than one process" if len(shapes) > 1 else "with other values"
+    return f"the ranks hold different tensors, {how}: {format_items(script_names(names))}"
 
 
 def _find_parts(
@@ -146,9 +152,9 @@ def _find_parts(
         concatenation = _find_concatenation(parts, whole)
         if concatenation is not None:
             concatenations[name] = concatenation
-        # Otherwise they may still be meant as copies, which differ by mistake. Then the comparison
-        # with one process will show it.
-        elif _cannot_be_copies(name, parts, whole) or _differ_by_design(name, parallel_run):
+            continue
+        # Copies that differ by mistake are left to the comparison with one process.
+        if _cannot_be_copies(name, parts, whole) or _differ_by_design(name, parallel_run):
             unknown_names.append(name)
     return concatenations, unknown_names
 
@@ -240,7 +246,7 @@ def _ranks_exchange_outputs(update: Update) -> bool:
     return False
 
 
-def _with_joined(
+def _with_joined_tensors(
     update: Update, concatenations: Mapping[str, _Concatenation], dropped_names: set[str]
 ) -> Update:
     """Returns an update of the parallel run in which every rank has the joined tensors.
@@ -265,8 +271,12 @@ def _with_joined(
     return Update(_with_tensors(rank, whole_tensors, names) for rank in update)
 
 
-def _with_whole(update: Update, joined_names: Iterable[str], dropped_names: set[str]) -> Update:
-    """Returns an update of the reference run without what cannot be compared with joined tensors.
+def _reference_to_compare(
+    update: Update, joined_names: Iterable[str], dropped_names: set[str]
+) -> Update:
+    """Returns an update of the reference run with as much as `_with_joined_tensors` leaves.
+
+    Both lose the dropped tensors, and all sums over the joined ones.
 
     Args:
         update: the update, whose tensors are whole already. If the reference trains several
@@ -293,7 +303,8 @@ def _with_tensors(
     Args:
         rank: what the rank recorded.
         whole_tensors: the whole tensors, by field of `RankUpdate` and by name.
-        names: of all tensors that are parts. If there is no whole tensor, a part is left out.
+        names: of all tensors that are replaced. If there is no whole tensor in a field, the part is
+            only left out.
     """
     fields: dict[str, Any] = {}
     for field_name in _TENSOR_FIELDS:

@@ -20,8 +20,10 @@ from lockstep.verify.compare import Divergence
 from lockstep.verify.training_record import WAS_FALSE, WAS_TRUE, Place
 from lockstep.wording import format_ranks
 
+NOT_REACHED = 0
+"""The outcome of a test that a rank has not recorded."""
 OUTCOME_WORDS = {
-    0: "not reached",
+    NOT_REACHED: "not reached",
     WAS_TRUE: "true",
     WAS_FALSE: "false",
     WAS_TRUE | WAS_FALSE: "both",
@@ -37,7 +39,7 @@ Location = tuple[str, int]
 
 
 def new_branches(case: Divergence, cause: Cause) -> list[str]:
-    """Describes tests of the script that, for the first time, end otherwise than on one process.
+    """Describes tests of the script whose outcome is not that of one process for the first time.
 
     Args:
         case: where the runs part.
@@ -50,7 +52,8 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
         return []  # its ranks were compared with each other, and not with one process
     if case.update_index >= min(len(case.reference_run), len(case.parallel_run)):
         return []  # the runs differ in their lengths, and one has no such update
-    # In the first step every outcome is new, so it says something only if nothing else does.
+    # In the first step, all outcomes that differ do so for the first time. That is weak evidence,
+    # so it is given only if the cause is not known.
     is_first_step = case.update_index == 0
     if is_first_step and cause.code != NOT_KNOWN_CODE:
         return []
@@ -88,11 +91,11 @@ def _ends_otherwise(case: Divergence, update_index: int, place: Place) -> bool:
     The outcomes of all ranks together count, as each rank sees other data: if a test is true on one
     rank and false on another, that is the same as both on one process.
     """
-    outcome_of_ranks = 0  # 0 is not reached, 1 is true, 2 is false, and 1 | 2 is both
+    outcome_of_ranks = NOT_REACHED  # 0, to which 1 (true) and 2 (false) are added bit by bit
     for rank in case.parallel_run[update_index]:
-        outcome_of_ranks |= rank.branch_outcomes.get(place, 0)
+        outcome_of_ranks |= rank.branch_outcomes.get(place, NOT_REACHED)
     one_process = case.reference_run[update_index][0]
-    return outcome_of_ranks != one_process.branch_outcomes.get(place, 0)
+    return outcome_of_ranks != one_process.branch_outcomes.get(place, NOT_REACHED)
 
 
 def splitting_branches(outcomes_of_ranks: Sequence[Outcomes]) -> list[str]:
@@ -109,7 +112,7 @@ def splitting_branches(outcomes_of_ranks: Sequence[Outcomes]) -> list[str]:
         return []
     places = []
     for place in outcomes_of_ranks[0]:
-        outcomes = {rank.get(place, 0) for rank in outcomes_of_ranks}
+        outcomes = {rank.get(place, NOT_REACHED) for rank in outcomes_of_ranks}
         if outcomes == {WAS_TRUE, WAS_FALSE}:
             places.append(place)
     descriptions = []
@@ -162,10 +165,10 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
 
 
 def _stacks_of_writes(case: Divergence, names: Sequence[str]) -> dict[int, tuple[Location, ...]]:
-    """Returns, by rank, the frames of the script in which a tensor was written to last.
+    """Returns, by rank, the frames of the script in its last write to one of these tensors.
 
-    On each rank it is the first of these tensors that was written to there. The innermost frame
-    comes first. Ranks that wrote to none of them are left out.
+    The innermost frame comes first. If a rank wrote to several of the tensors, the one that `names`
+    has first counts. Ranks that wrote to none of them are left out.
     """
     stack_of_rank = {}
     for number, rank in enumerate(case.actual):
@@ -195,7 +198,7 @@ def _splitting_test_around(
         for place in places:
             file_of_test, first_line, last_line = place
             is_around = file_of_test == file and first_line <= line <= last_line
-            outcomes_here = {rank.get(place, 0) for rank in outcomes_of_ranks}
+            outcomes_here = {rank.get(place, NOT_REACHED) for rank in outcomes_of_ranks}
             if is_around and len(outcomes_here) > 1:
                 return place
     return None
@@ -211,7 +214,7 @@ def _describe_test(
         outcomes_of_runs: the outcomes of tests on one process, and then on each rank.
         only_ranks: True if they are only those of the ranks.
     """
-    words = [OUTCOME_WORDS[outcomes.get(place, 0)] for outcomes in outcomes_of_runs]
+    words = [OUTCOME_WORDS[outcomes.get(place, NOT_REACHED)] for outcomes in outcomes_of_runs]
     return f"{_line_of(place)}: {format_by_process(words, with_reference=not only_ranks)}"
 
 

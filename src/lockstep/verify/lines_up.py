@@ -57,7 +57,8 @@ def line_up(ranks: Sequence[list[Step]]) -> list[Update]:
         optimizers_of_ranks.append({step[0].optimizer for step in steps})
     shared_optimizers = set.intersection(*optimizers_of_ranks)
     all_are_shared = all(optimizers == shared_optimizers for optimizers in optimizers_of_ranks)
-    # Without any shared optimizer there is nothing by which steps could be lined up.
+    # If all optimizers are shared, the n-th steps of all ranks belong together. If none is, nothing
+    # shows which steps belong together, and the n-th ones are taken, too.
     if not shared_optimizers or all_are_shared:
         return _line_up_in_order(ranks)
     return _line_up_at_shared_steps(renumbered_ranks, shared_optimizers)
@@ -66,7 +67,7 @@ def line_up(ranks: Sequence[list[Step]]) -> list[Update]:
 def _line_up_at_shared_steps(
     ranks: Sequence[list[Step]], shared_optimizers: set[int]
 ) -> list[Update]:
-    """Returns the updates of ranks of which some leave steps to others.
+    """Returns the updates of ranks some of which do not make all steps.
 
     For example, if `A` is a step of a shared optimizer and `b` one of rank 0's own, then rank 0
     with `A b A` and rank 1 with `A A` make three updates, of which rank 1 has missed the second.
@@ -86,16 +87,23 @@ def _line_up_at_shared_steps(
         section_of_rank = [sections[number] for sections in sections_of_ranks]
         # Each section begins with a shared step; the steps of some ranks follow.
         shared_step_of_rank = [section[0] for section in section_of_rank]
-        shared_update = Update(chain(*shared_step_of_rank))
-        # Both updates may have been made after one backward pass: the one before by some ranks, and
-        # this one by all. Then the inputs of all ranks belong to the one before.
-        if updates and _share_a_backward_pass(updates[-1], shared_update):
-            updates[-1] = _with_inputs_of_missing_ranks(updates[-1], shared_update)
-            shared_update = _without_losses_and_parameter_sums(shared_update)
-        updates.append(shared_update)
+        _append_shared_update(updates, Update(chain(*shared_step_of_rank)))
         other_steps_of_rank = [section[1:] for section in section_of_rank]
         updates += _line_up_steps_of_some_ranks(other_steps_of_rank)
     return _with_all_initial_parameters(updates)
+
+
+def _append_shared_update(updates: list[Update], shared_update: Update) -> None:
+    """Appends an update that all ranks have made, and corrects the one before it if needed.
+
+    Some ranks may have made both updates after one backward pass, and the others only the shared
+    one. These others have recorded their inputs with the shared update, but the inputs belong to
+    the backward pass, and so to the first of the two updates.
+    """
+    if updates and _share_a_backward_pass(updates[-1], shared_update):
+        updates[-1] = _with_inputs_of_missing_ranks(updates[-1], shared_update)
+        shared_update = _without_losses_and_parameter_sums(shared_update)
+    updates.append(shared_update)
 
 
 def _line_up_in_order(ranks: Sequence[list[Step]]) -> list[Update]:
@@ -117,10 +125,13 @@ def _first_updates(steps: Sequence[Step]) -> dict[int, RankUpdate]:
 
 
 def _have_same_optimizer_classes(ranks: Sequence[list[Step]]) -> bool:
-    """Returns whether all ranks step with optimizers of the same classes, in the same order."""
+    """Returns whether an optimizer of the same number has the same class on all ranks.
+
+    Each rank numbers its optimizers in the order of their first steps.
+    """
     classes_of_ranks = []
     for steps in ranks:
-        classes = {}  # by the number of the optimizer, in the order of their first steps
+        classes = {}  # by the number of the optimizer
         for number, update in _first_updates(steps).items():
             classes[number] = update.optimizer_class
         classes_of_ranks.append(classes)
@@ -164,22 +175,7 @@ def _match_optimizers(
         known: the first record of each optimizer of the ranks before, by shared number. Optimizers
             with new numbers are added to it.
     """
-    pairs = []
-    for number, update in first_updates.items():
-        for shared_number, known_update in known.items():
-            num_parameters = len(update.parameters.keys() & known_update.parameters.keys())
-            if num_parameters:
-                likeness = (num_parameters, *_likeness(update, known_update))
-                pairs.append((likeness, shared_number, number))
-    # The most alike pairs first. Among pairs that are equally alike, the lowest numbers come first,
-    # since sorting keeps their order, also in reverse.
-    pairs.sort(key=lambda pair: (pair[1], pair[2]))
-    pairs.sort(key=lambda pair: pair[0], reverse=True)
-    shared_numbers: dict[int, int] = {}
-    for _, shared_number, number in pairs:
-        if number not in shared_numbers and shared_number not in shared_numbers.values():
-            shared_numbers[number] = shared_number
-
+    shared_numbers = _match_by_parameters(first_updates, known)
     for number, update in first_updates.items():
         if number in shared_numbers:
             continue
@@ -191,6 +187,31 @@ def _match_optimizers(
             new_number = max(known, default=-1) + 1
             shared_numbers[number] = new_number
             known[new_number] = update
+    return shared_numbers
+
+
+def _match_by_parameters(
+    first_updates: dict[int, RankUpdate], known: dict[int, RankUpdate]
+) -> dict[int, int]:
+    """Finds the shared numbers of those optimizers that have parameters in common with a known one.
+
+    See `_match_optimizers` for the arguments and the result.
+    """
+    pairs = []  # (how alike they are, shared number, number on the rank)
+    for number, update in first_updates.items():
+        for shared_number, known_update in known.items():
+            num_parameters = len(update.parameters.keys() & known_update.parameters.keys())
+            if num_parameters:
+                likeness = (num_parameters, *_likeness(update, known_update))
+                pairs.append((likeness, shared_number, number))
+    # The most alike pairs come first, and among equally alike ones the lowest numbers. Python's
+    # sorting keeps the order of equal elements, so the less important key is sorted by first.
+    pairs.sort(key=lambda pair: (pair[1], pair[2]))
+    pairs.sort(key=lambda pair: pair[0], reverse=True)
+    shared_numbers: dict[int, int] = {}
+    for _, shared_number, number in pairs:
+        if number not in shared_numbers and shared_number not in shared_numbers.values():
+            shared_numbers[number] = shared_number
     return shared_numbers
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import RankUpdate, Update
 
-FIELDS_BY_NAME = (
+MAPPINGS_FROM_NAMES = (
     "buffers",
     "changed_between_passes",
     "gradients",
@@ -34,7 +34,7 @@ FIELDS_BY_NAME = (
     "write_stacks",
 )
 """Fields of `RankUpdate` that are mappings from names of tensors."""
-FIELDS_OF_NAMES = ("unwrapped", "unknown_to_ddp", "frozen", "in_eval_mode", "optimizer_parameters")
+LISTS_OF_NAMES = ("unwrapped", "unknown_to_ddp", "frozen", "in_eval_mode", "optimizer_parameters")
 """Fields of `RankUpdate` that are lists of names."""
 FIELDS_WITH_VALUES = ("buffers", "parameters", "initial")
 """Fields that hold whole tensors; of a tensor that several have, the last one counts."""
@@ -127,9 +127,9 @@ def rename_tensors(rank: RankUpdate, change: Callable[[str], str]) -> RankUpdate
         change: returns the new name for a name, which may be the same.
     """
     fields: dict[str, Any] = {}
-    for field_name in FIELDS_BY_NAME:
+    for field_name in MAPPINGS_FROM_NAMES:
         fields[field_name] = _with_new_keys(getattr(rank, field_name), change)
-    for field_name in FIELDS_OF_NAMES:
+    for field_name in LISTS_OF_NAMES:
         new_names = [change(name) for name in getattr(rank, field_name)]
         fields[field_name] = list(dict.fromkeys(new_names))  # each once, in the same order
     local_gradients = [_with_new_keys(gradients, change) for gradients in rank.local_gradients]

@@ -36,8 +36,8 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
     config = read_run_config(folder)
     rank = int(os.environ.get("RANK", "0"))
     writer = UpdateWriter(folder, rank)
-    # A script that seeds nothing shall draw the same numbers in every run, and other ones on each
-    # rank, as it would without this.
+    # Without a seed of the script's own, each rank draws other numbers, but the same ones in every
+    # run of the script.
     seed_everything(rank)
     determinism = Determinism(double=config.precision == "fp64")
     mode = FunctionMode(determinism)
@@ -57,10 +57,10 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
             error = caught
         raise
     finally:
-        end = _describe_end(recorder)
+        fields_of_end = _describe_end(recorder)
         if isinstance(kept_batches, BatchWriter):
             kept_batches.write_lengths()
-        writer.end(error, determinism.notes(), **end)
+        writer.end(error, determinism.notes(), **fields_of_end)
 
 
 def _kept_batches(config: RunConfig, rank: int) -> BatchWriter | BatchReader | None:

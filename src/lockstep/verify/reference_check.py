@@ -29,7 +29,7 @@ def check_reference(
         reference: the run on one process.
         was_set: what the user asked for, for the error's first line.
         lockstep_options: options that were given and work only for training by Lockstep.
-        command: runs it without comparing.
+        command: the command that runs the script without comparing.
         subject: what was run, such as "script".
 
     Raises:
@@ -65,7 +65,8 @@ def check_reference(
 def _describe_failure(reference: RunRecord) -> str:
     """Returns the error of the reference and the last lines of its output.
 
-    An advice that the error ends with is left out, as `check_reference` gives it.
+    The error may contain an advice (`OWN_PROCESSES_HINT`). It is left out here, since
+    `check_reference` ends its own error with it.
     """
     error_lines = []
     for line in reference.error.splitlines():

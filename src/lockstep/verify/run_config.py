@@ -62,7 +62,8 @@ class RunConfig:
             batch_times: the batch size of torch's DataLoaders is multiplied by this number.
         """
         name = "1 process"
-        # None replaces what the script sets: one process has the whole batch as its share.
+        # These settings of the script are for several processes. None takes them back: one process
+        # has the whole batch.
         overrides: dict[str, Any] = {"shares": None, "micro_batch_size": None}
         if self.trains_replicas:
             overrides["strategy"] = self.overrides["strategy"]
@@ -71,10 +72,12 @@ class RunConfig:
 
     def environment(self) -> dict[str, str]:
         """Returns the environment variables of the run's processes, with those of this process."""
+        # Compressed gradients would differ from those of one process, so compression is off.
         overrides = {"precision": self.precision, "uncompressed": True, **self.overrides}
         return {
-            # Python orders sets of texts by this seed. Without it the order differs between
-            # processes by chance; here it does so always, so that mistakes show.
+            # Python orders sets of texts by this seed. By default it is random, so that a script
+            # which depends on the order is found by chance only. Here the order differs for certain
+            # between runs on different numbers of processes.
             "PYTHONHASHSEED": str(self.nproc),
             **os.environ,
             VERIFY_VARIABLE: json.dumps(overrides),

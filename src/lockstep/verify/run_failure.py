@@ -46,6 +46,7 @@ def first_failure(
         for rank in sorted(ends):
             explanation = _explain_rank_without_steps(rank, ends, updates)
             if explanation:
+                # `exited=True`: the script's output is shown too, as after `sys.exit`.
                 return RankEnd(error=explanation, code="LS304", exited=True)
         return None
     first_rank = min(failed_ranks, key=lambda rank: _order_of_failure(ends[rank]))
@@ -80,15 +81,17 @@ def _peers_were_stopped(
 ) -> bool:
     """Returns whether a rank lost its peers only because enough of their steps were recorded.
 
-    Ranks that do not step alike, as under `Join` or with one optimizer for all, are not stopped at
-    the same moment.
+    The recorder stops the script on each rank by itself. Ranks that do not step alike, as under
+    `Join` or with one optimizer for all, are not stopped at the same moment.
     """
     peers = [end for peer, end in ends.items() if peer != rank and not end.error]
     if not peers or not all(end.was_stopped for end in peers):
         return False
-    if most_steps(updates[rank]) >= steps:
+    has_enough_steps = most_steps(updates[rank]) >= steps
+    if has_enough_steps:  # it would have been stopped next
         return True
-    # A rank without a step may have waited for another one that trained first.
+    # A rank without a step may have waited for another one that trained first. A rank that has made
+    # several backward passes did not wait.
     has_only_begun = ends[rank].backward_passes < MIN_STEPS
     return has_only_begun and not updates[rank]
 
@@ -144,12 +147,12 @@ def find_idle_ranks(
     """
     if not any(updates):  # no rank has trained
         return ()
-    # If ranks were stopped after enough steps, another one may have been stopped in the backward
-    # passes before its first step.
+    # A rank without a step is idle if it has made no backward pass either. When ranks are stopped
+    # after enough steps, another one may just have begun: then a few backward passes count as none.
     some_were_stopped = any(end.was_stopped for end in ends.values())
-    max_passes = MIN_STEPS - 1 if some_were_stopped else 0
+    max_passes_of_idle_rank = MIN_STEPS - 1 if some_were_stopped else 0
     idle_ranks = []
     for rank in sorted(ends):
-        if not updates[rank] and ends[rank].backward_passes <= max_passes:
+        if not updates[rank] and ends[rank].backward_passes <= max_passes_of_idle_rank:
             idle_ranks.append(rank)
     return tuple(idle_ranks)

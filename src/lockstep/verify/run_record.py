@@ -148,7 +148,8 @@ def _find_failure(
     failure = first_failure(ends, updates_of_ranks, config.steps)
     a_rank_was_killed = len(ends) < config.nproc
     if failure is None and a_rank_was_killed:
-        # As after `sys.exit`, the error says little, and the output is shown with it.
+        # "The script ended with the loss of a process." With `exited=True` the script's output is
+        # shown too, as after `sys.exit`, since the error says little.
         return RankEnd(error="the loss of a process", exited=True)
     return failure
 

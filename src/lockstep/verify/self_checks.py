@@ -116,8 +116,8 @@ def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
         A list with the finding LS101, or LS108 if the inputs come from an IterableDataset. An empty
         list if the ranks had different inputs, or may rightly have had the same.
     """
-    # Ranks that hold parts of a model are rightly given the same inputs. Sums are recorded only of
-    # parameters that are whole on a rank.
+    # Ranks that hold parts of a model are rightly given the same inputs. Of a parameter of which a
+    # rank holds a part, it records the gradient but no sums.
     models_are_whole = all(rank.gradients.keys() <= rank.parameter_sums.keys() for rank in update)
     # Samples whose indices are known are compared with those of one process instead.
     indices_are_known = any(batch.ids for batch in update.batches)

@@ -398,14 +398,16 @@ class Update(tuple[RankUpdate, ...]):
     def contents(self) -> list[Sample] | None:
         """Returns all samples by a digest of their content, in the order of ranks.
 
-        Returns None if the contents say nothing of which samples these are.
+        Returns None if samples cannot be recognised by their contents.
         """
         samples: list[Sample] = []
         for batch in self.batches:
+            # With random augmentation, the same sample has other contents in every process.
             if batch.random_draws:
-                return None  # as by augmentation, so that the contents are others in every process
+                return None
+            # Of a batch that could not be split into samples, only the indices are known.
             if batch.ids is not None and len(batch.ids) != len(batch.contents):
-                return None  # it could not be split into samples
+                return None
             for digest in batch.contents:
                 samples.append((batch.loader, batch.epoch, digest))
         return samples
@@ -442,7 +444,7 @@ def _count_samples(rank: RankUpdate) -> int:
     Without a loader, the inputs of the models stand for batches. A rank may compute the same inputs
     in several passes; then each sample counts as often as in the pass that has it most often.
     """
-    has_no_loader = rank.batches == rank.model_inputs
+    has_no_loader = rank.batches == rank.model_inputs  # the recorder has copied them
     if has_no_loader and all(batch.contents for batch in rank.batches):
         count_of_sample: Counter[str] = Counter()
         for batch in rank.batches:

@@ -47,8 +47,7 @@ class Verdict:
     """What a comparison with the reference has found."""
 
     reference: RunRecord
-    # The parallel run.
-    other: RunRecord
+    parallel: RunRecord
     # The first difference first, then what is known without the reference.
     findings: tuple[Finding, ...] = ()
     # What differs but is no finding, because the parameters are equal all the same.
@@ -63,9 +62,9 @@ class Verdict:
         """The verdict in one word: `EQUAL`, `DIFFERENT`, `NOT KNOWN` or `FAILED`."""
         if self.unknown:
             return "NOT KNOWN"
-        if self.other.error:
+        if self.parallel.error:
             # An error with a code is known to come from running on several processes.
-            return "DIFFERENT" if self.other.code else "FAILED"
+            return "DIFFERENT" if self.parallel.code else "FAILED"
         # A finding without a case is a fault of the script by which the runs do not differ.
         if any(finding.case is not None for finding in self.findings):
             return "DIFFERENT"
@@ -75,13 +74,13 @@ class Verdict:
         """Returns the verdict in plain values."""
         return {
             "verdict": self.word,
-            "way": self.other.config.name,
-            "processes": self.other.config.nproc,
+            "way": self.parallel.config.name,
+            "processes": self.parallel.config.nproc,
             "steps": len(self.reference.updates),
             "until": self.reference.stopped_at,
             "losses": [update.loss for update in self.reference.updates],
-            "switched_off": list(self.other.switched_off),
-            "by_choice": self.other.by_choice,
+            "switched_off": list(self.parallel.switched_off),
+            "by_choice": self.parallel.by_choice,
             "not_known": self.unknown,
             "batch_per_process": self.reason_batch_not_enlarged,
             "findings": [finding.as_json() for finding in self.findings],
@@ -121,7 +120,7 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """Returns the verdict in lines for people."""
-        head = f"{self.word:9}  {self.other.config.name}"
+        head = f"{self.word:9}  {self.parallel.config.name}"
         if self.unknown:
             lines = [f"{head}: {self.unknown}", f"  do      {self.unknown_advice}"]
         elif self.word == "EQUAL":
@@ -144,9 +143,11 @@ class Verdict:
             head: how the line with the verdict begins: "EQUAL      2 processes".
         """
         lines = []
-        if self.other.by_choice:  # such as "gradients are sent as bf16", which was left out
+        # What the script has chosen to give other numbers, such as "gradients are sent as bf16". It
+        # was left out of the run.
+        if self.parallel.by_choice:
             lines.append(
-                f"DIFFERENT by choice: {self.other.by_choice}; all else is compared without"
+                f"DIFFERENT by choice: {self.parallel.by_choice}; all else is compared without"
             )
         lines.append(f"{head}: {_describe_compared_values(self.reference)}")
         lines += self._tolerance_line()
@@ -179,12 +180,12 @@ class Verdict:
             else:  # a fault by which the runs do not differ
                 lines += finding.lines("also")
         if self.word == "FAILED":  # nothing is known of the error, so its output is shown
-            lines += [f"  | {line}" for line in self.other.output.splitlines()]
+            lines += [f"  | {line}" for line in self.parallel.output.splitlines()]
         return lines
 
     def _tolerance_line(self) -> list[str]:
         """Returns one line that says what counted as equal, or no line if all was in float64."""
-        tolerance = tolerance_of(self.reference.updates, self.other.updates)
+        tolerance = tolerance_of(self.reference.updates, self.parallel.updates)
         if tolerance is FLOAT64:
             return []
         return [
@@ -220,18 +221,18 @@ def _describe_compared_values(reference: RunRecord) -> str:
     return ", ".join(values)
 
 
-def judge(reference: RunRecord, other: RunRecord) -> Verdict:
-    """Compares a run with the reference.
+def judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
+    """Compares a run on several processes with the reference.
 
     Raises:
         RecordingFailedError: the comparison itself has failed.
     """
     try:
-        return _judge(reference, other)
+        return _judge(reference, parallel)
     except LockstepError:
         raise
     except Exception as error:
-        what = f"{other.config.name} of {other.config.script.path}"
+        what = f"{parallel.config.name} of {parallel.config.script.path}"
         raise recording_failed_error(what, traceback.format_exc()) from error
 
 
@@ -304,7 +305,10 @@ def _joined_updates(reference: RunRecord, parallel: RunRecord) -> JoinedRuns:
 
 
 def _judge_idle_ranks(reference: RunRecord, parallel: RunRecord) -> Verdict:
-    """Returns the verdict on a run without a difference in which some ranks have not trained."""
+    """Returns the verdict on a run without a difference in which some ranks have not trained.
+
+    It is "NOT KNOWN" if they may train later, and otherwise "EQUAL" with a remark (`accepted`).
+    """
     idle = format_ranks(parallel.idle_ranks)
     if parallel.stopped_at:  # they may have come to train later
         return Verdict(
@@ -321,7 +325,10 @@ def _judge_idle_ranks(reference: RunRecord, parallel: RunRecord) -> Verdict:
 def _until_rounding_grows(
     reference: RunRecord, parallel: RunRecord, tolerance: Tolerance
 ) -> tuple[RunRecord, RunRecord]:
-    """Returns both runs without the updates in which rounding could hide a difference."""
+    """Returns both runs without the updates in which rounding could hide a difference.
+
+    The `stopped_at` of the reference, which the verdict shows, says why the comparison ends there.
+    """
     num_updates = num_comparable_updates(reference.updates, parallel.updates, tolerance)
     if num_updates == max(len(reference.updates), len(parallel.updates)):
         return reference, parallel
@@ -409,8 +416,10 @@ def _new_findings(
             continue
         if candidate.case is not None:  # the ranks differ from each other
             difference = (candidate.case.kind, candidate.case.update_index)
-            no_rank_differs_from_reference = not cases  # so it can only be rounding
-            if difference in known_differences or no_rank_differs_from_reference:
+            # If every rank agrees with one process within the tolerance, ranks that differ from
+            # each other do so only by rounding.
+            all_ranks_agree_with_reference = not cases
+            if difference in known_differences or all_ranks_agree_with_reference:
                 continue
         new_findings.append(candidate)
         known_codes.add(candidate.cause.code)

@@ -67,10 +67,11 @@ def _sample_digests(sample_tensors: Sequence[Tensor], count: int) -> list[str]:
 def _weights(sample_tensors: Sequence[Tensor], count: int) -> dict[str, float]:
     """Returns the counts that a loss may be averaged over, by description.
 
-    Whole numbers may be labels or tokens. Those are counted that are not ignored, that are not
-    zero, and that are no padding, which is the value at the end of most rows. Each is also counted
-    without the first column, which the loss of a language model leaves out. Zeros and ones may be a
-    mask: the ones are counted.
+    Whole numbers may be labels or tokens. Three of their numbers are returned: how many are not
+    ignored (-100), how many are not zero, and how many are no padding. Padding is the value at the
+    end of most rows. Each tensor is counted a second time without its first column, since the loss
+    of a language model leaves that out. A tensor of zeros and ones may be a mask: its ones are
+    counted.
 
     For example {"samples": 2, "labels in tensor 0": 7, "values but 0 in tensor 0": 5, ...}.
     """
@@ -154,6 +155,8 @@ class UnusedBatches:
         """
         fetched_ahead = {}
         for number, record in self._unused.items():
+            # A model may be called with something that cannot be followed back to a batch. So an
+            # unused batch counts as used if no batch of its loader was ever recognized.
             if record.loader in self._recognized_loaders:
                 fetched_ahead[number] = record
         never_trained = self._never_trained

@@ -64,7 +64,8 @@ class CallRecorder:
             # longer made from this rank's samples alone.
             unmark(tensor)
             state.mode.writes.note_write(tensor, by_hand=False)
-        # Inside of an autograd function, its `backward` may bring the gradient.
+        # The output carries no gradient. Inside of an autograd function of the script's that is no
+        # mistake, since the function's own `backward` computes the gradient.
         if output is not None and not call.in_function:
             _mark_lost_gradient(call, output)
         return call

@@ -30,7 +30,7 @@ DROPOUT_FUNCTIONS = {
 }
 DRAWS_WITH_GRADIENT = {"dropout", "dropout_", "native_dropout", "rrelu", "gumbel_softmax"}
 """Functions that draw random numbers and pass gradients on to their input."""
-WIDE_DTYPES = {
+WIDE_DTYPE_OF_NARROW = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
     torch.float32: torch.float64,
@@ -155,7 +155,8 @@ class Determinism:
         # tensor.to(torch.float16) becomes tensor.to(torch.float64). A call without a tensor, such
         # as torch.zeros(3, dtype=torch.float16), creates one in the dtype that the script names.
         values = (*args, *kwargs.values())
-        names_narrow_dtype = any(isinstance(v, torch.dtype) and v in WIDE_DTYPES for v in values)
+        dtypes = [value for value in values if isinstance(value, torch.dtype)]
+        names_narrow_dtype = any(dtype in WIDE_DTYPE_OF_NARROW for dtype in dtypes)
         has_tensor = any(isinstance(value, Tensor) for value in values)
         if not names_narrow_dtype or not has_tensor:
             return func, args, kwargs
@@ -180,8 +181,11 @@ class Determinism:
         Returns:
             What the call returns, in float64.
         """
-        # A converted copy of the result would lose the gradient that is passed on.
-        if not self.double or func.__name__ in DRAWS_WITH_GRADIENT:
+        if not self.double:
+            return func(*args, **kwargs)
+        # The result of F.gumbel_softmax and the like carries the gradient of its input. The
+        # converted copy that is returned below would not.
+        if func.__name__ in DRAWS_WITH_GRADIENT:
             return func(*args, **kwargs)
         # The call itself says in which dtype it draws.
         if "out" in kwargs or "dtype" in kwargs:
@@ -226,7 +230,7 @@ class Determinism:
 def _widen_dtype(value: Any) -> Any:
     """Returns float64 for a dtype of lower precision; other values stay as they are."""
     if isinstance(value, torch.dtype):
-        return WIDE_DTYPES.get(value, value)
+        return WIDE_DTYPE_OF_NARROW.get(value, value)
     return value
 
 

@@ -1,10 +1,10 @@
-"""Records updates of a rank that no optimizer of this rank makes.
+"""Records *foreign steps*: updates of a rank's parameters that no optimizer of this rank makes.
 
-An *update* is one change of the parameters with all that led to it. `state.update` is the record of
-the current one. A rank may have no optimizer because another rank steps and sends the parameters,
-or because the script updates them by hand: then an update is complete when the parameters are no
-longer those of its first forward pass. A rank that has joined (`torch.distributed.algorithms.Join`)
-has an optimizer, but no samples are left for it.
+An *update* is one change of the parameters with all that led to it; `state.update` is the record of
+the current one. A rank without an optimizer gets its parameters from a rank that steps, or changes
+them by hand. Its update is complete when the parameters are no longer those of the update's first
+forward pass. A rank that has joined (`torch.distributed.algorithms.Join`) has an optimizer, but no
+samples are left for it.
 """
 
 from __future__ import annotations
@@ -104,16 +104,17 @@ class ForeignStepRecorder:
             update.unclipped = update.gradients  # clipping is not seen without an optimizer
 
     def _record_update(self) -> None:
-        """Writes the current update, and begins the next one.
+        """Writes the current update, a foreign step, and begins the next one.
 
         It may end the script, if enough updates are recorded.
         """
         state = self.state
         update = state.update
-        # Batches that were handed out after its last backward pass belong to the next update.
-        count = state.notes.batches_at_last_backward
-        batches = update.batches[:count]
-        later_batches = update.batches[count:]
+        # The update ended at some time after its last backward pass. Batches that loaders handed
+        # out since then belong to the next update.
+        num_batches = state.notes.batches_at_last_backward
+        batches = update.batches[:num_batches]
+        later_batches = update.batches[num_batches:]
         if not batches:  # no loader was used: the inputs of models are all that is known
             batches = update.model_inputs
         complete = replace(
@@ -134,10 +135,11 @@ class ForeignStepRecorder:
 
     @guarded
     def record_shadowed_iteration(self) -> None:
-        """Writes an update without values, as the other ranks make a step without this one.
+        """Writes updates without values, since the other ranks make a step without this rank.
 
-        There is one for each optimizer of this rank, since it is not known which one the others
-        step with.
+        Torch calls this on a rank that has joined, at each step of the other ranks. One update is
+        written for each optimizer of this rank, since it is not known which one the others step
+        with.
         """
         state = self.state
         state.has_joined = True
@@ -148,11 +150,11 @@ class ForeignStepRecorder:
                 step=state.steps_of[optimizer],
                 stepped=False,
                 dtype=str(state.mode.lowest_dtype),
-                # Those of its last step: others would count as a difference between the ranks.
+                # These are compared between the ranks, so those of the last step are repeated.
                 learning_rates=state.last_update.learning_rates,
                 group_options=state.last_update.group_options,
                 contributes=False,
             )
             state.writer.write(missed_update)
             state.steps_of[optimizer] += 1
-            state.updates_until_step_of[optimizer] = state.writer.count  # updates so far
+            state.updates_until_step_of[optimizer] = state.writer.count  # updates written so far

@@ -119,18 +119,29 @@ class ForwardRecorder:
             self._note_batch_norm(module)
         if not is_model:
             return None
+        self._enter_model(module, inputs, marks)
+        if not has_tensors(module):  # such as a loss function, of which nothing is in float64
+            return None
+        return self.state.mode.determinism.convert(inputs)
+
+    def _enter_model(self, module: nn.Module, inputs: Any, marks: dict[str, Any]) -> None:
+        """Records that a forward pass of a model begins.
+
+        Args:
+            module: the model.
+            inputs: what it is called with.
+            marks: those of the inputs.
+        """
         is_trained = torch.is_grad_enabled() and has_parameters(module)
+        # On a rank without an optimizer, the update before ends when its parameters have changed.
+        # That is found out before anything of this forward pass is recorded.
         if is_trained and self._is_first_of_backward_pass():
-            # Without an optimizer, a change of the parameters is what ends an update.
             self._foreign_steps.record_if_parameters_changed()
         self.state.notes.running_pass = None
         self._note_wrapper(module)
         self._add_model(module)
         if is_trained:
             self._begin_training_pass(module, inputs, marks)
-        if not has_tensors(module):  # such as a loss function, of which nothing is in float64
-            return None
-        return self.state.mode.determinism.convert(inputs)
 
     def _is_first_of_backward_pass(self) -> bool:
         """True if no model was called since the last backward pass."""
@@ -165,8 +176,8 @@ class ForwardRecorder:
     def _begin_training_pass(self, module: nn.Module, inputs: Any, marks: dict[str, Any]) -> None:
         """Records a call of a model with gradients.
 
-        Of several models that are called in one optimizer step, the first one tells what the step
-        begins with. `state.notes.running_pass` becomes the record of this forward pass.
+        `state.notes.running_pass` becomes the record of this forward pass. The first pass of an
+        optimizer step also records what the step begins with.
 
         Args:
             module: the model.
@@ -180,37 +191,50 @@ class ForwardRecorder:
             update.unwrapped_line = user_line() or ""
         if not update.module_tensors_before:
             update.module_tensors_before = state.models.plain_attributes()
-
-        # The first forward pass of the step.
         if not update.began_with_forward:
-            update.began_with_forward = True
-            state.has_joined = False  # under `Join`, a rank without samples calls no model
-            if state.is_first_update:
-                # The outcomes of `if`s before the training are no part of a step.
-                state.branches.pop_outcomes()
-            update.rewritten_parameters = self._parameters_changed_since_last_step()
-
-        # The first forward pass after the last backward pass.
+            self._begin_step()
         is_first_of_backward_pass = self._is_first_of_backward_pass()
-        had_backward_pass = bool(update.losses)
-        if not had_backward_pass:
-            self._record_parameters_at_start()
-        elif is_first_of_backward_pass and not update.changed_between_passes:
-            self._record_parameters_changed_within_update()
+        self._record_parameters_before_pass(is_first_of_backward_pass)
         if is_first_of_backward_pass:
-            is_first_of_update = not update.model_inputs
-            if is_first_of_update:
-                state.notes.draws_before_forward = state.mode.draws.count
-            record = describe_batch(inputs, ids=())
-            if record.shape:  # there is a tensor with a row for each sample
-                update.model_inputs.append(record)
-
-        # Every forward pass.
+            self._record_model_inputs(inputs)
         self._note_evaluation_mode(module)
         # What the inputs are made from, the loss is made from too. Random numbers count only if
         # they were drawn for this step.
         state.record_marks(marks, state.step_draws.count_before)
         state.notes.running_pass = self._new_forward_pass(module, inputs)
+
+    def _begin_step(self) -> None:
+        """Records what the first training forward pass of an optimizer step finds."""
+        state = self.state
+        state.update.began_with_forward = True
+        state.has_joined = False  # under `Join`, a rank without samples calls no model
+        if state.is_first_update:
+            # The outcomes of `if`s before the training are no part of a step.
+            state.branches.pop_outcomes()
+        state.update.rewritten_parameters = self._parameters_changed_since_last_step()
+
+    def _record_parameters_before_pass(self, is_first_of_backward_pass: bool) -> None:
+        """Records the parameters that a forward pass uses.
+
+        Until the first backward pass of the update, these are the parameters at its start. Later
+        only changes are recorded: the first ones that the script made between two backward passes.
+        """
+        update = self.state.update
+        had_backward_pass = bool(update.losses)
+        if not had_backward_pass:
+            self._record_parameters_at_start()
+        elif is_first_of_backward_pass and not update.changed_between_passes:
+            self._record_parameters_changed_within_update()
+
+    def _record_model_inputs(self, inputs: Any) -> None:
+        """Records the inputs of the first model that is called for a backward pass."""
+        state = self.state
+        is_first_of_update = not state.update.model_inputs
+        if is_first_of_update:
+            state.notes.draws_before_forward = state.mode.draws.count
+        record = describe_batch(inputs, ids=())
+        if record.shape:  # there is a tensor with a row for each sample
+            state.update.model_inputs.append(record)
 
     def _note_evaluation_mode(self, module: nn.Module) -> None:
         """Notes the parameters of those submodules of a model that are in evaluation mode."""
@@ -293,7 +317,8 @@ class ForwardRecorder:
             record.input_values = rows.cpu().clone().numpy()
         forward_pass = ForwardPass(record)
         if self.state.is_first_update:
-            # If earlier calls turn out to be trials, this one's inputs take the place of theirs.
+            # Before the training, a script may call the model as a trial. If the first loss shows
+            # that earlier calls were trials, these inputs take the place of theirs in the record.
             forward_pass.inputs = describe_batch(inputs, ids=())
         return forward_pass
 
@@ -349,7 +374,9 @@ class ForwardRecorder:
         record = forward_pass.record
         count = len(record.inputs)  # the number of samples
         with_rows = tensors_with_rows(outputs, count)
-        if with_rows or any(_has_rows_for_samples(tensor, count) for tensor in outputs):
+        # The rows of the input are samples if an output has one row for each of them, or the same
+        # number of rows for each, such as one for each token of a text.
+        if with_rows or any(_has_multiple_of_rows(tensor, count) for tensor in outputs):
             record.rows_are_samples = True
         notes.forward_passes = [*notes.forward_passes, forward_pass][-MAX_FORWARD_PASSES:]
         # Only outputs that all have a row for each sample are compared, sample by sample.
@@ -386,8 +413,8 @@ class ForwardRecorder:
             record.output_gradients = record.output_gradients + rows
 
 
-def _has_rows_for_samples(tensor: Tensor, count: int) -> bool:
-    """True if a tensor has an equal number of rows for each sample, such as tokens of a text.
+def _has_multiple_of_rows(tensor: Tensor, count: int) -> bool:
+    """True if the number of a tensor's rows is a multiple of the number of samples.
 
     Args:
         tensor: an output of a model.

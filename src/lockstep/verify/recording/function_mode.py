@@ -154,13 +154,10 @@ class FunctionMode(TorchFunctionMode):
         self.writes.note_call(func, name, args, kwargs)
         marks = evidence.marks
         if name in NUMBER_METHODS and isinstance(result, int | float):
-            # What the script does with a number of Python's, such as `x.mean().item()`, cannot be
-            # followed by marks. So the number itself is noted if it is made from a statistic.
-            if any(kind.startswith(STATISTIC) for kind in marks):
-                self.statistics[user_line() or ""] = float(result)
-        if needs_gradient(result) and result.dim() == 0:
-            # It is a loss, or a term of one.
-            marks |= divisor_mark(name, args)  # if the call divides it by a number
+            self._note_python_number(float(result), marks)
+        is_loss_or_term = needs_gradient(result) and result.dim() == 0
+        if is_loss_or_term:
+            marks |= divisor_mark(name, args)  # empty unless the call divides it by a number
             note_loss(result, name, args, evidence.loss_terms)
         if reduces_over_samples(name, args, kwargs):
             # A statistic over the samples of a batch, such as their mean.
@@ -174,6 +171,15 @@ class FunctionMode(TorchFunctionMode):
             mark(tensor, **marks_of(values))
         if needs_gradient(result) and result.dtype is not self.lowest_dtype:
             self.note_dtype(result)
+
+    def _note_python_number(self, number: float, marks: Mapping[str, Any]) -> None:
+        """Notes a number that the script takes from a tensor, such as `x.mean().item()`.
+
+        Marks cannot follow what it does with the number. So the number itself is noted if the
+        marks of the tensor say that it is made from a statistic over samples.
+        """
+        if any(kind.startswith(STATISTIC) for kind in marks):
+            self.statistics[user_line() or ""] = number
 
     def note_dtype(self, tensor: Tensor) -> None:
         """Lowers `lowest_dtype` to that of a loss or a gradient, if this is less precise."""

@@ -170,6 +170,8 @@ class GradientRecorder:
     def clip(self, clip_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Takes the place of one of torch's clipping functions: calls and records it.
 
+        The gradients before the first such call of an update are kept in `state.notes`.
+
         Args:
             clip_function: the function of torch.
             *args: of that function.
@@ -184,12 +186,10 @@ class GradientRecorder:
         if not notes.gradients_before_clipping:  # of several calls, the first one counts
             notes.gradients_before_clipping = before
         norm = clip_function(*args, **kwargs)
-        has_clipped = False
-        for name, array in self._copy_gradients().items():
-            # Clipping makes no new gradient: each was there before.
-            if name in before and not np.array_equal(array, before[name]):
-                has_clipped = True
-        call.has_clipped = has_clipped
+        after = self._copy_gradients()
+        for name in before.keys() & after.keys():
+            if not np.array_equal(after[name], before[name]):
+                call.has_clipped = True
         return norm
 
     @guarded
@@ -217,8 +217,9 @@ class GradientRecorder:
     def record_for_step(self, parameter_ids: set[int]) -> None:
         """Records the gradients that an optimizer is about to step with, before and after clipping.
 
-        Sets `gradients` and `unclipped` of the update. What is only rounding is then removed from
-        the script's gradients, so that it does not become a step. Their precision is noted.
+        Sets `gradients` and `unclipped` of the update, and notes the precision of the gradients.
+        Then those of the script's own gradients that are only rounding are set to zero: Adam would
+        make a step of full size from them.
 
         Args:
             parameter_ids: the ids of the optimizer's parameters.
@@ -232,7 +233,8 @@ class GradientRecorder:
         # Where no clipping was seen, `unclipped` is the same as `gradients`.
         unclipped = dict(update.gradients)
         for name, gradient in self.state.notes.gradients_before_clipping.items():
-            if name in unclipped:  # the optimizer has this parameter
+            is_of_this_optimizer = name in unclipped
+            if is_of_this_optimizer:
                 unclipped[name] = gradient
         update.unclipped = unclipped
         _zero_rounding(update.gradients, parameters_with_gradient.values())

@@ -84,9 +84,10 @@ class InputRecorder:
     def record_lockstep_batch(self, event: DeliveredBatch) -> None:
         """Records a micro-batch that a loader of Lockstep's hands out.
 
-        Its samples are known by their indices; their content only if there is one row for each. The
-        event also says whether this rank's losses count, and which micro-batch is computed now.
+        The record has the samples' indices. It has their contents only if the batch has one row for
+        each index. The micro-batch becomes the current one in `state`.
         """
+        # `counts` is False if this rank's losses are left out, as on some pipeline stages.
         self.state.update.contributes = event.counts
         self.state.micro_batch = event.micro_batch
         ids = event.samples.tolist()
@@ -100,8 +101,8 @@ class InputRecorder:
     def _add(self, loader: Any, record: Batch, number: int) -> None:
         """Adds a batch to the current update, and numbers its loader.
 
-        It becomes the last batch that the verdict may name, and the random numbers that are drawn
-        from here on count for the step.
+        Sets `state.last_batch_text`, by which the user is told where the script was stopped. Random
+        numbers that are drawn from here on count for the step.
 
         Args:
             loader: which handed it out.
@@ -109,7 +110,7 @@ class InputRecorder:
             number: of the batch in its epoch, from 1.
         """
         state = self.state
-        state.loss_is_weighted = False  # a weighted loss was that of the batch before
+        state.loss_is_weighted = False  # `World.backward` was given no loss of this batch yet
         if loader not in self._passes_over:
             self._passes_over[loader] = 0
         # Loaders are numbered in the order of their first use.

@@ -52,7 +52,7 @@ class LossRecorder:
         self.state = state
         self._gradients = gradients
         self._foreign_steps = foreign_steps
-        self._couples_samples: dict[str, bool] = {}
+        self._coupling_found_in: dict[str, bool] = {}
         """By model that was tested, whether one sample's output depends on other samples."""
         self._coupling_is_slow = False
         """True once such a test has taken longer than `MAX_COUPLING_S`."""
@@ -78,11 +78,9 @@ class LossRecorder:
         if state.loss_is_weighted:  # `World.backward` has recorded it before
             return
         state.mode.note_dtype(loss)
-        # The gradients of all parameters are wanted, also of those that are in no module.
-        optimized_parameters = []
-        for optimizer in state.models.built_optimizers:
-            optimized_parameters += parameters_of(optimizer)
-        self._gradients.hook_parameters(optimized_parameters)
+        self._hook_all_parameters()
+        # This may write the update that ended before this loss. From here on, `state.update` is the
+        # one that the loss belongs to.
         self._foreign_steps.record_if_loss_parameters_changed(loss)
         if state.is_first_update and len(state.notes.forward_passes) > 1:
             self._forget_trial_passes(loss)
@@ -97,6 +95,13 @@ class LossRecorder:
         state.notes.gradients_of_passes.append({})  # hooks on the parameters fill it in
         self._record_loss_calls(marks, forward_passes)
         self._end_forward_passes(forward_passes)
+
+    def _hook_all_parameters(self) -> None:
+        """Hooks all parameters, to see their gradients; also those that only an optimizer has."""
+        optimized_parameters = []
+        for optimizer in self.state.models.built_optimizers:
+            optimized_parameters += parameters_of(optimizer)
+        self._gradients.hook_parameters(optimized_parameters)
 
     def _forget_trial_passes(self, loss: Tensor) -> None:
         """Forgets forward passes that the first loss is not made from.
@@ -138,7 +143,9 @@ class LossRecorder:
             update.gather_line = marks.get("gather", "")
         if not update.detached_gather_line:
             update.detached_gather_line = marks.get("detached", "")
-        state.record_marks(marks, state.notes.draws_before_forward)
+        # Random numbers that the inputs of models are made from are recorded with the inputs. Here
+        # those count that were drawn since the update's first forward pass began.
+        state.record_marks(marks, draws_before=state.notes.draws_before_forward)
         state.step_draws.record(update)
 
     def _record_sample_coupling(self, loss: Tensor, forward_passes: Sequence[ForwardPass]) -> None:
@@ -172,34 +179,42 @@ class LossRecorder:
             model = forward_pass.record.model
             if forward_pass.hidden is None:  # no part of the model has a row for each sample
                 continue
-            is_coupled = self._couples_samples.get(model)  # None: it was not tested before
-            if is_coupled:
-                continue
-            tests_again = self.state.update_number < MIN_STEPS and not self._coupling_is_slow
-            if is_coupled is False and not tests_again:
+            if not self._needs_coupling_test(model):
                 continue
             begun = time.monotonic()
-            self._couples_samples[model] = couples_samples(
+            self._coupling_found_in[model] = couples_samples(
                 forward_pass.outputs, forward_pass.hidden
             )
             if time.monotonic() - begun > MAX_COUPLING_S:
                 self._coupling_is_slow = True
         for forward_pass in forward_passes:
             model = forward_pass.record.model
-            if self._couples_samples.get(model):
+            if self._coupling_found_in.get(model):
                 return model
         return ""
+
+    def _needs_coupling_test(self, model: str) -> bool:
+        """True if a model was not tested before, or may give another answer than before."""
+        if model not in self._coupling_found_in:
+            return True
+        if self._coupling_found_in[model]:
+            return False
+        is_in_first_steps = self.state.update_number < MIN_STEPS
+        return is_in_first_steps and not self._coupling_is_slow
 
     def _value(self, loss: Tensor) -> float:
         """Returns the loss as a number; 0 for the mean over no samples, which is NaN."""
         value = float(loss.detach())
         if not math.isnan(value):
             return value
-        # The loss is made from the last batch, and from the inputs of the last model call.
+        # The loss is made from the last batch, and from the inputs of the last model call. Both are
+        # lists of one `Batch`, or empty if there is none.
         update = self.state.update
-        for batch in (*update.batches[-1:], *update.model_inputs[-1:]):
-            is_empty = batch.weights["samples"] == 0
-            if is_empty:
+        last_batch = update.batches[-1:]
+        last_inputs = update.model_inputs[-1:]
+        for batch in (*last_batch, *last_inputs):
+            num_samples = batch.weights["samples"]  # one of the counts of a batch
+            if num_samples == 0:
                 return 0.0
         return value
 
@@ -233,16 +248,17 @@ class LossRecorder:
             _record_targets(forward_passes[0], calls)
 
     def _end_forward_passes(self, forward_passes: Sequence[ForwardPass]) -> None:
-        """Adds the forward passes before this backward pass to the update, and forgets them.
+        """Adds the forward passes before this backward pass to the update.
 
-        The hooks on their outputs still fill in the gradients of the outputs. What is noted of
-        forward passes and of clipping begins anew for the next backward pass.
+        `state.notes` begins anew with the forward passes and the clipping of the next one.
         """
         notes = self.state.notes
         records = [forward_pass.record for forward_pass in forward_passes]
         for record in records:
-            # A gradient that the script took before, such as that of a penalty, is not the loss's.
-            record.output_gradients = record.output_gradients[:0]  # an array without rows
+            # Hooks on the outputs fill in the gradients during the backward pass that begins now.
+            # Rows that are there already are of something else than the loss, such as a penalty
+            # that the script has differentiated. `[:0]` is an array without rows.
+            record.output_gradients = record.output_gradients[:0]
         update = self.state.update
         update.forwards = [*update.forwards, *records][-MAX_RECORDED_FORWARD_PASSES:]
         notes.forward_passes = []

@@ -14,7 +14,8 @@ kinds:
 - `model NUMBER`: the line at which a model was called before the update of that number
 - `norm ID`: the id of a BatchNorm layer that took its statistics from this rank's samples alone
 
-If a tensor is made from several with a mark of one kind, the largest value is kept.
+If a tensor is made from several with a mark of one kind, the largest value is kept: the latest
+batch, draw or update. Of lines and divisors any value would do.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LOCAL_KINDS = (STATISTIC, MODEL_CALL, BATCH_NORM)
 def mark(values: Any, **marks: Any) -> None:
     """Adds marks, by kind, to every tensor in a nest of values.
 
-    Of a kind that a tensor has already, the larger value is kept.
+    Of a kind that a tensor has already, the larger value is kept, such as the later batch.
     """
     if not marks:
         return
@@ -51,7 +52,7 @@ def mark(values: Any, **marks: Any) -> None:
 def marks_of(values: Any) -> dict[str, Any]:
     """Returns the marks of all tensors in a nest of values, by kind.
 
-    Of a kind that several tensors have, the largest value counts.
+    Of a kind that several tensors have, the largest value counts, such as the latest batch.
     """
     merged: dict[str, Any] = {}
     for tensor in pytree.tree_leaves(values):

@@ -8,12 +8,12 @@ the update is written. `state.models` yields the tensors of all models with thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.distributed.torch_compat import is_sharded
@@ -24,6 +24,7 @@ from lockstep.verify.recording.inputs import InputRecorder
 from lockstep.verify.recording.marks import marks_of
 from lockstep.verify.recording.state import RecorderState, guarded
 from lockstep.verify.recording.tensor_values import copy_arrays, summarize
+from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import Batch
 
 FIELDS_OF_BACKWARD_PASSES = (
@@ -169,16 +170,19 @@ class OptimizerRecorder:
         state.update = replace(state.update, **fields)
 
     def _record_parameters(self, optimizer: Optimizer) -> None:
-        """Records the parameters before the step, and the optimizer's state of each of them."""
+        """Records the parameters before the step, and the optimizer's state of each of them.
+
+        What counts are the parameters at the first forward pass of the update. Parameters that no
+        model had then, such as one that only the optimizer has, count as they are now.
+        """
         state = self.state
         update = state.update
         named_parameters = list(state.models.parameters())
         no_optimizer_has_stepped = not any(state.steps_of.values())
         if no_optimizer_has_stepped:
-            # Values from the first forward pass, where there are any, come before those of now.
+            # All values. The first forward pass has put some into `initial`, and these are kept.
             update.initial = {**copy_arrays(named_parameters), **update.initial}
-        # Two numbers for each parameter as it was at the first forward pass. Those that no model
-        # had then, such as a parameter that only the optimizer has, count as they are now.
+        # Two numbers for each parameter.
         update.parameter_sums = {
             **state.models.whole_parameters(),
             **state.notes.parameters_at_start,
@@ -188,14 +192,7 @@ class OptimizerRecorder:
         update.frozen = state.frozen_parameters()
         evaluating_ids = state.notes.evaluating_parameters
         update.in_eval_mode = [name for name, p in named_parameters if id(p) in evaluating_ids]
-        optimizer_state = {}
-        for name, parameter in named_parameters:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and not is_sharded(value):
-                    # A weighted sum, the largest absolute value, and the number of values.
-                    numbers = np.array([*summarize(value), value.numel()])
-                    optimizer_state[f"{name}/{key}"] = numbers
-        update.optimizer_state = optimizer_state
+        update.optimizer_state = _summarize_state(optimizer, named_parameters)
 
     def _record_wrapping(self, parameter_ids: set[int], optimizer: Optimizer) -> None:
         """Records how the models are wrapped, and which BatchNorm layers are not synchronized.
@@ -262,14 +259,34 @@ class OptimizerRecorder:
         state = self.state
         ended_optimizer = state.running_optimizers.pop()
         is_outermost = not state.running_optimizers
-        # Another optimizer is left there if its step has raised an error.
+        # An inner optimizer whose step has raised an error has not been taken off the list.
         if ended_optimizer is not optimizer or not is_outermost:
             return
         update = state.update
         self._record_identity(optimizer)
-        # Without backward passes of its own, the update keeps those that it has taken over.
-        update.local_gradients = self._gradients.local_gradients() or update.local_gradients
+        local_gradients = self._gradients.local_gradients()
+        if local_gradients:  # else the update keeps those of the backward pass that it shares
+            update.local_gradients = local_gradients
         state.last_update = replace(update)  # a copy, before the parameters are added
+        self._record_step_results(optimizer)
+
+        micro_batch = state.micro_batch
+        state.finish_update(update, self._later_batches, micro_batch.virtual_rank_number)
+        state.updates_until_step_of[optimizer] = state.writer.count  # updates written so far
+        # If the process computes several virtual ranks, each steps for the same global batch. The
+        # last of them completes the step.
+        if micro_batch.virtual_rank is None or micro_batch.last:
+            state.steps_of[optimizer] += 1
+        state.step_draws.restart()
+
+    def _record_step_results(self, optimizer: Optimizer) -> None:
+        """Records parameters and buffers after a step, and what lines of the script did before it.
+
+        The parameters are also kept in `state.models.after_last_step`, and writes to parameters and
+        buffers are watched from here on.
+        """
+        state = self.state
+        update = state.update
         parameter_ids = {id(parameter) for parameter in parameters_of(optimizer)}
         stepped = [(n, p) for n, p in state.models.parameters() if id(p) in parameter_ids]
         update.parameters = copy_arrays(stepped)
@@ -282,15 +299,6 @@ class OptimizerRecorder:
                 update.write_stacks[name] = stacks[storage]
         update.branch_outcomes = state.branches.pop_outcomes()
         state.models.after_last_step.update(update.parameters)
-
-        micro_batch = state.micro_batch
-        state.finish_update(update, self._later_batches, micro_batch.virtual_rank_number)
-        state.updates_until_step_of[optimizer] = state.writer.count  # updates so far, with this one
-        # If the process computes several virtual ranks, each steps for the same global batch. The
-        # last of them completes the step.
-        if micro_batch.virtual_rank is None or micro_batch.last:
-            state.steps_of[optimizer] += 1
-        state.step_draws.restart()
 
     def _record_identity(self, optimizer: Optimizer) -> None:
         """Records which optimizer has stepped, which parameters it has, and which step it was.
@@ -308,6 +316,23 @@ class OptimizerRecorder:
         name_of_id = {id(parameter): name for name, parameter in state.models.parameters()}
         # A sharded parameter that is in no model has no name: an empty one keeps its place.
         update.optimizer_parameters = [name_of_id.get(id(p), "") for p in parameters_of(optimizer)]
+
+
+def _summarize_state(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> dict[str, Array]:
+    """Returns three numbers for each tensor that an optimizer keeps for a parameter.
+
+    They are a weighted sum, the largest absolute value, and the number of values. Their names are
+    such as "Net/weight/exp_avg".
+    """
+    numbers_by_name = {}
+    for name, parameter in named_parameters:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and not is_sharded(value):
+                numbers = np.array([*summarize(value), value.numel()])
+                numbers_by_name[f"{name}/{key}"] = numbers
+    return numbers_by_name
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:

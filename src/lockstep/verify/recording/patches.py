@@ -119,6 +119,8 @@ def install(
         kept_batches: where batches are written to, or read from.
     """
     _refuse_own_ranks(recorder, config.nproc)
+
+    # To see the training.
     recorder.state.branches.install()
     add_to_every_run(recorder)  # it listens to Lockstep's steps as an extension
     register_optimizer_step_pre_hook(recorder.optimizers.before_step)
@@ -132,19 +134,24 @@ def install(
     _watch_optimizers(recorder)
     _watch_seeds_and_epochs(recorder)
     _watch_tensor_hooks(recorder)
+
+    # To see or replace batches.
     _record_sample_indices(mode)
     if kept_batches is not None:
         _number_loaders(kept_batches)
     _watch_loaders(recorder, mode, kept_batches)
     if config.batch_times > 1:
         _enlarge_batches(recorder, config.batch_times)
+
+    # To compare what can be compared.
     if mode.determinism.double:
         _compute_in_float64(mode)
     _disable_compile(mode.determinism)
     _disable_checkpoints(mode.determinism)
     SavedFiles(folder).patch(mode.determinism)
     FilesBefore(folder.parent).watch()  # to restore files of the user's after the run
-    # The mode is never left: it sees all calls of torch's functions until the process ends.
+
+    # The mode is never left: from here on it sees all calls of torch's functions.
     mode.__enter__()  # type: ignore[no-untyped-call]
 
 
@@ -193,9 +200,11 @@ def _see_recomputed_activations(mode: FunctionMode) -> None:
         """Takes the place of `torch.utils.checkpoint.checkpoint`."""
 
         def compute(*inputs: Any, **options: Any) -> Any:
-            if not mode.in_backward:  # the first time, in the forward pass
+            is_recomputed = mode.in_backward
+            if not is_recomputed:
                 return function(*inputs, **options)
-            # What is recomputed is a forward pass, within the backward pass.
+            # `mode` is switched on again here. It is told that this is no backward pass, but a
+            # forward pass within one.
             with mode.backward_pass(False), mode:
                 return function(*inputs, **options)
 
@@ -284,18 +293,10 @@ def _watch_torch_collective(recorder: Recorder, name: str) -> None:
 
     def before(*args: Any, **kwargs: Any) -> None:
         """Records a call with its input, unless Lockstep itself calls."""
-        caller = sys._getframe(2)  # the function that calls the collective
-        if _is_of_lockstep(caller.f_globals["__name__"]):
-            return
-        if name in GATHERING_FUNCTIONS:
-            # all_gather(tensor_list, tensor) or all_gather_into_tensor(output_tensor, input_tensor)
-            # fill their first argument, without a gradient.
-            output = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
-            tensor = args[1] if len(args) > 1 else _input_by_name(kwargs)
-            recorder.calls.record(name, tensor, output)
-        else:  # all_reduce(tensor)
-            tensor = args[0] if args else _input_by_name(kwargs)
-            recorder.calls.record(name, tensor)
+        # Frame 0 is this function, frame 1 the patch, and frame 2 the caller of the collective.
+        caller = sys._getframe(2)
+        if not _is_of_lockstep(caller.f_globals["__name__"]):
+            _record_torch_collective(recorder, name, args, kwargs)
 
     def after(*args: Any, **kwargs: Any) -> None:
         """Records the result of an all-reduce; an asynchronous one has none yet."""
@@ -304,6 +305,28 @@ def _watch_torch_collective(recorder: Recorder, name: str) -> None:
             recorder.gradients.record_reduced(tensor)
 
     _wrap(dist, name, before, after)
+
+
+def _record_torch_collective(
+    recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Records a call of a collective of `torch.distributed`, with its input.
+
+    Args:
+        recorder: is told of the call.
+        name: of the collective, such as "all_reduce".
+        args: of the call.
+        kwargs: of the call.
+    """
+    if name in GATHERING_FUNCTIONS:
+        # all_gather(tensor_list, tensor) or all_gather_into_tensor(output_tensor, input_tensor)
+        # fill their first argument, without a gradient.
+        output = args[0] if args else kwargs.get("tensor_list", kwargs.get("output_tensor"))
+        tensor = args[1] if len(args) > 1 else _input_by_name(kwargs)
+        recorder.calls.record(name, tensor, output)
+    else:  # all_reduce(tensor)
+        tensor = args[0] if args else _input_by_name(kwargs)
+        recorder.calls.record(name, tensor)
 
 
 def _input_by_name(kwargs: dict[str, Any]) -> Any:
@@ -508,57 +531,24 @@ def _watch_loaders(
     """
     original_iter = DataLoader.__iter__
     original_lockstep_iter = Loader.__iter__
-
-    def iterate_kept(loader: DataLoader[Any], reader: BatchReader) -> Iterator[Any]:
-        """Yields the batches that the ranks of the other run were handed, joined."""
-        name_of_pass = reader.begin_pass(loader)
-        for batch, ids in _until_enough(recorder, reader.batches(name_of_pass)):
-            recorder.inputs.record_batch(loader, batch, ids=ids, random_draws={})
-            yield batch
-
-    def iterate_recorded(loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yields the loader's own batches, in float64, and records them if they are trained on.
-
-        They are trained on if gradients are on; in evaluation they are off. Batches may also be
-        written for the other run.
-        """
-        pending_indices = _pending_indices(iterator)
-        batches = _until_enough(recorder, iterator)
-        writer = None
-        name_of_pass = ""
-        if isinstance(kept_batches, BatchWriter) and torch.is_grad_enabled():
-            writer = kept_batches
-            name_of_pass = writer.begin_pass(loader)
-        for number in count():
-            # What is drawn while the batch is read belongs to the batch.
-            mode.draws.restart()
-            streams_before = stream_digests()
-            try:
-                batch = mode.determinism.convert(next(batches))
-            except StopIteration:
-                return
-            # The iterator draws indices before it reads a batch. That of a subclass of DataLoader
-            # may draw none.
-            ids = _as_numbers(pending_indices.popleft()) if pending_indices else None
-            if torch.is_grad_enabled():
-                drawn = mode.draws.since_restart() | moved_streams(streams_before)
-                recorder.inputs.record_batch(loader, batch, ids=ids, random_draws=drawn)
-            if writer is not None:
-                writer.write(name_of_pass, number, LoadedBatch(batch, ids))
-            yield batch
+    reader = kept_batches if isinstance(kept_batches, BatchReader) else None
+    writer = kept_batches if isinstance(kept_batches, BatchWriter) else None
 
     def iterate(self: DataLoader[Any]) -> Iterator[Any]:
-        """Takes the place of `iter(loader)`.
+        """Takes the place of `iter(loader)` for DataLoaders of torch.
 
-        Its batches are to be trained on if gradients are on; in evaluation they are off.
+        If there is a `reader` and the batches are to be trained on, its batches take the place of
+        the loader's own.
         """
-        if _is_lockstep_dataset(self.dataset):  # it serves a loader of Lockstep's, which is patched
+        # Loaders of Lockstep have a DataLoader inside. They are patched themselves.
+        if _is_lockstep_dataset(self.dataset):
             return original_iter(self)
-        if torch.is_grad_enabled():
+        is_training = torch.is_grad_enabled()  # in an evaluation gradients are off
+        if is_training:
             recorder.inputs.begin_pass(self)
-            if isinstance(kept_batches, BatchReader):
-                return iterate_kept(self, kept_batches)
-        return iterate_recorded(self, original_iter(self))
+        if is_training and reader is not None:
+            return _iterate_kept(recorder, self, reader)
+        return _iterate_recorded(recorder, mode, self, original_iter(self), writer)
 
     def iterate_lockstep(self: Loader) -> Iterator[Any]:
         """Takes the place of `iter(loader)` for loaders of Lockstep: converts their batches.
@@ -572,10 +562,63 @@ def _watch_loaders(
     Loader.__iter__ = iterate_lockstep  # type: ignore[method-assign]
 
 
+def _iterate_kept(
+    recorder: Recorder, loader: DataLoader[Any], reader: BatchReader
+) -> Iterator[Any]:
+    """Yields the batches that the ranks of the other run were handed, joined, and records them."""
+    name_of_pass = reader.begin_pass(loader)
+    for batch, ids in _until_enough(recorder, reader.batches(name_of_pass)):
+        recorder.inputs.record_batch(loader, batch, ids=ids, random_draws={})
+        yield batch
+
+
+def _iterate_recorded(
+    recorder: Recorder,
+    mode: FunctionMode,
+    loader: DataLoader[Any],
+    iterator: Iterator[Any],
+    writer: BatchWriter | None,
+) -> Iterator[Any]:
+    """Yields the batches of a DataLoader in float64.
+
+    Batches that are trained on are recorded, and written for the other run if there is a writer.
+    Those of an evaluation, in which gradients are off, are not.
+
+    Args:
+        recorder: is told of each batch.
+        mode: sees the random numbers that are drawn while a batch is read.
+        loader: the DataLoader.
+        iterator: what it returned for `iter(loader)`.
+        writer: writes the batches; None: they are not written.
+    """
+    pending_indices = _pending_indices(iterator)
+    batches = _until_enough(recorder, iterator)
+    if not torch.is_grad_enabled():
+        writer = None
+    name_of_pass = "" if writer is None else writer.begin_pass(loader)
+    for number in count():
+        # What is drawn while the batch is read belongs to the batch.
+        mode.draws.restart()
+        streams_before = stream_digests()
+        try:
+            batch = mode.determinism.convert(next(batches))
+        except StopIteration:
+            return
+        # The iterator draws indices before it reads a batch. That of a subclass of DataLoader may
+        # draw none.
+        ids = _as_numbers(pending_indices.popleft()) if pending_indices else None
+        if torch.is_grad_enabled():
+            drawn = mode.draws.since_restart() | moved_streams(streams_before)
+            recorder.inputs.record_batch(loader, batch, ids=ids, random_draws=drawn)
+        if writer is not None:
+            writer.write(name_of_pass, number, LoadedBatch(batch, ids))
+        yield batch
+
+
 def _until_enough(recorder: Recorder, iterator: Iterator[Any]) -> Iterator[Any]:
     """Yields batches, and ends the script by an exception once enough steps are recorded.
 
-    This is asked before each batch is read: reading one that is not compared any more may take
+    The script is ended before a batch is read that would not be compared: reading it may take
     longer than all else.
     """
     while True:
@@ -605,7 +648,10 @@ def _enlarge_batches(recorder: Recorder, times: int) -> None:
     signature = inspect.signature(original_init)
 
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
-        """Builds a DataLoader with larger batches, or notes its line if it cannot have any."""
+        """Takes the place of `DataLoader.__init__`: makes the batches `times` as large.
+
+        A loader without a batch size is built as it is. Its line is noted, for the verdict.
+        """
         arguments = signature.bind(self, *args, **kwargs).arguments  # by name, with "self"
         if not _is_lockstep_dataset(arguments["dataset"]):
             try:
@@ -630,14 +676,21 @@ def _refuse_own_ranks(recorder: Recorder, nproc: int) -> None:
     original_start = BaseProcess.start
 
     def start(process: BaseProcess) -> None:
-        """Starts a process; in one of the script's own, large process groups are refused."""
+        """Takes the place of `process.start`.
+
+        If the script itself calls it, a process group with more than `nproc` ranks is an error in
+        the new process.
+        """
         caller = sys._getframe(1)
         if is_user_file(caller.f_code.co_filename):
             recorder.note_own_process(user_line() or "")
+            # The new process executes `process.run`: it first forbids larger groups, and then does
+            # what it would have done.
             run = partial(refuse_larger_groups, nproc, process.run)
-            process.run = run  # type: ignore[method-assign]  # what the new process executes
+            process.run = run  # type: ignore[method-assign]
         original_start(process)
-        # `run` refers to the process, which would then never be freed.
+        # In this process, the attribute would refer to the process itself, and it would never be
+        # freed.
         vars(process).pop("run", None)
 
     replace_start_processes(refuse_own_ranks)

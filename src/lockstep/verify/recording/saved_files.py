@@ -91,12 +91,15 @@ class SavedFiles:
         @wraps(function)
         def with_saved_file(*args: Any, **kwargs: Any) -> Any:
             """Calls the function with the place of a saved file, or as it was called."""
-            if args and self._has(args[0]):
-                path, *other_args = args
-                if name in MOVING_FUNCTIONS and other_args:  # such as os.rename(path, target)
-                    other_args[0] = self._place_after_move(path, other_args[0])
-                args = (self.place_of(path), *other_args)
-            return function(*args, **kwargs)
+            if not args or not self._has(args[0]):
+                return function(*args, **kwargs)
+            path, *other_args = args
+            place = self.place_of(path)
+            if name in MOVING_FUNCTIONS and other_args:
+                # os.rename(path, target): the moved file is kept at the place of its new path.
+                target, *options = other_args
+                return function(place, self._place_after_move(path, target), *options, **kwargs)
+            return function(place, *other_args, **kwargs)
 
         setattr(owner, name, with_saved_file)
         # Python's library looks functions up in these sets, to know which arguments they take. The

@@ -70,9 +70,10 @@ class WriteLog:
         if storage not in self.watched:
             return
         stack = user_stack()
-        if not stack:  # no code of the user's led here: the last write that is known counts
-            stack = self.stacks.get(storage, ())
-        self.stacks[storage] = stack
+        if stack:
+            self.stacks[storage] = stack
+        elif storage not in self.stacks:  # no line of the script led here, and none did before
+            self.stacks[storage] = ()
         if by_hand:
             self.on_write_by_hand(storage)
 

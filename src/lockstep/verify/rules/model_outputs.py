@@ -44,7 +44,7 @@ def local_batchnorm(case: Divergence) -> Cause | None:
     if layers <= modules_with_frozen_parameters:
         kind = "BatchNorm layers of a model that is not trained"
     names = format_items(script_names(sorted(layers)))
-    text = f"{kind} computed their statistics from each rank's own samples: {names}"
+    text = f"each rank computed from its own samples the statistics of {kind}: {names}"
     return Cause("LS306", (text, *_patterns_of_gradients(case)))
 
 
