@@ -38,7 +38,10 @@ STAGES = (
     StageOfRun("nccl", 140, "nccl", "2 and 4 ranks over NCCL against one process on the CPU"),
     StageOfRun("hangs", 60, "hangs", "verdicts on runs that hang or fail over NCCL"),
     StageOfRun("speed", 75, "speed", "time and memory against plain PyTorch"),
-    StageOfRun("tests", 200, "pytest_files", "`pytest -m gpu`, file by file"),
+    StageOfRun(
+        "bits", 60, "bits", "virtual ranks: the same bits with 1, 2 and 4 processes on one GPU"
+    ),
+    StageOfRun("tests", 140, "pytest_files", "`pytest -m gpu`, file by file"),
     StageOfRun(
         "rehearse-hang",
         3,

@@ -20,10 +20,10 @@ from problems import difference, mean_loss, mlp, tensors, weights
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.communication.routing import carrier_device
 from lockstep.distributed import reductions, tensor_bytes, torch_compat
 from lockstep.distributed.backend import (
     CUDA_BACKENDS,
-    carrier_device,
     choose_backend,
     close_group,
     open_group,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
-from lockstep.distributed.backend import carrier_device
+from lockstep.communication.routing import carrier_device
 from lockstep.errors import DataError, UsageError
 from lockstep.strategies import sync_batchnorm
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert

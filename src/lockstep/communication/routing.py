@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -87,6 +88,24 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
     work = cast(dist.Work, dist.all_reduce(tensor, group=group, async_op=True))
     traffic.sent += all_reduce_bytes(tensor.nbytes, dist.get_world_size(group))
     return partial(traffic.wait, work.wait)
+
+
+def carrier_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
+    """Returns where a tensor must be to be sent: NCCL sends from the GPU, others from the CPU.
+
+    Args:
+        device: where the tensor is.
+        group: the process group that sends it; None: the default group.
+    """
+    if device.type == "cpu":
+        return device
+    # The configuration is text such as "cpu:gloo,cuda:nccl". If it has no NCCL for this type of
+    # device, Gloo or MPI serves it, and they send from the CPU.
+    for part in dist.get_backend_config(group).split(","):
+        device_type, backend = part.split(":")
+        if device_type == device.type and backend == "nccl":
+            return device
+    return torch.device("cpu")
 
 
 def start_all_to_all(

@@ -68,6 +68,9 @@ class TreeSums:
             add_in_tree(nodes, self.ranks.merges, [total], overwrite=True)
             total.mul_(scale)
             return _do_nothing
+        carrier = routing.carrier_device(total.device)
+        if carrier != total.device:
+            return self._start_on(carrier, nodes, total, scale)
         shared = routing.shared_memory()
         if shared is not None and shared.takes(total):
             if shared.across is None:
@@ -91,6 +94,14 @@ class TreeSums:
         Returns:
             A function that waits for the sum; see `start`.
         """
+        carrier = routing.carrier_device(total.device)
+        if carrier != total.device:
+            slices_on_carrier = []
+            for slices in slices_of_nodes:
+                slices_on_carrier.append([node_slice.to(carrier) for node_slice in slices])
+            total_on_carrier = total.to(carrier)
+            wait = self.start_reduce_scatter(slices_on_carrier, total_on_carrier, scale=scale)
+            return lambda: _finish_on_carrier(wait, total_on_carrier, total)
         shared = routing.shared_memory()
         if shared is not None and shared.across is None and shared.takes(total):
             # Stands for all slices together: only its dtype and number of elements are used.
@@ -101,6 +112,21 @@ class TreeSums:
             total.mul_(scale)
             return _do_nothing
         return _start_exchange(slices_of_nodes, total, self.ranks, scale, group=None)
+
+    def _start_on(
+        self, carrier: torch.device, nodes: Sequence[Tensor], total: Tensor, scale: float
+    ) -> Callable[[], None]:
+        """Begins a sum on the device that the backend sends from, such as the CPU for Gloo.
+
+        Args:
+            carrier: that device.
+            nodes: see `start`.
+            total: see `start`.
+            scale: see `start`.
+        """
+        total_on_carrier = total.to(carrier)
+        wait = self.start([node.to(carrier) for node in nodes], total_on_carrier, scale=scale)
+        return lambda: _finish_on_carrier(wait, total_on_carrier, total)
 
     def _start_between_machines(
         self,
@@ -225,6 +251,12 @@ def _start_exchange(
         total.mul_(scale)
 
     return finish
+
+
+def _finish_on_carrier(wait: Callable[[], None], total_on_carrier: Tensor, total: Tensor) -> None:
+    """Waits for a sum on another device, and copies it to where it is wanted."""
+    wait()
+    total.copy_(total_on_carrier)
 
 
 def _do_nothing() -> None:

@@ -166,21 +166,3 @@ def close_group() -> None:
     routing.use_shared_memory(None)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def carrier_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
-    """Returns where a tensor must be to be sent: NCCL sends from the GPU, others from the CPU.
-
-    Args:
-        device: where the tensor is.
-        group: the process group that sends it; None: the default group.
-    """
-    if device.type == "cpu":
-        return device
-    # The configuration is text such as "cpu:gloo,cuda:nccl". If it has no NCCL for this type of
-    # device, Gloo or MPI serves it, and they send from the CPU.
-    for part in dist.get_backend_config(group).split(","):
-        device_type, backend = part.split(":")
-        if device_type == device.type and backend == "nccl":
-            return device
-    return torch.device("cpu")

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.communication import routing
+from lockstep.communication.routing import carrier_device
 from lockstep.distributed import tensor_bytes
-from lockstep.distributed.backend import carrier_device
 from lockstep.errors import UsageError
 
 BUCKET_BYTES = 25 * 2**20

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.communication import routing
-from lockstep.distributed.backend import carrier_device
+from lockstep.communication.routing import carrier_device
 from lockstep.distributed.process_group import blocked_reason
 from lockstep.distributed.torch_compat import BatchNorm, outside_compiled_code
 from lockstep.errors import DataError, UsageError

@@ -353,7 +353,8 @@ class BucketTreeSum:
         if bucket.index() == 0:
             # If a backward pass has raised, its buckets are still here.
             self._unfinished.clear()
-        result = torch.futures.Future[Tensor]()
+        devices: list[int | str | torch.device] = [total.device] if total.is_cuda else []
+        result = torch.futures.Future[Tensor](devices=devices)
         self._unfinished.append(self._gradients.start_bucket_sum(bucket))
         self._unfinished.append(partial(result.set_result, total))
         if bucket.is_last():

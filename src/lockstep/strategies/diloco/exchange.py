@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.batch.indices import ceil_div
 from lockstep.communication import routing
 from lockstep.communication.quantize import BLOCK, Method, decode, encode
-from lockstep.distributed.backend import carrier_device
+from lockstep.communication.routing import carrier_device
 from lockstep.distributed.process_group import Run
 from lockstep.errors import SettingError
 from lockstep.strategies.replication import start_sum

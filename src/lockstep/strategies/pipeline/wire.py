@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.communication.routing import carrier_device
 from lockstep.distributed import tensor_bytes
-from lockstep.distributed.backend import carrier_device
 from lockstep.errors import UsageError
 from lockstep.strategies.pipeline.input_kind import InputKind, remember
 
