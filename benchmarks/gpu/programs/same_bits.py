@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -86,7 +87,7 @@ def main() -> None:
         hashes[name], seconds[name] = train(make_model, precision)
     # Every process writes the same hashes; the file is complete when it has its name.
     result = Path(sys.argv[1])
-    temporary = result.with_suffix(f".{torch.randint(2**40, ()).item()}")
+    temporary = result.with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps({"hashes": hashes, "step_s": seconds}))
     temporary.replace(result)
 
