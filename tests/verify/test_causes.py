@@ -12,6 +12,7 @@ from lockstep.verify.catalogue import ENTRIES
 from lockstep.verify.cause import Cause
 from lockstep.verify.causes import cause_of
 from lockstep.verify.compare import Divergence, find_divergences
+from lockstep.verify.rules.gradient_values import unused_parameters
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.run_record import RunRecord
 from lockstep.verify.self_checks import findings_without_reference
@@ -890,3 +891,25 @@ def test_backward_passes_are_told_by_the_rank_that_made_them() -> None:
     case = parting([[one], [replace(ALONE, losses=(1.0,))]], [[idle, *two(WHOLE)], later])
     assert case is not None
     assert "1 on rank 1, 1 on rank 2" in " ".join(cause_of(case).evidence)
+
+
+def test_ranks_whose_gradients_do_not_count_are_not_told_to_lack_some() -> None:
+    """Rank 0 has no gradients that count; of the others, rank 2 does not reach one parameter."""
+    both = {"w": ONE, "v": OTHER}
+    one = update(
+        ONE,
+        taken(0, 1),
+        local_gradients=(both,),
+        gradients=both,
+        unclipped=both,
+    )
+    without = {"w": ONE, "v": OTHER / 2}
+    values = {"gradients": without, "unclipped": without}
+    many = [
+        update(ONE, contributes=False, **values),
+        update(ONE, taken(0), local_gradients=(both,), **values),
+        update(ONE, taken(1), local_gradients=({"w": ONE},), **values),
+    ]
+    cause = unused_parameters(found(many, one)[0], both, without)
+    assert cause is not None
+    assert cause.evidence[0].startswith("the backward passes of rank 2 left no gradient")

@@ -163,7 +163,7 @@ def _roots_in_other_order(reference: Sequence[Update], other: Sequence[Update]) 
     Returns:
         An empty mapping if no name changes, or if some model has no counterpart.
     """
-    free_models = _first_states(reference)  # those of the reference that no model of `other` is
+    free_models = _first_states(reference)  # those to which no model of `other` was assigned yet
     other_models = _first_states(other)
     if free_models.keys() != other_models.keys():
         return {}  # the runs have different models

@@ -28,7 +28,7 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
 
     Args:
         folder: of the run.
-        program: what runs in the place of the script.
+        program: a function that runs in the place of the script; None: the script itself runs.
 
     Raises:
         BaseException: what the script raises.

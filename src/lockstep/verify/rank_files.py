@@ -91,7 +91,9 @@ class UpdateWriter:
         self._process_id = os.getpid()
 
     def write(self, update: RankUpdate, replica: int | None = None) -> None:
-        """Writes one more update, and counts it. Its file gets its name when it is complete.
+        """Writes one more update, and counts it.
+
+        It is written under another name first, so that nobody reads an incomplete file.
 
         Args:
             update: what was recorded.

@@ -35,13 +35,16 @@ def check_reference(
     Raises:
         UsageError: it failed, made no step, or does not train by Lockstep.
     """
-    advice = f"make this work: {command}"
     if reference.error:
         found = _describe_failure(reference)
+        is_fp64 = reference.config.precision == "fp64"
         if OWN_PROCESSES_HINT in reference.error:
             advice = OWN_PROCESSES_HINT
-        elif reference.config.precision == "fp64" and _DTYPE_ERROR.search(reference.error):
+        elif is_fp64 and _DTYPE_ERROR.search(reference.error):
+            # A tensor of the dtype that the script names was used with one in float64.
             advice = f"the {subject} names dtypes itself; try precision fp32"
+        else:
+            advice = f"make this work: {command}"
     elif not reference.updates:
         found = "it made no optimizer step on one process"
         advice = "give it arguments with which it trains"
@@ -49,7 +52,7 @@ def check_reference(
         options = ", ".join(lockstep_options)
         found = f"it does not train by Lockstep, so nothing would come of {options}"
         advice = f"leave it out, or let the {subject} use lockstep.init and world.prepare"
-    else:
+    else:  # the reference can be compared with
         return
     # If no step was recorded, it may be made in processes that the script has started itself.
     may_train_elsewhere = bool(reference.own_process_line) and not reference.updates

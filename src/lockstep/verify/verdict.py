@@ -157,7 +157,7 @@ class Verdict:
             until = self.reference.stopped_at
             lines.append(f"  until   {until}; what comes later is not compared")
         for finding in self.findings:  # faults of the script by which the runs do not differ
-            lines += finding.lines("also")
+            lines += finding.lines(heading="also")
         return lines
 
     def _lines_of_findings(self, head: str) -> list[str]:
@@ -176,9 +176,9 @@ class Verdict:
         for finding in others:
             if finding.place:
                 lines.append(f"  and in  {finding.place}")
-                lines += finding.lines("cause")
+                lines += finding.lines(heading="cause")
             else:  # a fault by which the runs do not differ
-                lines += finding.lines("also")
+                lines += finding.lines(heading="also")
         if self.word == "FAILED":  # nothing is known of the error, so its output is shown
             lines += [f"  | {line}" for line in self.parallel.output.splitlines()]
         return lines
@@ -348,13 +348,13 @@ def _explain(cases: Sequence[Divergence], joined_names: Sequence[str]) -> list[F
     """
     findings: list[Finding] = []
     for case in cases:
-        cause = cause_or_failure(case)
         if joined_names and case.kind in KINDS_THAT_NEED_WHOLE_TENSORS:
-            # The rules are for copies of a model on all ranks, so the cause that they gave is
-            # replaced by LS210: not known.
+            # The rules are for copies of a model on all ranks. For parts, the cause is not known.
             names = format_items(script_names(joined_names))
             text = f"of these tensors the ranks hold parts, which were joined: {names}"
             cause = Cause("LS210", (text, *gradient_patterns(case)))
+        else:
+            cause = cause_or_failure(case)
         if cause not in [finding.cause for finding in findings]:
             findings.append(Finding(cause, case))
     return findings

@@ -133,8 +133,8 @@ class UnusedBatches:
     def use(self, number: int) -> None:
         """Notes that a model is called with what was made of this batch.
 
-        It is no longer unused, and neither are earlier batches of the same loader: they are used in
-        the same step, or, if they are of an earlier epoch, are never trained.
+        The batch is then no longer unused. Earlier batches of the same loader count as used in the
+        same step. Those of an earlier epoch were never trained: the script only looked at them.
         """
         used = self._unused.get(number)
         if used is None:  # it was used before, or was made from no loader's batch (number 0)

@@ -2,9 +2,8 @@
 
 A call of the outermost module is a *forward pass of a model*; modules inside of it are called while
 it runs. `state.update` is the record of the current optimizer step, and `state.notes` what is
-remembered until it is complete, such as the forward passes that no backward pass has used yet. A
-*summary* of a tensor is two numbers that change with any of its values. *Marks* on a tensor tell
-what it was made from; all that is computed from it gets them too.
+remembered until it is complete. A *summary* of a tensor is two numbers that change with any of its
+values. *Marks* on a tensor tell what it was made from; all that is computed from it gets them too.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class ForwardRecorder:
         marks = marks_of(inputs)
         self._inputs.note_use(marks.get("batch", 0))  # 0: the inputs are made from no batch
         is_model = self._depth == 1
-        if is_model:
+        if is_model:  # for each model, these layers are noted anew
             self.state.notes.local_batch_norms_without_gradients = set()
         if isinstance(module, BatchNorm) and module.training:
             self._note_batch_norm(module)
@@ -200,7 +199,7 @@ class ForwardRecorder:
         self._note_evaluation_mode(module)
         # What the inputs are made from, the loss is made from too. Random numbers count only if
         # they were drawn for this step.
-        state.record_marks(marks, state.step_draws.count_before)
+        state.record_marks(marks, draws_before=state.step_draws.count_before)
         state.notes.running_pass = self._new_forward_pass(module, inputs)
 
     def _begin_step(self) -> None:

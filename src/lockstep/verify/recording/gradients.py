@@ -1,10 +1,10 @@
 """Records gradients: what each backward pass adds, and what the script does with them afterwards.
 
 A *local* gradient is what one backward pass adds on this rank, before DDP averages it. It is seen
-by a hook on the parameter. Gradients are also recorded before the script clips them, and after an
-optimizer reduces them itself. `state.update` is the record of the current optimizer step, and
-`state.notes` what is remembered until it is complete, such as a copy of each gradient. The *own
-part* of a sharded gradient is that of this rank; of any other gradient, it is the whole.
+by a hook on the parameter. `state.update` is the record of the current optimizer step, and
+`state.notes` what is remembered until it is complete. The *own part* of a sharded gradient is that
+of this rank; of any other gradient, it is the whole. Gradients are also recorded before the script
+clips them, and after an optimizer reduces them itself.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class GradientRecorder:
     def end_backward(self) -> None:
         """Notes the gradients that a backward pass has left, and whether they are local.
 
-        They are local if each is what the hooks have seen: the sum over all passes, or, if the
-        script has set gradients to zero in between, what the last pass added. Otherwise DDP has
-        averaged them. The answer is added to `local_passes` of the update. The gradients, and the
-        number of batches so far, are kept in `state.notes`.
+        They are local if each is what the hooks have seen in this update: the sum over all passes.
+        If the script sets gradients to zero between the passes, it is what the last pass added.
+        Gradients that are neither were averaged by DDP. The answer is added to `local_passes` of
+        the update. The gradients, and the number of batches so far, are kept in `state.notes`.
         """
         notes = self.state.notes
         notes.gradients_after_backward = {}

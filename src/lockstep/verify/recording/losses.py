@@ -1,10 +1,9 @@
 """Records losses when their backward passes begin: values, terms, divisors, and their origin.
 
 `state.update` is the record of the current optimizer step, and `state.notes` is what is remembered
-until it is complete. What a loss was made from is known by the *marks* on its tensor (all that is
-computed from a marked tensor gets the mark), by the calls of torch's loss functions before it, and
-by the forward passes since the last backward pass (`state.notes.forward_passes`, each with the
-`record` of its samples and the `outputs` of the model).
+until it is complete. *Marks* on the loss tell what it was made from: all that is computed from a
+marked tensor gets its marks. A `ForwardPass` since the last backward pass has the `record` of its
+samples and the `outputs` of the model; a `LossCall` is a call of one of torch's loss functions.
 """
 
 from __future__ import annotations
@@ -250,7 +249,7 @@ class LossRecorder:
     def _end_forward_passes(self, forward_passes: Sequence[ForwardPass]) -> None:
         """Adds the forward passes before this backward pass to the update.
 
-        `state.notes` begins anew with the forward passes and the clipping of the next one.
+        In `state.notes`, the forward passes and the clipped gradients are cleared for the next one.
         """
         notes = self.state.notes
         records = [forward_pass.record for forward_pass in forward_passes]

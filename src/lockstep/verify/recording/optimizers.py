@@ -231,19 +231,20 @@ class OptimizerRecorder:
         none.
         """
         state = self.state
-        # Updates are numbered. A model was called in an earlier step if its output is marked with
-        # the number of an update that was written when this optimizer stepped last.
-        updates_at_last_step = state.updates_until_step_of.get(optimizer, 0)
+        # The loss is made from outputs of these calls of models. A key is the number of the update
+        # that was being recorded then. If that one had been written when this optimizer stepped
+        # last, the output is of an earlier step.
+        num_written_at_last_step = state.updates_until_step_of.get(optimizer, 0)
         state.update.earlier_outputs_line = ""
         for update_number, line in state.notes.earlier_model_calls.items():
-            is_of_earlier_step = update_number < updates_at_last_step
+            is_of_earlier_step = update_number < num_written_at_last_step
             if is_of_earlier_step:
                 state.update.earlier_outputs_line = line
                 break
         state.update.gradient_draw_line = ""
         marks = marks_of(list(self._gradients.all_gradients()))
         if "draw" in marks:
-            number, line, *_ = marks["draw"]
+            number, line, _digest = marks["draw"]
             was_drawn_for_this_step = number > state.step_draws.count_before
             if was_drawn_for_this_step:
                 state.update.gradient_draw_line = line

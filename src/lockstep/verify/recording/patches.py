@@ -200,11 +200,14 @@ def _see_recomputed_activations(mode: FunctionMode) -> None:
         """Takes the place of `torch.utils.checkpoint.checkpoint`."""
 
         def compute(*inputs: Any, **options: Any) -> Any:
+            """Calls the checkpointed function: in the forward pass, and again in the backward pass.
+
+            In the backward pass torch has switched `mode` off.
+            """
             is_recomputed = mode.in_backward
             if not is_recomputed:
                 return function(*inputs, **options)
-            # `mode` is switched on again here. It is told that this is no backward pass, but a
-            # forward pass within one.
+            # `mode` is switched on again, and told that this is a forward pass inside of it.
             with mode.backward_pass(False), mode:
                 return function(*inputs, **options)
 

@@ -89,7 +89,7 @@ def _samples_are_coupled(
     result_samples = [_sample_of_row(t, samples) for t in results]
     source_samples = [_sample_of_row(t, samples) for t in sources]
     for bit in range((samples - 1).bit_length()):  # the bits of the largest number
-        # A weighted sum over the samples whose number has this bit ...
+        # A weighted sum over the results of all samples whose number has this bit.
         weighted_sum = torch.zeros(())
         for result, weight, sample in zip(results, weights, result_samples, strict=True):
             has_bit = (sample >> bit) & 1 == 1
@@ -100,7 +100,7 @@ def _samples_are_coupled(
         largest = max(float(gradient.abs().max()) for gradient in gradients)
         if largest == 0:  # this sum depends on nothing
             continue
-        # ... must have no gradient by the samples whose number has not.
+        # If it has a gradient by a sample whose number lacks this bit, the samples are coupled.
         for gradient, sample in zip(gradients, source_samples, strict=True):
             lacks_bit = (sample >> bit) & 1 == 0
             if bool((gradient[lacks_bit].abs() > MIN_RELATIVE_GRADIENT * largest).any()):

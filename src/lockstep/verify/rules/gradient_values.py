@@ -309,17 +309,18 @@ def unused_parameters(case: Divergence, expected: Gradients, actual: Gradients) 
     """
     names_of_one = _names_with_gradients(case.expected[0].local_gradients)
     missing: set[str] = set()  # parameters that some rank has no gradient of
-    for rank in case.actual:
+    ranks = []
+    for number, rank in enumerate(case.actual):
         gradients_are_known = rank.contributes and bool(rank.local_gradients)
-        if gradients_are_known:
-            missing |= names_of_one - _names_with_gradients(rank.local_gradients)
+        if not gradients_are_known:
+            continue
+        missing_on_rank = names_of_one - _names_with_gradients(rank.local_gradients)
+        if missing_on_rank:
+            missing |= missing_on_rank
+            ranks.append(number)
     explains_all = set(case.names) <= missing
     if not missing or not explains_all:
         return None
-    ranks = []
-    for number, rank in enumerate(case.actual):
-        if missing - _names_with_gradients(rank.local_gradients):
-            ranks.append(number)
     text = f"the backward passes of {format_ranks(ranks)} left no gradient of these parameters"
     return Cause("LS312", (text, "on one process they do, and all others are right"), case.names)
 

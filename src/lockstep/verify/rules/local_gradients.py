@@ -85,7 +85,10 @@ class LocalGradients:
 
     @property
     def local_text(self) -> str:
-        """A sentence of evidence: each rank used the local gradients of these backward passes."""
+        """A sentence of evidence: each rank used the local gradients of its last passes.
+
+        These are the last `num_local_passes` backward passes of the step.
+        """
         total = self.case.actual.backward_passes
         if self.num_local_passes < total:
             return (

@@ -129,6 +129,7 @@ def _repeated_samples(case: Divergence) -> list[Sample]:
     trained_before = samples_before.keys() - expected.keys()
     repeated = []
     for sample, count in actual.items():
+        # One process, too, may train a sample several times in a step.
         is_trained_more_often = count > max(1, expected[sample])
         if is_trained_more_often or sample in trained_before:
             repeated.append(sample)
@@ -238,9 +239,10 @@ def _format_samples(samples: Iterable[Sample], case: Divergence) -> str:
     index_of_content: dict[Sample, Sample] = {}
     for update in case.reference_run:
         # Two lists with one element for each sample, in the same order; None if not known.
-        contents = update.contents() or ()
-        indices = update.indices() or ()
-        index_of_content.update(zip(contents, indices, strict=False))
+        contents = update.contents()
+        indices = update.indices()
+        if contents is not None and indices is not None:
+            index_of_content.update(zip(contents, indices, strict=False))
     # A sample that one process never had, or that is known by its index already, stays as it is.
     return format_items([index_of_content.get(sample, sample) for sample in samples])
 
@@ -299,7 +301,7 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
     False positives: none known.
     Evidence: how many have another index.
     """
-    # The indices whose content is not that of one process under the same index.
+    # The indices under which the ranks have another content than one process.
     indices = contents_that_differ(case.expected, case.actual)
     known_digests: set[str] = set()  # of all samples of one process, in any step
     for update in case.reference_run:
