@@ -130,13 +130,13 @@ def _rows_of_replicas(
     """Returns a row for each replica of a process.
 
     Args:
-        rows: one for each device, the first for that of the parameters.
+        rows: one for each device, the first for the device that has the parameters.
         model: with the replicas.
         samples: of this process, None if no steps were measured.
     """
     samples_of_replica: list[int | None] = [None] * model.num_replicas
     if samples is not None:
-        samples_of_replica = list(model.sizes(samples))
+        samples_of_replica = list(model.sizes(samples))  # how the replicas divide them
     each_has_a_device = len(set(model.devices)) == model.num_replicas
     if not each_has_a_device:
         return _rows_of_sharing_replicas(rows[0], samples_of_replica)
@@ -156,12 +156,14 @@ def _rows_of_replicas(
 
 
 def _rows_of_sharing_replicas(
-    home: DeviceMemory, samples_of_replica: Sequence[int | None]
+    shared: DeviceMemory, samples_of_replica: Sequence[int | None]
 ) -> list[DeviceMemory]:
-    """Returns a row for each of several replicas on one device, as if each had its own device.
+    """Returns a row for each of several replicas that share one device.
+
+    Each row says what the device would hold if this replica had it for itself.
 
     Args:
-        home: the row of the device, with the bytes of all replicas.
+        shared: the row of the device, with the bytes of all replicas.
         samples_of_replica: samples that each replica computes; None if no steps were measured.
     """
     total_samples = sum(samples or 0 for samples in samples_of_replica)
@@ -171,9 +173,9 @@ def _rows_of_sharing_replicas(
         if samples is not None:
             # In proportion to the samples, because layers that the replicas compute together, such
             # as BatchNorm, save tensors for all of them.
-            activations = (home.activations or 0) * samples // max(1, total_samples)
+            activations = (shared.activations or 0) * samples // max(1, total_samples)
         row = replace(
-            home, device=f"{REPLICA_PREFIX}{number}", samples=samples, activations=activations
+            shared, device=f"{REPLICA_PREFIX}{number}", samples=samples, activations=activations
         )
         if number > 0:
             # The first replica computes with the parameters themselves and has the optimizer's
@@ -181,7 +183,7 @@ def _rows_of_sharing_replicas(
             row = replace(
                 row,
                 parameters=0,
-                copies=home.parameters,
+                copies=shared.parameters,
                 state=0,
                 loss=None if samples is None else 0,
                 peak=None,

@@ -58,8 +58,10 @@ def make_training_steps(
             "world.memory(model, optimizer) to count without a step",
         )
     is_empty = loader.steps == 0
-    # A loader that was resumed from a checkpoint is in the middle of an epoch too, and may begin.
-    loop_is_running = loader.mid_epoch and loader.start == 0
+    # A loader that was resumed from a checkpoint is in the middle of an epoch too, but no loop over
+    # it is running. Its `start`, the global batch that it goes on with, is not 0.
+    was_resumed = loader.start != 0
+    loop_is_running = loader.mid_epoch and not was_resumed
     if is_empty or loop_is_running:
         raise UsageError(
             "world.memory with a loader that has no batch to give",
@@ -106,7 +108,7 @@ class TrainingSteps:
         self.seconds = 0.0
         """The time of a step."""
         self._sizes: dict[str, dict[torch.device, int]] = {}
-        self._gradients: list[weakref.ref[torch.UntypedStorage]] = []
+        self._gradient_storages: list[weakref.ref[torch.UntypedStorage]] = []
         """The storages of the gradients of the first step. Those that are alive after gradients
         were cleared belong to buckets."""
 
@@ -156,7 +158,7 @@ class TrainingSteps:
         is_last = False
         while not is_last:
             batch = next(batches)
-            micro_batch = self._loader.current
+            micro_batch = self._loader.current  # describes the batch
             is_last = micro_batch.last
             begin = synchronized_time(self._gpus)
             with context or nullcontext():
@@ -176,9 +178,9 @@ class TrainingSteps:
         return seconds
 
     def _remember_gradients(self) -> None:
-        """Sets `_gradients` to the storages of the gradients that the parameters have now."""
+        """Sets `_gradient_storages` to the storages of the present gradients."""
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        self._gradients = [weakref.ref(storage) for storage in storages(gradients)]
+        self._gradient_storages = [weakref.ref(storage) for storage in storages(gradients)]
 
     @contextmanager
     def _count_saved(self, samples: int) -> Iterator[None]:
@@ -211,7 +213,7 @@ class TrainingSteps:
         self.samples = samples
         copies = used_parameters - model_storages
         # Each storage counts once: `count` leaves out those that are in this set, and adds those
-        # that it counts.
+        # that it counts. So what the calls of the model keep does not count for the loss again.
         counted = model_storages | copies
         activations: Counter[torch.device] = Counter()
         for saved in saved_by_calls:
@@ -255,26 +257,32 @@ class TrainingSteps:
                 torch.cuda.reset_peak_memory_stats(device)
             self._step(batches)
             return {device: torch.cuda.max_memory_allocated(device) for device in devices}
-        # On a CPU, each tensor of the step is counted while it is alive. What is alive before the
-        # step comes first: the model, the optimizer's state, and buckets of gradients (gradients
-        # themselves were cleared).
+        return {torch.device("cpu"): self._measure_peak_on_cpu(batches)}
+
+    def _measure_peak_on_cpu(self, batches: Iterator[Any]) -> int:
+        """Returns the most bytes that CPU tensors take at one time in a step.
+
+        Each tensor is counted while it is alive, in all threads that compute: the main thread takes
+        the step, and replicas compute in threads of their own.
+        """
+        # What is alive before the step: the model, the optimizer's state, and buckets of gradients
+        # (gradients themselves were cleared).
         live = LiveTensors()
         live.count(storages([*self._model.parameters(), *self._model.buffers()]))
         live.count(storages(state_tensors(self._optimizer.inner)))
-        for reference in self._gradients:
+        for reference in self._gradient_storages:
             storage = reference()
             if storage is not None:
                 live.count([storage])
         main_thread = threading.get_ident()
 
-        # `live` counts in the threads that have entered it: here the main thread, which takes the
-        # step, and those in which replicas compute.
-        def count_in_other_threads(arguments: Any) -> AbstractContextManager[Any]:
+        def enter_in_other_threads(arguments: Any) -> AbstractContextManager[Any]:
+            """Returns the context for a call; the main thread has entered `live` before."""
             return nullcontext() if threading.get_ident() == main_thread else live
 
-        with around_calls(self._model, count_in_other_threads):
-            self._step(batches, live)
-        return {torch.device("cpu"): live.peak}
+        with around_calls(self._model, enter_in_other_threads):
+            self._step(batches, context=live)
+        return live.peak
 
     @contextmanager
     def _undo(self) -> Iterator[None]:

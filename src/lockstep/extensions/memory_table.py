@@ -110,8 +110,8 @@ class Memory:
         ]
         for label, attribute in ROWS:
             values = [getattr(device, attribute) for device in devices]
-            # A row without a figure in the whole table, not only in this block, is left out. An
-            # unknown state is shown as "?", because it is not nothing.
+            # A row is left out if it has no figure in the whole table. But if the state of the
+            # optimizer is not known on some device, its row is shown, with "?".
             has_figures = any(getattr(device, attribute) for device in self.devices)
             state_is_unknown = attribute == "state" and None in values
             if has_figures or state_is_unknown:

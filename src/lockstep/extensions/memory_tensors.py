@@ -76,24 +76,7 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
     inner = optimizer.inner if isinstance(optimizer, PreparedOptimizer) else optimizer
     if inner.state:  # it has stepped
         return bytes_by_device(storages(state_tensors(inner)))
-    trial = copy(inner)
-    trial.state = type(inner.state)(dict)  # an empty `defaultdict(dict)`
-    trial.param_groups = []
-    # For each parameter on the meta device, the device of the one it stands for.
-    device_of_meta: dict[nn.Parameter, torch.device] = {}
-    for group in inner.param_groups:
-        meta_parameters: list[nn.Parameter] = []
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                meta_parameter = _on_meta(parameter)
-                meta_parameters.append(meta_parameter)
-                device_of_meta[meta_parameter] = parameter.device
-        trial_group = {**group, "params": meta_parameters}
-        # Implementations that do not work on the meta device.
-        for option in ("foreach", "fused", "capturable"):
-            if option in trial_group:
-                trial_group[option] = False
-        trial.param_groups.append(trial_group)
+    trial, device_of_meta = _copy_on_meta(inner)
     step: Any = type(inner).step
     # The undecorated method: torch wraps `step` to call hooks, which must not see this step.
     step = getattr(step, "__wrapped__", step)
@@ -111,8 +94,34 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
     return sizes
 
 
+def _copy_on_meta(optimizer: Optimizer) -> tuple[Any, dict[nn.Parameter, torch.device]]:
+    """Returns a copy of an optimizer that has not stepped, with parameters on the meta device.
+
+    Returns:
+        The copy; and for each of its parameters the device of the parameter that it stands for.
+    """
+    trial: Any = copy(optimizer)
+    trial.state = type(optimizer.state)(dict)  # an empty `defaultdict(dict)`
+    trial.param_groups = []
+    device_of_meta: dict[nn.Parameter, torch.device] = {}
+    for group in optimizer.param_groups:
+        meta_parameters: list[nn.Parameter] = []
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                meta_parameter = _on_meta(parameter)
+                meta_parameters.append(meta_parameter)
+                device_of_meta[meta_parameter] = parameter.device
+        trial_group = {**group, "params": meta_parameters}
+        # Implementations that do not work on the meta device.
+        for option in ("foreach", "fused", "capturable"):
+            if option in trial_group:
+                trial_group[option] = False
+        trial.param_groups.append(trial_group)
+    return trial, device_of_meta
+
+
 def _on_meta(parameter: Tensor) -> nn.Parameter:
-    """Returns a parameter on the meta device, with a gradient, of the shape of this rank's part."""
+    """Returns a parameter on the meta device, with a gradient; of a DTensor, for its shard."""
     local = to_local(parameter)
     meta_parameter = nn.Parameter(torch.empty_like(local, device="meta"))
     meta_parameter.grad = torch.empty_like(local, device="meta")
@@ -133,11 +142,12 @@ class SavedTensors:
 
     def __init__(self, arguments: Any = ()) -> None:
         self._saved: set[torch.UntypedStorage] = set()
-        self._inputs: Counter[torch.UntypedStorage] = Counter()
-        """The bytes that the arguments have of each storage."""
+        """The storages of the tensors that autograd has saved."""
+        self._argument_bytes: Counter[torch.UntypedStorage] = Counter()
+        """How many bytes of each storage belong to arguments."""
         for tensor in tensors(arguments):
             for storage in storages([tensor]):
-                self._inputs[storage] += tensor.nbytes
+                self._argument_bytes[storage] += tensor.nbytes
 
     def watch(self) -> saved_tensors_hooks:
         """Returns a context for a forward pass, to be entered in the thread that makes it."""
@@ -150,12 +160,12 @@ class SavedTensors:
             counted: storages that are left out. The ones counted here are added.
         """
         sizes: Counter[torch.device] = Counter()
-        # Of an argument of the forward pass that was saved, only the bytes of the argument count.
-        # The storage may hold the whole batch, of which this replica has a part.
-        for storage in self._saved & self._inputs.keys():
-            sizes[storage.device] += min(storage.nbytes(), self._inputs[storage])
+        # If an argument of the forward pass was saved, only its own bytes count. Its storage may
+        # hold the whole batch, of which this replica has a part.
+        for storage in self._saved & self._argument_bytes.keys():
+            sizes[storage.device] += min(storage.nbytes(), self._argument_bytes[storage])
         # Of everything else, whole storages count.
-        new = self._saved - self._inputs.keys() - counted
+        new = self._saved - self._argument_bytes.keys() - counted
         counted |= new
         return sizes + bytes_by_device(new)
 
@@ -171,7 +181,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     It must be entered around a step, in each thread of it. Torch calls it with the arguments and
     results of every operation; their storages count from then on until they are freed. Memory that
     a kernel allocates and frees within one operation is not seen. The shared memory of all ranks is
-    not counted, because its size does not depend on the model.
+    not counted.
     """
 
     def __init__(self) -> None:
@@ -201,6 +211,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for storage in alive:
                 if storage.device.type != "cpu":
                     continue
+                # Ranks of a machine exchange through it. Its size does not depend on the model.
                 if storage.data_ptr() == self._address_of_shared_memory:
                     continue
                 num_bytes = storage.nbytes()

@@ -11,6 +11,7 @@ import gc
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -112,8 +113,8 @@ class ProfilingRun:
                     raise
             else:
                 return True
-        # Only behind the `except` block is the error gone, whose traceback held the frames that had
-        # asked for the memory, and with them their tensors.
+        # The error is freed when the `except` block is left. Until then its traceback refers to the
+        # frames that have asked for the memory, and these refer to their tensors.
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where CUDA has not been used
         return False
@@ -195,34 +196,39 @@ class ProfilingRun:
         Raises:
             UsageError: no tensor holds samples.
         """
-        any_was_resized = False
         module = call.module
         dim = module.dim if isinstance(module, nn.DataParallel) else 0
-
-        def resize(tensor: Tensor) -> Tensor:
-            """Returns a tensor with `samples` samples; one that holds no samples as it is.
-
-            Notes in `any_was_resized` that a tensor held samples.
-            """
-            nonlocal any_was_resized
-            resized = tensor.detach()
-            has_dim = -tensor.dim() <= dim < tensor.dim()  # `dim` may be negative
-            if has_dim and tensor.shape[dim] == self._num_samples:
-                any_was_resized = True
-                # For 5 samples of 2: 0, 1, 0, 1, 0.
-                indices = torch.arange(samples, device=tensor.device) % self._num_samples
-                resized = resized.index_select(dim, indices)
-            return resized.requires_grad_(tensor.requires_grad)
-
-        arguments = map_tensors([call.args, call.kwargs], resize)
-        if not any_was_resized:
+        arguments = [call.args, call.kwargs]
+        if not any(self._holds_samples(tensor, dim) for tensor in tensors(arguments)):
             which = f"dimension {dim}" if dim else "first dimension"
             raise UsageError(
                 f"a call of {type(module).__name__} with {self._num_samples} samples",
                 f"no tensor among its arguments has {self._num_samples} as its {which}",
                 "give the model tensors with one row a sample",
             )
-        return arguments
+        return map_tensors(arguments, partial(self._repeat_samples, dim=dim, samples=samples))
+
+    def _holds_samples(self, tensor: Tensor, dim: int) -> bool:
+        """Returns True if a dimension of a tensor is as long as the recorded number of samples."""
+        has_dim = -tensor.dim() <= dim < tensor.dim()  # `dim` may be negative
+        return has_dim and tensor.shape[dim] == self._num_samples
+
+    def _repeat_samples(self, tensor: Tensor, dim: int, samples: int) -> Tensor:
+        """Returns a new leaf of the graph with another number of samples.
+
+        A tensor that holds no samples gets the same values.
+
+        Args:
+            tensor: an argument of a call.
+            dim: the dimension of the samples.
+            samples: how many samples the result has.
+        """
+        resized = tensor.detach()
+        if self._holds_samples(tensor, dim):
+            # For 5 samples of 2: 0, 1, 0, 1, 0.
+            indices = torch.arange(samples, device=tensor.device) % self._num_samples
+            resized = resized.index_select(dim, indices)
+        return resized.requires_grad_(tensor.requires_grad)
 
     def _reserve_memory(self) -> Tensor | None:
         """Allocates as much memory as the optimizer's state will need on a GPU, and a margin.
@@ -256,22 +262,18 @@ class ProfilingRun:
         for module in self._modules:
             layers += module.modules()
         layers = list(dict.fromkeys(layers))  # modules may share layers
-        buffers: list[Tensor] = []  # their values are restored
+        synchronised = [layer for layer in layers if _communicates(layer)]
         dictionaries: list[dict[str, Any]] = []  # their entries are restored
-        synchronised: list[nn.Module] = []
         for layer in layers:
-            buffers += [b for b in members(layer).buffers.values() if b is not None]
-            is_synchronised = isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
-            # A layer with replicas in this process has got a `forward` as an attribute, which joins
-            # the statistics of the replicas. It communicates with no other rank, so it stays.
-            has_own_forward = "forward" in vars(layer)
-            if is_synchronised and not has_own_forward:
-                synchronised.append(layer)
             # Attributes are restored as well: one that is set to activations would keep the memory
             # of the largest size.
             if may_set_attributes(layer) or layer in synchronised:
                 dictionaries.append(vars(layer))
-        dictionaries += [members(layer).buffers for layer in layers]
+        buffers: list[Tensor] = []  # their values are restored
+        for layer in layers:
+            buffers_by_name: dict[str, Any] = members(layer).buffers
+            dictionaries.append(buffers_by_name)
+            buffers += [buffer for buffer in buffers_by_name.values() if buffer is not None]
         contents = [(dictionary, dict(dictionary)) for dictionary in dictionaries]
         blocked_before = collectives.blocked_reason
         with restored(contents, buffers, self._gpus), torch.enable_grad():
@@ -284,6 +286,14 @@ class ProfilingRun:
                 yield
             finally:
                 collectives.blocked_reason = blocked_before
+
+
+def _communicates(layer: nn.Module) -> bool:
+    """Returns True for a BatchNorm that is synchronised over the ranks."""
+    # A layer with replicas in this process has got a `forward` as an attribute, which joins the
+    # statistics of the replicas. It communicates with no other rank.
+    has_own_forward = "forward" in vars(layer)
+    return isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm) and not has_own_forward
 
 
 def _replacement_loss(output: Tensor) -> Tensor:

@@ -224,26 +224,37 @@ class _LauncherMessage(NamedTuple):
 
 def _launcher_findings(record: Record) -> Iterator[Finding]:
     """Yields a finding for each different message of the launchers: failures, signals, findings."""
-    # By the message, every line that has it, with the number of the start that it belongs to.
+    # For each message, the lines that have it, each with the number of its start.
     occurrences: dict[_LauncherMessage, list[tuple[int, LauncherLine]]] = {}
     for number, start in enumerate(record.starts, 1):
         for line in start.launcher_lines:
             if line["kind"] in LEVEL_OF_LAUNCHER_KIND:
                 message = _LauncherMessage(line["kind"], _lines_without_log_folder(line["text"]))
-                occurrences.setdefault(message, []).append((number, line))
+                if message not in occurrences:
+                    occurrences[message] = []
+                occurrences[message].append((number, line))
     for message, numbered_lines in occurrences.items():
         start_numbers = sorted({number for number, _ in numbered_lines})
-        launcher_lines = [line for _, line in numbered_lines]
-        evidence = [*message.lines[1:]]
-        last = launcher_lines[-1]
-        if LOG_FOLDER_PREFIX in last["text"]:
-            # The folder is named in the last line of the text.
-            evidence.append(last["text"].splitlines()[-1])
-        if "exit_code" in last:
-            evidence.append(f"exit code {last['exit_code']}")
         in_starts = f", in start {format_ranges(start_numbers)}" if len(record.starts) > 1 else ""
-        evidence.append(_when(launcher_lines, in_starts))
+        launcher_lines = [line for _, line in numbered_lines]
+        evidence = [*message.lines[1:], *_evidence_of_lines(launcher_lines, in_starts)]
         yield Finding(LEVEL_OF_LAUNCHER_KIND[message.kind], message.lines[0], tuple(evidence))
+
+
+def _evidence_of_lines(lines: Sequence[LauncherLine], in_starts: str) -> Iterator[str]:
+    """Yields what follows the text of a launcher's message: log folder, exit code, and when it was.
+
+    Args:
+        lines: every occurrence of the message, in the order of time.
+        in_starts: as for `_when`.
+    """
+    last = lines[-1]
+    if LOG_FOLDER_PREFIX in last["text"]:
+        # The folder is named in the last line of the text.
+        yield last["text"].splitlines()[-1]
+    if "exit_code" in last:
+        yield f"exit code {last['exit_code']}"
+    yield _when(lines, in_starts)
 
 
 def _when(lines: Sequence[LauncherLine], in_starts: str) -> str:
@@ -305,9 +316,18 @@ def _restart_findings(number: int, before: Start, after: Start) -> Iterator[Find
             ),
         )
         return
-    if before.end == "ok":
-        return
-    # The start before ended badly. How many of its steps had to be trained again?
+    if before.end != "ok":
+        yield _bad_end_finding(number, before, after)
+
+
+def _bad_end_finding(number: int, before: Start, after: Start) -> Finding:
+    """Returns the warning about a start that ended badly: how, and what was trained again.
+
+    Args:
+        number: the number of the start, counted from 1.
+        before: the start.
+        after: the next start.
+    """
     text = f"start {number} of {count_noun(before.num_ranks, 'rank')} ended {ENDINGS[before.end]}"
     evidence = []
     if not before.reached_init:
@@ -326,7 +346,7 @@ def _restart_findings(number: int, before: Start, after: Start) -> Iterator[Find
         )
     pause = after.time - before.last_time
     evidence.append(f"from its last sign to the next start: {duration(pause)}")
-    yield Finding("warning", text, tuple(evidence))
+    return Finding("warning", text, tuple(evidence))
 
 
 def _loss_findings(start: Start) -> Iterator[Finding]:
@@ -360,14 +380,7 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
         step_s = work_s + phases[rank]["communication"]
         if work_s - usual_work >= STRAGGLER_MIN_EXCESS * step_s:
             slow_ranks.append(rank)
-    usual_ranks = [rank for rank in phases if rank not in slow_ranks]
-    if not usual_ranks:
-        # All ranks count as slow if all their times are 0.
-        usual_ranks = [*phases]
-    usual_phases = {}
-    for phase in WORK_PHASES:
-        seconds_of_ranks = [phases[rank][phase] for rank in usual_ranks]
-        usual_phases[phase] = float(np.median(seconds_of_ranks))
+    usual_phases = _usual_phases(phases, slow_ranks)
     slowest_first = sorted(slow_ranks, key=lambda rank: -work[rank])
     for rank in slowest_first[:MAX_STRAGGLERS]:
         host = start.records[rank].header.get("host", "an unknown host")
@@ -382,6 +395,26 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
         )
     if len(slow_ranks) > MAX_STRAGGLERS:
         yield Finding("warning", f"{format_ranks(sorted(slow_ranks))} are slower than the others")
+
+
+def _usual_phases(
+    phases: Mapping[int, Mapping[str, float]], slow_ranks: Sequence[int]
+) -> dict[str, float]:
+    """Returns the usual seconds of a step, by phase of work: medians over ranks that are not slow.
+
+    Args:
+        phases: the seconds of a step by phase, for each rank.
+        slow_ranks: the ranks that are left out.
+    """
+    usual_ranks = [rank for rank in phases if rank not in slow_ranks]
+    if not usual_ranks:
+        # All ranks count as slow if all their times are 0.
+        usual_ranks = [*phases]
+    usual_phases = {}
+    for phase in WORK_PHASES:
+        seconds_of_ranks = [phases[rank][phase] for rank in usual_ranks]
+        usual_phases[phase] = float(np.median(seconds_of_ranks))
+    return usual_phases
 
 
 def _compare_phases(slow: Mapping[str, float], usual: Mapping[str, float]) -> Iterator[str]:
@@ -449,8 +482,8 @@ def _gap_findings(start: Start) -> Iterator[Finding]:
     if on_gpu:
         yield Finding(
             "note",
-            "the times are those of the CPU, which runs ahead of the GPU: the GPU's part, waiting "
-            "for other GPUs among it, shows where the CPU waits for it",
+            "the times are those of the CPU, which runs ahead of the GPU: what the GPU takes, also "
+            "to wait for other GPUs, is counted where the CPU waits for it",
         )
     elif strategy in STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES and start.num_ranks > 1:
         yield Finding(

@@ -14,6 +14,7 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from lockstep.extensions.report.analysis import WORK_PHASES, phases_by_rank, work_by_rank
-from lockstep.extensions.report.reading import Floats, Record, Start, evaluation_name
+from lockstep.extensions.report.reading import Floats, RankRecord, Record, Start, evaluation_name
 from lockstep.extensions.report.record_format import PHASES_WITHOUT_WAITING
 from lockstep.session.extension import PHASES
 
@@ -84,7 +85,7 @@ def chart(name: str, height: float, draw: Callable[[Axes], Any], width: float = 
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]  # without the XML declaration, since it goes into HTML
     svg = _METADATA.sub("", svg)
-    # Ids must differ from those of the page's other charts.
+    # Ids must differ from those of the page's other charts: id="text_1" becomes id="NAME-text_1".
     svg = _ID_OR_REFERENCE.sub(rf"\1{name}-", svg)
     for variable, color in _PLACEHOLDER_COLORS.items():
         svg = svg.replace(color, f"var(--{variable})")
@@ -138,107 +139,119 @@ def draw_curve(name: str, curve: Curve) -> str:
         name: the name of the chart, which no other chart of the page has.
         curve: what is drawn; some line of it must have values.
     """
+    return chart(name, 2.4, partial(_draw_lines, curve=curve), width=5.5)
 
-    def draw(axes: Axes) -> None:
-        """Draws a line for each start of the run."""
-        for line in curve.lines:
-            weights = np.ones(len(line.steps))
-            axes.plot(
-                averaged(line.steps, weights),
-                averaged(line.values, weights),
-                color=_PLACEHOLDER_COLORS["line"],
-                linewidth=1.6,
-                marker="." if len(line.steps) <= MAX_POINTS_WITH_MARKERS else "",
-            )
-        for line in curve.lines[1:]:
-            if len(line.steps):
-                restart = float(line.steps[0])
-                axes.axvline(
-                    restart, color=_PLACEHOLDER_COLORS["text"], linewidth=0.8, linestyle="--"
-                )
-        first_steps = [float(line.steps[0]) for line in curve.lines if len(line.steps)]
-        axes.set_xlim(left=min(first_steps))
-        axes.set_xlabel("step")
-        axes.set_ylabel(curve.label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if curve.unit is not None:
-            axes.yaxis.set_major_formatter(EngFormatter(curve.unit))
 
-    return chart(name, 2.4, draw, width=5.5)
+def _draw_lines(axes: Axes, curve: Curve) -> None:
+    """Draws a line for each start of the run."""
+    for line in curve.lines:
+        weights = np.ones(len(line.steps))
+        axes.plot(
+            averaged(line.steps, weights),
+            averaged(line.values, weights),
+            color=_PLACEHOLDER_COLORS["line"],
+            linewidth=1.6,
+            marker="." if len(line.steps) <= MAX_POINTS_WITH_MARKERS else "",
+        )
+    for line in curve.lines[1:]:
+        if len(line.steps):
+            restart = float(line.steps[0])
+            axes.axvline(restart, color=_PLACEHOLDER_COLORS["text"], linewidth=0.8, linestyle="--")
+    first_steps = [float(line.steps[0]) for line in curve.lines if len(line.steps)]
+    axes.set_xlim(left=min(first_steps))
+    axes.set_xlabel("step")
+    axes.set_ylabel(curve.label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if curve.unit is not None:
+        axes.yaxis.set_major_formatter(EngFormatter(curve.unit))
 
 
 def by_rank(start: Start) -> str:
     """Draws where the time of a step goes on each rank; waiting for others is on top."""
-    phases = phases_by_rank(start)
-    ranks = np.array([*phases])
+    return chart("by-rank", 3.4, partial(_draw_ranks, phases_of_rank=phases_by_rank(start)))
 
-    def draw(axes: Axes) -> None:
-        """Stacks the phases: a bar for each rank, or areas if there are many ranks."""
-        # `bottom` and `height` have a value for each rank, in milliseconds.
-        bottom = np.zeros(len(ranks))
-        for phase in STACKED_PHASES:
-            height = np.array([seconds[phase] for seconds in phases.values()]) * 1e3
-            if not height.any():  # no rank spent time on it, so it is not in the legend either
-                continue
-            color = _PLACEHOLDER_COLORS[phase]
-            if len(ranks) <= MAX_BARS:
-                axes.bar(ranks, height, 0.8, bottom=bottom, color=color, label=phase)
-            else:
-                # One outline of all ranks; each rank is as wide as the step from one to the next.
-                edges = np.append(ranks - 0.5, ranks[-1] + 0.5)
-                top = bottom + height
-                axes.stairs(top, edges, baseline=bottom, fill=True, color=color, label=phase)
-            bottom = bottom + height
-        axes.set_xlabel("rank")
-        axes.set_ylabel("ms a step")
+
+def _draw_ranks(axes: Axes, phases_of_rank: Mapping[int, Mapping[str, float]]) -> None:
+    """Stacks the phases: a bar for each rank, or areas if there are many ranks.
+
+    Args:
+        axes: to draw on.
+        phases_of_rank: for each rank, the seconds of a step by phase.
+    """
+    ranks = np.array([*phases_of_rank])
+    # `bottom` and `height` have a value for each rank, in milliseconds.
+    bottom = np.zeros(len(ranks))
+    for phase in STACKED_PHASES:
+        height = np.array([seconds[phase] for seconds in phases_of_rank.values()]) * 1e3
+        if not height.any():  # no rank spent time on it, so it is not in the legend either
+            continue
+        color = _PLACEHOLDER_COLORS[phase]
         if len(ranks) <= MAX_BARS:
-            axes.set_xticks(ranks)
+            axes.bar(ranks, height, 0.8, bottom=bottom, color=color, label=phase)
         else:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        # Room for four bars at least, so that those of one rank are not as wide as the page.
-        last_place = max(ranks[-1], ranks[0] + 3)
-        axes.set_xlim(ranks[0] - 0.6, last_place + 0.6)
-        axes.grid(visible=False, axis="x")
-        _draw_legend(axes)
-
-    return chart("by-rank", 3.4, draw)
+            # One outline of all ranks; each rank is as wide as the step from one to the next.
+            edges = np.append(ranks - 0.5, ranks[-1] + 0.5)
+            top = bottom + height
+            axes.stairs(top, edges, baseline=bottom, fill=True, color=color, label=phase)
+        bottom = bottom + height
+    axes.set_xlabel("rank")
+    axes.set_ylabel("ms a step")
+    if len(ranks) <= MAX_BARS:
+        axes.set_xticks(ranks)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    # Room for four bars at least, so that those of one rank are not as wide as the page.
+    last_place = max(ranks[-1], ranks[0] + 3)
+    axes.set_xlim(ranks[0] - 0.6, last_place + 0.6)
+    axes.grid(visible=False, axis="x")
+    _draw_legend(axes)
 
 
 def over_time(start: Start) -> str:
     """Draws where the time of a step goes, over the steps of the run: the mean over the ranks."""
     records = [record for record in start.records.values() if record.rows]
-    # A rank may not have written its last rows yet.
-    num_rows = min(len(record.rows) for record in records)
+    num_rows = _num_common_rows(records)
     steps_of_row = records[0].column("steps")[:num_rows]
     step_numbers = averaged(records[0].column("step")[:num_rows], steps_of_row)
+    heights: dict[str, Floats] = {}  # milliseconds of a step, one value for each step number
+    for phase in STACKED_PHASES:
+        by_record = [record.column(phase)[:num_rows] for record in records]
+        seconds_of_row = np.mean(by_record, axis=0)  # over the ranks
+        heights[phase] = averaged(seconds_of_row / steps_of_row, steps_of_row) * 1e3
+    return chart("over-time", 3.0, partial(_draw_areas, step_numbers=step_numbers, heights=heights))
 
-    def draw(axes: Axes) -> None:
-        """Stacks the phases as areas over the steps."""
-        heights: dict[str, Floats] = {}  # milliseconds of a step, one value for each point
-        for phase in STACKED_PHASES:
-            by_record = [record.column(phase)[:num_rows] for record in records]
-            seconds_of_row = np.mean(by_record, axis=0)  # over the ranks
-            heights[phase] = averaged(seconds_of_row / steps_of_row, steps_of_row) * 1e3
-        shown = {phase: height for phase, height in heights.items() if height.any()}
-        axes.stackplot(
-            step_numbers,
-            *shown.values(),
-            labels=[*shown],
-            linewidth=0,
-            colors=[_PLACEHOLDER_COLORS[phase] for phase in shown],
-        )
-        axes.set_ylim(0, _top_of_stack(heights))
-        first = step_numbers[0]
-        last = step_numbers[-1]
-        if len(step_numbers) == 1:
-            last = first + 1  # a single row needs some width
-        axes.set_xlim(first, last)
-        axes.set_xlabel("step")
-        axes.set_ylabel("ms a step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _draw_legend(axes)
 
-    return chart("over-time", 3.0, draw)
+def _num_common_rows(records: Sequence[RankRecord]) -> int:
+    """Returns how many rows all ranks have: one may not have written its last rows yet."""
+    return min(len(record.rows) for record in records)
+
+
+def _draw_areas(axes: Axes, step_numbers: Floats, heights: Mapping[str, Floats]) -> None:
+    """Stacks the phases as areas over the steps.
+
+    Args:
+        axes: to draw on.
+        step_numbers: the steps at which there are values.
+        heights: for each phase, the milliseconds of a step that it takes, at these steps.
+    """
+    shown = {phase: height for phase, height in heights.items() if height.any()}
+    axes.stackplot(
+        step_numbers,
+        *shown.values(),
+        labels=[*shown],
+        linewidth=0,
+        colors=[_PLACEHOLDER_COLORS[phase] for phase in shown],
+    )
+    axes.set_ylim(0, _top_of_stack(heights))
+    first = step_numbers[0]
+    last = step_numbers[-1]
+    if len(step_numbers) == 1:
+        last = first + 1  # a single row needs some width
+    axes.set_xlim(first, last)
+    axes.set_xlabel("step")
+    axes.set_ylabel("ms a step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _draw_legend(axes)
 
 
 def _top_of_stack(heights: Mapping[str, Floats]) -> float:
@@ -257,40 +270,66 @@ def slow_ranks(start: Start) -> str:
     """Draws how much longer or shorter than the median rank each one works, over the steps."""
     ranks = [*work_by_rank(start)]
     records = [start.records[rank] for rank in ranks]
-    num_rows = min(len(record.rows) for record in records)
+    num_rows = _num_common_rows(records)
     steps_of_row = records[0].column("steps")[:num_rows]
     step_numbers = averaged(records[0].column("step")[:num_rows], steps_of_row, MAX_COLUMNS)
     work_of_rank = []
     for record in records:
         seconds_per_step = record.seconds(WORK_PHASES)[:num_rows] / steps_of_row
         work_of_rank.append(averaged(seconds_per_step, steps_of_row, MAX_COLUMNS))
-    work = np.array(work_of_rank)  # shape (ranks, columns), as `percent` below
+    draw = partial(
+        _draw_percentages,
+        percent=_percent_over_median(np.array(work_of_rank)),
+        ranks=ranks,
+        step_numbers=step_numbers,
+    )
+    return chart("slow-ranks", min(5.0, 1.6 + 0.12 * len(ranks)), draw)
+
+
+def _percent_over_median(work: Floats) -> Floats:
+    """Returns by how many percent each rank works longer than the median rank, at most 100.
+
+    Args:
+        work: seconds of a step, shape (ranks, steps).
+
+    Returns:
+        An array of the same shape; 20 for a fifth longer, -20 for a fifth shorter.
+    """
     median_over_ranks = np.median(work, axis=0)
-    usual = np.maximum(median_over_ranks, 1e-12)  # shape (columns,); no division by 0
-    percent = np.clip(work / usual - 1, -1, 1) * 100  # 20: a fifth longer than usual
+    usual = np.maximum(median_over_ranks, 1e-12)  # shape (steps,); no division by 0
+    percent: Floats = np.clip(work / usual - 1, -1, 1) * 100
+    return percent
+
+
+def _draw_percentages(
+    axes: Axes, percent: Floats, ranks: Sequence[int], step_numbers: Floats
+) -> None:
+    """Draws a row for each rank, rank 0 on top, with a colour for each step.
+
+    Args:
+        axes: to draw on.
+        percent: as `_percent_over_median` returns it.
+        ranks: the ranks of its rows.
+        step_numbers: the steps of its columns.
+    """
     first_step = step_numbers[0]
     last_step = max(step_numbers[-1], first_step + 1)  # a single column needs some width
-
-    def draw(axes: Axes) -> None:
-        """Draws a row for each rank, rank 0 on top, with a colour for each column of steps."""
-        image = axes.imshow(
-            percent,
-            aspect="auto",
-            interpolation="nearest",
-            cmap="RdBu_r",
-            vmin=-60,  # percent at which the colours end
-            vmax=60,
-            # Left, right, bottom, top: the first rank is on top.
-            extent=(first_step, last_step, ranks[-1] + 0.5, ranks[0] - 0.5),
-        )
-        axes.set_xlabel("step")
-        axes.set_ylabel("rank")
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(visible=False)
-        bar = axes.figure.colorbar(image, ax=axes, format="%+.0f %%")
-        bar.outline.set_visible(False)
-
-    return chart("slow-ranks", min(5.0, 1.6 + 0.12 * len(ranks)), draw)
+    image = axes.imshow(
+        percent,
+        aspect="auto",
+        interpolation="nearest",
+        cmap="RdBu_r",
+        vmin=-60,  # percent at which the colours end
+        vmax=60,
+        # Left, right, bottom, top: the first rank is on top.
+        extent=(first_step, last_step, ranks[-1] + 0.5, ranks[0] - 0.5),
+    )
+    axes.set_xlabel("step")
+    axes.set_ylabel("rank")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(visible=False)
+    bar = axes.figure.colorbar(image, ax=axes, format="%+.0f %%")
+    bar.outline.set_visible(False)
 
 
 def _draw_legend(axes: Axes) -> None:
@@ -308,8 +347,13 @@ def _draw_legend(axes: Axes) -> None:
 def curves(record: Record) -> list[Curve]:
     """Returns all curves of a record that have a finite value."""
     starts = record.starts
-    found = [Curve("Loss", "loss", None, [Line(*start.loss()) for start in starts])]
+    loss_lines = []
+    for start in starts:
+        steps, losses = start.loss()
+        loss_lines.append(Line(steps, losses))
+    found = [Curve(title="Loss", label="loss", unit=None, lines=loss_lines)]
     found += _logged_curves(starts)
+    # The other curves are those of rank 0, the arrays by name.
     steps_of_start = [start.main.column("step") for start in starts]
     curves_of_start = [start.main.curves() for start in starts]
     # The unit "" stands for numbers that are shown with prefixes, such as 12 k; None for others.
@@ -337,22 +381,36 @@ def _logged_curves(starts: Sequence[Start]) -> list[Curve]:
     """
     lines_by_title: dict[str, list[Line]] = {}
     for start_index, start in enumerate(starts):
-        points_by_title: dict[str, list[tuple[float, float]]] = {}
-        for logged in start.main.logged:
-            kind = "running mean of a pass" if logged["training"] else evaluation_name(logged)
-            for name, value in logged["logged"].items():
-                title = f"{name} ({kind})"
-                points_by_title.setdefault(title, []).append((logged["step"], value))
-        for title, points in points_by_title.items():
-            lines = lines_by_title.setdefault(title, [])
-            # Earlier starts that did not log it get empty lines: a curve has one line per start.
-            while len(lines) < start_index:
-                lines.append(Line(np.empty(0), np.empty(0)))
-            steps = np.array([step for step, _ in points])
-            values = np.array([value for _, value in points])
-            lines.append(Line(steps, values))
+        for title, line in _logged_lines(start).items():
+            if title not in lines_by_title:
+                lines_by_title[title] = []
+            lines = lines_by_title[title]
+            # A curve has a line for each start. The starts since the last one that logged this have
+            # no values.
+            num_starts_without = start_index - len(lines)
+            lines += [Line(np.empty(0), np.empty(0)) for _ in range(num_starts_without)]
+            lines.append(line)
     found = []
     for title in sorted(lines_by_title):
         label = title.partition(" (")[0]
-        found.append(Curve(title, label, None, lines_by_title[title]))
+        found.append(Curve(title, label, unit=None, lines=lines_by_title[title]))
     return found
+
+
+def _logged_lines(start: Start) -> dict[str, Line]:
+    """Returns the lines of what the script logged in one start, by the titles of their curves."""
+    steps_by_title: dict[str, list[float]] = {}
+    values_by_title: dict[str, list[float]] = {}
+    for logged in start.main.logged:
+        kind = "running mean of a pass" if logged["training"] else evaluation_name(logged)
+        for name, value in logged["logged"].items():
+            title = f"{name} ({kind})"
+            if title not in steps_by_title:
+                steps_by_title[title] = []
+                values_by_title[title] = []
+            steps_by_title[title].append(logged["step"])
+            values_by_title[title].append(value)
+    lines = {}
+    for title, steps in steps_by_title.items():
+        lines[title] = Line(np.array(steps), np.array(values_by_title[title]))
+    return lines

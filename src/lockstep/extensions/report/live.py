@@ -41,26 +41,25 @@ class LivePage:
         self._baselines = baselines
         self._lock = threading.Lock()
         self._text = ""
-        # Both are readings of time.monotonic().
-        self._keep_until_s = 0.0
-        """Until then the page is not drawn again."""
-        self._outdated_from_s = 0.0
-        """From then on the page is drawn again even if the record did not grow."""
+        self._earliest_drawing_s = 0.0
+        """The page is not drawn again before this time of `time.monotonic`."""
+        self._latest_drawing_s = 0.0
+        """After this time it is drawn again even if the record did not grow."""
 
     def text(self) -> str:
         """Returns the page, drawn again if it is time and there is something new."""
         with self._lock:
             begin_s = time.monotonic()
-            if begin_s < self._keep_until_s:
+            if begin_s < self._earliest_drawing_s:
                 return self._text
             record_has_grown = self._record.refresh()
-            if record_has_grown or begin_s >= self._outdated_from_s:
-                self._outdated_from_s = begin_s + MAX_AGE_S
+            if record_has_grown or begin_s >= self._latest_drawing_s:
+                self._latest_drawing_s = begin_s + MAX_AGE_S
                 self._text = render(self._record, self._baselines, refresh_s=REFRESH_S)
             end_s = time.monotonic()
             drawing_s = end_s - begin_s
             # At most a tenth of the time goes into drawing.
-            self._keep_until_s = end_s + max(REFRESH_S / 2, 10 * drawing_s)
+            self._earliest_drawing_s = end_s + max(REFRESH_S / 2, 10 * drawing_s)
             return self._text
 
 

@@ -160,8 +160,9 @@ class RunningMeans:
     def _pack(self, names: list[str]) -> Tensor:
         """Returns the float64 tensor of shape `(PACKED_SIZE,)` that a reduction sums up.
 
-        It has a hash of the names, since ranks that log different names must not be averaged. For
-        the hash `h` and the `k` names that this rank has logged, its values are
+        Ranks that log different names must not be averaged. So it has a hash `h` of the names, and
+        its square: from the sums of both over the ranks, `_compute_means` sees whether all ranks
+        have the same `h`. For the `k` names that this rank has logged, the values are
 
             1, h, h ** 2, samples, weights of k names, 0, ..., weighted sums of k names, 0, ...
 

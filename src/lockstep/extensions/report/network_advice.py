@@ -12,6 +12,7 @@ import socket
 import statistics
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lockstep.communication import routing
 from lockstep.communication.link import Link
@@ -43,6 +44,17 @@ class _ClocksAfterStep:
     """Seconds since the thread began in which it was ready to run but had no core."""
 
 
+class _StepTimes(NamedTuple):
+    """The times of a step on this rank."""
+
+    step_s: float
+    """Seconds of the whole step."""
+    waiting_s: float
+    """Seconds in which this rank waited for other machines."""
+    run_delay_s: float
+    """Seconds in which the training thread was ready to run but had no core."""
+
+
 class NetworkAdvice(Extension):
     """Measures the first steps and prints the advice on rank 0.
 
@@ -66,12 +78,8 @@ class NetworkAdvice(Extension):
         if len(self._clocks) == WARMUP_STEPS + MEASURED_STEPS:
             self._print_advice()
 
-    def _print_advice(self) -> None:
-        """Exchanges how long each rank waited in a step, and prints the advice on rank 0.
-
-        Each of `_clocks` has the readings of three clocks after a step: a wall clock, how long
-        this rank has waited for other machines, and how long it was without a core.
-        """
+    def _measured_times(self) -> _StepTimes:
+        """Returns the times of a step: the medians over the measured steps."""
         step_times = []
         waiting_times = []
         run_delays = []
@@ -81,27 +89,35 @@ class NetworkAdvice(Extension):
             step_times.append(after.now_s - before.now_s)
             waiting_times.append(after.waited_s - before.waited_s)
             run_delays.append(after.run_delay_s - before.run_delay_s)
-        # Medians, since the network may have been interrupted for a while.
-        step_s = statistics.median(step_times)
-        waiting_s = statistics.median(waiting_times)
-        delay_s = statistics.median(run_delays)
+        # Not means, since the network may have been interrupted for a while.
+        return _StepTimes(
+            step_s=statistics.median(step_times),
+            waiting_s=statistics.median(waiting_times),
+            run_delay_s=statistics.median(run_delays),
+        )
+
+    def _print_advice(self) -> None:
+        """Exchanges how long each rank waited in a step, and prints the advice on rank 0."""
+        times = self._measured_times()
         topology = self._run.topology
         machine = f"machine {topology.node_rank} ({socket.gethostname()})"
-        waiting_of_ranks = self._run.collectives.exchange([machine, waiting_s])
+        waiting_of_ranks = self._run.collectives.exchange([machine, times.waiting_s])
         if not topology.is_main:
             return
-        # A machine waits as long as that of its ranks that waits least.
+        # The waiting time of a machine is the shortest waiting time of its ranks.
         waiting_of_machine: dict[str, float] = {}
         for name, seconds in waiting_of_ranks:
-            least = waiting_of_machine.get(name, seconds)
-            waiting_of_machine[name] = min(least, seconds)
-        network = self._describe_network(step_s, min(waiting_of_machine.values()), delay_s)
+            shortest = waiting_of_machine.get(name, seconds)
+            waiting_of_machine[name] = min(shortest, seconds)
+        network = self._describe_network(
+            times.step_s, min(waiting_of_machine.values()), times.run_delay_s
+        )
         # The ranks of a machine share the work: each compresses a part of the gradients.
         num_gradients = network.gradient_bytes // BYTES_PER_GRADIENT
         num_gradients_per_rank = num_gradients // network.local_size
         compressions = measure_compression_costs(num_gradients_per_rank, self._link.machines)
         print_line(f"  network     {describe_network(network, self._link, compressions)}")
-        warning = describe_slow_machine(step_s, waiting_of_machine)
+        warning = describe_slow_machine(times.step_s, waiting_of_machine)
         if warning:
             print_line(f"  network     {warning}")
 
@@ -110,7 +126,7 @@ class NetworkAdvice(Extension):
 
         Args:
             step_s: seconds of a step.
-            waiting_s: seconds of a step in which the rank that waits least waits.
+            waiting_s: seconds of a step in which the rank that waits least waits for others.
             delay_s: seconds of a step in which the training thread had no core.
         """
         models = []
@@ -128,10 +144,11 @@ class NetworkAdvice(Extension):
             compute_s=compute_s,
             waiting_s=waiting_s,
             gradient_bytes=BYTES_PER_GRADIENT * num_trained,
-            local_size=self._run.topology.size // self._link.machines,
+            local_size=self._run.topology.size // self._link.machines,  # ranks of a machine
             # The ranks of a machine sum up in shared memory, if they have it.
             hierarchical=routing.shared_memory() is not None,
             # A model under DDP has this attribute; it is None without compression.
             compressed=any(getattr(model, "compressed", None) is not None for model in models),
+            # A part of the computing. It is measured by another clock and may come out longer.
             run_delay_s=min(delay_s, compute_s),
         )

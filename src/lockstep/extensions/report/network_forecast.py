@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lockstep.communication.link import Link
 from lockstep.communication.quantize import BLOCK, Method, decode, encode
@@ -104,34 +105,59 @@ def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCo
     num_values = min(count, MAX_VALUES_TRIED) // BLOCK * BLOCK
     num_values = max(num_values, BLOCK)
     values = torch.ones(1, num_values)
-    decoded = torch.empty_like(values)
-    lost = torch.empty_like(values)
+    buffer = torch.empty_like(values)
+    # Encoding to int8 writes the rounding errors into a tensor, as the training does to add them to
+    # the next gradients. For bf16 they are not kept.
+    rounding_errors = torch.empty_like(values)
     costs: dict[str, CompressionCost] = {}
-    methods: tuple[tuple[Method, torch.Tensor | None], ...] = (("bf16", None), ("int8", lost))
+    methods: tuple[tuple[Method, Tensor | None], ...] = (("bf16", None), ("int8", rounding_errors))
     for _ in range(3):  # the first time memory is new and slow, so the shortest time counts
-        for method, lost_by_method in methods:
-            begin_s = time.perf_counter()
-            decoded.copy_(values)
-            copied_s = time.perf_counter()
-            encoded = encode(decoded, method, lost_by_method)
-            encoded_s = time.perf_counter()
-            decode(encoded, method, decoded)
-            end_s = time.perf_counter()
-            copy_s = copied_s - begin_s
-            encode_s = encoded_s - copied_s
-            decode_s = end_s - encoded_s
+        for method, lost in methods:
+            times = _time_compression(values, buffer, method, lost)
             # Three copies: gradients are put together, summed up, and taken apart. A rank encodes
             # its gradients, then the sum of its chunk, which is one of `peers` parts of all
             # gradients. It decodes the chunks of its peers, and then the sums: all gradients twice.
-            seconds = 3 * copy_s + (1 + 1 / peers) * encode_s + 2 * decode_s
+            seconds = 3 * times.copy_s + (1 + 1 / peers) * times.encode_s + 2 * times.decode_s
             cost = CompressionCost(
-                sent_share=encoded.nbytes / values.nbytes,
+                sent_share=times.encoded_bytes / values.nbytes,
                 encode_s=seconds * count / num_values,  # for all `count` gradients
             )
             shortest = costs.get(method)
             if shortest is None or cost.encode_s < shortest.encode_s:
                 costs[method] = cost
     return costs
+
+
+class _CompressionTimes(NamedTuple):
+    """What it takes to compress some values once."""
+
+    copy_s: float
+    encode_s: float
+    decode_s: float
+    encoded_bytes: int
+
+
+def _time_compression(
+    values: Tensor, buffer: Tensor, method: Method, lost: Tensor | None
+) -> _CompressionTimes:
+    """Copies, encodes and decodes values, and measures each of these.
+
+    Args:
+        values: the values.
+        buffer: a tensor of the same shape, which they are copied to.
+        method: the method of compression.
+        lost: is filled with the rounding errors, as by `encode`.
+    """
+    begin_s = time.perf_counter()
+    buffer.copy_(values)
+    copied_s = time.perf_counter()
+    encoded = encode(buffer, method, lost)
+    encoded_s = time.perf_counter()
+    decode(encoded, method, buffer)
+    end_s = time.perf_counter()
+    return _CompressionTimes(
+        copied_s - begin_s, encoded_s - copied_s, end_s - encoded_s, encoded.nbytes
+    )
 
 
 def step_seconds(compute_s: float, nbytes: float, link: Link, *, hidden_s: float = 0.0) -> float:
@@ -206,7 +232,11 @@ def forecast_methods(
 def describe_network(
     network: Network, link: Link, compressions: Mapping[str, CompressionCost]
 ) -> str:
-    """Says what the network takes of a step, and if that is over a fifth, what would help."""
+    """Says what the network takes of a step, and if that is over a fifth, what would help.
+
+    For example "a step computes for 80 ms and waits for other machines for 40 ms (33%); bf16: other
+    numbers, about 1.3 times as fast": with bf16 the training would have other results than now.
+    """
     text = (
         f"a step computes for {_format_seconds(network.compute_s)} and waits for other "
         f"machines for {_format_seconds(network.waiting_s)} ({network.waiting_share:.0%})"

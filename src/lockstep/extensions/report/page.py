@@ -206,9 +206,9 @@ def _time_charts(start: Start) -> list[Chart]:
     found = [
         Chart(
             "By rank",
-            "Milliseconds of a step that each rank spends on each phase, first steps left out; "
-            "communication is waiting for others, on top: the rank that waits least is the one "
-            "that the others wait for.",
+            "Milliseconds of a step that each rank spends on each phase, without the first steps. "
+            "On top is communication, in which a rank waits for others. The rank that waits least "
+            "is the one that the others wait for.",
             charts.by_rank(start),
         ),
         Chart(

@@ -197,13 +197,14 @@ class Recorder(Extension):
         it waited. `traffic.blocked_s` is the sum of all such times since the start.
         """
         now = time.perf_counter()
-        begin_s = self._phase_begin_s
-        if self._blocked_before_phase_s != traffic.blocked_s:
-            blocked_s = traffic.blocked_s - self._blocked_before_phase_s
+        seconds = now - self._phase_begin_s
+        total_blocked_s = traffic.blocked_s
+        if total_blocked_s != self._blocked_before_phase_s:
+            blocked_s = total_blocked_s - self._blocked_before_phase_s
+            self._blocked_before_phase_s = total_blocked_s
             self._phase_seconds["communication"] += blocked_s
-            self._blocked_before_phase_s += blocked_s
-            begin_s += blocked_s  # so that the phase itself does not get this time
-        self._phase_seconds[self._phase] += now - begin_s
+            seconds -= blocked_s
+        self._phase_seconds[self._phase] += seconds
         self._phase_begin_s = now
 
     def _end_row(self, number: int) -> None:
@@ -214,9 +215,26 @@ class Recorder(Extension):
         """
         # The present phase goes on, but its time up to now belongs to this row.
         self._end_phase()
-        # The row before this one must come first in the file.
-        self._finish_pending_row(wait=True)
         now_s = self._phase_begin_s - self._begin_s
+        # The previous row must come first in the file.
+        self._finish_pending_row(wait=True)
+        self._pending_row = self._start_copying_loss(self._make_row(number, now_s))
+        self._finish_pending_row(wait=False)  # on the CPU the loss is there already
+        self._begin_next_row()
+        if self._logged is not None:
+            self._unwritten_lines.append(self._logged)
+            self._logged = None
+        if now_s - self._written_at_s >= WRITE_INTERVAL_S:
+            self._written_at_s = now_s
+            self._write()
+
+    def _make_row(self, number: int, now_s: float) -> list[Any]:
+        """Returns the present row, a value for each of `COLUMNS`. The loss is not known yet.
+
+        Args:
+            number: of its last step, counted from 0.
+            now_s: seconds since the record began.
+        """
         if now_s - self._memory_measured_at_s >= MEMORY_INTERVAL_S:
             self._peak_memory_bytes = self._measure_peak_memory()
             self._memory_measured_at_s = now_s
@@ -233,8 +251,10 @@ class Recorder(Extension):
             "shared": traffic.shared,
             **self._phase_seconds,
         }
-        self._pending_row = self._start_copying_loss([row[name] for name in COLUMNS])
-        self._finish_pending_row(wait=False)  # on the CPU the loss is there already
+        return [row[name] for name in COLUMNS]
+
+    def _begin_next_row(self) -> None:
+        """Sets all sums to 0. After each `ROWS_BEFORE_DOUBLING` rows, a row covers more steps."""
         self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._num_steps = 0
         self._num_samples = 0
@@ -244,12 +264,6 @@ class Recorder(Extension):
         self._num_rows += 1
         if self._num_rows % ROWS_BEFORE_DOUBLING == 0:
             self._steps_per_row *= 2
-        if self._logged is not None:
-            self._unwritten_lines.append(self._logged)
-            self._logged = None
-        if now_s - self._written_at_s >= WRITE_INTERVAL_S:
-            self._written_at_s = now_s
-            self._write()
 
     def _start_copying_loss(self, row: list[Any]) -> _PendingRow:
         """Returns the row with the mean loss of its steps.
