@@ -151,9 +151,9 @@ def _problem_of_shards(
     Args:
         path: the path of the checkpoint.
         manifest: the manifest of the checkpoint.
-        file_names: the files that the checkpoint should have. They are read, whatever files the
-            manifest lists.
+        file_names: the files that the checkpoint should have.
     """
+    # `read_stored` reads only files that the manifest lists, and its list may be wrong.
     manifest_with_files = {**manifest, "files": file_names}
     for state_name, tree in layout.trees_of_files(manifest).items():
         sharded = [place for place in tensor_places(tree) if "$sharded" in place]

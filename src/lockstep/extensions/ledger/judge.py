@@ -315,7 +315,7 @@ def _report_other_data(
     if difference is None:
         return False
     loader = first["loader"]
-    if difference.other_samples:
+    if difference.other_samples:  # otherwise they are the same samples, read differently
         report.add_finding(
             "LS104",
             f"loader {loader}: the data of start {number} are not those of the first start: "

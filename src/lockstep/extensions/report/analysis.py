@@ -450,7 +450,10 @@ def _warning_findings(record: Record) -> Iterator[Finding]:
     steps_by_text: dict[str, list[str]] = {}
     for start in record.starts:
         for warning in start.main.warnings:
-            steps_by_text.setdefault(warning["warning"], []).append(str(warning["step"]))
+            text = warning["warning"]
+            if text not in steps_by_text:
+                steps_by_text[text] = []
+            steps_by_text[text].append(str(warning["step"]))
     for text in [*steps_by_text][:MAX_WARNINGS]:
         lines = text.splitlines()
         if not lines:  # a warning without a text

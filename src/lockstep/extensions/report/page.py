@@ -91,7 +91,7 @@ def _template_variables(record: Record, baselines: Sequence[Record]) -> dict[str
         "ranks": [_rank_row(rank_record) for _, rank_record in sorted(last.records.items())],
         "curves": _curve_charts(record),
         "scaling": _scaling_rows(record, baselines),
-        "several": last.reached_init and last.num_ranks > 1,
+        "had_several_ranks": last.reached_init and last.num_ranks > 1,
         "working": _working_sentence(last),
         "starts": [_start_row(number, start) for number, start in enumerate(record.starts, 1)],
         "choices": [*last.main.choices, *_versions(last.main.header)],
@@ -108,7 +108,7 @@ def _parts(variables: Mapping[str, Any]) -> list[str]:
         "Findings": True,
         "Time": bool(variables["time"]),
         "Curves": bool(variables["curves"]),
-        "Scaling": bool(variables["scaling"] or variables["several"]),
+        "Scaling": bool(variables["scaling"] or variables["had_several_ranks"]),
         "Starts": True,
         "Choices": bool(variables["choices"]),
         "Samples": bool(variables["ledger"]),
@@ -161,6 +161,7 @@ def _key_numbers(record: Record, last: Start) -> list[tuple[str, str]]:
         record: the record of the run.
         last: its last start, whose `main` is the record of rank 0.
     """
+    # The hosts are known only if the ranks have begun their records, at lockstep.init.
     hosts = {str(rank_record.header.get("host")) for rank_record in last.records.values()}
     on_hosts = f" on {count_noun(len(hosts), 'host')}" if last.reached_init else ""
     numbers = [("ranks", f"{last.num_ranks}{on_hosts}")]

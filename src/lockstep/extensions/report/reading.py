@@ -298,13 +298,7 @@ class Record:
         is_rank_file = rank.isdecimal() and nanoseconds.isdecimal()
         if not is_rank_file:
             return self._add_launcher_lines(path.name, lines)
-        # The record is made even if the file is still empty: there is such a rank.
-        if start_name not in self._starts_of_ranks:
-            self._starts_of_ranks[start_name] = Start(start_name)
-        start = self._starts_of_ranks[start_name]
-        if int(rank) not in start.records:
-            start.records[int(rank)] = RankRecord(int(rank))
-        record = start.records[int(rank)]
+        record = self._record_of_rank(start_name, int(rank))
         num_lines = 0
         for line in lines:
             num_lines += 1
@@ -318,13 +312,23 @@ class Record:
             record.add(line)
         return num_lines
 
+    def _record_of_rank(self, start_name: str, rank: int) -> RankRecord:
+        """Returns the record of a rank in a start; makes an empty one if there is none yet."""
+        if start_name not in self._starts_of_ranks:
+            self._starts_of_ranks[start_name] = Start(start_name)
+        start = self._starts_of_ranks[start_name]
+        if rank not in start.records:
+            start.records[rank] = RankRecord(rank)
+        return start.records[rank]
+
     def _add_launcher_lines(self, file_name: str, lines: Iterator[Any]) -> int:
         """Adds the new lines of a launcher's file; returns how many there were."""
-        known = self._launcher_lines.setdefault(file_name, [])
+        if file_name not in self._launcher_lines:
+            self._launcher_lines[file_name] = []
         num_lines = 0
         for line in lines:
             if "kind" in line:  # every line of a launcher has this key
-                known.append({**line, "file": file_name})
+                self._launcher_lines[file_name].append({**line, "file": file_name})
                 num_lines += 1
         return num_lines
 
@@ -355,9 +359,10 @@ class Record:
         """True if the last start has ended and its launcher, if it had one, starts no other."""
         last = self.starts[-1]
         previous_time = self.starts[-2].time if len(self.starts) > 1 else -math.inf
+        # A launcher writes a line of the kind "start" just before it starts the ranks. So the line
+        # of the last start comes after the previous start.
         has_launcher = False
         for line in self._all_launcher_lines():
-            # A launcher writes this line just before it starts the ranks.
             if line["kind"] == "start" and previous_time < line["time"] <= last.time:
                 has_launcher = True
         if not has_launcher:

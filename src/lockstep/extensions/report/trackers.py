@@ -125,7 +125,8 @@ class Exporter:
         total_before = self._num_written.total()
         for start in self._record.starts:
             for scalar in scalars(start):
-                # The n-th value of a key is new if fewer than n of them were written before.
+                # A curve may have several values in one step, such as two evaluations. The n-th of
+                # them is new if fewer than n were written before.
                 key = (start.name, scalar.name, scalar.step)
                 num_in_record[key] += 1
                 is_new = num_in_record[key] > self._num_written[key]
