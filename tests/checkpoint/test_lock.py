@@ -69,8 +69,8 @@ def test_a_run_may_resume_from_a_folder_that_another_writes(tmp_path: Path) -> N
     first = Training(tmp_path)
     first.end()
     # Those two are of this process, which has let go of the folder only with the last of them.
-    for lock in list(locks._acquired):
-        locks._acquired.pop(lock)
+    for lock in list(locks._locks_of_process):
+        locks._locks_of_process.pop(lock)
     ours, theirs = context.Pipe()
     (tmp_path / locks.LOCK_FILE).unlink()
     process = context.Process(target=hold, args=(str(tmp_path), theirs))

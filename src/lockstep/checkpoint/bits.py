@@ -23,8 +23,8 @@ def facts_about_bits(num_virtual_ranks: int | None, device: torch.device) -> dic
     """Returns what the manifest of a checkpoint says about bits; empty without virtual ranks.
 
     Args:
-        num_virtual_ranks: of the run that saves; None: it has none.
-        device: that this process computes on.
+        num_virtual_ranks: how many virtual ranks the run that saves has; None: it has none.
+        device: the device that this process computes on.
     """
     if num_virtual_ranks is None:
         return {}
@@ -53,8 +53,8 @@ def check_virtual_ranks(
 
     Args:
         path: the path of the checkpoint.
-        manifest: of the checkpoint.
-        num_virtual_ranks: of this run; None: it has none.
+        manifest: the manifest of the checkpoint.
+        num_virtual_ranks: how many virtual ranks this run has; None: it has none.
 
     Raises:
         CheckpointError: the checkpoint has another number.
@@ -85,9 +85,10 @@ def restore_threads(
     With the same number of threads and the same numerics, the run goes on with the same bits.
 
     Args:
-        manifest: of the checkpoint.
-        num_virtual_ranks: of this run; None: it has none, and nothing is done.
-        device: that this process computes on.
+        manifest: the manifest of the checkpoint.
+        num_virtual_ranks: how many virtual ranks this run has. None: it has none, and nothing is
+            done.
+        device: the device that this process computes on.
 
     Returns:
         The end of a sentence that says what was done, and what may change the bits; "" if nothing.

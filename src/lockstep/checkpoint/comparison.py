@@ -106,7 +106,7 @@ def _compare_chunk(
     """Compares two flat tensors of one length, and adds what differs to `differences`.
 
     Args:
-        differences: is updated.
+        differences: what was found up to now, which is updated.
         a: shape `(n,)`, on the CPU.
         b: shape `(n,)`, on the CPU, perhaps of another dtype.
         atol: elements are equal if |a - b| <= atol + rtol * |b|.

@@ -71,8 +71,8 @@ def convert(
         out: ends in `.safetensors`, or in one of `TORCH_ENDINGS`.
         dtype: the new dtype of all tensors with fractions and at least 16 bits. None: tensors keep
             their dtypes.
-        remove_prefixes: are removed in this order; `_orig_mod.` also inside of a name.
-        add_prefix: is put before every name.
+        remove_prefixes: prefixes to remove, in this order; `_orig_mod.` also inside of a name.
+        add_prefix: a text to put before every name.
         shard_bytes: larger safetensors are written to several files with an index.
 
     Raises:

@@ -155,9 +155,9 @@ def _shape_and_nearest(
     """Returns a text such as "[2, 8]  nearest in the file: fc.weight".
 
     Args:
-        value: whose shape is told, if it has one.
-        name: of the value, to which a similar name is looked for.
-        names_of_other_side: among which it is looked for.
+        value: a tensor, whose shape is said, or anything else.
+        name: the name of the value.
+        names_of_other_side: the names among which the most similar one is found.
         where: "in the file" or "in the model", where these names are.
     """
     shape = shape_of(value)

@@ -77,7 +77,7 @@ def plain_errors(action: str, path: Path) -> Iterator[None]:
 
     Args:
         action: what is being done with the path, such as "saving the checkpoint".
-        path: is named in the error.
+        path: the path, which is named in the error.
     """
     try:
         yield

@@ -203,7 +203,7 @@ def is_complete(path: Path) -> bool:
 def _manifest_if_complete(path: Path) -> dict[str, Any] | None:
     """Returns the manifest of a checkpoint, or None if the checkpoint is not complete.
 
-    Nothing in a damaged manifest raises an error here, whatever types it has in place of others.
+    A damaged manifest raises no error here, even if its values have wrong types.
     """
     try:
         manifest = parse_object(manifest_text(path))

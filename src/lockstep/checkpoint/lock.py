@@ -37,7 +37,7 @@ MAX_CLOCK_CHANGE_S = 3.0
 
 
 @dataclass
-class _AcquiredLock:
+class _FileLock:
     """A system lock that this process has."""
 
     descriptor: int
@@ -48,7 +48,7 @@ class _AcquiredLock:
     """Number of `Lock` objects that share it."""
 
 
-_acquired: dict[Path, _AcquiredLock] = {}
+_locks_of_process: dict[Path, _FileLock] = {}
 """The locks of this process by their files. They are shared, because the system would give the
 process the same lock again, and take it away as soon as the first of two owners closes the file."""
 
@@ -59,7 +59,7 @@ class Lock:
     def __init__(self, folder: Path) -> None:
         self._folder = Path(os.path.abspath(folder))
         self._path = self._folder / LOCK_FILE
-        self._acquired: _AcquiredLock | None = None
+        self._lock: _FileLock | None = None
 
     def acquire(self) -> None:
         """Takes the lock. If this object has it already, checks that the lock file is still there.
@@ -73,17 +73,15 @@ class Lock:
                 which the lock was taken.
             OSError: the folder is not there or not writable.
         """
-        if self._acquired is None:
-            lock = _acquired.get(self._path)
-            if lock is None:
-                lock = _acquire(self._path)
-            lock.owners += 1
-            _acquired[self._path] = lock
-            self._acquired = lock
+        if self._lock is None:
+            if self._path not in _locks_of_process:
+                _locks_of_process[self._path] = _make_lock(self._path)
+            self._lock = _locks_of_process[self._path]
+            self._lock.owners += 1
             return
         # It was taken for an earlier save. The lock file must still be the one of this run.
         text = _read_text(self._path)
-        if text != self._acquired.text:
+        if text != self._lock.text:
             found = "its lock file is gone"
             if text:
                 found = f"{_describe_run(text)} has begun to write there"
@@ -98,13 +96,13 @@ class Lock:
 
     def release(self) -> None:
         """Releases the lock, if this object has it. The last owner removes the file."""
-        lock = self._acquired
-        self._acquired = None
+        lock = self._lock
+        self._lock = None
         if lock is None:
             return
         lock.owners -= 1
         if lock.owners == 0:
-            del _acquired[self._path]
+            del _locks_of_process[self._path]
             with suppress(OSError):
                 # The folder may be another one now, with the lock file of another run.
                 is_own_file = _read_text(self._path) == lock.text
@@ -116,7 +114,7 @@ class Lock:
 def find_other_writer(folder: Path) -> str | None:
     """Returns a description of another run that writes into a folder, or None."""
     path = Path(os.path.abspath(folder)) / LOCK_FILE
-    if path in _acquired:
+    if path in _locks_of_process:
         return None  # this process has the lock, so no other run does
     # If the lock is free, it is taken for an instant: closing the file releases it.
     with suppress(OSError), path.open("rb+") as file:
@@ -124,7 +122,7 @@ def find_other_writer(folder: Path) -> str | None:
     return None
 
 
-def _acquire(path: Path) -> _AcquiredLock:
+def _make_lock(path: Path) -> _FileLock:
     """Makes a lock file if there is none, locks it, and writes into it which run this is.
 
     Raises:
@@ -143,7 +141,7 @@ def _acquire(path: Path) -> _AcquiredLock:
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, text, 0)
                 is_acquired = True
-                return _AcquiredLock(descriptor, text)
+                return _FileLock(descriptor, text)
         finally:
             if not is_acquired:
                 os.close(descriptor)
@@ -232,7 +230,7 @@ def _read_text(path: Path) -> bytes:
     If this process has the lock, the text is read through the descriptor that is open already:
     closing another descriptor of the file would release the lock.
     """
-    lock = _acquired.get(path)
+    lock = _locks_of_process.get(path)
     with suppress(OSError):
         if lock is None:
             with path.open("rb") as file:

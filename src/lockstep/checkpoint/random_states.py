@@ -35,8 +35,8 @@ class RandomStates:
     """The random states of a run, for its checkpoints.
 
     Args:
-        collectives: of the run.
-        common_stream: of the run; None: every rank has a stream of its own.
+        collectives: the collectives of the run.
+        common_stream: the common stream of the run; None: every rank has a stream of its own.
     """
 
     def __init__(self, collectives: Collectives, common_stream: CommonStream | None) -> None:

@@ -105,7 +105,7 @@ def collect_round(step: int, reports: Sequence[Report], num_virtual_ranks: int) 
     """Returns the files that all machines have of the round that ended at this step.
 
     Args:
-        step: in which a round of at least one report ended.
+        step: the step at which the round ended; at least one report has a round that ended there.
         reports: what `Rounds.report` returned on each rank.
         num_virtual_ranks: how many virtual ranks the run has.
     """

@@ -91,7 +91,7 @@ class RankReports:
     Args:
         joined: has the store; None on one process.
         folder_name: name of the hidden folder. No other checkpoint has the same.
-        ranks: those that write besides rank 0.
+        ranks: the ranks that write besides rank 0.
     """
 
     def __init__(self, joined: Joined | None, folder_name: str, ranks: Sequence[int]) -> None:

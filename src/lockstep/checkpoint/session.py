@@ -752,8 +752,8 @@ class Checkpoint:
     def _epoch(self, states: Mapping[str, Any]) -> int:
         """Returns the epoch of the run.
 
-        The world counts epochs only in a loop over `world.epochs`. In any other loop, the epoch is
-        the smallest of those loaders that have begun one.
+        The world counts epochs only in a loop over `world.epochs`. In any other loop, the loaders
+        count them. If several loaders have begun an epoch, the smallest number is returned.
         """
         epoch = states["world"]["epoch"]
         if epoch:

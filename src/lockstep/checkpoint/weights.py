@@ -132,7 +132,8 @@ def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
     Tied shards are gathered once, and remain one tensor.
 
     Args:
-        state: is changed. On rank 0 its values become whole CPU tensors, on the others None.
+        state: the state of the model, which is changed: its values become whole CPU tensors on rank
+            0, and None on the others.
         collectives: the collectives of the run. All ranks call this.
     """
     own_names = [name for name, value in state.items() if not is_meta(value)]

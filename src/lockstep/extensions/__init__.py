@@ -23,11 +23,11 @@ def add_extensions(
     What a run does not need is not imported.
 
     Args:
-        run: of this process.
-        strategy: of the run.
-        plan: of the strategy.
+        run: the run of this process.
+        strategy: the strategy of the run.
+        plan: the plan of the strategy.
         preparer: the `training.prepare.Preparer` of the run.
-        version: of Lockstep, for the record of the run.
+        version: the version of Lockstep, for the record of the run.
 
     Raises:
         SettingError: on all ranks, if a folder cannot be written to.

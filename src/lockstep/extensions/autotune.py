@@ -53,9 +53,9 @@ class Autotune(Extension):
     """Finds shares and micro-batch size for all loaders of a run.
 
     Args:
-        run: of this process.
-        strategy: of the modules.
-        plan: the strategy's.
+        run: the run of this process.
+        strategy: the strategy of the modules.
+        plan: the plan of the strategy.
         modules: all prepared modules. The collection may still grow.
         optimizers: all prepared optimizers. The collection may still grow.
 
@@ -169,7 +169,7 @@ class Autotune(Extension):
 
         Args:
             division: how its loader divides global batches.
-            num_samples: of this rank in it.
+            num_samples: how many samples this rank has in it.
 
         Raises:
             UsageError: an optimizer has stepped, but `world.backward` was not called.

@@ -53,10 +53,10 @@ class AutotuneSearch:
     together.
 
     Args:
-        run: of this process.
-        plan: the strategy's.
+        run: the run of this process.
+        plan: the plan of the strategy.
         division: how the loader divides global batches now.
-        num_samples: of this rank in the recorded micro-batch.
+        num_samples: how many samples this rank has in the recorded micro-batch.
         calls: the recorded forward calls.
     """
 
@@ -121,7 +121,7 @@ class AutotuneSearch:
         It is the same number on all processes, so the smallest of what fits on each.
 
         Args:
-            shares: of the processes.
+            shares: the shares of the processes.
         """
         sizes = part_sizes(self._division.batch_size, shares)  # of the parts of the processes
         devices: Sequence[int | None] = self._local_devices
@@ -156,7 +156,7 @@ class AutotuneSearch:
 
         Args:
             device: its number in the run. None for all devices of this process together.
-            shares: of the devices; if `device` is None, of the processes.
+            shares: the shares of the devices; if `device` is None, those of the processes.
         """
         sizes = part_sizes(self._division.batch_size, shares)
         index = self._run.collectives.data_parallel.rank if device is None else device
@@ -221,7 +221,7 @@ class AutotuneSearch:
             find: called with the number of a device, and the shares.
             devices: the numbers of the devices of this process. `[None]` calls the function only
                 once, for all devices of the process together.
-            shares: are passed on.
+            shares: the shares, which are passed on.
 
         Returns:
             The results for all devices of all ranks, in the order of the ranks.

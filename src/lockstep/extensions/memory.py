@@ -40,7 +40,7 @@ def measure(
     have to call it.
 
     Args:
-        preparer: of the run.
+        preparer: the preparer of the run.
         model: prepared.
         optimizer: prepared. None leaves its state out.
         loader: prepared; together with `loss`.
@@ -131,8 +131,8 @@ def _rows_of_replicas(
 
     Args:
         rows: one for each device, the first for the device that has the parameters.
-        model: with the replicas.
-        samples: of this process, None if no steps were measured.
+        model: the model, with its replicas.
+        samples: how many samples this process has; None if no steps were measured.
     """
     samples_of_replica: list[int | None] = [None] * model.num_replicas
     if samples is not None:

@@ -81,10 +81,10 @@ class TrainingSteps:
     """Training steps that are measured and undone.
 
     Args:
-        preparer: of the run.
-        model: prepared.
-        optimizer: prepared.
-        loader: prepared.
+        preparer: the preparer of the run.
+        model: the prepared model.
+        optimizer: the prepared optimizer.
+        loader: the prepared loader.
         loss: computes the loss from the model and a batch.
     """
 
@@ -146,7 +146,7 @@ class TrainingSteps:
         """Takes one training step, which may consist of several micro-batches.
 
         Args:
-            batches: of the loader.
+            batches: the batches of the loader.
             context: entered around the computation of each micro-batch.
             count_saved: count what the first micro-batch keeps for its backward pass (see
                 `_count_saved`), and remember the gradients.
@@ -190,7 +190,7 @@ class TrainingSteps:
         still be alive then, because it keeps alive what is counted.
 
         Args:
-            samples: of this rank in this micro-batch.
+            samples: how many samples this rank has in this micro-batch.
         """
         model_storages = storages([*self._model.parameters(), *self._model.buffers()])
         saved_by_calls: list[SavedTensors] = []

@@ -123,7 +123,7 @@ class Memory:
 def _choose_unit(devices: Iterable[DeviceMemory]) -> tuple[int, str]:
     """Returns the bytes and the name of the unit in which the figures of all devices are shown.
 
-    It is the largest unit of which the largest figure has 10 or more, or else KiB.
+    It is the largest unit in which the largest figure is at least 10; if there is none, KiB.
     """
     largest = 0
     for device in devices:
@@ -138,7 +138,7 @@ def _format_cell(attribute: str, value: float | None, unit_bytes: int) -> str:
     """Returns a cell of the table as text.
 
     Args:
-        attribute: of `DeviceMemory`, which the row of the cell shows.
+        attribute: the attribute of `DeviceMemory` that the row of the cell shows.
         value: bytes, unless it is a number of samples or a time in seconds; None: not known.
         unit_bytes: the bytes of the unit in which bytes are shown.
     """

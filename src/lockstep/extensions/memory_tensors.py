@@ -239,7 +239,7 @@ def around_calls(
     """Enters a context around every call of a model, or of each of its replicas.
 
     Args:
-        model: whose calls are meant.
+        model: the model.
         make_context: returns the context for the arguments of a call. It is entered in the thread
             that makes the call.
     """

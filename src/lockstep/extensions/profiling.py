@@ -81,9 +81,9 @@ class ProfilingRun:
     new tensor.
 
     Args:
-        run: of this process.
+        run: the run of this process.
         calls: all forward calls before one backward pass.
-        num_samples: with which they were made.
+        num_samples: how many samples they were made with.
 
     Raises:
         UsageError: when it computes, if it cannot see which tensors hold the samples.
@@ -102,7 +102,7 @@ class ProfilingRun:
         """Returns True if there is enough memory for this many samples at a time.
 
         Args:
-            samples: to compute.
+            samples: how many samples to compute.
             device: the number of a device among those of this process. None for all of them.
         """
         with self._restore_everything():
@@ -126,7 +126,7 @@ class ProfilingRun:
         run of a size fills caches, so it is not timed.
 
         Args:
-            samples: to compute.
+            samples: how many samples to compute.
             device: as for `fits`.
         """
         run_times: list[float] = []
@@ -146,9 +146,9 @@ class ProfilingRun:
         """Runs the forward passes of all calls, and one backward pass.
 
         Args:
-            samples: to compute.
+            samples: how many samples to compute.
             device: as for `fits`.
-            reserved_memory: is not used, only kept from being freed before the end.
+            reserved_memory: memory that must not be freed before the end; it is not used.
 
         Raises:
             UsageError: there are no calls, or no output or input has a gradient.
@@ -315,7 +315,7 @@ def restored(
     Args:
         dictionaries: pairs of a dictionary and a copy of it, whose entries it gets back.
         values: tensors. They are written to in place, because other objects refer to them.
-        gpus: whose random streams are used.
+        gpus: the GPUs whose random streams are used.
     """
     # The copies are on the CPU, so that they do not add to the memory of a GPU that is measured.
     copies = [(tensor, to_local(tensor).to("cpu", copy=True)) for tensor in values]

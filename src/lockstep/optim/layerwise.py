@@ -364,8 +364,8 @@ def _check_options(group: dict[str, Any], name: str) -> None:
     """Raises SettingError if an option of a parameter group is out of range.
 
     Args:
-        group: with all options.
-        name: of the optimizer's class.
+        group: a parameter group, with all options.
+        name: the name of the optimizer's class.
     """
     for key, allowed in _RANGES.items():
         if key not in group:  # LARS and LAMB have not all the same options
@@ -465,7 +465,7 @@ def _norms_of_whole(
     they are.
 
     Args:
-        parameters: with the same sharding.
+        parameters: the parameters, which have the same sharding.
         weights: each parameter, or this rank's shard of it.
         steps: the step of each parameter, or of this rank's shard of it.
 

@@ -62,7 +62,7 @@ class Precision:
 
     Args:
         name: `fp32`, `bf16`, `fp16` or `fp64`.
-        device: of the model.
+        device: the device of the model.
 
     Raises:
         SettingError: an unknown name, or one that the device cannot do.
@@ -162,7 +162,7 @@ class Precision:
 
         Args:
             optimizer: the user's own optimizer.
-            closure: is passed to the optimizer.
+            closure: a function that is passed to the optimizer; None: none.
 
         Returns:
             What the optimizer returned, and True if the step was skipped because gradients were
@@ -227,9 +227,9 @@ class AutocastForward:
     see the inputs as they were given, and outputs in fp32.
 
     Args:
-        module: whose `forward` is called, that of its class or one that was set on the object.
-        device_type: of the tensors that are computed with.
-        dtype: of the operations that autocast knows to be safe in it.
+        module: the module whose `forward` is called, that of its class or one that was set on it.
+        device_type: the type of the device of the tensors that are computed with.
+        dtype: the dtype of the operations that autocast knows to be safe in it.
     """
 
     def __init__(self, module: nn.Module, device_type: str, dtype: torch.dtype) -> None:

@@ -96,7 +96,7 @@ class Archive:
         """Loads the content: tensors, numbers, text and containers of them.
 
         Args:
-            device: where the tensors are put. On "meta" their values are not read.
+            device: the device that the tensors are put on. On "meta" their values are not read.
 
         Returns:
             The content; and for each storage of a tensor in it the size of its values in bytes.
@@ -301,7 +301,7 @@ def _read_tensor(
     Args:
         name: the name of the tensor.
         description: its record in the metadata: properties, size and chunks (the shards).
-        archives: where the shards are.
+        archives: the places of all archives of the folder.
         cached_values: the values of the shard that was read last; all shards of the folder share
             this dictionary.
 

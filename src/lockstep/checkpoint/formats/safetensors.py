@@ -140,9 +140,9 @@ def _check_offsets(
     """Checks that every byte after the header belongs to exactly one tensor.
 
     Args:
-        tensors: with their names, in the order of their offsets.
+        tensors: the tensors with their names, in the order of their offsets.
         values_begin: the first byte after the header.
-        file_size: in bytes.
+        file_size: the size of the file in bytes.
 
     Raises:
         ValueError: there is a gap or an overlap, or the file ends elsewhere than the tensors.

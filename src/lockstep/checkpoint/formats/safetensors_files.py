@@ -190,7 +190,7 @@ def write_weights(
             files = _free_file_names(path, len(names_of_files))
             _write_files_and_index(index, files, names_of_files, tensors, dtype, sizes)
             written = [index, *files]
-        # Weights that were in one file and are now in several, or the other way round.
+        # Remove the rest of the former weights, which may have been in several files, or in one.
         for old_file in {path, index, *former_files}.difference(written):
             old_file.unlink(missing_ok=True)
     return written
@@ -253,7 +253,7 @@ def group_by_size(sizes: Iterable[tuple[Item, int]], max_size: int | None) -> li
 
     Args:
         sizes: pairs of an item and its size.
-        max_size: of a group. None: all items are one group.
+        max_size: the largest size of a group. None: all items are one group.
     """
     groups: list[list[Item]] = [[]]
     group_size = 0

@@ -14,8 +14,8 @@ class Check(Extension):
     """Looks at a training in every run and changes nothing.
 
     Args:
-        run: of this process.
-        precision: of the forward passes and the loss.
+        run: the run of this process.
+        precision: the precision of the forward passes and the loss.
         wrapped: all modules that `world.prepare` has wrapped; the collection may still grow.
     """
 

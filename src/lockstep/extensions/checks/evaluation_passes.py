@@ -136,7 +136,7 @@ class EvaluationPassesCheck(Check):
         """Warns that only these ranks have evaluated.
 
         Args:
-            ranks: that have evaluated.
+            ranks: the ranks that have evaluated.
             evaluated_at: the file and line of the script that began it, in a list because it was
                 read from JSON; None if not known.
             on_this_rank: warn on this rank instead of rank 0.
@@ -164,8 +164,8 @@ def _has_evaluated_more(passes: LoaderPasses, passes_of_ranks: Sequence[LoaderPa
     early. That it has begun more passes is not enough either: it may have looked at a first batch.
 
     Args:
-        passes: of the rank in question.
-        passes_of_ranks: of all ranks, over the same loader.
+        passes: the passes of the rank in question.
+        passes_of_ranks: the passes of all ranks over the same loader.
     """
     for other in passes_of_ranks:
         if passes.evaluated > other.evaluated and passes.begun > other.begun:

@@ -79,7 +79,7 @@ class GradientVersionCheck(Check):
             return
         stepped_ids = {id(parameter) for parameter in parameters_of(optimizer)}
         for record in self._records:
-            parameter = record[0]
+            parameter, _, _ = record
             if id(parameter) in stepped_ids and _was_written_to(record):
                 raise UsageError(
                     "gradients that are written to before optimizer.step() under precision='fp16'",

@@ -145,7 +145,7 @@ class PreparationCheck(Check):
         """Returns True if a script may well train these leaves, though none of them is prepared.
 
         Args:
-            leaves: of the graph of a loss.
+            leaves: the leaves of the graph of a loss.
         """
         parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         if len(parameters) < MIN_PARAMETERS_OF_MODEL:
@@ -261,7 +261,7 @@ class UnpreparedModel:
 
     Args:
         location: the line.
-        parameters: those that the loss of this line reaches.
+        parameters: the parameters that the loss of this line reaches.
     """
 
     def __init__(self, location: Location, parameters: Sequence[nn.Parameter]) -> None:

@@ -102,8 +102,8 @@ def step_content(
     Args:
         step: the number of the step.
         loader: the number of the loader, or `NO_LOADER`.
-        epoch: of the loader.
-        position: of the global batch in the epoch.
+        epoch: the epoch of the loader.
+        position: the position of the global batch in the epoch.
         global_samples: samples of the global batch on all ranks.
         samples: the indices of this rank's samples; None: no loader gave them.
     """

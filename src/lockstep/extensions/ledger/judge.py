@@ -139,7 +139,7 @@ def _split_start(start_name: str, files: Mapping[int, RankFile]) -> list[Attempt
 
     Args:
         start_name: the beginning of the names of its files.
-        files: by rank. Each has a list of the batches of every attempt.
+        files: the files by rank. Each has a list of the batches of every attempt.
     """
     # The number of ranks is in the first record of each file. If that is damaged, `num_ranks` is 0.
     num_ranks = max(file.num_ranks for file in files.values())
@@ -162,7 +162,7 @@ def _check_files(attempt: Attempt, number: int, report: LedgerReport) -> None:
 
     Args:
         attempt: its `files` are empty if it is not the first of its start.
-        number: of the attempt, from 1.
+        number: the number of the attempt, from 1.
         report: findings and notes are added to it.
     """
     for rank in range(attempt.num_ranks):
@@ -257,7 +257,7 @@ def _report_other_setting(
         description: its description in another file.
         name: the name of the setting.
         where: says which file that is, such as "rank 1 of start 2".
-        report: is added to.
+        report: the report, which is added to.
     """
     loader = first["loader"]
     report.add_finding(
@@ -301,8 +301,8 @@ def _report_other_data(
     Args:
         first: the description of the loader in the first start.
         description: its description in another one.
-        number: of the other start.
-        report: where a difference is reported.
+        number: the number of the other start.
+        report: the report, to which a difference is added.
 
     Returns:
         True if something differs.
@@ -386,7 +386,7 @@ def _parts_by_batch(
 
     Args:
         attempt: the attempt.
-        index: of the attempt. Only steps are returned for which it is the one that counts.
+        index: the index of the attempt. Only steps are returned for which this attempt counts.
         final_attempts: see `FinalAttempts`.
     """
     parts_by_batch: dict[tuple[int, int], dict[int, TrainedBatch]] = defaultdict(dict)
@@ -416,7 +416,7 @@ def _find_fault(
         parts: by rank, what each rank that recorded the step has trained of a global batch. All
             of them should name the same global batch and its number of samples over all ranks.
         absent_ranks: ranks that have a file and did not record the step.
-        num_ranks: of the attempt. There are fewer files if some are missing.
+        num_ranks: how many ranks the attempt has. There are fewer files if some are missing.
     """
     first_rank = next(iter(parts))
     first = parts[first_rank]
@@ -520,7 +520,7 @@ def _check_epoch(
         batches: the global batches of the epoch that were trained, ordered by step.
         next_batch: the first global batch of the next epoch that was trained, if any.
         final_attempts: see `FinalAttempts`.
-        report: is added to.
+        report: the report, which is added to.
     """
     first = batches[0]
     positions = {batch.position for batch in batches}
@@ -573,10 +573,10 @@ def _add_epoch_finding(
     Args:
         loader: the description of the loader.
         epoch: the epoch.
-        code: of the finding, such as `LS101`.
+        code: the code of the finding, such as `LS101`.
         what: a text for the user.
-        samples: that the finding is about; the first few are added to it.
-        report: is added to.
+        samples: the samples that the finding is about; the first few are added to it.
+        report: the report, which is added to.
     """
     report.add_finding(
         code,
@@ -606,7 +606,7 @@ def _check_positions(
         begin_position: the position in the epoch at which the ledger begins.
         next_batch: the first global batch of the next epoch that was trained, if any.
         final_attempts: see `FinalAttempts`.
-        report: is added to.
+        report: the report, which is added to.
 
     Returns:
         True if no global batch was left out.
@@ -650,7 +650,7 @@ def _check_samples(
         loader: the description of the loader.
         batches: the global batches of the epoch that were trained, ordered by step.
         required_samples: the samples that must be in some batch.
-        report: is added to.
+        report: the report, which is added to.
     """
     epoch = batches[0].epoch
     repeated, absent = repeats_and_gaps(batches, required_samples)
@@ -695,7 +695,7 @@ def _required_samples(
         loader: the description of the loader. Its "stream" is None for a dataset with an index.
             For a stream it says how the ranks divide it: each reads all of it ("whole"), each seeks
             its samples ("seek"), or the stream splits itself ("own").
-        batches: of the epoch.
+        batches: the global batches of the epoch.
         begin_position: the position at which the ledger begins in the epoch.
         is_finished: True if the epoch was trained to its end.
     """

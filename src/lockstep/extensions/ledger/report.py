@@ -126,7 +126,7 @@ def _describe_attempt(number: int, attempt: dict[str, Any]) -> str:
     For example "  start 2, 2026-11-28 10:00:00: 2 ranks, steps 4 to 9; trained 2 steps again".
 
     Args:
-        number: of the attempt, from 1.
+        number: the number of the attempt, from 1.
         attempt: an item of `LedgerReport.attempts`.
     """
     started = datetime.fromtimestamp(attempt["started_ns"] / 1e9)

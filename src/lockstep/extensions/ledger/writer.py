@@ -34,8 +34,8 @@ class Ledger(Extension):
     """Writes down which samples this rank trains.
 
     Args:
-        folder: where the file is written; made if it does not exist.
-        collectives: of the run; the ranks agree on a name for this start of the run.
+        folder: the folder of the file, which is made if it does not exist.
+        collectives: the collectives of the run; the ranks agree on a name for this start.
         loaders: all prepared loaders. More may be added to the list later.
 
     Raises:

@@ -299,7 +299,7 @@ def _restart_findings(number: int, before: Start, after: Start) -> Iterator[Find
 
     Args:
         number: the number of the first of the two starts, counted from 1.
-        before: that start.
+        before: the first of the two starts.
         after: the next start.
     """
     hosts = {before.main.header.get("host"), after.main.header.get("host")}

@@ -70,9 +70,9 @@ def chart(name: str, height: float, draw: Callable[[Axes], Any], width: float = 
 
     Args:
         name: the name of the chart, which no other chart of the page has.
-        height: in inches.
+        height: the height of the chart in inches.
         draw: called with the axes to draw on.
-        width: in inches.
+        width: the width of the chart in inches.
     """
     with rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -175,7 +175,7 @@ def _draw_ranks(axes: Axes, phases_of_rank: Mapping[int, Mapping[str, float]]) -
     """Stacks the phases: a bar for each rank, or areas if there are many ranks.
 
     Args:
-        axes: to draw on.
+        axes: the axes to draw on.
         phases_of_rank: for each rank, the seconds of a step by phase.
     """
     ranks = np.array([*phases_of_rank])
@@ -230,7 +230,7 @@ def _draw_areas(axes: Axes, step_numbers: Floats, heights: Mapping[str, Floats])
     """Stacks the phases as areas over the steps.
 
     Args:
-        axes: to draw on.
+        axes: the axes to draw on.
         step_numbers: the steps at which there are values.
         heights: for each phase, the milliseconds of a step that it takes, at these steps.
     """
@@ -307,7 +307,7 @@ def _draw_percentages(
     """Draws a row for each rank, rank 0 on top, with a colour for each step.
 
     Args:
-        axes: to draw on.
+        axes: the axes to draw on.
         percent: as `_percent_over_median` returns it.
         ranks: the ranks of its rows.
         step_numbers: the steps of its columns.

@@ -149,7 +149,7 @@ def choice_rows(
 
     Args:
         title: the line above the block.
-        choices: in the order in which they are shown.
+        choices: the choices, in the order in which they are shown.
         width: the number of columns to wrap at, or None not to wrap. A word that is longer than a
             line is not broken.
 

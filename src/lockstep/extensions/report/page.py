@@ -388,7 +388,7 @@ def _judge_ledger(folder: Path, files_and_sizes: tuple[tuple[Path, int], ...]) -
     """Returns the lines of the report on a ledger, judged again only if a file has grown.
 
     Args:
-        folder: of the ledger.
+        folder: the folder of the ledger.
         files_and_sizes: the key of the cache, which is another one when a file has grown.
     """
     from lockstep.extensions.ledger.judge import judge

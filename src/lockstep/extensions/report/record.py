@@ -150,7 +150,7 @@ class Recorder(Extension):
         """Writes down the means of `world.log`: once per row, and at the end of a pass.
 
         Args:
-            description: of the pass, such as `epoch 3`.
+            description: the description of the pass, such as `epoch 3`.
             means: over all ranks, by name.
             complete: True at the end of a pass. Otherwise the means are only kept: those that were
                 logged last are written when the present row ends.
@@ -232,7 +232,7 @@ class Recorder(Extension):
         """Returns the present row, a value for each of `COLUMNS`. The loss is not known yet.
 
         Args:
-            number: of its last step, counted from 0.
+            number: the number of its last step, counted from 0.
             now_s: seconds since the record began.
         """
         if now_s - self._memory_measured_at_s >= MEMORY_INTERVAL_S:
