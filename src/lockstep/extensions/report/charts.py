@@ -143,7 +143,7 @@ def draw_curve(name: str, curve: Curve) -> str:
 
 
 def _draw_lines(axes: Axes, curve: Curve) -> None:
-    """Draws a line for each start of the run."""
+    """Draws a line for each start of the run, and a dashed line where it was started again."""
     for line in curve.lines:
         weights = np.ones(len(line.steps))
         axes.plot(

@@ -146,7 +146,7 @@ def _time_compression(
         values: the values.
         buffer: a tensor of the same shape, which they are copied to.
         method: the method of compression.
-        lost: is filled with the rounding errors, as by `encode`.
+        lost: a tensor that is filled with the rounding errors; None: they are not kept.
     """
     begin_s = time.perf_counter()
     buffer.copy_(values)
