@@ -373,9 +373,11 @@ class Loader:
         planned = self._plan.plan_epoch(plan, start=0)
         some_ranks_lack_samples = not self._plan.every_rank_has_samples(plan)
         if self._evaluates_together:
+            # Every rank gets every micro-batch: an empty batch, if it has no samples of it.
             some_ranks_skip = False
             self._needs_empty_batches = some_ranks_lack_samples
         else:
+            # Each rank gets only those micro-batches of which it has samples.
             some_ranks_skip = some_ranks_lack_samples
             self._needs_empty_batches = False
             planned = (item for item in planned if item.micro_batch.local_rows > 0)

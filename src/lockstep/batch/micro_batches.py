@@ -476,12 +476,12 @@ def _micro_batches_of_copies(
     num_micro_batches = len(numbers) * pieces_of_virtual_rank
     # If there are more ranks than virtual ranks, neighbouring ranks compute one together.
     ranks_of_virtual_rank = max(1, num_ranks // num_virtual_ranks)
-    first_rank = rank // ranks_of_virtual_rank * ranks_of_virtual_rank
+    first_rank = rank - rank % ranks_of_virtual_rank
     ranks = slice(first_rank, first_rank + ranks_of_virtual_rank)
     micro_batches = []
     for index, number in enumerate(numbers):
         first_piece = index * pieces_of_virtual_rank
-        pieces = sizes[first_piece : first_piece + pieces_of_virtual_rank]
+        pieces = sizes[first_piece : first_piece + pieces_of_virtual_rank]  # shape (pieces, ranks)
         samples_of_virtual_rank = int(pieces[:, ranks].sum())
         for piece, local_rows in enumerate(pieces[:, rank].tolist()):
             virtual_rank = VirtualRank(

@@ -60,7 +60,7 @@ def all_reduce(
         if group is None:
             shared.all_reduce(tensor, op)
             return
-        # The ranks of this machine alone.
+        # The ranks of this machine alone: nothing goes between machines.
         if _is_group_of_machine(group, shared):
             wait = shared.start_all_reduce(tensor, op, between=_no_other_machines)
             wait()
@@ -82,7 +82,7 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
         # All ranks: within each machine through its memory, and over the network between machines.
         if group is None:
             return shared.start_all_reduce(tensor)
-        # The ranks of this machine alone.
+        # The ranks of this machine alone: nothing goes between machines.
         if _is_group_of_machine(group, shared):
             return shared.start_all_reduce(tensor, between=_no_other_machines)
     work = cast(dist.Work, dist.all_reduce(tensor, group=group, async_op=True))

@@ -703,8 +703,9 @@ class SharedMemory:
         parity = self._barriers & 1
         words = self._words_to_compare  # None if they were compared in an earlier barrier
         memory = self._memory
+        # The other ranks can read there that this rank has reached the barrier.
         BARRIER_NUMBER.pack_into(memory, self._barriers_at[self._local_rank], self._barriers)
-        places = self._calls_at[parity]
+        places = self._calls_at[parity]  # for each rank, where the words of its call are
         if words is not None:
             own_place = places[self._local_rank]
             memory[own_place : own_place + CALL_WORDS_BYTES] = words

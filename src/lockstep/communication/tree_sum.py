@@ -73,10 +73,11 @@ class TreeSums:
             return self._start_on(carrier, nodes, total, scale)
         shared = routing.shared_memory()
         if shared is not None and shared.takes(total):
-            if shared.across is None:
+            all_are_on_one_machine = shared.across is None
+            if all_are_on_one_machine:
                 shared.sum_in_tree(nodes, total, self.ranks, scale=scale)
                 return _do_nothing
-            if shared.machine is not None:
+            if shared.machine is not None:  # the processes of each machine are neighbours
                 return self._start_between_machines(shared, shared.machine, nodes, total, scale)
         return _start_sliced_sum(nodes, total, self.ranks, scale, group=None)
 
@@ -103,6 +104,7 @@ class TreeSums:
             wait = self.start_reduce_scatter(slices_on_carrier, total_on_carrier, scale=scale)
             return lambda: _finish_on_carrier(wait, total_on_carrier, total)
         shared = routing.shared_memory()
+        # `across` is None if all processes are on one machine.
         if shared is not None and shared.across is None and shared.takes(total):
             # Stands for all slices together: only its dtype and number of elements are used.
             whole = total.expand(self._num_processes, -1)

@@ -108,6 +108,34 @@ class TrainingPass:
         self.source_is_known = True
         """False if the next loss may come from any of `untrained`, not from `active` alone."""
 
+    def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
+        """Notes that training on a micro-batch of the pass begins."""
+        was_trained = self.num_backwards > 0  # the micro-batch before
+        self.step_left_out = was_trained and not self.stepped
+        if micro_batch.first:  # a global batch begins
+            self.number += 1
+            self.stepped = False
+            self.accumulated = False
+            self.loss = 0.0
+        elif was_trained:
+            self.accumulated = True
+        if micro_batch.opens:
+            self.num_parts += 1
+        self.micro_batch = micro_batch
+        self.num_backwards = 0
+
+    def leaves_gradients(self, *, exhausted: bool) -> bool:
+        """Returns True if the pass, which is over, leaves gradients of an unfinished global batch.
+
+        Args:
+            exhausted: True if the loader has nothing more; False if the loop was left before.
+        """
+        has_gradients = self.accumulated or self.num_backwards > 0
+        is_unfinished = has_gradients and not self.micro_batch.last
+        # A loop that fetches ahead trains on the last batches after the loader has ended.
+        will_be_finished = exhausted and len(self.untrained) > 0
+        return is_unfinished and not will_be_finished
+
 
 def weigh_the_same(deliveries: Sequence[Delivery]) -> bool:
     """Returns True if all deliveries count the same in a backward pass."""

@@ -165,13 +165,13 @@ class Step:
         self._remember(delivery)
         training_pass.untrained.append(delivery)
         training_pass.source_is_known = len(training_pass.untrained) == 1
-        if training_pass.source_is_known:
+        if training_pass.source_is_known:  # every delivery before this one is trained
             self._begin_delivery(delivery)
             return
         # The loop fetches ahead: deliveries before this one are not trained yet.
         self._watch_forward_passes()
-        # If all weigh the same and each has an optimizer step of its own, any may be taken for the
-        # one that is trained.
+        # If all weigh the same and each has an optimizer step of its own, it makes no difference
+        # which of them is taken for the one that is trained.
         is_whole = delivery.micro_batch.opens and delivery.micro_batch.closes
         if not is_whole or training_pass.active is None:
             return
@@ -208,7 +208,8 @@ class Step:
             delivery = self._delivery_by_storage.get(storage)
             if delivery is not None and delivery not in deliveries:
                 deliveries.append(delivery)
-        # Tensors with a gradient come from another module, whose call was reported.
+        # Tensors with a gradient were computed by another module, whose own call was reported.
+        # Other tensors of no delivery may have been made of any batch: `source_of_loss` warns.
         if not deliveries and not has_gradient:
             self._called_with_unknown = True
         for delivery in deliveries:
@@ -231,18 +232,7 @@ class Step:
         """
         forwarded = self._forwarded
         self._forwarded = []
-        if forwarded:  # forward passes were called with tensors of these deliveries
-            if not weigh_the_same(forwarded):
-                self._forwarded = forwarded  # so that a second call fails too
-                raise mixed_sources_error(forwarded)
-            trained = forwarded
-            if self._called_with_unknown and not self._warned_of_unknown:
-                self._warn_of_other_batches(forwarded[0])
-        else:
-            self._check_source_is_known()
-            trained = []
-            for training_pass in self._passes:
-                trained += next_trained(training_pass)
+        trained = self._find_trained(forwarded)
         self._called_with_unknown = False
         for delivery in trained:
             self._mark_trained(delivery, seen_in_forward=bool(forwarded))
@@ -252,20 +242,43 @@ class Step:
             self.micro_batch_of_loss = forwarded[0].micro_batch
         return self.micro_batch_of_loss
 
+    def _find_trained(self, forwarded: list[Delivery]) -> list[Delivery]:
+        """Returns the deliveries that a loss came from.
+
+        Args:
+            forwarded: those that forward passes were called with since the last backward pass. If
+                there are none, the loss is taken to come from those that are next in their passes.
+
+        Raises:
+            UsageError: it may have come from several, which do not weigh the same.
+        """
+        if not forwarded:
+            self._check_source_is_known()
+            trained: list[Delivery] = []
+            for training_pass in self._passes:
+                trained += next_trained(training_pass)
+            return trained
+        if not weigh_the_same(forwarded):
+            self._forwarded = forwarded  # so that a second call fails too
+            raise mixed_sources_error(forwarded)
+        if self._called_with_unknown and not self._warned_of_unknown:
+            self._warn_of_other_batches(forwarded[0])
+        return forwarded
+
     def _mark_trained(self, delivery: Delivery, *, seen_in_forward: bool) -> None:
         """Notes that a backward pass follows a delivery.
 
         Args:
             delivery: that is trained.
-            seen_in_forward: True if a forward pass was called with its tensors. Then those of an
-                earlier delivery would have been seen too, so a loop that holds none of them any
-                more has left that one out.
+            seen_in_forward: True if a forward pass was called with its tensors.
         """
         training_pass = delivery.training_pass
         if delivery in training_pass.untrained:
             training_pass.untrained.remove(delivery)
         if not seen_in_forward:
             return
+        # Forward passes are watched, and none was called with an earlier delivery. If the script
+        # has dropped the tensors of that, the loop has left it out: it will not be trained.
         still_untrained = []
         for other in training_pass.untrained:
             if other.is_referenced or other.place > delivery.place:
@@ -278,13 +291,7 @@ class Step:
         It is called if no forward pass has shown which delivery the loss comes from.
         """
         if self.training_pass is self._no_loader:
-            # No pass goes on. The script may still hold batches of the one that ended last.
-            deliveries_in_script = []
-            for delivery in self._trainable_after_end:
-                if delivery.is_referenced and not delivery.micro_batch.plain:
-                    deliveries_in_script.append(delivery)
-            if deliveries_in_script:
-                raise unknown_source_error(deliveries_in_script, "of a loader that has ended")
+            self._check_loss_is_of_no_loader()
             return
         possible: list[Delivery] = []
         for training_pass in self._passes:
@@ -306,6 +313,19 @@ class Step:
         if len(passes) > 1:
             raise mixed_sources_error(possible)
         raise unknown_source_error(possible, "that no backward pass has followed yet")
+
+    def _check_loss_is_of_no_loader(self) -> None:
+        """Raises UsageError if a loss may come from a batch of the pass that has ended last.
+
+        No pass goes on, but the script may still hold such batches. That does no harm if their
+        losses need no weight (`plain`).
+        """
+        deliveries_in_script = []
+        for delivery in self._trainable_after_end:
+            if delivery.is_referenced and not delivery.micro_batch.plain:
+                deliveries_in_script.append(delivery)
+        if deliveries_in_script:
+            raise unknown_source_error(deliveries_in_script, "of a loader that has ended")
 
     def _warn_of_other_batches(self, recognised: Delivery) -> None:
         """Warns once if a loss may also come from a batch of another loader that weighs otherwise.
@@ -384,20 +404,8 @@ class Step:
         self.training_pass = training_pass
         if self._first_batch_at_s is None:
             self._first_batch_at_s = time.perf_counter()
-        was_trained = training_pass.num_backwards > 0
-        training_pass.step_left_out = was_trained and not training_pass.stepped
-        if micro_batch.first:  # a global batch begins
-            training_pass.number += 1
-            training_pass.stepped = False
-            training_pass.accumulated = False
-            training_pass.loss = 0.0
-        elif was_trained:
-            training_pass.accumulated = True
-        if micro_batch.opens:
-            training_pass.num_parts += 1
-        training_pass.micro_batch = micro_batch
+        training_pass.begin_micro_batch(micro_batch)
         self.micro_batch_in_use = micro_batch
-        training_pass.num_backwards = 0
         self.extensions.begin(micro_batch)
         return micro_batch
 
@@ -428,14 +436,10 @@ class Step:
         else:
             self.training_pass = self._no_loader
             self.virtual_rank = None
-        has_gradients = training_pass.accumulated or training_pass.num_backwards > 0
-        is_unfinished = has_gradients and not training_pass.micro_batch.last
-        # A loop that fetches ahead trains on the last batches after the loader has ended.
-        will_be_finished = exhausted and training_pass.untrained
-        if is_unfinished and not will_be_finished:
+        if training_pass.leaves_gradients(exhausted=exhausted):
             self.extensions.clear_gradients()
         self._keep_trainable(training_pass)
-        if self._passes:
+        if self._passes:  # the loop goes on with another loader, and may come back to these batches
             self._trainable_of_ended_passes += self._trainable_after_end
             self._trainable_of_ended_passes = still_referenced(self._trainable_of_ended_passes)
         else:
@@ -443,10 +447,11 @@ class Step:
         self.extensions.pass_ended()
 
     def _keep_trainable(self, training_pass: TrainingPass) -> None:
-        """Notes which batches of a pass that is over may still be trained on.
+        """Notes in `_trainable_after_end` which batches of an ended pass may still be trained on.
 
-        These are all that the script holds and has not trained. Those that it has trained count
-        if it holds several: `itertools.cycle` does. After most loops it holds the last one.
+        These are batches whose tensors the script still holds. If it holds several, it keeps
+        batches, as `itertools.cycle` does, and may train on each of them again. If it holds one,
+        that is the last batch of an ordinary loop; it counts only if it was not trained.
         """
         referenced: list[Delivery] = []
         deliveries = dict.fromkeys(self._delivery_by_storage.values())  # each once, in order
@@ -475,12 +480,7 @@ class Step:
         weighted = loss if scale == 1.0 else loss * scale
         # The loss of no samples may be NaN, and counts as 0.
         counted = weighted if scale != 0.0 else weighted.new_zeros(())
-        # Without a loader nobody says what a global batch is: each optimizer step ends one.
-        is_used_up = training_pass.ended and not training_pass.untrained
-        without_loader = training_pass is self._no_loader or is_used_up
-        if without_loader and training_pass.stepped:
-            training_pass.loss = 0.0
-            training_pass.stepped = False
+        self._forget_loss_of_last_step(training_pass)
         part = counted.detach()
         virtual_rank = training_pass.micro_batch.virtual_rank
         if virtual_rank is not None and not virtual_rank.has_own_step:
@@ -490,6 +490,17 @@ class Step:
             part = part / virtual_rank.mean_number_on_process
         training_pass.loss = part + training_pass.loss
         return weighted
+
+    def _forget_loss_of_last_step(self, training_pass: TrainingPass) -> None:
+        """Begins to add up losses anew, if a global batch begins without a loader that says so.
+
+        Without a loader nobody says what a global batch is: each optimizer step ends one.
+        """
+        is_used_up = training_pass.ended and not training_pass.untrained
+        without_loader = training_pass is self._no_loader or is_used_up
+        if without_loader and training_pass.stepped:
+            training_pass.loss = 0.0
+            training_pass.stepped = False
 
     def _add_loss_of_virtual_rank(
         self, training_pass: TrainingPass, virtual_rank: VirtualRank, part: Tensor

@@ -280,7 +280,8 @@ def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> Non
         return
     if isinstance(error, LockstepError):
         return
-    if not micro_batch.global_samples or micro_batch.local_rows:
+    rank_has_no_samples = micro_batch.global_samples > 0 and micro_batch.local_rows == 0
+    if not rank_has_no_samples:
         return
     for note in getattr(error, "__notes__", ()):
         if note.startswith(_EMPTY_PART_NOTE):

@@ -520,7 +520,9 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         if not self.require_backward_grad_sync:
             return
         traffic.sent += self._bytes_per_backward
-        if forwards_since_backward == 1 or guard.num_forwards == 0:
+        module_was_never_called = guard.num_forwards == 0
+        reducer_is_prepared = forwards_since_backward == 1
+        if module_was_never_called or reducer_is_prepared:
             return
         looks_for_unused = self.options.find_unused_parameters and not self.options.static_graph
         await_another_backward(self, [loss] if looks_for_unused else [])
@@ -565,19 +567,18 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         return False
 
     def check_gradients(self, optimizer: Optimizer) -> None:
-        """Raises UsageError if gradients that an optimizer would use were not averaged."""
+        """Raises UsageError if gradients that an optimizer would use were not averaged.
+
+        Keeps the number of forward passes until now, for the next step of the optimizer.
+        """
         key = id(optimizer)
-        if key not in self._trained_by_optimizer:
-            ids = {id(parameter) for parameter in base.parameters_of(optimizer)}
-            self._trained_by_optimizer[key] = [
-                (name, parameter) for name, parameter in self._trained if id(parameter) in ids
-            ]
-        trained = self._trained_by_optimizer[key]
+        trained = self._trained_by(optimizer)
         missing = [name for name, parameter in trained if parameter.grad is None]
         num_forwards = self._guard.num_forwards
         has_run_forward = num_forwards > self._forwards_at_last_step.get(key, 0)
         self._forwards_at_last_step[key] = num_forwards
-        if len(missing) == len(trained):
+        has_no_gradient = len(missing) == len(trained)
+        if has_no_gradient:  # the loss has not used this module, and nothing was to be averaged
             return
         if not has_run_forward:
             raise UsageError(
@@ -588,6 +589,16 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             )
         if missing:
             self._check_missing(trained, missing)
+
+    def _trained_by(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+        """Returns the names and trainable parameters of the module that an optimizer has."""
+        key = id(optimizer)
+        if key not in self._trained_by_optimizer:
+            ids = {id(parameter) for parameter in base.parameters_of(optimizer)}
+            self._trained_by_optimizer[key] = [
+                (name, parameter) for name, parameter in self._trained if id(parameter) in ids
+            ]
+        return self._trained_by_optimizer[key]
 
     def _check_missing(
         self, trained: Sequence[tuple[str, nn.Parameter]], missing: Sequence[str]

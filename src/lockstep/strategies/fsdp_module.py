@@ -122,16 +122,15 @@ class ShardedModule(Extension):
             self._unused.end_round()
 
     def _follow_micro_batch(self) -> None:
-        """Sets torch to what the current micro-batch needs."""
+        """Sets torch to what the current micro-batch needs.
+
+        Torch is told only what has changed, since it walks through all units each time.
+        """
         step = self._run.step
-        if self._step_key != step.key:
+        if self._step_key != step.key:  # another optimizer step begins
             self._step_key = step.key
             if not self._averages_gradients:
-                # The loop has left the global batch before its last micro-batch.
-                for parameter in self.whole_parameters.values():
-                    parameter.grad = None
-                if self._unused is not None:
-                    self._unused.forget_round()
+                self._drop_unfinished_gradients()
         is_last = step.micro_batch.last
         # Gradients of virtual ranks are handed on when each of them has ended.
         averages_gradients = is_last or step.micro_batch.virtual_rank_ends
@@ -145,6 +144,13 @@ class ShardedModule(Extension):
         if not self._accumulate_shards:
             self._root.set_requires_gradient_sync(averages_gradients)
 
+    def _drop_unfinished_gradients(self) -> None:
+        """Drops the gradients of a global batch that the loop left before its last micro-batch."""
+        for parameter in self.whole_parameters.values():
+            parameter.grad = None
+        if self._unused is not None:
+            self._unused.forget_round()
+
     def begin_double_backward(self) -> None:
         """Keeps units gathered, because a backward pass is differentiated and needs them again."""
         if not self._is_double_backward:
@@ -153,14 +159,15 @@ class ShardedModule(Extension):
             self._root.set_reshard_after_forward(False)
 
     def _end_double_backward(self) -> None:
-        """Lets units be freed again, after the backward pass of a loss."""
+        """Lets units be freed again, if a backward pass was differentiated and kept them."""
         if not self._is_double_backward:
             return
         self._is_double_backward = False
         frees_after_backward = self._frees_after_backward
         self._root.set_reshard_after_backward(frees_after_backward)
         if not self._keep_gathered:
-            # Not the root's, as torch does it: backward begins with the parameters of the root.
+            # Not the root, which is the last unit: torch keeps its parameters after the forward
+            # pass, because the backward pass begins with them.
             for unit in self._units[:-1]:
                 unit.set_reshard_after_forward(True, recurse=False)
         if frees_after_backward:
@@ -312,6 +319,7 @@ class ShardedModule(Extension):
             self._follow_micro_batch()
             if self._unused is not None:
                 self._unused.before_forward()
+            # The user may have frozen whole parameters, which have stayed in the model.
             if self._keep_gathered and not self._run.step.micro_batch.first:
                 self._freeze_shards()
         self._forward_is_running = True

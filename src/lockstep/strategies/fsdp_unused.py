@@ -70,9 +70,11 @@ class UnusedParameters:
         for index, shard in enumerate(self._shards):
             if used_anywhere[index]:
                 continue
-            # A gradient from before the round stays: zeros were added to it.
+            # The gradient is zeros, and goes; or the round has added zeros to a gradient that was
+            # there before, which stays.
             reference = self._gradients_before[index]
-            if reference is None or reference() is not shard.grad:
+            was_there_before = reference is not None and reference() is shard.grad
+            if not was_there_before:
                 shard.grad = None
         self.forget_round()
 

@@ -126,7 +126,7 @@ class VirtualRankBuffers(Extension):
         if not self._places:
             return
         if self._combined_in == self._step.key or self._previous is None:
-            return
+            return  # another optimizer has stepped before, or no virtual rank has begun
         self._combined_in = self._step.key
         self._in_global_batch = False
         self._virtual_rank_ended(self._previous)
@@ -194,7 +194,10 @@ class VirtualRankBuffers(Extension):
         self._at_beginning = copies
 
     def _changed_buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers that may have changed since the global batch began, by name."""
+        """Returns the buffers that may have changed since the global batch began, by name.
+
+        Torch counts the writes to a tensor, except those of its BatchNorm.
+        """
         writes_are_not_counted = {*self.averaged, *self._batchnorm_counts}
         changed = {}
         for name, buffer in self._buffers().items():
@@ -251,7 +254,10 @@ class VirtualRankBuffers(Extension):
         places_by_dtype: dict[torch.dtype, list[int]] = {}
         buffers = [all_buffers[name] for name in self.averaged]
         for place, buffer in enumerate(buffers):
-            places_by_dtype.setdefault(buffer.dtype, []).append(place)
+            if buffer.dtype not in places_by_dtype:
+                places_by_dtype[buffer.dtype] = []
+            places_by_dtype[buffer.dtype].append(place)
+        # All buffers of a dtype are summed in one message.
         for places in places_by_dtype.values():
             nodes = []
             for node in self._nodes:

@@ -177,17 +177,21 @@ class VirtualRankGradients(Extension):
         views = gradients_of_bucket(bucket)
         parameters = bucket.parameters()
         places = [self._place[id(parameter)] for parameter in parameters]
-        earlier_nodes = self._nodes
+        # The stack has partial sums over the virtual ranks before the last one of this process, and
+        # the bucket has the gradient of the last one. The partial sums with which the tree merges
+        # it are added to it there. The others stay as they are.
+        unmerged_nodes = self._nodes
         nodes = []
         if has_leaf(micro_batch):
             self._step.extensions.leaf_gradient(micro_batch, parameters, views)
             num_merges = self.tree.num_merges(micro_batch)
-            earlier_nodes = self._nodes[: len(self._nodes) - num_merges]
-            for node in reversed(self._nodes[len(earlier_nodes) :]):
+            unmerged_nodes = self._nodes[: len(self._nodes) - num_merges]
+            merged_nodes = self._nodes[len(unmerged_nodes) :]
+            for node in reversed(merged_nodes):
                 add_gradients(views, [node[place] for place in places])
             nodes = [total]
         flat_nodes = []
-        for node in earlier_nodes:
+        for node in unmerged_nodes:
             flat_nodes.append(_like_bucket(total, views, [node[place] for place in places]))
         return sums.start([*flat_nodes, *nodes], total, scale=scale)
 

@@ -350,7 +350,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
     def _activate_state_of(self, number: int) -> None:
         """Gives the inner optimizer the state of a virtual rank.
 
-        The first time, that is a copy of the state that all virtual ranks begin with.
+        The first time, that is a copy of the state that all virtual ranks begin with. `_states` has
+        it for the key None, and the states that the inner optimizer does not hold just now by the
+        numbers of their virtual ranks.
         """
         if number == self._active_virtual_rank:
             return

@@ -155,6 +155,7 @@ class Preparer:
         self.run.examples[:] = [loader.example for loader in loaders]
         check_equal_on_ranks("world.prepare", list(prepared.values()), self.run)
         # Modules come before the optimizers of their parameters, and these before their schedulers.
+        # An object for which `prepared` has something else was given twice, and is prepared.
         for thing in objects:
             if isinstance(thing, nn.Module) and thing is prepared[id(thing)]:
                 prepared[id(thing)] = self._prepare_module(thing)
@@ -273,7 +274,7 @@ class Preparer:
         losses = torch.zeros(num_virtual_ranks, dtype=torch.float64)
         for number, loss in self.run.step.training_pass.loss_of_virtual_rank.items():
             losses[number] = float(loss)
-        # Each of them is not 0 on one process at most, so this only brings them together.
+        # The loss of a virtual rank is on one process, and 0 on all others, so no bits change.
         losses_of_all = self.run.collectives.sum(losses)
         total: float = sum(losses_of_all.tolist())
         return total / num_virtual_ranks
@@ -507,7 +508,7 @@ class Preparer:
             optimizer, self.run.step, self.precision, modules, self.run.collectives
         )
         some_are_on_other_ranks = any(new is None for new in self._replacement.values())
-        if some_are_on_other_ranks:
+        if some_are_on_other_ranks:  # saved states number the parameters as on one device
             prepared.places = places
             prepared.num_parameters_of_groups = num_parameters_of_groups
         self.optimizers.append(prepared)

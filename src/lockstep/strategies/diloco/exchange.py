@@ -107,7 +107,8 @@ class Exchange:
             rows = finish_gather().to(total.device)
             for row in torch.split(rows, 1):
                 total += decode(row, method, decoded)
-            # Rows of zeros may be among them, which change nothing: only virtual ranks count.
+            # A process with a virtual rank less than others has sent a row of zeros, too. That adds
+            # nothing, and the mean is over virtual ranks, not over rows.
             mean = total[0, :length].div_(self._num_virtual_ranks)
             parts = torch.split(mean, [tensor.numel() for tensor in means])
             for tensor, part in zip(means, parts, strict=True):
@@ -162,7 +163,7 @@ class Exchange:
         def finish() -> Tensor:
             """Waits for the rows, and puts the columns that other ranks received beside them."""
             finish_exchange()
-            if num_sharing == 1:
+            if num_sharing == 1:  # this rank has received all columns
                 return received
             gathered = received.new_empty(num_sharing, *received.shape)
             routing.all_gather(gathered, received, same_group)

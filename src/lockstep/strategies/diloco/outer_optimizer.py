@@ -92,36 +92,57 @@ class OuterOptimizer:
         From then on the fragment is in flight: in `_in_flight`, with its pseudo-gradients, which
         are complete when the exchange was waited for.
         """
-        indices = self._fragments[fragment]  # of the parameters of the fragment
+        if self._compress is None:
+            pseudo_gradients, wait = self._start_exact_means(fragment)
+        else:
+            pseudo_gradients, wait = self._start_quantized_means(fragment, self._compress)
+        self._in_flight[fragment] = FragmentInFlight(due_step, pseudo_gradients, wait)
+
+    def _start_exact_means(self, fragment: int) -> tuple[list[Tensor], Callable[[], None]]:
+        """Starts the exchange of a fragment as it is.
+
+        Returns:
+            The pseudo-gradient of each parameter, and a function that waits until all are complete.
+        """
         shared = self._weights.values(SHARED)
         weights_of_virtual_ranks = [self._weights.values(n) for n in self._virtual_ranks]
-        pseudo_gradients: list[Tensor] = []  # one per parameter
-        if self._compress is None:
-            # At first each is the sum over this process's virtual ranks. The exchange replaces it
-            # by the mean over all of them.
-            for index in indices:
-                total = torch.zeros_like(shared[index])
-                for weights in weights_of_virtual_ranks:
-                    total += shared[index] - weights[index]
-                pseudo_gradients.append(total)
-            wait = self._exchange.start_means(pseudo_gradients)
-        else:
-            # Each virtual rank's differences are one vector, which is quantized. The tensors are
-            # filled with the means when the vectors of all virtual ranks have come.
-            pseudo_gradients = [torch.empty_like(shared[index]) for index in indices]
-            vectors: list[Tensor] = []
+        # At first the sums over this process's virtual ranks. The exchange replaces them by the
+        # means over all virtual ranks.
+        pseudo_gradients: list[Tensor] = []
+        for index in self._fragments[fragment]:
+            total = torch.zeros_like(shared[index])
             for weights in weights_of_virtual_ranks:
-                differences = [(shared[index] - weights[index]).reshape(-1) for index in indices]
-                vectors.append(torch.cat(differences))
-            # What quantization lost the last time, which is sent now; None: nothing was sent yet.
-            errors = [self._quantization_errors[n].get(fragment) for n in self._virtual_ranks]
-            new_errors, wait = self._exchange.start_quantized_means(
-                vectors, errors, pseudo_gradients, self._compress
-            )
-            for number, error in zip(self._virtual_ranks, new_errors, strict=True):
-                if error is not None:
-                    self._quantization_errors[number][fragment] = error
-        self._in_flight[fragment] = FragmentInFlight(due_step, pseudo_gradients, wait)
+                total += shared[index] - weights[index]
+            pseudo_gradients.append(total)
+        return pseudo_gradients, self._exchange.start_means(pseudo_gradients)
+
+    def _start_quantized_means(
+        self, fragment: int, method: Method
+    ) -> tuple[list[Tensor], Callable[[], None]]:
+        """Starts the exchange of a fragment in quantized form, and keeps what quantization loses.
+
+        Returns:
+            The pseudo-gradient of each parameter, and a function that waits until all are complete.
+        """
+        indices = self._fragments[fragment]  # of the parameters of the fragment
+        shared = self._weights.values(SHARED)
+        # The differences of each virtual rank form one vector.
+        vectors: list[Tensor] = []
+        for number in self._virtual_ranks:
+            weights = self._weights.values(number)
+            differences = [(shared[index] - weights[index]).reshape(-1) for index in indices]
+            vectors.append(torch.cat(differences))
+        # What quantization lost the last time, which is sent now; None: nothing was sent yet.
+        errors = [self._quantization_errors[n].get(fragment) for n in self._virtual_ranks]
+        # They are filled with the means when the vectors of all virtual ranks have come.
+        pseudo_gradients = [torch.empty_like(shared[index]) for index in indices]
+        new_errors, wait = self._exchange.start_quantized_means(
+            vectors, errors, pseudo_gradients, method
+        )
+        for number, error in zip(self._virtual_ranks, new_errors, strict=True):
+            if error is not None:
+                self._quantization_errors[number][fragment] = error
+        return pseudo_gradients, wait
 
     def due_fragments(self, step: int) -> list[int]:
         """Returns the fragments in flight that are to be applied in this step or before."""

@@ -119,9 +119,9 @@ class DiLoCoTraining(Extension):
             UsageError: some virtual ranks have not stepped for the global batch before this one.
         """
         if micro_batch.first and self._global_batch_is_unfinished:
-            # Some optimizer has stepped for that global batch, but not all of them for its last
-            # virtual rank. If that virtual rank has begun, the script steps some optimizer less
-            # often, which is allowed.
+            # It is finished when all optimizers have stepped for its last virtual rank. If that has
+            # begun, the script steps one of them less often, which is allowed. Otherwise the loop
+            # was left before the last virtual rank.
             if not self._last_virtual_rank_began:
                 raise UsageError(
                     "a training loop that was left between the replicas of a global batch",
@@ -181,8 +181,9 @@ class DiLoCoTraining(Extension):
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Puts the virtual rank's weights back, in case an evaluation came in between.
 
-        Notes that the optimizer steps for this virtual rank. While the virtual ranks train one
-        model, the buffers are averaged before the first optimizer's step for a global batch.
+        Notes that the optimizer steps for this virtual rank. In the first steps of the training, in
+        which the virtual ranks train one model, the buffers are averaged before the first
+        optimizer's step for a global batch.
 
         Raises:
             UsageError: the optimizer has stepped for this virtual rank before.
@@ -454,8 +455,10 @@ class DiLoCoTraining(Extension):
         num_applied_rounds = max(0, steps_apart - delay) // every
         steps_in_rounds = num_applied_rounds * every
         steps_left = steps_apart - steps_in_rounds
-        # The last round is complete, and only its delay has passed since; or no round has begun.
-        if steps_left <= delay:
+        # True if the last round is complete, and only its delay has passed since; or if no round
+        # has begun.
+        all_steps_are_exchanged = steps_left <= delay
+        if all_steps_are_exchanged:
             return
         delay_option = f", delay={delay}" if delay > 0 else ""
         warn(

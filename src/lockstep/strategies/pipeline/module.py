@@ -348,7 +348,7 @@ class PipelinedModule(ModuleWrapper):
             name: of the groups in `run.groups`, without a number.
             tag: of the messages.
         """
-        # Either one group for all cuts, or one group for each cut.
+        # The groups "NAME 0", "NAME 1", ...: either one for all cuts, or one for each cut.
         groups = [group for key, group in self.run.groups.items() if key.startswith(name)]
         wires: list[Wire] = []
         for cut in range(self.place.last_stage):
@@ -598,8 +598,8 @@ class PipelinedModule(ModuleWrapper):
         if position > 0:
             destination = self.place.rank_of_stage(position - 1)
             self._output_wires[position - 1].send(tensors, destination)
-        # Not for gradients of a global batch under way: another rank may receive them in the next
-        # turn of its loop.
+        # The wires of gradients are not waited for. They may carry those of a global batch that is
+        # under way, which another rank receives in the next turn of its loop.
         for wire in self._activation_wires + self._output_wires:
             wire.wait()
         if self.has_last_stage:

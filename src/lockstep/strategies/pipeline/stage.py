@@ -359,8 +359,8 @@ def _move_to_stages(
     """Moves what belongs to this process to its device, and the rest to the meta device.
 
     Returns:
-        A flat list with two entries for each parameter that is not here any more: the parameter,
-        and the one on the meta device that took its place.
+        The parameters of the module whose values are on other ranks now: each original one, and the
+        one on the meta device that took its place.
     """
     gone: list[nn.Parameter] = []
     for name, part in module.named_modules():

@@ -133,17 +133,11 @@ class Wire:
         if self._posted_by_receiver is not None and self._posted_by_receiver != expected:
             self._send_zeros(self._posted_by_receiver, to)
 
-        has_flag = _has_flag(kind)
         if known_specs is None:  # the first message of this kind
             self._send_specs(specs, to, kind)
-        elif known_specs == specs:
-            if has_flag:  # 1: the tensors that follow have the known specs
-                self._start_send(torch.ones(1, dtype=torch.uint8, device=self._carrier), to)
-        elif has_flag:  # 0: zeros of the known specs follow, then the new specs and the tensors
-            self._start_send(torch.zeros(1, dtype=torch.uint8, device=self._carrier), to)
-            self._send_zeros(known_specs, to)
-            self._send_specs(specs, to, kind)
-        else:
+        elif _has_flag(kind):
+            self._send_flag(specs, known_specs, to, kind)
+        elif specs != known_specs:
             raise UsageError(
                 "a pipeline between whose stages the form of activations changes",
                 f"the same kind of input first gave {_describe(known_specs)}, "
@@ -157,6 +151,31 @@ class Wire:
         if self._posts_next_message(specs, more):
             self._posted_by_receiver = _with_flag(specs, kind)
         self._previous_specs = specs
+
+    def _send_flag(
+        self,
+        specs: list[TensorSpec],
+        known_specs: list[TensorSpec],
+        to: int,
+        kind: InputKind | None,
+    ) -> None:
+        """Sends the flag that says whether the tensors that follow have the known specs.
+
+        If they have not, the receiver still waits for tensors of the known specs. So zeros complete
+        these receives, and the new specs follow.
+
+        Args:
+            specs: of the tensors that follow.
+            known_specs: of the last message of this kind.
+            to: the rank that receives.
+            kind: of the input.
+        """
+        has_known_specs = specs == known_specs
+        flag = torch.full((1,), int(has_known_specs), dtype=torch.uint8, device=self._carrier)
+        self._start_send(flag, to)
+        if not has_known_specs:
+            self._send_zeros(known_specs, to)
+            self._send_specs(specs, to, kind)
 
     def send_known(self, tensors: Sequence[Tensor], to: int) -> None:
         """Starts to send tensors whose specs the other side knows."""
