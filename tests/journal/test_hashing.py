@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lockstep.extensions.journal.hashing import (
     BLOCK_BYTES,
-    UPPER_HALF_FACTORS,
     WORD_BYTES,
     WORD_FACTORS,
     WORDS_OF_BLOCK,
@@ -36,9 +35,7 @@ def naive_hash(tensor: Tensor, first_byte: int = 0) -> int:
             continue
         block, number = divmod(place // WORD_BYTES, WORDS_OF_BLOCK)
         (factor,) = mixed_numbers(block, 1).tolist()
-        products = word * int(WORD_FACTORS[number])
-        products += (word >> 32) * int(UPPER_HALF_FACTORS[number])
-        total += factor * products
+        total += factor * int(WORD_FACTORS[number]) * (word + (word >> 32))
     return total % 2**64
 
 

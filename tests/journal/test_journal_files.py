@@ -358,6 +358,19 @@ def test_weights_are_those_after_the_last_optimizer(has_loader: bool, tmp_path: 
     assert [journal.read_step(number).weights.tolist() for number in range(4)] == expected
 
 
+def test_a_checkpoint_is_saved_after_the_steps_before_it(tmp_path: Path) -> None:
+    with lockstep.init(device="cpu", journal=tmp_path / "a") as world:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        checkpoint = world.checkpoint(tmp_path / "b", model=model, optimizer=optimizer)
+        for _ in range(3):
+            world.backward(model(torch.ones(2, 1)).mean())
+            optimizer.step()
+        checkpoint.save()
+        assert read_journal(tmp_path / "a").steps == [0, 1, 2]
+
+
 def test_settings_that_make_no_journal(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="not a whole number"):
         lockstep.init(device="cpu", journal=tmp_path, journal_every=0)

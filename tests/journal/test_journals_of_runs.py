@@ -199,6 +199,7 @@ def test_other_settings_are_named(on_one_process: Path, tmp_path: Path) -> None:
     assert ", B has 7\n" in output.partition("  threads: A has ")[2]
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_is_told_from_what_it_trains_again(
     on_one_process: Path, tmp_path: Path
 ) -> None:

@@ -84,7 +84,9 @@ def leaves_of_two_steps(memory_format: torch.memory_format) -> dict[Any, str]:
     [
         # DDP keeps gradients in the memory format of the weights.
         (torch.channels_last, [(3, "ddp")]),
-        (torch.contiguous_format, [(2, "fsdp"), (3, "fsdp")]),
+        pytest.param(
+            torch.contiguous_format, [(2, "fsdp"), (3, "fsdp")], marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_leaves_do_not_depend_on_process_and_strategy(

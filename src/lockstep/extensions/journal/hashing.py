@@ -3,19 +3,20 @@
 The bytes of a tensor, row by row and filled up with zeros, are read as 64-bit *words*, and 128
 words are a *block*. With w(b, j) for word j of block b, the hash is
 
-    sum over b of M(b) * (sum over j of F(j) * w(b, j) + S(j) * (w(b, j) >> 32))   mod 2**64
+    sum over b of M(b) * (sum over j of F(j) * (w(b, j) + (w(b, j) >> 32)))   mod 2**64
 
-where M, F and S are fixed odd numbers that look random. This is the multilinear hash of Carter and
+where M and F are fixed odd numbers that look random. This is the multilinear hash of Carter and
 Wegman ("Universal classes of hash functions", 1979) over 32-bit halves of words: `F(j)` multiplies
-the lower half, `F(j) * 2**32 + S(j)` the upper one.
+the lower half, `F(j) * (2**32 + 1)` the upper one. Without the shift, the highest bits of words
+would be lost: two changed signs would cancel out.
 
 - It is a sum in which every element is multiplied by a number that belongs to its place. So the
   hash of a tensor is the sum of the hashes of its shards, in any order, and it is the same on CPU
   and GPU.
-- A change of one element always changes it, because odd numbers have inverses. Of any other change,
-  a permutation too, it misses about one in 2**32 in the worst case (only the highest bits differ),
-  and one in 2**64 if lowest bits differ, as rounding makes them. A plain sum of bits would miss all
-  permutations. It is not a defence against somebody who looks for collisions.
+- A change within one word always changes it, because odd numbers have inverses. Of any other
+  change, a permutation too, it misses about one in 2**32 in the worst case (only the highest bits
+  differ), and one in 2**64 if lowest bits differ, as rounding makes them. A plain sum of bits would
+  miss all permutations. It is not a defence against somebody who looks for collisions.
 - Zeros add nothing: no gradient and a gradient of zeros have the same hash, 0.
 - It takes a multiplication for each half of a word, and additions. CRC and cryptographic hashes
   have to read a tensor in one order, and torch does not offer them on GPUs.
@@ -43,8 +44,8 @@ BLOCK_BYTES = WORD_BYTES * WORDS_OF_BLOCK
 MAX_COPIED_BYTES = 2**16
 """Tensors of at most this size are copied side by side and hashed together, because calls cost more
 than copies. Larger ones are hashed where they are."""
-BLOCKS_AT_ONCE_ON_CPU = 2**9
-"""How many blocks are hashed at a time: 512 KiB, which stay in the cache."""
+BLOCKS_AT_ONCE_ON_CPU = 2**8
+"""How many blocks are hashed at a time: 256 KiB, which stay in the cache."""
 BLOCKS_AT_ONCE_ON_GPU = 2**16
 """On a GPU so many that each intermediate result takes 64 MiB."""
 FIRST_NUMBER_OF_WORDS = 2**63
@@ -67,8 +68,6 @@ def mixed_numbers(first: int, count: int) -> Numbers:
 
 WORD_FACTORS = mixed_numbers(FIRST_NUMBER_OF_WORDS, WORDS_OF_BLOCK)
 """F: the factor of each word of a block."""
-UPPER_HALF_FACTORS = mixed_numbers(FIRST_NUMBER_OF_WORDS + WORDS_OF_BLOCK, WORDS_OF_BLOCK)
-"""S: the factor of the upper half of each word of a block."""
 
 
 class TensorPart(NamedTuple):
@@ -144,9 +143,8 @@ class TensorHasher:
                     pieces.append((place, elements, (elements[1] - elements[0]) * itemsize))
         self._lay_out(parts, pieces)
         if device.type == "cpu":
-            self._upper_halves = np.empty((BLOCKS_AT_ONCE_ON_CPU, WORDS_OF_BLOCK), np.int64)
+            self._folded = np.empty((BLOCKS_AT_ONCE_ON_CPU, WORDS_OF_BLOCK), np.int64)
         self._word_factors = self._to_device(WORD_FACTORS)
-        self._upper_half_factors = self._to_device(UPPER_HALF_FACTORS)
 
     def _lay_out(
         self,
@@ -247,9 +245,8 @@ class TensorHasher:
             return self._block_sums_on_cpu(words)
         sums = [torch.empty(0, dtype=torch.int64, device=self._device)]
         for blocks in torch.split(words, BLOCKS_AT_ONCE_ON_GPU):
-            products = blocks * self._word_factors
-            products.addcmul_(blocks >> 32, self._upper_half_factors)
-            sums.append(products.sum(1))
+            folded = (blocks >> 32).add_(blocks)
+            sums.append(folded.mul_(self._word_factors).sum(1))
         return torch.cat(sums)
 
     def _block_sums_on_cpu(self, words: Numbers) -> Numbers:
@@ -257,11 +254,11 @@ class TensorHasher:
         sums = np.empty(len(words), np.int64)
         for begin in range(0, len(words), BLOCKS_AT_ONCE_ON_CPU):
             blocks = words[begin : begin + BLOCKS_AT_ONCE_ON_CPU]
-            upper_halves = self._upper_halves[: len(blocks)]
-            np.right_shift(blocks, 32, out=upper_halves)
-            sums_of_blocks = np.einsum("bw,w->b", blocks, self._word_factors)
-            sums_of_blocks += np.einsum("bw,w->b", upper_halves, self._upper_half_factors)
-            sums[begin : begin + len(blocks)] = sums_of_blocks
+            folded = self._folded[: len(blocks)]
+            np.right_shift(blocks, 32, out=folded)
+            np.add(folded, blocks, out=folded)
+            sums_of_blocks = sums[begin : begin + len(blocks)]
+            np.einsum("bw,w->b", folded, self._word_factors, out=sums_of_blocks)
         return sums
 
     def _add_up(self, sums: Any) -> Any:

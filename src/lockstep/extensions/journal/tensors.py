@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,8 +105,8 @@ class HashedTensors:
         Returns:
             As `TensorHasher.hashes`.
         """
-        is_same = len(tensors) == len(self._tensors)
-        if not is_same or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
+        is_known = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+        if not is_known:
             self._prepare(tensors, results, owners, keys)
         total: Any = None
         for hasher, places in self._hashers:

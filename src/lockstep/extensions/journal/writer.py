@@ -118,6 +118,8 @@ class Journal(Extension):
         self._tensors = NamedParameters({}, {}, {})
         self._are_tensors_known = False
         self._parameters: list[nn.Parameter] = []
+        self._names: tuple[str, ...] = ()
+        """Of the parameters that are trained, then of the buffers."""
         self._owners: list[int] = []
         self._column: dict[int, int] = {}
         """The number of each parameter, by its id."""
@@ -216,6 +218,15 @@ class Journal(Extension):
         self._finish_step()
         self._are_tensors_known = False
 
+    def settle(self) -> None:
+        """Writes everything to the file, before a checkpoint is saved.
+
+        So a run that is killed and resumed from the checkpoint lacks no step.
+        """
+        self._finish_step()
+        self._write_pending(wait=True)
+        self._flush()
+
     def close(self, failed: bool) -> None:
         """Writes down what is there, and closes the file."""
         # After a failure a GPU may never finish its work, so it is not waited for.
@@ -237,6 +248,7 @@ class Journal(Extension):
         self._are_tensors_known = True
         self._tensors = collect_tensors(self._modules)
         self._parameters = list(self._tensors.trained.values())
+        self._names = (*self._tensors.trained, *self._tensors.buffers)
         sizes = [parameter.nbytes for parameter in self._parameters]
         for module, name in self._tensors.buffers.values():
             sizes.append(getattr(module, name).nbytes)
@@ -303,9 +315,8 @@ class Journal(Extension):
 
     def _write_table(self) -> None:
         """Writes down which tensors the hashes of a step belong to, if that has changed."""
-        names = (*self._tensors.trained, *self._tensors.buffers)
         table = TensorTable(
-            names, len(self._parameters), self._weights.results, self._state.results
+            self._names, len(self._parameters), self._weights.results, self._state.results
         )
         if table != self._written_table:
             self._write_pending(wait=True)
