@@ -102,7 +102,7 @@ def _describe_misfit(name: str, value: Any, saved: Any, was_module: bool) -> str
     """Returns why a saved state does not fit an object, or None if it fits.
 
     Args:
-        name: under which the object was saved.
+        name: the name under which the object was saved.
         value: the object of this run.
         saved: the saved state.
         was_module: True if the object was an `nn.Module` when it was saved. Only the states of

@@ -68,7 +68,7 @@ def convert(
 
     Args:
         contents: the contents of one model, from `open_contents`.
-        out: ends in `.safetensors`, or in one of `TORCH_ENDINGS`.
+        out: the path of the file, which ends in `.safetensors` or in one of `TORCH_ENDINGS`.
         dtype: the new dtype of all tensors with fractions and at least 16 bits. None: tensors keep
             their dtypes.
         remove_prefixes: prefixes to remove, in this order; `_orig_mod.` also inside of a name.

@@ -65,7 +65,7 @@ def _restore_entries(
     """Puts back, in the state that torch has loaded, what torch has changed or did not get.
 
     Args:
-        optimizer: has loaded the state.
+        optimizer: the optimizer, which has loaded the state.
         saved: the saved state.
         saved_dtypes: as in `load_saved_state`.
     """

@@ -129,10 +129,10 @@ def collect_round(step: int, reports: Sequence[Report], num_virtual_ranks: int) 
                     files[number][machine] = facts["file"]
             rng_state_of_rank[facts["rank"]] = facts["random"]
 
+    # For each virtual rank, the one whose state it goes on with: itself, unless its state is lost.
     substitutes = {}
     if files:
         for number in range(num_virtual_ranks):
-            # The number itself, unless the state of this virtual rank is lost.
             substitutes[number] = next_stored(number, files, num_virtual_ranks)
 
     # Random states are restored only if the run has as many ranks as it had in that round, and the

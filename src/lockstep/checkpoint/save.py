@@ -75,7 +75,7 @@ class RankPart:
 
         Args:
             folder: the hidden folder of the checkpoint.
-            check: called many times while it writes; may raise an error to end the writing.
+            check: is called many times while it writes, and may raise an error to end the writing.
         """
         written_files = {}
         for name, tensors in self.tensors_of_file.items():
@@ -89,7 +89,7 @@ class RankReports:
     Collectives cannot be used, because the training goes on and calls collectives of its own.
 
     Args:
-        joined: has the store; None on one process.
+        joined: the process group, which has the store; None on one process.
         folder_name: name of the hidden folder. No other checkpoint has the same.
         ranks: the ranks that write besides rank 0.
     """
@@ -114,7 +114,7 @@ class RankReports:
 
         Args:
             run_has_failed: returns True once ranks may be missing because the run has failed.
-            check: called many times while it waits; may raise an error to end the waiting.
+            check: is called many times while it waits, and may raise an error to end the waiting.
 
         Raises:
             CheckpointError: the run has failed, and a report is still missing after a while.
@@ -207,7 +207,7 @@ def write_checkpoint(
         damaged_names: names of checkpoints that are known to be damaged; they do not count.
         wait_for_others: returns the reports of the other ranks that write, once all are there; by
             default there are no such ranks.
-        check: called many times while it writes; may raise an error to end the writing.
+        check: is called many times while it writes, and may raise an error to end the writing.
 
     Returns:
         The folder of the new checkpoint; an earlier one of the same step is replaced. None if
@@ -294,7 +294,8 @@ def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> 
     Under a pipeline, for example, each rank has the entries of its own layers.
 
     Args:
-        manifest: has the entries of rank 0, as trees (see `encoding`). It is changed in place.
+        manifest: the manifest with the entries of rank 0, as trees (see `encoding`). It is changed
+            in place.
         state_name: the name of a module, an optimizer or another object.
         entries: the tree of the other rank's entries: an OrderedDict of a module's tensors, in
             which those that it does not store are None; or a dictionary by parameter number.
@@ -303,8 +304,8 @@ def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> 
         # Both trees are {"$ordered": [[tensor name, tree], ...]} with all names of the module.
         stored = {name: tree for name, tree in entries["$ordered"] if tree is not None}
         pairs = manifest["modules"][state_name]["$ordered"]
-        for pair in pairs:  # each is a list [tensor name, tree]; its tree is None on rank 0
-            name = pair[0]
+        for pair in pairs:
+            name = pair[0]  # pair[1] is the tree; None if rank 0 lacks the tensor
             if name in stored:
                 pair[1] = stored[name]
     else:

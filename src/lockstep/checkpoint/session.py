@@ -163,7 +163,7 @@ class Checkpoint:
     """Saves and resumes the state of a training. All ranks make one and call its methods.
 
     Args:
-        folder: holds the run's checkpoints; rank 0 makes it with the first save.
+        folder: the folder of the run's checkpoints; rank 0 makes it with the first save.
         run: the run that the checkpoints belong to.
         policy: when to save and what to keep.
         state: what to save, by name: modules, optimizers, schedulers, loaders, and anything else
@@ -833,7 +833,7 @@ def _write_and_report(
         part: what the rank stores.
         reports: sends the report to rank 0.
         rank: the rank that writes.
-        check: called many times while it writes; may raise an error to end the writing.
+        check: is called many times while it writes, and may raise an error to end the writing.
     """
     report = None  # sent if an error is raised
     try:

@@ -106,7 +106,7 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
 
     Args:
         state: as `optimizer.state_dict()` returned it. Its tensors may be in shards.
-        optimizer: will load the state.
+        optimizer: the optimizer that will load the state.
     """
     # A saved state has numbers in place of parameters. `zip` is not strict: if the optimizer has
     # other groups than the saved one, the user gets the error of `load_state_dict` later.

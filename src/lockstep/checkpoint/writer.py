@@ -71,7 +71,7 @@ class Writer:
         termination.protect(self._end_at_signal)
 
     def start(self, work: Callable[[], object]) -> None:
-        """Starts a thread that does the work. The thread before must have ended.
+        """Starts a thread that does the work. The previous thread must have ended.
 
         What the work raises is raised by the next call of `finish`.
         """

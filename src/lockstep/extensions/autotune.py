@@ -80,8 +80,8 @@ class Autotune(Extension):
         """Returns what is to be found for a loader.
 
         Args:
-            shares: set for the loader. None for those of the run.
-            micro_batch_size: set for the loader.
+            shares: the shares that are set for the loader. None: those of the run.
+            micro_batch_size: the size that is set for the loader.
 
         Raises:
             SettingError: the strategy cannot find it; or numbers are set for one loader, and the

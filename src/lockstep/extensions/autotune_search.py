@@ -108,10 +108,12 @@ class AutotuneSearch:
             # The first times explain the result, unless devices turn out to be equally fast.
             if not times_to_show or are_equally_fast(times):
                 times_to_show = times
+            # The seconds of a whole step with these shares; infinite if the parts do not fit.
             seconds_of_shares[shares] = step_seconds(times, shares, batch_size, limits)
             shares = choose_shares_by_times(times, shares, batch_size, limits)
             if shares in seconds_of_shares:
                 break
+        # New shares count only if they were measured as faster.
         after = confirm_shares(seconds_of_shares, shares)
         return SharesResult(before, after, times_to_show)
 
@@ -218,7 +220,7 @@ class AutotuneSearch:
         """Calls a function for the devices of all ranks, on all ranks at the same time.
 
         Args:
-            find: called with the number of a device, and the shares.
+            find: the function, which is called with the number of a device, and the shares.
             devices: the numbers of the devices of this process. `[None]` calls the function only
                 once, for all devices of the process together.
             shares: the shares, which are passed on.

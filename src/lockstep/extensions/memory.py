@@ -104,7 +104,7 @@ def _make_rows(
     """Returns a row for each device that has anything, the device of this rank first.
 
     Args:
-        device_of_rank: has a row in any case.
+        device_of_rank: the device of this rank, which has a row in any case.
         sizes_of_attribute: bytes by device, for attributes of `DeviceMemory`.
         common: values that all rows have, by the attribute.
     """
@@ -173,7 +173,8 @@ def _rows_of_sharing_replicas(
         if samples is not None:
             # In proportion to the samples, because layers that the replicas compute together, such
             # as BatchNorm, save tensors for all of them.
-            activations = (shared.activations or 0) * samples // max(1, total_samples)
+            activations_of_all = shared.activations or 0  # None if nothing was saved on the device
+            activations = activations_of_all * samples // max(1, total_samples)
         row = replace(
             shared, device=f"{REPLICA_PREFIX}{number}", samples=samples, activations=activations
         )
@@ -209,10 +210,9 @@ def _gathered_bytes(units: Sequence[nn.Module]) -> int:
             if id(parameter) in counted_ids:
                 continue
             counted_ids.add(id(parameter))
-            # `nbytes` of a sharded parameter is the size of the whole one.
             # The parameters of the outermost unit stay gathered and are counted as copies.
             if unit is not units[0]:
-                num_bytes += parameter.nbytes
+                num_bytes += parameter.nbytes  # the size of the whole one, if it is sharded
             if parameter.requires_grad:
                 num_bytes += 2 * parameter.nbytes  # the gradient, and the buffer it is sent in
         largest = max(largest, num_bytes)

@@ -147,7 +147,7 @@ class TrainingSteps:
 
         Args:
             batches: the batches of the loader.
-            context: entered around the computation of each micro-batch.
+            context: a context that is entered around the computation of each micro-batch.
             count_saved: count what the first micro-batch keeps for its backward pass (see
                 `_count_saved`), and remember the gradients.
 

@@ -233,7 +233,7 @@ def _read_entries(
     """Returns the entries of a folder by their names; reads no values.
 
     Args:
-        folder: has the files.
+        folder: the folder with the files.
         metadata: the attributes of DCP's `Metadata` object.
 
     Raises:
@@ -256,7 +256,7 @@ def _find_archives(folder: Path, storage_data: Mapping[Any, Any]) -> dict[PlaceO
     """Returns where the archives of all shards and objects are.
 
     Args:
-        folder: has the files.
+        folder: the folder with the files.
         storage_data: the records of the metadata that say so.
 
     Raises:

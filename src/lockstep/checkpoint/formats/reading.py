@@ -266,7 +266,7 @@ def _find_states(path: Path, content: Any, name: str | None) -> list[FoundState]
     """Returns the states of models in nested dictionaries, or those below a name; at least one.
 
     Args:
-        path: named in errors.
+        path: the path of the file, for errors.
         content: what a torch file or a folder of DCP holds.
         name: a key somewhere above the state. None: all states are returned.
 

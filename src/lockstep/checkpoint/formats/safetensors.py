@@ -109,7 +109,7 @@ def _parse_tensor(path: Path, name: str, description: Any, values_begin: int) ->
     Args:
         path: the path of the file.
         name: the name of the tensor.
-        description: such as {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}.
+        description: its entry, such as {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}.
         values_begin: the byte of the file that the offsets count from.
 
     Raises:
@@ -183,7 +183,7 @@ def write_tensors(
     Args:
         path: the path of a file that does not exist yet.
         tensors: the tensors by name, contiguous and on the CPU.
-        check: called before each chunk is written; may raise an error to end the writing.
+        check: is called before each chunk is written, and may raise an error to end the writing.
 
     Raises:
         CheckpointError: the format cannot hold a tensor's dtype.
@@ -205,7 +205,7 @@ def file_content(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[memoryvi
     """Yields all bytes of a safetensors file: the header, then the memory of each tensor.
 
     Args:
-        path: named in errors.
+        path: the path of the file, for errors.
         tensors: the tensors by name, contiguous and on the CPU.
 
     Raises:

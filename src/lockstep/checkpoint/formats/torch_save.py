@@ -138,7 +138,7 @@ def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
     would decompress it to more than there is memory.
 
     Args:
-        path: named in errors.
+        path: the path of the file, for errors.
         file: the open file, or a part of one. It is at its beginning afterwards.
 
     Raises:

@@ -47,8 +47,8 @@ class GradientVersionCheck(Check):
         gradients: list[Tensor] = []
         for wrapped in self.wrapped:
             if wrapped.gradients_after_backward:
-                # The strategy itself writes the gradients, after this: it would be taken for the
-                # script.
+                # The strategy itself writes the gradients only after this. That would be taken for
+                # a write of the script.
                 continue
             for parameter in wrapped.module.parameters():
                 if parameter.grad is not None:

@@ -95,7 +95,7 @@ class PreparationCheck(Check):
         model.num_backwards += 1
         model.update_checksum()
         if model.num_backwards >= BACKWARDS_BEFORE_COMPARISON:
-            self._post(model)
+            self._send_checksums(model)
 
     def _line_to_look_at(self, loss: Tensor) -> Location | None:
         """Returns the line of the script that has given this loss to `World.backward`.
@@ -120,10 +120,9 @@ class PreparationCheck(Check):
             return None
         model = self._unprepared_models.get(location)
         if model is not None:
-            can_be_compared = model.first_checksum is not None
-            was_compared = model.was_posted
-            if was_compared or not can_be_compared:
-                return None
+            has_checksums = model.first_checksum is not None
+            if not has_checksums or model.checksums_were_sent:
+                return None  # it cannot be compared over the ranks, or was compared
         return location
 
     def _prepared_parameters(self) -> list[Tensor]:
@@ -149,7 +148,7 @@ class PreparationCheck(Check):
         """
         parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         if len(parameters) < MIN_PARAMETERS_OF_MODEL:
-            return True
+            return True  # more likely inputs that are learned than a model
         if any(is_sharded(parameter) for parameter in parameters):
             return True  # the user has sharded the model without Lockstep
         for wrapped in self.wrapped:
@@ -158,24 +157,24 @@ class PreparationCheck(Check):
                 return True  # the inputs of a frozen model are learned: a prompt, an attack
         return False
 
-    def _post(self, model: UnpreparedModel) -> None:
-        """Writes the checksums of a model to the store of the run, unless it did so before.
+    def _send_checksums(self, model: UnpreparedModel) -> None:
+        """Writes the checksums of a model to the store of the run, once.
 
-        The rank that is the last to do so compares them, and warns if the ranks have begun with
-        equal parameters and now have different ones.
+        The last rank that does so compares those of all ranks. It warns if the ranks have begun
+        with equal parameters and have different ones now.
         """
         joined = self.run.joined
-        if joined is None or model.was_posted or model.first_checksum is None:
+        if joined is None or model.checksums_were_sent or model.first_checksum is None:
             return
-        model.was_posted = True
+        model.checksums_were_sent = True
         model.update_checksum()
         file, line = model.location
         key = f"trained apart/{file}:{line}"
         topology = self.run.topology
         checksums = [model.first_checksum, model.latest_checksum]
         joined.store.set(f"{key}/{topology.rank}", json.dumps(checksums))
-        num_posted = joined.store.add(key, 1)
-        if num_posted < topology.size:
+        num_sent = joined.store.add(key, 1)
+        if num_sent < topology.size:
             return  # another rank will be the last
         first_checksums: set[int] = set()
         latest_checksums: set[int] = set()
@@ -253,7 +252,7 @@ class PreparationCheck(Check):
             return
         with store_at_end(self.run.joined):
             for model in list(self._unprepared_models.values()):
-                self._post(model)
+                self._send_checksums(model)
 
 
 class UnpreparedModel:
@@ -268,7 +267,7 @@ class UnpreparedModel:
         self.location = location
         self.shapes = [str(tuple(parameter.shape)) for parameter in parameters]
         self.num_backwards = 1
-        self.was_posted = False
+        self.checksums_were_sent = False
         """True once the checksums are in the store of the run, for the other ranks."""
         self._parameters = [ref(parameter) for parameter in parameters]
         self.first_checksum = self._checksum()

@@ -256,7 +256,7 @@ def _report_other_setting(
         first: the description of the loader in the first file.
         description: its description in another file.
         name: the name of the setting.
-        where: says which file that is, such as "rank 1 of start 2".
+        where: the file that has it, such as "rank 1 of start 2".
         report: the report, which is added to.
     """
     loader = first["loader"]

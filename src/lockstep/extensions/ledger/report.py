@@ -110,7 +110,7 @@ class LedgerReport:
         """Returns the fields of the report and a verdict, as values for `json.dumps`."""
         if self.findings:
             verdict = "REPEATS OR GAPS"
-        # The loader of which least was recorded decides what can be said of all of them.
+        # What can be said of all loaders is what can be said of the one with the sparsest records.
         elif self.by_position:
             verdict = "EVERY POSITION ONCE"
         elif self.by_batch:

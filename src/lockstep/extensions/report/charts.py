@@ -71,7 +71,7 @@ def chart(name: str, height: float, draw: Callable[[Axes], Any], width: float = 
     Args:
         name: the name of the chart, which no other chart of the page has.
         height: the height of the chart in inches.
-        draw: called with the axes to draw on.
+        draw: a function that draws on the axes that it is called with.
         width: the width of the chart in inches.
     """
     with rc_context({**_STYLE, "svg.hashsalt": name}):

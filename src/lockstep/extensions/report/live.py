@@ -123,7 +123,7 @@ def serve(
         record: the record of the run.
         baselines: records of other runs to compare the throughput with.
         port: the port to listen on; 0 for any.
-        say: called with a line that names the page's address.
+        say: a function that is called with a line that names the page's address.
 
     Raises:
         SettingError: the port is taken, or matplotlib is not installed.

@@ -54,7 +54,7 @@ def render(
     Args:
         record: the record of the run.
         baselines: records of other runs, such as one on one rank, to compare the throughput with.
-        refresh_s: after how many seconds a browser loads the page again; None for never.
+        refresh_s: the seconds after which a browser loads the page again; None: never.
 
     Raises:
         SettingError: matplotlib is not installed.

@@ -151,7 +151,7 @@ class Recorder(Extension):
 
         Args:
             description: the description of the pass, such as `epoch 3`.
-            means: over all ranks, by name.
+            means: the means over all ranks, by name.
             complete: True at the end of a pass. Otherwise the means are only kept: those that were
                 logged last are written when the present row ends.
         """
