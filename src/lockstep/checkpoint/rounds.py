@@ -1,10 +1,13 @@
 """The last round of virtual ranks, kept in memory that outlives the processes of a run.
 
-A *round* is what DiLoCo's virtual ranks do between two exchanges. `lockstep run` holds two files in
-memory for each rank (memfd_create(2)). They belong to the launcher, so the ranks that it starts
-after a failure can read them. At the end of a round a rank writes into the older of its two files:
-the state of each of its virtual ranks, and on the first rank of a machine the *shared* state, which
-is equal on all ranks. If a rank is killed while it writes, the round before is still whole.
+A *round* is what DiLoCo's virtual ranks do between two exchanges. At its end each rank writes into
+a file in memory: the state of each of its virtual ranks, and on the first rank of a machine the
+*shared* state, which is equal on all ranks. If the state of a virtual rank is lost with its
+machine, it goes on with that of another one, its *substitute*.
+
+`lockstep run` holds two such files for each rank (memfd_create(2)). They belong to the launcher, so
+the ranks that it starts after a failure can read them. A rank writes into the older one of its two:
+if it is killed while it writes, the previous round is still whole.
 
 After a restart the ranks tell each other which rounds lie on their machines, and `choose_round`
 says with which one they go on. A rank reads what is on its own machine; the rest is broadcast from

@@ -1,9 +1,10 @@
 """`world.checkpoint(folder, **state)`: saves and resumes the full state of a training.
 
-The *state* is a dictionary: what `state_dict()` of each object returned, by the object's name.
-*Virtual ranks* are the copies of the model that DiLoCo trains apart; each has weights and optimizer
-states of its own. A *round* is what they do between two exchanges; after each round, `step` keeps
-their state in memory that outlives the ranks (`rounds`), and `resume` looks there first.
+The *state* is what `state_dict()` of each object returned, by the object's name. In a save, each
+rank writes its part into a hidden folder, in a thread while the training goes on, and rank 0 adds
+the *manifest*, which says what is there. *Virtual ranks* are the copies of the model that DiLoCo
+trains apart. After each *round* (their steps between two exchanges), `step` keeps their state in
+memory that outlives the ranks (`rounds`), and `resume` looks there first.
 
 Communication: `save` makes two small exchanges of text, `resume` three, `wait` one. No tensor is
 sent. Each exchange also carries errors, so whatever goes wrong on one rank is raised on all. Rank 0

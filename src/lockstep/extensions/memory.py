@@ -1,8 +1,9 @@
 """`World.memory`: the memory that each device needs for a model, counted and measured.
 
 *Counted* are the bytes of the tensors that the strategy leaves on a device: a shard counts as a
-shard, and a view not at all. *Measured* is the peak of some training steps, with their time. The
-rows of the ranks are exchanged once.
+shard, and a view not at all. *Measured* is the peak of some training steps, with their time. A
+*row* has the figures of one device, or of one *replica*: a copy of the model in a process that
+has several. The rows of the ranks are exchanged once.
 """
 
 from __future__ import annotations

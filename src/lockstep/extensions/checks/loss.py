@@ -3,6 +3,9 @@
 `World.backward` asks this check before and after every backward pass. Whether a loss on a GPU is
 NaN is copied to the host in the background and looked at one step later, because reading it at once
 would make the host wait for the GPU.
+
+A loss has *weight 0* (`MicroBatch.scale`) if this rank has no samples of the micro-batch, or none
+that count. Its mean is NaN then, which is right, as long as no gradient becomes NaN.
 """
 
 from __future__ import annotations
