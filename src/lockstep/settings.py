@@ -169,6 +169,13 @@ class Settings:
         help="Compute as on so many ranks: the same bits on any number of processes.",
     )
     """Parts of every global batch that are computed each by itself; None: those of the ranks."""
+    check_devices: int | None = _setting(
+        None,
+        reader=whole_number_from_1,
+        metavar="STEPS",
+        help="Every so many steps, recompute a part on another process and compare bits.",
+    )
+    """Global batches between two checks of the devices; None: they are not checked."""
     backend: str | None = _setting(None, reader=str, metavar="NAME", help="nccl, gloo or mpi.")
     device: str | None = _setting(
         None,
@@ -292,6 +299,8 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
             )
     if environ.get(VERIFY_VARIABLE):
         values.update(json.loads(environ[VERIFY_VARIABLE]))
+        # It compares runs by their micro-batches, of which a check adds some.
+        values.pop("check_devices", None)
     # The fields of these two say their unit, which the arguments do not.
     for name in ("join_timeout", "collective_timeout"):
         if name in values:
@@ -302,6 +311,7 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
     if "journal_every" in values:
         every = values["journal_every"]
         check_whole_number(f"journal_every={every!r}", every)
+    check_device_checks(values)
     return Settings(**values)
 
 
@@ -370,6 +380,25 @@ def check_virtual_ranks(values: Mapping[str, Any]) -> None:
                 "what is measured differs from run to run, and with it the bits",
                 f"give {name} as a number, or leave it out",
             )
+
+
+def check_device_checks(values: Mapping[str, Any]) -> None:
+    """Raises SettingError if `check_devices` is invalid, or there are no virtual ranks.
+
+    Args:
+        values: what was set, by the names of the arguments.
+    """
+    number = values.get("check_devices")
+    if number is None:
+        return
+    check_whole_number(f"check_devices={number!r}", number)
+    if values.get("virtual_ranks") is None:
+        raise SettingError(
+            f"check_devices={number} without virtual_ranks",
+            "bits are compared, and only virtual ranks have the same bits on every process",
+            "set virtual_ranks too, for example to the number of processes, or leave check_devices "
+            "out",
+        )
 
 
 def _mean_the_same(in_script: Any, outside: Any) -> bool:

@@ -94,7 +94,6 @@ class World:
         self._ranks_have_own_seeds = False
         self._closed = False
         self._num_calls_of_main_process_first = 0
-        self._checkpoint_folders: list[str] = []
         self._running_means: list[RunningMeans] = []
         """The logged means of each pass that `progress` shows, the innermost pass last."""
         self._epochs = Epochs(self._preparer.loaders, run.step)
@@ -115,6 +114,14 @@ class World:
     def is_last_micro_batch(self) -> bool:
         """True if the current micro-batch is the last of its global batch: the optimizer steps."""
         return self._run.step.micro_batch.last
+
+    @property
+    def is_repeated_micro_batch(self) -> bool:
+        """True if the current micro-batch is computed only to check a device (`check_devices`).
+
+        Its gradient and loss count for nothing; leave it out of sums and counts of your own.
+        """
+        return self._run.step.micro_batch_in_use.is_repeat
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, device='{self.device}')"
@@ -357,7 +364,7 @@ class World:
             UsageError: called outside of a loop `for batch in world.progress(loader)`.
         """
         check_shown(self._running_means, values)
-        self._running_means[-1].add(self._run.step.micro_batch_in_use.local_rows, **values)
+        self._running_means[-1].add(self._run.step.micro_batch_in_use.counted_rows, **values)
 
     def progress(self, loader: Loader, description: str | None = None) -> Iterator[Any]:
         """Iterates the loader. Rank 0 shows its progress, its speed, and what is logged."""
@@ -420,8 +427,8 @@ class World:
         self._check_open("checkpoint")
         policy = Policy(keep=keep, every=every, best=best, busy=busy, asynchronous=asynchronous)
         # The memory that the launcher holds has room for one checkpoint, the first.
-        is_first = not self._checkpoint_folders
-        self._checkpoint_folders.append(str(folder))
+        is_first = not self._run.checkpoint_folders
+        self._run.checkpoint_folders.append(str(folder))
         self._warn_of_unsaved_schedulers(folder, state)
         return Checkpoint(
             folder,
@@ -492,7 +499,7 @@ class World:
         if not failed:  # raises an error that an extension still holds back
             self._run.extensions.settle()
         if self.is_main and not failed:
-            print_closing(self._run.step, self._checkpoint_folders, traffic, self.strategy)
+            print_closing(self._run.step, self._run.checkpoint_folders, traffic, self.strategy)
 
     def _announce(self) -> None:
         """Prints, on rank 0, the choices that were made since the last call."""
@@ -514,6 +521,14 @@ class World:
             )
 
 
+def _choice_of_device_checks(every: int, num_processes: int) -> Choice:
+    """Returns the line about the setting `check_devices`."""
+    if num_processes == 1:
+        return Choice("devices", "not checked", "one process: there is nothing to compare with")
+    reason = "each process computes a virtual rank of another one again, and bits are compared"
+    return Choice("devices", f"checked every {every} steps", reason)
+
+
 def init(  # noqa: PLR0913 - one place for all settings of a run
     strategy: str | Strategy | None = None,
     *,
@@ -527,6 +542,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
     micro_batch_size: int | str | None = None,
     num_micro_batches: int | None = None,
     virtual_ranks: int | None = None,
+    check_devices: int | None = None,
     device: str | None = None,
     sync_batchnorm: bool = True,
     ledger: str | Path | None = None,
@@ -560,6 +576,9 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         virtual_ranks: computes as if on so many ranks, with the same bits on any number of
             processes up to it; see docs/same_bits.md. By default the parts of a batch, and so the
             last bits of every sum, depend on the number of processes.
+        check_devices: with `virtual_ranks`: after so many global batches each process computes a
+            virtual rank of another process again, and the bits are compared, to find devices that
+            compute wrongly; see docs/check_devices.md. By default devices are not checked.
         device: `cpu`, `cuda` or `cuda:0`; by default a GPU if there is one.
         sync_batchnorm: False leaves BatchNorm layers with statistics of their own on each rank.
         ledger: a folder in which every rank writes down which samples it trains in which step, for
@@ -591,6 +610,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         micro_batch_size=micro_batch_size,
         num_micro_batches=num_micro_batches,
         virtual_ranks=virtual_ranks,
+        check_devices=check_devices,
         device=device,
         sync_batchnorm=sync_batchnorm,
         ledger=ledger if ledger is None else str(ledger),
@@ -619,6 +639,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
                 print_line(f"bits are not promised: {determinism.differences}")
             reason = "each computed by itself: the same bits on any number of processes up to it"
             choices.append(Choice("virtual ranks", str(settings.virtual_ranks), reason))
+        if settings.check_devices is not None:
+            choices.append(_choice_of_device_checks(settings.check_devices, run.topology.size))
         return World(run, chosen, plan, choices)
     except BaseException:
         process_group.leave(run, failed=True)

@@ -213,6 +213,7 @@ def refusals() -> list[str]:
     for options in (
         {"strategy": "pipeline"},
         {"strategy": "diloco"},
+        {"strategy": lockstep.strategies.HSDP(shard_size=1)},
         {"virtual_ranks": 1},
         {"shares": "9:1"},
         {"micro_batch_size": "auto"},
@@ -245,6 +246,7 @@ def test_what_cannot_have_the_same_bits_is_refused() -> None:
     assert run_ranks(refusals, 2)[0] == [
         "virtual_ranks=4 with strategy='pipeline'",
         "virtual_ranks=4 with strategy='diloco'",
+        "virtual_ranks=4 with strategy='hsdp:shard_size=1'",
         "virtual_ranks=1",
         "virtual_ranks=4",
         "virtual_ranks=4 with micro_batch_size='auto'",

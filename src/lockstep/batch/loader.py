@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, islice, tee
 from typing import Any
@@ -50,7 +50,7 @@ from lockstep.errors import CheckpointError, DataError
 from lockstep.session.delivery import Delivery, TrainingPass
 from lockstep.session.extension import DeliveredBatch
 from lockstep.session.micro_batch import MicroBatch
-from lockstep.session.step import Step
+from lockstep.session.step import Dispute, Step
 from lockstep.settings import Choice
 from lockstep.user_code import Location, user_location
 
@@ -364,8 +364,11 @@ class Loader:
         # Every copy of the model has samples of each global batch, or training on it is refused.
         if virtual_ranks is None or not virtual_ranks.train_copies:
             self._needs_empty_batches = not self._plan.every_rank_has_samples(plan)
-        segments = self._plan.plan_training(plan, start)
-        return self._run_pass(epoch, start, self._read_segments(epoch, segments), training=True)
+        segments = self._plan.plan_training(plan, start, self._step.number)
+        on_device = self._read_segments(epoch, segments)
+        if self._plan.check_devices is not None:
+            on_device = self._insert_repeats(epoch, on_device)
+        return self._run_pass(epoch, start, on_device, training=True)
 
     def _evaluate(self, epoch: int) -> Iterator[Any]:
         """Begins a pass without gradients; `epoch` is its number among such passes."""
@@ -474,8 +477,11 @@ class Loader:
             planned: the micro-batch.
             batch: its batch, on the device.
         """
+        samples = planned.indices
+        if planned.micro_batch.is_repeat:  # another micro-batch counts them
+            samples = samples[:0]
         self.coverage.add(
-            epoch, planned.position, planned.indices, planned.micro_batch, planned.global_batch
+            epoch, planned.position, samples, planned.micro_batch, planned.global_batch
         )
         handed_out = _HandedOut(epoch, training_pass, planned, batch)
         on_begin = partial(self._begin_training_on, handed_out)
@@ -504,7 +510,7 @@ class Loader:
                     samples=handed_out.planned.indices,
                     micro_batch=micro_batch,
                     batch=handed_out.batch,
-                    counts=self._collectives.contributes,
+                    counts=self._collectives.contributes and not micro_batch.is_repeat,
                 )
             )
         # If another pass over this loader has begun meanwhile, the loader's position is in that.
@@ -512,6 +518,56 @@ class Loader:
         if self._training_pass is training_pass or self._training_pass is None:
             self._training_pass = training_pass
             self._position = position
+
+    # Checks of devices
+
+    def _insert_repeats(
+        self, epoch: int, on_device: Generator[ReadMicroBatch, None, None]
+    ) -> Generator[ReadMicroBatch, None, None]:
+        """Yields the micro-batches of a pass, and more of them where devices disagree.
+
+        In a checked global batch (`repeats`) the ranks compare what two of them have computed. If
+        two disagree about a virtual rank, all ranks compute it, and the majority is right.
+
+        Args:
+            epoch: of the pass.
+            on_device: the micro-batches, each with its batch on the device.
+        """
+        with closing(on_device):
+            for planned, batch in on_device:
+                # A loop that has not trained yet what it got before has nothing to be compared.
+                if planned.compared_before and not self._has_untrained_batches:
+                    dispute = self._step.find_dispute()
+                    if dispute is not None:
+                        yield from self._read_repeat(epoch, planned, dispute)
+                yield planned, batch
+
+    @property
+    def _has_untrained_batches(self) -> bool:
+        """True if the loop has got micro-batches that no backward pass has followed yet."""
+        return self._training_pass is not None and bool(self._training_pass.untrained)
+
+    def _read_repeat(
+        self, epoch: int, planned: PlannedMicroBatch, dispute: Dispute
+    ) -> Iterator[ReadMicroBatch]:
+        """Yields the micro-batches of a virtual rank that all ranks compute, on the device.
+
+        Args:
+            epoch: of the pass.
+            planned: a micro-batch of the same global batch.
+            dispute: says which virtual rank it is, and what its micro-batches weigh.
+        """
+        assert planned.global_batch is not None
+        repeats = self._plan.plan_repeat(
+            planned.position, planned.global_batch, dispute.virtual_rank
+        )
+        weighing = self._weighing(epoch)
+        for repeat, scale in zip(repeats, dispute.scales, strict=True):
+            batch = self._fetch[epoch, repeat.indices]
+            counted = weighing.count_rows(repeat, batch)
+            micro_batch = replace(counted.planned.micro_batch, scale=scale)
+            read = [(counted.planned._replace(micro_batch=micro_batch), counted.batch)]
+            yield from to_device(read, self._collectives.device)
 
     # Reading
 

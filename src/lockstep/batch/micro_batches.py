@@ -8,6 +8,8 @@ DDP averages gradients over the ranks, and the backward passes of a rank add up.
 over the `n` samples of a micro-batch counts as it should when it is multiplied by the *scale*
 `n * ranks / N`, where `N` is the number of samples of the global batch.
 
+In a *checked* global batch some virtual ranks are *repeated*, to check the devices; see `repeats`.
+
 If shares or the micro-batch size are to be measured first, a global batch is handed out in two
 *segments*: a micro-batch in which they are measured, then the rest, divided by what was found.
 """
@@ -15,7 +17,7 @@ If shares or the micro-batch size are to be measured first, a global batch is ha
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from lockstep.batch.autotune_request import AutotuneRequest
@@ -29,6 +31,7 @@ from lockstep.batch.plan import (
     split_sizes,
     virtual_ranks_of,
 )
+from lockstep.batch.repeats import CheckedPiece, add_repeats, pieces_of_virtual_rank
 from lockstep.batch.shares import first_micro_batch
 from lockstep.distributed.topology import DataParallelRank
 from lockstep.errors import DataError, SettingError
@@ -47,6 +50,8 @@ class PlannedMicroBatch(NamedTuple):
     """True if every rank has samples of it."""
     global_batch: Indices | None = None
     """The indices of all samples of the global batch; None for a stream."""
+    compared_before: bool = False
+    """True if the ranks compare what two of them have computed before it is handed out."""
 
 
 ReadMicroBatch = tuple[PlannedMicroBatch, Any]
@@ -69,6 +74,8 @@ class _RankPart(NamedTuple):
     samples: slice
     """The positions of its samples in the global batch."""
     on_all_ranks: bool
+    compared_before: bool = False
+    """True if the ranks compare what two of them have computed before it is handed out."""
 
 
 @dataclass(kw_only=True)
@@ -89,6 +96,8 @@ class MicroBatchPlan:
     """The least number of micro-batches of a global batch."""
     virtual_ranks: VirtualRanks | None = None
     """Each has an equal part of every global batch; None: there are none."""
+    check_devices: int | None = None
+    """Global batches between two that are checked; None: none is, or there is one process."""
     request: AutotuneRequest
     """What is to be measured in the first pass that trains."""
 
@@ -230,18 +239,131 @@ class MicroBatchPlan:
             parts_by_size[count] = self._parts_of_rank(count, self.split(count))
         return _plan_batches(plan, start, parts_by_size)
 
-    def plan_training(self, plan: Plan, start: int) -> Generator[Segment, None, None]:
+    def plan_training(
+        self, plan: Plan, start: int, steps_before: int = 0
+    ) -> Generator[Segment, None, None]:
         """Yields the segments of a pass that trains, in whose first global batches it autotunes.
 
         Args:
             plan: the global batches of the epoch.
             start: the position of the first one that is wanted.
+            steps_before: how many optimizer steps the run has made when the pass begins. They
+                decide which global batches are checked.
         """
         self.check_trained(min(plan.sizes(start), default=self.batch_size))
         while start < len(plan) and self.request.is_open:
             yield from self.plan_autotuning(start, plan[start])
             start += 1
-        yield Segment(self.plan_epoch(plan, start))
+        if self.check_devices is None:
+            yield Segment(self.plan_epoch(plan, start))
+        else:
+            yield Segment(self._plan_with_checks(plan, start, steps_before))
+
+    def _plan_with_checks(
+        self, plan: Plan, start: int, steps_before: int
+    ) -> Iterator[PlannedMicroBatch]:
+        """Yields this rank's micro-batches, with repeats in the global batches that are checked.
+
+        Args:
+            plan: the global batches of the epoch.
+            start: the position of the first one that is wanted.
+            steps_before: how many optimizer steps the run has made when the pass begins.
+        """
+        parts_by_size = {}
+        for count in plan.sizes(start):
+            parts_by_size[count] = self._parts_of_rank(count, self.split(count))
+        for position, global_batch in enumerate(plan.batches(start), start):
+            count = len(global_batch)
+            check_number = self.check_number(steps_before + position - start)
+            parts = parts_by_size[count]
+            if check_number is not None:
+                parts = self._parts_with_repeats(count, check_number)
+            for part in parts:
+                yield _planned(position, part, global_batch)
+
+    def check_number(self, steps_before: int) -> int | None:
+        """Returns how many global batches were checked before one; None if it is not checked.
+
+        Args:
+            steps_before: how many optimizer steps come before the global batch.
+        """
+        if self.check_devices is None or (steps_before + 1) % self.check_devices != 0:
+            return None
+        return (steps_before + 1) // self.check_devices - 1
+
+    def _parts_with_repeats(self, count: int, check_number: int) -> list[_RankPart]:
+        """Returns this rank's micro-batches of a global batch that is checked.
+
+        Args:
+            count: samples of the global batch.
+            check_number: how many global batches were checked before.
+        """
+        checked = add_repeats(self._pieces_of_ranks(count), check_number)
+        pieces = checked.pieces_of_ranks[self.data_parallel.rank]
+        parts = []
+        for index, micro_batch in enumerate(self._micro_batches_of_pieces(pieces, count)):
+            micro_batch = replace(micro_batch, checks_devices=True)
+            piece = pieces[index].piece
+            on_all_ranks = True
+            for pieces_of_rank in checked.pieces_of_ranks:
+                if pieces_of_rank[index].piece.is_padding:
+                    on_all_ranks = False
+            parts.append(
+                _RankPart(
+                    micro_batch,
+                    slice(piece.begin, piece.end),
+                    on_all_ranks,
+                    compared_before=index == checked.compared_before,
+                )
+            )
+        return parts
+
+    def plan_repeat(
+        self, position: int, global_batch: Indices, virtual_rank: int
+    ) -> list[PlannedMicroBatch]:
+        """Returns the micro-batches of a virtual rank that all ranks compute again.
+
+        Args:
+            position: of the global batch in the epoch.
+            global_batch: the indices of all its samples.
+            virtual_rank: its number.
+        """
+        count = len(global_batch)
+        pieces = pieces_of_virtual_rank(self._pieces_of_ranks(count), virtual_rank)
+        planned = []
+        for checked, micro_batch in zip(
+            pieces, self._micro_batches_of_pieces(pieces, count), strict=True
+        ):
+            indices = global_batch[checked.piece.begin : checked.piece.end]
+            # They are inserted in the middle of the global batch.
+            micro_batch = replace(micro_batch, first=False, last=False, checks_devices=True)
+            planned.append(PlannedMicroBatch(position, micro_batch, indices, True, global_batch))
+        return planned
+
+    def _pieces_of_ranks(self, count: int) -> list[list[VirtualRankPiece]]:
+        """Returns the micro-batches of all ranks, if all virtual ranks train one model.
+
+        Args:
+            count: samples of the global batch.
+        """
+        assert self.virtual_ranks is not None
+        return split_over_virtual_ranks(
+            count, self.shares, self.num_pieces(count), self.virtual_ranks.count
+        )
+
+    def _micro_batches_of_pieces(
+        self, pieces: Sequence[CheckedPiece], count: int
+    ) -> list[MicroBatch]:
+        """Returns micro-batches of this rank, if all virtual ranks train one model.
+
+        Args:
+            pieces: all that it computes of a global batch.
+            count: samples of the global batch.
+        """
+        assert self.virtual_ranks is not None
+        return _micro_batches_of_virtual_ranks(
+            pieces, count, self.virtual_ranks.count, num_ranks=len(self.shares)
+        )
 
     def plan_autotuning(self, position: int, batch: Indices) -> Generator[Segment, None, None]:
         """Yields the segments of a global batch in which autotuning measures.
@@ -300,10 +422,8 @@ class MicroBatchPlan:
             split: begin and end of each part, shape `(micro-batches, ranks, 2)`.
         """
         planned = []
-        for micro_batch, samples, on_all_ranks in self._parts_of_rank(len(batch), split):
-            planned.append(
-                PlannedMicroBatch(position, micro_batch, batch[samples], on_all_ranks, batch)
-            )
+        for part in self._parts_of_rank(len(batch), split):
+            planned.append(_planned(position, part, batch))
         return planned
 
     def _parts_of_rank(self, count: int, split: Indices) -> list[_RankPart]:
@@ -352,12 +472,8 @@ class MicroBatchPlan:
             return make_micro_batches(sizes, rank, count, has_first=has_first, has_last=has_last)
         if self.virtual_ranks.train_copies:
             return _micro_batches_of_copies(sizes, rank, count, self.virtual_ranks.count)
-        pieces_of_ranks = split_over_virtual_ranks(
-            count, self.shares, self.num_pieces(count), self.virtual_ranks.count
-        )
-        return _micro_batches_of_virtual_ranks(
-            pieces_of_ranks[rank], count, self.virtual_ranks.count, num_ranks=len(self.shares)
-        )
+        pieces = [CheckedPiece(piece) for piece in self._pieces_of_ranks(count)[rank]]
+        return self._micro_batches_of_pieces(pieces, count)
 
 
 def _plan_batches(
@@ -371,10 +487,26 @@ def _plan_batches(
         parts_by_size: this rank's micro-batches of a global batch of each size.
     """
     for position, global_batch in enumerate(plan.batches(start), start):
-        for micro_batch, samples, on_all_ranks in parts_by_size[len(global_batch)]:
-            yield PlannedMicroBatch(
-                position, micro_batch, global_batch[samples], on_all_ranks, global_batch
-            )
+        for part in parts_by_size[len(global_batch)]:
+            yield _planned(position, part, global_batch)
+
+
+def _planned(position: int, part: _RankPart, global_batch: Indices) -> PlannedMicroBatch:
+    """Returns a micro-batch of this rank in a certain global batch.
+
+    Args:
+        position: of the global batch in the epoch.
+        part: the micro-batch, in a global batch of that size.
+        global_batch: the indices of all its samples.
+    """
+    return PlannedMicroBatch(
+        position,
+        part.micro_batch,
+        global_batch[part.samples],
+        part.on_all_ranks,
+        global_batch,
+        part.compared_before,
+    )
 
 
 def make_micro_batches(
@@ -418,19 +550,23 @@ def make_micro_batches(
 
 
 def _micro_batches_of_virtual_ranks(
-    pieces: Sequence[VirtualRankPiece], count: int, num_virtual_ranks: int, *, num_ranks: int
+    pieces: Sequence[CheckedPiece], count: int, num_virtual_ranks: int, *, num_ranks: int
 ) -> list[MicroBatch]:
     """Returns a rank's micro-batches, if all virtual ranks train one model.
 
     Args:
-        pieces: of the rank.
+        pieces: of the rank; those that are repeated count for nothing.
         count: samples of the whole global batch.
         num_virtual_ranks: of the run.
         num_ranks: that compute them.
     """
-    numbers = {piece.virtual_rank for piece in pieces if not piece.is_padding}
+    numbers = set()
+    for checked in pieces:
+        if not checked.piece.is_padding and not checked.is_repeat:
+            numbers.add(checked.piece.virtual_rank)
     micro_batches = []
-    for index, piece in enumerate(pieces):
+    for index, checked in enumerate(pieces):
+        piece = checked.piece
         virtual_rank = VirtualRank(
             number=piece.virtual_rank,
             begins=piece.piece == 0,
@@ -439,6 +575,8 @@ def _micro_batches_of_virtual_ranks(
             mean_number_on_process=num_virtual_ranks / num_ranks,
             has_own_step=False,
             is_padding=piece.is_padding,
+            is_repeat=checked.is_repeat,
+            is_compared=checked.is_compared,
         )
         local_rows = piece.end - piece.begin
         micro_batch = MicroBatch(

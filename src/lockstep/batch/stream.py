@@ -18,6 +18,7 @@ import json
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,8 @@ class IterableLoader(Loader):
         """The number of the first of these samples."""
         self._gave_samples = False
         """True if some pass over the stream had samples."""
+        self._steps_before_pass = 0
+        """Optimizer steps of the run before the first global batch of the epoch."""
         self._first_samples: dict[int, list[Any]] = {}
         """Digests of the first samples of the current epoch, by the position of a global batch."""
         self._first_samples_before: list[Any] | None = None
@@ -191,6 +194,7 @@ class IterableLoader(Loader):
         self._first_samples = {}
         if start == 0:
             self._first_samples_before = None
+        self._steps_before_pass = self._step.number - start
         on_device = self._read_pass(epoch, start, training=True)
         return self._run_pass(epoch, start, on_device, training=True)
 
@@ -296,7 +300,13 @@ class IterableLoader(Loader):
         for rank_batch in self._read_counted(epoch, start, training):
             if training:
                 self._plan.check_trained(int(rank_batch.counts.sum()))
+            steps_before = self._steps_before_pass + rank_batch.position
+            is_checked = self._plan.check_number(steps_before) is not None
             for planned, batch in self._divide(epoch, rank_batch):
+                if training and is_checked:
+                    # The state of the devices is compared; nothing is computed again.
+                    micro_batch = replace(planned.micro_batch, checks_devices=True)
+                    planned = planned._replace(micro_batch=micro_batch)
                 if every_rank_gets_all:
                     yield planned, batch
                     continue

@@ -207,7 +207,8 @@ class _WeightSum:
             # the weight of the whole.
             weights[0] = weight_before
             for counted in self._counted:
-                weights[_index_of_weight(counted)] += counted.weight
+                if not counted.planned.micro_batch.is_repeat:  # another rank has counted it
+                    weights[_index_of_weight(counted)] += counted.weight
         has_other_rows = float(any(counted.has_other_rows for counted in self._counted))
         has_unknown_rows = float(any(counted.rows_are_unknown for counted in self._counted))
         # All of these are summed over the ranks; `wait` reads them in the same order.

@@ -77,6 +77,8 @@ class Run:
     """All prepared loaders."""
     prepared: list[weakref.ref[nn.Module]] = field(default_factory=list)
     """The modules that `World.prepare` returned."""
+    checkpoint_folders: list[str] = field(default_factory=list)
+    """The folders in which `World.checkpoint` saves."""
 
     @property
     def extensions(self) -> Extensions:

@@ -38,9 +38,14 @@ def add_extensions(
     autotune = Autotune(run, strategy, plan, preparer.wrapped.keys(), preparer.optimizers)
     preparer.sizes = autotune  # loaders that it prepares ask this for what is "auto"
     run.extensions.add(autotune, Place.CHECK)  # before the checks: its trial steps are not checked
+    settings = run.settings
+    if settings.check_devices is not None and not run.collectives.single_process:
+        from lockstep.extensions.device_check.check import DeviceCheck
+
+        # Before the checks: it says more than the comparison of replicas.
+        run.extensions.add(DeviceCheck(run), Place.CHECK)
     for check in CHECKS:
         run.extensions.add(check(run, preparer.precision, preparer.wrapped.values()), Place.CHECK)
-    settings = run.settings
     # The link between machines was measured; None on one machine.
     if run.link is not None and strategy.name == "ddp":
         from lockstep.extensions.report.network_advice import NetworkAdvice

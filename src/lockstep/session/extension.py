@@ -67,7 +67,8 @@ class DeliveredBatch(NamedTuple):
     """What the training loop gets."""
     counts: bool
     """True if the samples are to be counted on this rank. Under a pipeline several ranks get the
-    same micro-batch, and only one of them counts it."""
+    same micro-batch, and only one of them counts it. A micro-batch that is repeated to check a
+    device does not count."""
 
 
 class Extension:

@@ -43,6 +43,17 @@ class VirtualRank:
     is_padding: bool = False
     """True if the process has no virtual rank to compute, and gets a micro-batch without samples so
     that every process has as many micro-batches."""
+    is_repeat: bool = False
+    """True if it is computed elsewhere, or has been computed before, and is computed here only to
+    check a device: its gradient, loss, samples and buffers count for nothing."""
+    is_compared: bool = False
+    """True if its gradient is compared with what another process computes for the same virtual
+    rank."""
+
+    @property
+    def counts(self) -> bool:
+        """True if its gradient and its loss are part of those of the global batch."""
+        return not self.is_padding and not self.is_repeat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +83,18 @@ class MicroBatch:
     `loss.backward()` gives the same gradients as `world.backward(loss)`."""
     virtual_rank: VirtualRank | None = None
     """The virtual rank that this micro-batch belongs to; None: the global batch has one model."""
+    checks_devices: bool = False
+    """True if in its global batch devices are checked (the setting `check_devices`)."""
+
+    @property
+    def is_repeat(self) -> bool:
+        """True if it is computed only to check a device, and counts for nothing."""
+        return self.virtual_rank is not None and self.virtual_rank.is_repeat
+
+    @property
+    def counted_rows(self) -> int:
+        """The rows that count on this rank, in means and sums over samples."""
+        return 0 if self.is_repeat else self.local_rows
 
     @property
     def opens(self) -> bool:

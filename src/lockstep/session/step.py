@@ -17,9 +17,9 @@ and the step tells the extensions of the run (`session.extension`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.errors import warn
 from lockstep.session.delivery import (
@@ -62,6 +62,14 @@ StepKey = tuple[TrainingPass, int, int]
 together they identify an optimizer step."""
 
 
+class Dispute(NamedTuple):
+    """A virtual rank for which two processes have computed different gradients."""
+
+    virtual_rank: int
+    scales: list[float]
+    """The factor of the loss of each of its micro-batches."""
+
+
 class Step:
     """The state of the optimizer step that is being computed."""
 
@@ -84,6 +92,9 @@ class Step:
         """A batch of one sample, like the latest micro-batch that had no samples."""
         self.virtual_rank: VirtualRank | None = None
         """The virtual rank of the current micro-batch, even while all of them train one model."""
+        self.find_dispute: Callable[[], Dispute | None] = lambda: None
+        """Compares what processes have computed in a checked global batch (`check_devices`).
+        Loaders call it on all processes; None: no two of them disagree."""
         self.num_common_steps = 0
         """Global batches, from the first, in which all virtual ranks train one model."""
         self.phase = "other"
@@ -478,8 +489,9 @@ class Step:
         training_pass = self.training_pass
         scale = self.micro_batch_of_loss.scale
         weighted = loss if scale == 1.0 else loss * scale
-        # The loss of no samples may be NaN, and counts as 0.
-        counted = weighted if scale != 0.0 else weighted.new_zeros(())
+        # The loss of no samples may be NaN, and counts as 0. So does one that is computed again.
+        is_counted = scale != 0.0 and not training_pass.micro_batch.is_repeat
+        counted = weighted if is_counted else weighted.new_zeros(())
         self._forget_loss_of_last_step(training_pass)
         part = counted.detach()
         virtual_rank = training_pass.micro_batch.virtual_rank
@@ -509,7 +521,7 @@ class Step:
         losses = training_pass.loss_of_virtual_rank
         if training_pass.micro_batch.first:
             losses.clear()
-        if not virtual_rank.is_padding:
+        if virtual_rank.counts:
             number = virtual_rank.number
             losses[number] = part if number not in losses else losses[number] + part
 

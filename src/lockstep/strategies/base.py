@@ -246,6 +246,10 @@ class PreparedModule:
     """Global batches between two comparisons of these tensors. 0 for no comparison."""
     extensions: Sequence[Extension] = ()
     """What the strategy does with this module in each step."""
+    gradient_bits: Callable[[], dict[str, Tensor]] | None = None
+    """Returns a sum of the bits of each parameter's gradient, by name, for the virtual rank whose
+    backward pass has just ended, if it `is_compared`. None: the gradients are in `parameter.grad`.
+    """
     compressed: CompressedMeans | None = None
     """The compressor of the gradients, if there is one. Checkpoints save its rounding errors."""
     virtual_rank_state: VirtualRankState | None = None

@@ -18,6 +18,15 @@ CHUNK_SIZE = 2**17
 bits."""
 
 
+def gradient_bit_sums(gradients: Iterable[Tensor]) -> Tensor:
+    """Returns a 64-bit sum of the bits of each gradient, in which -0.0 counts as 0.0.
+
+    A virtual rank without rows computes a placeholder row with gradient zero. Which row that is
+    depends on the process, and the row decides the signs of the zeros.
+    """
+    return bit_sums(gradient + 0.0 for gradient in gradients)
+
+
 def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
     """Returns a 64-bit sum of the bits of each tensor, shape `(number of tensors,)`."""
     sums: list[Tensor] = []

@@ -173,12 +173,15 @@ class FSDP(Strategy):
         extensions: list[Extension] = []
         average: str | Sequence[str] = self.average_buffers
         left_out: Sequence[str] = ()
+        gradient_bits = None
         if run.settings.virtual_ranks is not None:
             tree = tree_of(run)
             buffers = VirtualRankBuffers(module, tree, run.step, average)
             average = ()
             left_out = buffers.averaged
-            extensions = [ShardedVirtualRanks(list(units.values()), tree, run.step, mesh), buffers]
+            sharded_virtual_ranks = ShardedVirtualRanks(list(units.values()), tree, run.step, mesh)
+            gradient_bits = sharded_virtual_ranks.gradient_bits
+            extensions = [sharded_virtual_ranks, buffers]
         moving_buffers = MovingBuffers(
             module, run.step, average=average, left_out=left_out, strategy=type(self).__name__
         )
@@ -209,6 +212,7 @@ class FSDP(Strategy):
             zero_grad_misses_gradients=not self.accumulate_shards,
             units=units,
             equal_tensors=sharded.equal_tensors,
+            gradient_bits=gradient_bits,
             extensions=[*extensions, sharded],
         )
 
@@ -309,6 +313,13 @@ class HSDP(FSDP):
                 f"HSDP(shard_size={self.shard_size})",
                 f"{size} ranks cannot be cut into groups of {shard_size}",
                 "give a shard_size that divides the number of ranks",
+            )
+        if shard_size == 1:
+            refuse_virtual_ranks(
+                run,
+                f"{self.name}:shard_size=1",
+                "every process has the whole model, as under ddp, and torch then sums gradients in "
+                "an order of its own",
             )
         return super().plan(run)
 

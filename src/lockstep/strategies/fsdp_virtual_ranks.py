@@ -13,7 +13,7 @@ have once more, so all but the first give zeros.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from lockstep.errors import UsageError
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
+from lockstep.strategies.bit_sums import gradient_bit_sums
 from lockstep.strategies.virtual_ranks import (
     VirtualRankTree,
     check_virtual_rank_backward,
@@ -46,11 +47,20 @@ class TreeReduceScatter:
         step: of the run.
         mesh: of the processes; parameters are sharded over its last dimension.
         unit: the module whose parameters these are.
+        names: the names of parameters, by the ids of their shards.
     """
 
     def __init__(
-        self, tree: VirtualRankTree, step: Step, mesh: DeviceMesh, unit: FSDPModule
+        self,
+        tree: VirtualRankTree,
+        step: Step,
+        mesh: DeviceMesh,
+        unit: FSDPModule,
+        names: Mapping[int, str],
     ) -> None:
+        self.gradient_bits: dict[str, Tensor] = {}
+        """Sums of the bits of the gradient of the latest virtual rank that is compared, by name."""
+        self._names = names
         self._tree = tree
         self._unit = unit
         self._step = step
@@ -86,6 +96,8 @@ class TreeReduceScatter:
         """
         micro_batch = self._step.micro_batch
         sums = self._tree.sums(micro_batch.global_samples)
+        if micro_batch.virtual_rank is not None and micro_batch.virtual_rank.is_compared:
+            self.gradient_bits = self._sum_bits(input_tensor)
         if has_leaf(micro_batch):
             if self._step.extensions.listeners["leaf_gradient"]:
                 self._tell_leaf(input_tensor, micro_batch)
@@ -123,13 +135,8 @@ class TreeReduceScatter:
             UsageError: not all parameters were used, so that it is not known which the gradient
                 has.
         """
-        parameters: list[Tensor] = []
-        lengths: list[int] = []
-        for shard in shards_in_reduction_order(self._unit):
-            if shard.requires_grad:
-                num_rows = ceil_div(shard.shape[0], self._num_shards)
-                parameters.append(shard)
-                lengths.append(num_rows * math.prod(shard.shape[1:]))
+        parameters = self._trained_shards()
+        lengths = [self._length_in_chunk(shard) for shard in parameters]
         num_missing = sum(lengths) * self._num_shards - len(flat)
         if num_missing:
             raise UsageError(
@@ -145,6 +152,36 @@ class TreeReduceScatter:
         for parameter, rows in zip(parameters, rows_of_parameters, strict=True):
             gradients.append(rows.reshape(-1)[: parameter.numel()].view(parameter.shape))
         self._step.extensions.leaf_gradient(micro_batch, parameters, gradients)
+
+    def _trained_shards(self) -> list[Tensor]:
+        """Returns the shards of the trained parameters, in the order of the unit's gradient."""
+        shards: list[Tensor] = []
+        for shard in shards_in_reduction_order(self._unit):
+            if shard.requires_grad:
+                shards.append(shard)
+        return shards
+
+    def _length_in_chunk(self, shard: Tensor) -> int:
+        """Returns how many numbers of a parameter's gradient each chunk has, with the padding."""
+        num_rows = ceil_div(shard.shape[0], self._num_shards)
+        return num_rows * math.prod(shard.shape[1:])
+
+    def _sum_bits(self, flat: Tensor) -> dict[str, Tensor]:
+        """Returns a sum of the bits of each parameter's gradient, by the name of the parameter.
+
+        If not all parameters were used, torch does not say which of them the gradient has: then
+        there is one sum.
+
+        Args:
+            flat: the gradient of the unit; see `_tell_leaf`.
+        """
+        shards = self._trained_shards()
+        names = [self._names[id(shard)] for shard in shards]
+        lengths = [self._length_in_chunk(shard) for shard in shards]
+        if sum(lengths) * self._num_shards != len(flat):
+            return {f"the parameters around {names[0]}": gradient_bit_sums([flat])[0]}
+        columns_of_parameters = torch.split(flat.view(self._num_shards, -1), lengths, dim=1)
+        return dict(zip(names, gradient_bit_sums(columns_of_parameters), strict=True))
 
     def _push(self, gradient: Tensor, micro_batch: MicroBatch) -> None:
         """Adds the gradient of a virtual rank to those before it, as far as the tree allows.
@@ -197,8 +234,9 @@ class ShardedVirtualRanks(Extension):
         self._root = units[-1]
         self._sums: list[TreeReduceScatter] = []
         unit: Any
+        names = {id(shard): name for name, shard in self._root.named_parameters()}
         for unit in units:
-            reduce_scatter = TreeReduceScatter(tree, step, mesh, unit)
+            reduce_scatter = TreeReduceScatter(tree, step, mesh, unit, names)
             self._sums.append(reduce_scatter)
             unit.set_custom_reduce_scatter(reduce_scatter)
             # Torch would divide by the number of processes.
@@ -216,6 +254,17 @@ class ShardedVirtualRanks(Extension):
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """Raises UsageError for what has no place in the tree."""
         check_virtual_rank_backward(self._step, micro_batch)
+
+    def gradient_bits(self) -> dict[str, Tensor]:
+        """Returns sums of bits of the gradient of the virtual rank whose backward pass has ended.
+
+        It is called once for each virtual rank that is compared.
+        """
+        sums_of_all_units: dict[str, Tensor] = {}
+        for reduce_scatter in self._sums:
+            sums_of_all_units.update(reduce_scatter.gradient_bits)
+            reduce_scatter.gradient_bits = {}  # the next virtual rank may not use the unit
+        return sums_of_all_units
 
     def clear_gradients(self) -> None:
         """Forgets the gradients of a global batch that was broken off."""

@@ -272,7 +272,7 @@ def note_single_sample(error: BaseException | None, micro_batch: MicroBatch) -> 
 
 def has_leaf(micro_batch: MicroBatch) -> bool:
     """Returns True if the gradient of a micro-batch belongs to the sum over virtual ranks."""
-    return micro_batch.virtual_rank is not None and not micro_batch.virtual_rank.is_padding
+    return micro_batch.virtual_rank is not None and micro_batch.virtual_rank.counts
 
 
 def add_gradients(totals: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:

@@ -353,6 +353,9 @@ class Preparer:
         shares_until_found = plan.shares
         if shares is not None:
             shares_until_found = initial_shares(shares, len(plan.shares))
+        check_devices = settings.check_devices
+        if self.run.collectives.single_process:  # there is no other process to compare with
+            check_devices = None
         loader = make_loader(
             source,
             plan=MicroBatchPlan(
@@ -366,6 +369,7 @@ class Preparer:
                 ),
                 min_micro_batches=min_micro_batches,
                 virtual_ranks=plan.virtual_ranks,
+                check_devices=check_devices,
             ),
             seed=settings.seed,
             collectives=self.run.collectives,

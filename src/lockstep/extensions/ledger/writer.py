@@ -71,7 +71,8 @@ class Ledger(Extension):
         begins_global_batch = batch.micro_batch.first
         if begins_global_batch or batch.loader not in self._untrained:
             self._untrained[batch.loader] = []
-        self._untrained[batch.loader].append(batch)
+        if not batch.micro_batch.is_repeat:
+            self._untrained[batch.loader].append(batch)
 
     def step_finished(self, number: int) -> None:
         """Writes down the global batch that the optimizer step of this number has trained.

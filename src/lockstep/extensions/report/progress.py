@@ -92,7 +92,7 @@ def progress(
             yield item
             # The training loop is done with this micro-batch.
             micro_batch = loader.current
-            means.samples += micro_batch.local_rows
+            means.samples += micro_batch.counted_rows
             if not micro_batch.last:
                 continue
             means.step()

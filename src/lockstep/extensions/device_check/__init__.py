@@ -1,0 +1,1 @@
+"""Finds devices that compute wrongly (the setting `check_devices`); `check` says how."""

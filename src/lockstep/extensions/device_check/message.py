@@ -1,0 +1,192 @@
+"""Writes what is told of a device that has computed wrongly.
+
+Different bits have other causes than a device: a script that computes something else on some rank,
+an operation without a fixed order of additions, processors or libraries that differ. The messages
+name what was found, and the other causes with what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.checkpoint import layout
+from lockstep.distributed.numerics import describe_rank_differences
+from lockstep.errors import CheckpointError, WrongDeviceError
+from lockstep.extensions.device_check.votes import Kind, Verdict
+from lockstep.wording import count_noun, format_ranks, join_first
+
+PARAMETERS = "parameters"
+OPTIMIZER_STATE = "optimizer state"
+
+
+class Device(NamedTuple):
+    """The device of a rank."""
+
+    name: str
+    """Such as `cuda:1`."""
+    host: str
+    numerics: Mapping[str, str]
+    """What decides bits on it: `distributed.numerics.read_numerics`."""
+
+
+class Computation(NamedTuple):
+    """A virtual rank for which two ranks have computed different gradients."""
+
+    virtual_rank: int
+    owner: int
+    checker: int
+
+
+class Holding(NamedTuple):
+    """Tensors that have the same bits on some ranks unless something is wrong."""
+
+    kind: str
+    """`PARAMETERS` or `OPTIMIZER_STATE`."""
+    ranks: Sequence[int]
+
+
+def wrong_device_error(
+    verdict: Verdict,
+    difference: Computation | Holding,
+    tensors: Sequence[str],
+    devices: Sequence[Device],
+    *,
+    every: int | None,
+    step: int,
+    checkpoint: str,
+) -> WrongDeviceError:
+    """Returns the error for a device that has computed other bits than others.
+
+    Args:
+        verdict: who is wrong.
+        difference: what differs.
+        tensors: the names of the parameters, or of their optimizer state, that differ.
+        devices: of all ranks.
+        every: the setting `check_devices`.
+        step: the number of the optimizer step that is being computed, from 1.
+        checkpoint: what is to be said about checkpoints.
+    """
+    if isinstance(difference, Computation):
+        found = f"step {step}, virtual rank {difference.virtual_rank}: "
+        found += _describe_computation(verdict, difference, devices)
+        found += f"; the gradients that differ: {join_first(tensors)}"
+    else:
+        found = f"before step {step}: {_describe_holding(verdict, difference, devices)}"
+        found += f" of the {difference.kind}: {join_first(tensors)}"
+    do = _advise(verdict, devices)
+    other_numerics = describe_rank_differences([device.numerics for device in devices])
+    if other_numerics:
+        found += f"; {other_numerics}"
+        do = (
+            "make all ranks equal in what decides bits, since they may have other bits without "
+            f"being wrong; if they still differ, {do}"
+        )
+    if checkpoint:
+        do += f"; {checkpoint}"
+    return WrongDeviceError(f"the same bits on every process (check_devices={every})", found, do)
+
+
+def _describe_computation(
+    verdict: Verdict, difference: Computation, devices: Sequence[Device]
+) -> str:
+    """Returns what the ranks have computed, as the middle of a sentence."""
+    wrong = name_devices(verdict.ranks, devices)
+    both = name_devices([difference.owner, difference.checker], devices)
+    if verdict.kind is Kind.WRONG:
+        others = len(devices) - len(verdict.ranks)
+        return (
+            f"all ranks computed it again, and {wrong} got other bits than "
+            f"{count_noun(others, 'rank')} that agree"
+        )
+    if verdict.kind is Kind.WRONG_ONCE:
+        return (
+            f"{wrong} got other bits than all ranks did when they computed it again, so the error "
+            "came once"
+        )
+    if verdict.kind is Kind.CHANGING:
+        return f"{wrong} got other bits each of two times, and the other rank the same both times"
+    if verdict.kind is Kind.ONE_OF_TWO:
+        return f"{both} got different bits, each the same ones both times; one of the two is wrong"
+    if verdict.kind is Kind.NOT_REPEATED:
+        return (
+            f"{both} got different bits; one of the two is wrong, and as the training loop gets "
+            "batches ahead they could not be computed again"
+        )
+    if verdict.kind is Kind.ALL_CHANGING:
+        return f"{both} got other bits each time"
+    return f"all {len(devices)} ranks computed it again, and no bits have a majority"
+
+
+def _describe_holding(verdict: Verdict, difference: Holding, devices: Sequence[Device]) -> str:
+    """Returns who holds other bits, as the middle of a sentence."""
+    wrong = name_devices(verdict.ranks, devices)
+    verb = "has" if len(verdict.ranks) == 1 else "have"
+    if verdict.kind is Kind.WRONG:
+        others = len(difference.ranks) - len(verdict.ranks)
+        return f"{wrong} {verb} other bits than {count_noun(others, 'rank')} that agree"
+    if verdict.kind is Kind.ONE_OF_TWO:
+        return f"{wrong} have different bits, one of the two wrong ones,"
+    return f"{format_ranks(difference.ranks)} have different bits, none of them in the majority,"
+
+
+def _advise(verdict: Verdict, devices: Sequence[Device]) -> str:
+    """Returns what to do about a verdict."""
+    ranks = format_ranks(verdict.ranks)
+    places = " and ".join(f"{devices[rank].name} of {devices[rank].host}" for rank in verdict.ranks)
+    if verdict.kind in (Kind.WRONG, Kind.CHANGING):
+        return (
+            f"look first whether the script does something else on {ranks} (world.rank, "
+            f"world.is_main); if not, take {places} out of the run and test it"
+        )
+    if verdict.kind is Kind.WRONG_ONCE:
+        return (
+            f"take {places} out of the run if the error comes again; if it comes on other ranks "
+            "too, look for an operation that does not give the same bits each time"
+        )
+    if verdict.kind in (Kind.ONE_OF_TWO, Kind.NOT_REPEATED):
+        return (
+            "look first whether the script does something else on one of them (world.rank, "
+            "world.is_main); if not, run on three processes or more, of which the majority shows "
+            f"which is wrong, or test {places} one by one"
+        )
+    return (
+        "look for what differs from process to process or from time to time: the rank, the clock, "
+        "the order of a set, an operation without a fixed order of additions; if there is no such "
+        "thing, test the devices one by one"
+    )
+
+
+def name_devices(ranks: Collection[int], devices: Sequence[Device]) -> str:
+    """Returns the ranks with their devices: "rank 1 (cuda:1 of node7)"."""
+    texts = []
+    for rank in sorted(ranks):
+        device = devices[rank]
+        texts.append(f"rank {rank} ({device.name} of {device.host})")
+    return " and ".join(texts)
+
+
+def describe_checkpoint(folders: Sequence[str], last_good_step: int | None) -> str:
+    """Returns which checkpoint is older than the difference; empty if there is none to be seen.
+
+    Args:
+        folders: in which the run saves checkpoints.
+        last_good_step: optimizer steps before the latest check that found no difference; None:
+            there was no such check.
+    """
+    paths = []
+    for folder in folders:
+        with suppress(CheckpointError):  # another error is to be told
+            paths += layout.list_checkpoints(Path(folder))
+    if not paths:
+        return ""
+    if last_good_step is None:
+        return "this is the first check since the run was started, so checkpoints may be wrong too"
+    checked = f"the check in step {last_good_step + 1} found no difference"
+    old_enough = [path for path in paths if layout.step_of(path) <= last_good_step]
+    if not old_enough:
+        return f"{checked}, and all checkpoints are newer, so they may be wrong"
+    newest = max(old_enough, key=layout.step_of)
+    return f"{checked}: resume from a checkpoint that is older, {newest}"
