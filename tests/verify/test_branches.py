@@ -9,12 +9,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 import warm
 
 from lockstep.verify.cause import Cause
 from lockstep.verify.compare import Divergence
 from lockstep.verify.line_findings import describe_writes, new_branches, splitting_branches
+from lockstep.verify.recording import writes
 from lockstep.verify.recording.branches import NOTE_OUTCOME, Branches, add_notes
+from lockstep.verify.recording.tensor_values import storage_of
 from lockstep.verify.tolerance import FLOAT64
 from lockstep.verify.training_record import RankUpdate, Update
 
@@ -141,6 +144,20 @@ def test_the_line_that_wrote_is_told_with_what_it_is_under() -> None:
     assert describe_writes(replace(case, parallel_run=[Update(both)]), ["w"]) == [
         "ranks 0-1 last wrote to them by net.py:20"
     ]
+
+
+def test_a_write_by_no_line_of_the_script_leaves_the_last_one_that_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, bias = torch.ones(2), torch.ones(2)
+    log = writes.WriteLog()
+    log.watched = frozenset({storage_of(weight), storage_of(bias)})
+    monkeypatch.setattr(writes, "user_stack", lambda: (("train.py", 3),))
+    log.note_write(weight)
+    monkeypatch.setattr(writes, "user_stack", lambda: ())
+    log.note_write(weight)
+    log.note_write(bias)
+    assert log.pop_stacks() == {storage_of(weight): (("train.py", 3),)}
 
 
 TRAINING = """

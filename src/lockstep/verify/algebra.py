@@ -147,7 +147,7 @@ def sum_of_passes(passes: Sequence[Mapping[str, Array]], names: Iterable[str]) -
         names: the names of the gradients that are summed.
 
     Returns:
-        The sums by name; nothing at all if one of the gradients was left by no pass.
+        The sums by name; an empty mapping if no pass has left one of the gradients.
     """
     sums = {}
     for name in names:

@@ -41,7 +41,7 @@ WRITING_MODE_LETTERS = frozenset("wax+")
 """Letters in the mode of a file that may be written to."""
 WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 FOLDER_DESCRIPTOR_ARGUMENTS = {"dir_fd", "src_dir_fd", "dst_dir_fd"}
-"""Arguments that make a path relative to an open folder; such a path is not followed."""
+"""Arguments that make a path relative to an open folder. Such paths are not supported."""
 
 
 class FilesBefore:
@@ -209,7 +209,7 @@ class FilesBefore:
 
         @wraps(plain_open)
         def watched_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-            # With `dir_fd` the path is relative to an open folder; such a path is not followed.
+            # With `dir_fd` the path is relative to an open folder. Such paths are not supported.
             if flags & WRITING_FLAGS and "dir_fd" not in kwargs:
                 self.keep_target(path)
             return plain_open(path, flags, *args, **kwargs)
@@ -221,8 +221,8 @@ class FilesBefore:
 
         Args:
             name: of the function.
-            keep: is called before the function, with the paths that are its first arguments: with
-                as many of them as `keep` has parameters.
+            keep: is called before the function. It gets the function's first arguments, which are
+                paths: as many as it has parameters.
         """
         plain: Callable[..., Any] = getattr(os, name)
         num_paths = len(inspect.signature(keep).parameters)

@@ -275,7 +275,8 @@ def _line_up_steps_of_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
     Args:
         ranks: the steps of each rank between two updates that all have made.
     """
-    # Steps of several ranks belong together if optimizer and step have the same numbers.
+    # Steps of several ranks belong together if optimizer and step have the same numbers. For each
+    # such pair of numbers (the key), the steps of the ranks that made it.
     step_by_rank_of_key: dict[StepKey, dict[int, Step]] = defaultdict(dict)
     for rank, steps in enumerate(ranks):
         for step in steps:
@@ -402,9 +403,9 @@ def _with_all_initial_parameters(updates: list[Update]) -> list[Update]:
 def _initial_parameters(updates: Sequence[Update], rank_number: int) -> dict[str, Array]:
     """Returns the parameters with which a rank began, by name; empty if it recorded none.
 
-    If other ranks have trained a parameter before this rank recorded it, this rank may have been
-    sent the new values, so the values with which the others began are taken instead. Parameters
-    that no rank had at the first update are left out then.
+    A rank may have recorded its parameters only after other ranks had trained them and sent it the
+    new values. Then the values with which the others began are taken instead. If the rank recorded
+    nothing at the first update, parameters that no other rank had then are left out.
     """
     initial_of_others = updates[0].merged("initial")
     trained_names: set[str] = set()  # by other ranks, before this rank recorded anything

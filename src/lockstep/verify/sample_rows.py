@@ -90,7 +90,7 @@ class MatchedForward:
             field_name: a field of `Forward`, such as "outputs".
 
         Returns:
-            A bool for each sample; none at all if the field has no row for each sample.
+            A bool for each sample; an empty array if the field has no row for each sample.
         """
         rows = self.matched_rows(field_name)
         if rows is None:
@@ -108,6 +108,7 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
 
     Returns an empty list if the runs called other models or gave them samples of other shapes.
     """
+    # By model, one `Forward` with the rows of all ranks, and an array with the rank of each row.
     expected_forwards = joined_forwards(expected)
     actual_forwards = joined_forwards(actual)
     if list(expected_forwards) != list(actual_forwards):  # the models, in the order of their calls
@@ -258,13 +259,9 @@ def without_rows_that_are_no_samples(
         updates: the run, as a list of its optimizer steps.
         other_runs: the runs with which it is compared.
     """
-    models_without_samples = set()  # their classes
+    models_without_samples: set[str] = set()
     for run in (updates, *other_runs):
-        for update in run:
-            for rank in update:
-                for forward in rank.forwards:
-                    if not forward.rows_are_samples:
-                        models_without_samples.add(_class_of(forward))
+        models_without_samples |= _models_whose_rows_are_no_samples(run)
     if not models_without_samples:
         return list(updates)
     new_updates = []
@@ -276,6 +273,17 @@ def without_rows_that_are_no_samples(
 def _class_of(forward: Forward) -> str:
     """Returns the class in a model's description, such as "Net, forward pass 1"."""
     return forward.model.partition(",")[0]
+
+
+def _models_whose_rows_are_no_samples(updates: Sequence[Update]) -> set[str]:
+    """Returns the classes of models with a forward pass whose rows are not samples."""
+    models = set()
+    for update in updates:
+        for rank in update:
+            for forward in rank.forwards:
+                if not forward.rows_are_samples:
+                    models.add(_class_of(forward))
+    return models
 
 
 def _without_models(rank: RankUpdate, model_classes: Set[str]) -> RankUpdate:

@@ -422,7 +422,8 @@ class Update(tuple[RankUpdate, ...]):
             equal on all ranks are not in it.
         """
         first = self.merged(field_name)
-        scale = max(scale_of(getattr(rank, field_name)) for rank in self)  # of all arrays
+        # The largest value of all arrays, on which the tolerance depends.
+        scale = max(scale_of(getattr(rank, field_name)) for rank in self)
         ranks_by_name: dict[str, list[int]] = defaultdict(list)
         for number, rank in enumerate(self):
             for name, array in getattr(rank, field_name).items():

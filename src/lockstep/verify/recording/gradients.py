@@ -204,7 +204,8 @@ class GradientRecorder:
         Args:
             tensor: what an all-reduce has written to; perhaps no gradient.
         """
-        if not self.state.running_optimizers or not isinstance(tensor, Tensor):
+        is_in_step = bool(self.state.running_optimizers)
+        if not is_in_step or not isinstance(tensor, Tensor):
             return
         update = self.state.update
         # If the tensor is a gradient, it lies at the address of some parameter's gradient.

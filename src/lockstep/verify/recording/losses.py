@@ -294,8 +294,8 @@ def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> Non
 def _are_positions(targets: Tensor) -> bool:
     """True if targets only number the samples, as in a contrastive loss: 0, 1, 2, ...
 
-    They say which of all outputs that are compared is that of the same sample. On a rank that
-    gathers outputs, or compares only its own, this is another number than on one process.
+    Such a target is the place of a sample's output among all outputs that the loss compares. On a
+    rank that gathers outputs, or compares only its own, this place is not that of one process.
     """
     if targets.is_floating_point() or targets.dtype == torch.bool or targets.dim() != 1:
         return False

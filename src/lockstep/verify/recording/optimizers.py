@@ -106,8 +106,8 @@ class OptimizerRecorder:
         if optimizer not in state.steps_of:
             state.steps_of[optimizer] = 0
             state.models.stepped_optimizers.append(optimizer)
-        # The script is not ended before an optimizer that has made fewer steps than another one, so
-        # that all have made the same number in the end.
+        # Several optimizers may step in turn. The script is ended only before the one with the most
+        # steps, so that all have made the same number in the end.
         if state.steps_of[optimizer] == max(state.steps_of.values()):
             state.end_script_if_enough()
 

@@ -74,9 +74,10 @@ def sample_tensors(values: object) -> tuple[int, list[Tensor]]:
 
 
 def tensors_with_rows(values: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Returns the real tensors whose first dimension has `count` rows, or can be made to.
+    """Returns the real tensors that have `count` rows in their first dimension.
 
-    A hidden state of a recurrent layer has its samples in the second dimension: it is transposed.
+    A hidden state of a recurrent layer has its samples in the second dimension. So the first two
+    dimensions of a tensor with another number of rows are swapped before it is looked at.
     """
     with_rows = []
     for tensor in values:

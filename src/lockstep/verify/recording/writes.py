@@ -70,10 +70,8 @@ class WriteLog:
         if storage not in self.watched:
             return
         stack = user_stack()
-        if stack:
+        if stack:  # else no line of the script led here: the last known one stays
             self.stacks[storage] = stack
-        elif storage not in self.stacks:  # no line of the script led here, and none did before
-            self.stacks[storage] = ()
         if by_hand:
             self.on_write_by_hand(storage)
 

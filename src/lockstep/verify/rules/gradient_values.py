@@ -455,7 +455,8 @@ def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]
         keys: dict[str, None] = {}  # a set that keeps the order
         for batch in batches:
             keys.update(dict.fromkeys(batch.weights))
-        # Samples, labels that count, masks, then values that are not padding.
+        # Samples first, then labels, values that are not zero, ones of masks, and other values than
+        # padding.
         for kind in ("samples", "labels", "non-zero", "ones", "values"):
             for key in keys:
                 if key.startswith(kind):

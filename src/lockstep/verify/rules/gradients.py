@@ -1,9 +1,10 @@
 """Rules for wrong gradients that are the same on all ranks.
 
-A *rule* returns the `Cause` of a difference between a run on one process and one on several, or
-None. `case.expected` is what one process recorded of the optimizer step that differs, `case.actual`
-what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs". `merged(field)`
-joins the arrays of all ranks. All steps are in `case.reference_run` and `case.parallel_run`.
+A *rule* returns the `Cause` of a difference (`case`) between one process and several ranks, or
+None. Of the optimizer step that differs, `case.expected` is what one process recorded and
+`case.actual` what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs".
+`merged(field)` joins the arrays of all ranks. All steps are in `case.reference_run` and
+`case.parallel_run`.
 
 They are about what was trained, gathers, and clipping. A gradient before clipping is *unclipped*.
 Rules that compare the gradients' values themselves are in `gradient_values`.

@@ -1,9 +1,10 @@
 """Rules for models that return something else for the same inputs, and for BatchNorm.
 
-A *rule* returns the `Cause` of a difference between a run on one process and one on several, or
-None. `case.expected` is what one process recorded of the optimizer step that differs, `case.actual`
-what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs". `merged(field)`
-joins the arrays of all ranks. All steps are in `case.reference_run` and `case.parallel_run`.
+A *rule* returns the `Cause` of a difference (`case`) between one process and several ranks, or
+None. Of the optimizer step that differs, `case.expected` is what one process recorded and
+`case.actual` what the ranks recorded: a `RankUpdate` for each, with the fields under "Needs".
+`merged(field)` joins the arrays of all ranks. All steps are in `case.reference_run` and
+`case.parallel_run`.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ def other_outputs(case: Divergence) -> Cause | None:
     LS208: an output depends on the other samples of the batch, which another rank has. LS309: the
     model keeps tensors that differ. LS308, LS106: random numbers were drawn.
 
-    Needs: `forwards`; `coupling_model` of one process, in which an output follows from other
-        samples; `module_tensors` and `buffers`; draws.
+    Needs: `forwards`; `coupling_model` of one process, a model whose output for a sample depends on
+        other samples; `module_tensors` and `buffers`; `loss_draws` and `random_streams`.
     Applies: to the first model with other outputs. LS208 needs ranks that exchanged nothing before
         the backward pass.
     False positives: something else may be wrong in the model as well.
