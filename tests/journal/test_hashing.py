@@ -39,11 +39,15 @@ def naive_hash(tensor: Tensor, first_byte: int = 0) -> int:
     return total % 2**64
 
 
-def hash_each(tensors: list[Tensor]) -> list[int]:
+def hasher_of(tensors: list[Tensor], with_numpy: bool) -> TensorHasher:
     parts = []
     for place, tensor in enumerate(tensors):
         parts.append(TensorPart(tuple(tensor.shape), tensor.dtype, place))
-    hashes = TensorHasher(parts, len(parts), CPU).hashes(tensors)
+    return TensorHasher(parts, len(parts), CPU, with_numpy=with_numpy)
+
+
+def hash_each(tensors: list[Tensor]) -> list[int]:
+    hashes = hasher_of(tensors, with_numpy=True).hashes(tensors)
     return [number % 2**64 for number in hashes.tolist()]
 
 
@@ -52,7 +56,9 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-def test_hashes_are_those_of_the_formula() -> None:
+@pytest.mark.parametrize("with_numpy", [True, False])
+def test_hashes_are_those_of_the_formula(with_numpy: bool) -> None:
+    """On a GPU torch computes them, which is tried on the CPU here."""
     tensors = [
         numbers(3, 5),
         numbers(70001, dtype=torch.bfloat16),  # hashed where it is, but for its end
@@ -66,11 +72,10 @@ def test_hashes_are_those_of_the_formula() -> None:
         torch.tensor([True, False, True]),
         torch.arange(-5, 5),
     ]
-    hashes = hash_each(tensors)
+    hasher = hasher_of(tensors, with_numpy)
+    hashes = [number % 2**64 for number in hasher.hashes(tensors).tolist()]
     assert hashes == [naive_hash(tensor) for tensor in tensors]
-    # Again, with what the first call has left in its memory.
-    parts = [TensorPart(tuple(t.shape), t.dtype, place) for place, t in enumerate(tensors)]
-    hasher = TensorHasher(parts, len(parts), CPU)
+    # Again, with what earlier calls have left in the memory.
     hasher.hashes([None] * len(tensors))
     hasher.hashes([torch.ones_like(tensor) for tensor in tensors])
     assert [number % 2**64 for number in hasher.hashes(tensors).tolist()] == hashes
@@ -93,19 +98,21 @@ def test_hashes_of_shards_add_up(
     first_byte = 0
     for shard in whole.chunk(num_shards):
         part = TensorPart(tuple(shard.shape), dtype, 0, first_byte)
-        total += int(TensorHasher([part], 1, CPU).hashes([shard])[0])
+        hasher = TensorHasher([part], 1, CPU, with_numpy=first_byte % 3 > 0)
+        total += int(hasher.hashes([shard])[0])
         first_byte += shard.nbytes
     assert total % 2**64 == hash_each([whole])[0]
 
 
-def test_parts_of_one_result_are_added_up_by_their_factors() -> None:
+@pytest.mark.parametrize("with_numpy", [True, False])
+def test_parts_of_one_result_are_added_up_by_their_factors(with_numpy: bool) -> None:
     tensors = [numbers(5), numbers(20000), numbers(7)]
     parts = [
         TensorPart((5,), torch.float32, 0, factor=3),
         TensorPart((20000,), torch.float32, 0, factor=5),
         TensorPart((7,), torch.float32, 1),
     ]
-    hashes = TensorHasher(parts, 2, CPU).hashes(tensors)
+    hashes = TensorHasher(parts, 2, CPU, with_numpy=with_numpy).hashes(tensors)
     expected = [3 * naive_hash(tensors[0]) + 5 * naive_hash(tensors[1]), naive_hash(tensors[2])]
     assert [number % 2**64 for number in hashes.tolist()] == [e % 2**64 for e in expected]
 

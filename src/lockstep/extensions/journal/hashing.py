@@ -44,6 +44,8 @@ BLOCK_BYTES = WORD_BYTES * WORDS_OF_BLOCK
 MAX_COPIED_BYTES = 2**16
 """Tensors of at most this size are copied side by side and hashed together, because calls cost more
 than copies. Larger ones are hashed where they are."""
+MAX_COPIED_BYTES_ON_GPU = 2**20
+"""The same on a GPU, where calls cost more."""
 BLOCKS_AT_ONCE_ON_CPU = 2**8
 """How many blocks are hashed at a time: 256 KiB, which stay in the cache."""
 BLOCKS_AT_ONCE_ON_GPU = 2**16
@@ -84,13 +86,23 @@ class TensorPart(NamedTuple):
     """An odd number that the hash is multiplied by."""
 
 
-class _CopiedPiece(NamedTuple):
-    """Where a tensor, or the begin or end of a large one, is copied to."""
+class _SmallPiece(NamedTuple):
+    """A small tensor, or the beginning or end of a large one, which is copied to be hashed."""
 
     place: int
     """Number of the tensor."""
     elements: tuple[int, int] | None
     """Which elements of a large tensor; None: all."""
+    num_bytes: int
+
+
+class _CopiedPiece(NamedTuple):
+    """Where a piece is copied to."""
+
+    place: int
+    """Number of the tensor."""
+    elements: tuple[int, int] | None
+    """As in `_SmallPiece`."""
     destination: Tensor
     """A view of the memory that is hashed."""
 
@@ -114,21 +126,31 @@ class TensorHasher:
         parts: what the tensors are, in the order of their results.
         num_results: how many hashes there are. Those of several parts may be added up to one.
         device: of the tensors.
+        with_numpy: True to compute with numpy, whose calls take less time than those of torch; it
+            is possible on the CPU only. None: if it is possible.
     """
 
-    def __init__(self, parts: Sequence[TensorPart], num_results: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        parts: Sequence[TensorPart],
+        num_results: int,
+        device: torch.device,
+        *,
+        with_numpy: bool | None = None,
+    ) -> None:
         self._num_results = num_results
         self._device = device
+        self._with_numpy = device.type == "cpu" if with_numpy is None else with_numpy
+        max_copied_bytes = MAX_COPIED_BYTES if device.type == "cpu" else MAX_COPIED_BYTES_ON_GPU
         self._copied: list[_CopiedPiece] = []
         self._large: list[_LargePiece] = []
-        pieces: list[tuple[int, tuple[int, int] | None, int]] = []
-        """Pieces to be copied: number of the tensor, elements, and number of bytes."""
+        pieces: list[_SmallPiece] = []
         for place, part in enumerate(parts):
             itemsize = part.dtype.itemsize
             numel = math.prod(part.shape)
-            if numel * itemsize <= MAX_COPIED_BYTES:
+            if numel * itemsize <= max_copied_bytes:
                 if numel:
-                    pieces.append((place, None, numel * itemsize))
+                    pieces.append(_SmallPiece(place, None, numel * itemsize))
                 continue
             # The blocks of the whole tensor that lie in this part as a whole.
             first_block = ceil_div(part.first_byte, BLOCK_BYTES)
@@ -140,16 +162,17 @@ class TensorHasher:
             self._large.append(_LargePiece(place, part.result, (begin, end), factors_on_device))
             for elements in ((0, begin), (end, numel)):
                 if elements[0] < elements[1]:
-                    pieces.append((place, elements, (elements[1] - elements[0]) * itemsize))
+                    num_bytes = (elements[1] - elements[0]) * itemsize
+                    pieces.append(_SmallPiece(place, elements, num_bytes))
         self._lay_out(parts, pieces)
-        if device.type == "cpu":
+        if self._with_numpy:
             self._folded = np.empty((BLOCKS_AT_ONCE_ON_CPU, WORDS_OF_BLOCK), np.int64)
         self._word_factors = self._to_device(WORD_FACTORS)
 
     def _lay_out(
         self,
         parts: Sequence[TensorPart],
-        pieces: Sequence[tuple[int, tuple[int, int] | None, int]],
+        pieces: Sequence[_SmallPiece],
     ) -> None:
         """Gives every piece that is copied blocks of its own in one memory of zeros."""
         bounds: list[int] = []  # at which block each piece begins
@@ -185,9 +208,10 @@ class TensorHasher:
                 self._results.append(parts[place].result)
                 first_blocks.append(bound)
         self._first_blocks = np.array(first_blocks, dtype=np.int64)
-        if self._device.type != "cpu":
+        if not self._with_numpy:
             sizes = np.diff(np.append(self._first_blocks, num_blocks))
-            self._result_of_block = self._to_device(np.repeat(self._results, sizes))
+            results = np.array(self._results, dtype=np.int64)
+            self._result_of_block = self._to_device(np.repeat(results, sizes))
 
     def hashes(self, tensors: Sequence[Tensor | None]) -> Any:
         """Returns the hashes, shape `(number of results,)`.
@@ -196,7 +220,7 @@ class TensorHasher:
             tensors: as many and of the shapes as were said; None has the hash 0.
 
         Returns:
-            An array of numpy on the CPU, else a tensor on the device, which is not waited for.
+            An array of numpy, or a tensor on the device, which is not waited for.
         """
         with torch.no_grad():
             self._copy(tensors)
@@ -233,24 +257,24 @@ class TensorHasher:
     def _words(self, tensor: Tensor) -> Any:
         """Returns whole blocks as 64-bit words, shape `(blocks, words of a block)`."""
         data = tensor.view(torch.uint8)
-        if self._device.type == "cpu":
+        if self._with_numpy:
             return data.numpy().view(np.int64).reshape(-1, WORDS_OF_BLOCK)
-        if data.data_ptr() % WORD_BYTES:  # a GPU reads words only from such addresses
+        if data.storage_offset() % WORD_BYTES:  # a GPU reads words only from such addresses
             data = data.clone()
         return data.view(torch.int64).view(-1, WORDS_OF_BLOCK)
 
     def _block_sums(self, words: Any) -> Any:
         """Returns the sum over the words of each block, without the block's factor."""
-        if self._device.type == "cpu":
-            return self._block_sums_on_cpu(words)
+        if self._with_numpy:
+            return self._block_sums_with_numpy(words)
         sums = [torch.empty(0, dtype=torch.int64, device=self._device)]
         for blocks in torch.split(words, BLOCKS_AT_ONCE_ON_GPU):
             folded = (blocks >> 32).add_(blocks)
             sums.append(folded.mul_(self._word_factors).sum(1))
         return torch.cat(sums)
 
-    def _block_sums_on_cpu(self, words: Numbers) -> Numbers:
-        """Returns the same as `_block_sums`, computed by numpy, whose calls take less time."""
+    def _block_sums_with_numpy(self, words: Numbers) -> Numbers:
+        """Returns the same as `_block_sums`."""
         sums = np.empty(len(words), np.int64)
         for begin in range(0, len(words), BLOCKS_AT_ONCE_ON_CPU):
             blocks = words[begin : begin + BLOCKS_AT_ONCE_ON_CPU]
@@ -263,16 +287,16 @@ class TensorHasher:
 
     def _add_up(self, sums: Any) -> Any:
         """Returns the sum over the blocks of each result, of what was copied."""
-        if self._device.type != "cpu":
+        if not self._with_numpy:
             hashes = torch.zeros(self._num_results, dtype=torch.int64, device=self._device)
             return hashes.index_add_(0, self._result_of_block, sums)
-        hashes_on_cpu = np.zeros(self._num_results, np.int64)
+        hashes_in_numpy = np.zeros(self._num_results, np.int64)
         if self._results:
-            hashes_on_cpu[self._results] = np.add.reduceat(sums, self._first_blocks)
-        return hashes_on_cpu
+            hashes_in_numpy[self._results] = np.add.reduceat(sums, self._first_blocks)
+        return hashes_in_numpy
 
     def _to_device(self, numbers: Numbers) -> Any:
-        """Returns numbers as an array on the CPU, or as a tensor on the device."""
-        if self._device.type == "cpu":
+        """Returns numbers as they are for numpy, or as a tensor on the device."""
+        if self._with_numpy:
             return numbers
         return torch.from_numpy(numbers).to(self._device)

@@ -66,7 +66,7 @@ def check_strategy(name: str) -> None:
 class LeafHashes(NamedTuple):
     """Hashes of some gradients of a virtual rank."""
 
-    columns: list[int]
+    columns: Any
     """The numbers of the parameters."""
     hashes: Any
 
@@ -77,8 +77,8 @@ class _LeafHasher(NamedTuple):
     hasher: TensorHasher
     places: list[int]
     """Which of the gradients are hashed: those of parameters that are trained."""
-    columns: list[int]
-    """The numbers of their parameters."""
+    columns: Any
+    """The numbers of their parameters, on the device."""
 
 
 class _PendingRecord(NamedTuple):
@@ -270,7 +270,11 @@ class Journal(Extension):
                 parts.append(TensorPart(tuple(parameter.shape), parameter.dtype, len(parts)))
                 places.append(place)
                 columns.append(column)
-        return _LeafHasher(TensorHasher(parts, len(parts), self._device), places, columns)
+        columns_on_device: Any = columns
+        if self._device.type != "cpu":
+            columns_on_device = torch.tensor(columns, device=self._device)
+        hasher = TensorHasher(parts, len(parts), self._device)
+        return _LeafHasher(hasher, places, columns_on_device)
 
     # Records
 
