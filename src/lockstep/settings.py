@@ -236,6 +236,8 @@ class Settings:
     """Micro-batches of a global batch, at least; `lockstep verify --accumulate` asks for them."""
     uncompressed: bool = False
     """Gradients are sent as they are, whatever was chosen; `lockstep verify` compares so."""
+    virtual_ranks_of_verify: int | None = None
+    """The value of `virtual_ranks` if `lockstep verify` has set it because nobody else did."""
 
 
 def _declaration_of(setting: Field[Any]) -> Declaration:
@@ -301,6 +303,11 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
         values.update(json.loads(environ[VERIFY_VARIABLE]))
         # It compares runs by their micro-batches, of which a check adds some.
         values.pop("check_devices", None)
+        # To compare bits, `verify` needs virtual ranks; those that the user has set come first.
+        if values.get("virtual_ranks") is None:
+            values["virtual_ranks"] = values.get("virtual_ranks_of_verify")
+        else:
+            values["virtual_ranks_of_verify"] = None
     # The fields of these two say their unit, which the arguments do not.
     for name in ("join_timeout", "collective_timeout"):
         if name in values:

@@ -18,7 +18,7 @@ CODES = [
     *(f"LS1{n:02}" for n in range(1, 13)),
     *(f"LS2{n:02}" for n in range(1, 14)),
     *(f"LS3{n:02}" for n in range(1, 16)),
-    *(f"LS4{n:02}" for n in range(1, 8)),
+    *(f"LS4{n:02}" for n in range(1, 9)),
     "LS501",
 ]
 

@@ -20,15 +20,15 @@ from lockstep.cli.verify_progress import VerifyProgress
 from lockstep.errors import SettingError, UsageError
 
 if TYPE_CHECKING:
-    from lockstep.verify.run_config import RunConfig
+    from lockstep.verify.comparison_plan import ComparisonPlan
     from lockstep.verify.run_record import RunRecord
 
 
 # Without --steps, the reference makes steps until one of these is reached.
 DEFAULT_STEPS = 50
 DEFAULT_SECONDS = 5.0
-# With --same-samples the run on several processes comes first, and has no limit of time.
-DEFAULT_STEPS_WITH_SAME_SAMPLES = 10
+# With these options runs are compared within a tolerance, and not bit by bit.
+OPTIONS_WITHOUT_BITS = ("accumulate", "same_samples", "batch_per_process", "precision")
 EXIT_CODES = {"EQUAL": 0, "NOT KNOWN": 2, "FAILED": 2, "DIFFERENT": 1}
 """The exit code of each verdict, from the best verdict to the worst."""
 
@@ -62,8 +62,14 @@ EXIT_CODES = {"EQUAL": 0, "NOT KNOWN": 2, "FAILED": 2, "DIFFERENT": 1}
 @click.option(
     "--precision",
     type=click.Choice(["fp64", "fp32"]),
-    default="fp64",
-    help="With fp32, differences within rounding are ignored.",
+    help="Compare only within a tolerance. With fp32, differences within rounding are ignored.",
+)
+@click.option(
+    "--bits/--float64",
+    "by_bits",
+    default=None,
+    help="Compare a script that uses Lockstep only bit by bit, or only in float64. Default: bit by "
+    "bit, then in float64, unless it sets virtual_ranks itself and all bits are equal.",
 )
 @click.option(
     "--batch-per-process",
@@ -89,77 +95,57 @@ def command(
 
     The script stops after a few optimizer steps; it neither resumes nor saves checkpoints. Samples,
     losses, gradients, learning rates, parameters and buffers are compared in float64, and the
-    first difference is named with its likely cause.
+    first difference is named with its likely cause. Scripts that use Lockstep are compared bit by
+    bit first, with virtual ranks, in their own precision and with dropout.
     """
-    reference_config, *configs = _plan_runs(script, args, options)
+    plan = _plan_comparison(script, args, options)
     # A run whose strategy trains several replicas has a reference of its own.
-    num_runs = 1 + len(configs) + len([config for config in configs if config.trains_replicas])
-    names = "; ".join(config.name for config in (reference_config, *configs))
+    num_runs = 1 + len(plan.ways) + len([way for way in plan.ways if way.trains_replicas])
+    names = "; ".join(config.name for config in (plan.reference, *plan.ways))
     # Printed before torch is imported, which takes seconds.
-    click.echo(f"{num_runs} runs of {script}: {names}", err=True)
+    if plan.by_bits and plan.source_uses_lockstep:
+        num_bit_runs = 1 + len(plan.ways)
+        num_runs = num_bit_runs if plan.bits_alone else num_bit_runs + num_runs
+        click.echo(f"at most {num_runs} runs of {script}, first by bits: {names}", err=True)
+    else:
+        click.echo(f"{num_runs} runs of {script}: {names}", err=True)
 
-    from lockstep.verify.run_record import record_run
-    from lockstep.verify.verdict import judge
+    from lockstep.verify.bits import BitVerdict
+    from lockstep.verify.comparison import Comparison
+    from lockstep.verify.verdict import Verdict
 
-    start = VerifyProgress(num_runs).run
-    verdicts = []
+    progress = VerifyProgress(num_runs)
+
+    def check_reference(reference: RunRecord) -> None:
+        """Raises UsageError if a run on one process gives nothing to compare with."""
+        _check_arguments(ctx, reference, script, args)
+        _check_reference(reference, script, args, options)
+
+    verdicts: list[Verdict | BitVerdict] = []
     with tempfile.TemporaryDirectory(
         prefix="lockstep-verify-", ignore_cleanup_errors=True
     ) as temporary_folder:
-        folder = Path(temporary_folder)
-        run_with_same_samples = None
-        if options["same_samples"]:
-            # The run on several processes stores its batches, and the reference trains on them.
-            config = replace(
-                configs[0],  # the only one: the options that add others are refused
-                batches_folder=folder / "batches",
-                steps=options["steps"] or DEFAULT_STEPS_WITH_SAME_SAMPLES,
-            )
-            run_with_same_samples = record_run(config, folder / "0", start)
-            reference_config = _with_batches_of(run_with_same_samples, reference_config)
-        reference = record_run(reference_config, folder / "reference", start)
-        _check_arguments(ctx, reference, script, args)
-        _check_reference(reference, script, args, options)
-        if reference.stopped_at and not options["same_samples"]:
-            # The reference was stopped, so the others are stopped after as many steps. If it came
-            # to its end, the others run to theirs: they may make more steps.
-            configs = [replace(config, steps=reference.steps) for config in configs]
-        for number, config in enumerate(configs):
-            compared_with = reference
-            if config.trains_replicas:
-                its_folder = folder / f"reference {number}"
-                compared_with = record_run(config.reference(), its_folder, start)
-                _check_reference(compared_with, script, args, options)
-            recorded = run_with_same_samples
-            if recorded is None:
-                recorded = record_run(config, folder / str(number), start)
-            verdict = judge(compared_with, recorded)
-            verdicts.append(verdict)
+        comparison = Comparison(
+            plan, Path(temporary_folder), progress.run, check_reference, progress.expect_more_runs
+        )
+        for result in comparison.results():
+            verdict = result.verdict
             print_for_people(verdict.lines(), as_json)
             switched_off = verdict.parallel.switched_off
-            if number == 0 and switched_off:  # it is the same in all runs
+            is_first_of_kind = not any(type(earlier) is type(verdict) for earlier in verdicts)
+            if is_first_of_kind and switched_off:  # it is the same in all runs
                 text = f"  switched off for the comparison: {', '.join(switched_off)}"
                 print_for_people([text], as_json)
+            if result.notes:
+                print_for_people(result.notes, as_json)
+            verdicts.append(verdict)
     from_best_to_worst = list(EXIT_CODES)
     worst = max(verdicts, key=lambda verdict: from_best_to_worst.index(verdict.word))
     verdicts_as_json = [verdict.as_json() for verdict in verdicts]
-    write_json(as_json, {**worst.as_json(), "ways": verdicts_as_json})
+    values = {**worst.as_json(), "ways": verdicts_as_json}
+    values["bits_not_compared"] = comparison.reason_without_bits or plan.reason_without_bits
+    write_json(as_json, values)
     ctx.exit(EXIT_CODES[worst.word])
-
-
-def _with_batches_of(other_run: RunRecord, reference_config: RunConfig) -> RunConfig:
-    """Returns the config of a reference that trains on the batches which another run has stored.
-
-    Args:
-        other_run: the run on several processes.
-        reference_config: the config of the reference without `--same-samples`.
-    """
-    steps = reference_config.steps
-    if other_run.stopped_at:  # so the reference is stopped after as many steps
-        steps = other_run.steps
-    batches_folder = other_run.config.batches_folder
-    # The number of steps is known, so there is no limit of time.
-    return replace(reference_config, batches_folder=batches_folder, seconds=None, steps=steps)
 
 
 def _check_arguments(
@@ -212,8 +198,8 @@ def _check_reference(
     )
 
 
-def _plan_runs(script: str, args: tuple[str, ...], options: dict[str, Any]) -> list[RunConfig]:
-    """Returns the config of the reference, and then those of the runs to compare with it.
+def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]) -> ComparisonPlan:
+    """Returns what is to be compared.
 
     Raises:
         SettingError: there is no such script, or options cannot be combined.
@@ -222,11 +208,14 @@ def _plan_runs(script: str, args: tuple[str, ...], options: dict[str, Any]) -> l
     from lockstep.run.start.script import check_script
     from lockstep.run.start.source_hints import read_script
     from lockstep.run.start.worker import Script
+    from lockstep.verify.comparison_plan import ComparisonPlan
     from lockstep.verify.run_config import RunConfig
     from lockstep.verify.unsupported import OWN_PROCESSES_HINT
 
     if options["same_samples"]:
         _check_options_with_same_samples(options)
+    if options["by_bits"]:
+        _check_options_with_bits(options)
     program = Script(path=script, arguments=args, module=options["module"])
     check_script(program, "lockstep verify")
     source = read_script(program)
@@ -243,13 +232,13 @@ def _plan_runs(script: str, args: tuple[str, ...], options: dict[str, Any]) -> l
         nproc=nproc,
         script=replace(program, local_rank_flag=source.local_rank_flag),
         steps=options["steps"] or DEFAULT_STEPS,
-        precision=options["precision"],
+        precision=options["precision"] or "fp64",
     )
     # With --batch-per-process the one process trains on as much as all processes together.
     reference = several.reference(batch_times=nproc if options["batch_per_process"] else 1)
     if options["steps"] is None:
         reference = replace(reference, seconds=DEFAULT_SECONDS)
-    configs = [reference, several]
+    configs = [several]
     if options["accumulate"]:
         count = options["accumulate"]
         name = f"{several.name}, {count} micro-batches"
@@ -270,7 +259,35 @@ def _plan_runs(script: str, args: tuple[str, ...], options: dict[str, Any]) -> l
                 overrides={"strategy": strategy},
             )
         )
-    return configs
+    reason = ""
+    if options["accumulate"]:
+        count = options["accumulate"]
+        reason = f"--accumulate {count} computes in pieces of another size, so sums are rounded"
+    excluded = [name for name in OPTIONS_WITHOUT_BITS if options[name]]
+    return ComparisonPlan(
+        reference=reference,
+        ways=configs,
+        steps=options["steps"],
+        same_samples=options["same_samples"],
+        by_bits=options["by_bits"] is not False and not excluded,
+        bits_alone=options["by_bits"] is True,
+        reason_without_bits=reason,
+        source_uses_lockstep=source.imports_lockstep,
+    )
+
+
+def _check_options_with_bits(options: dict[str, Any]) -> None:
+    """Raises SettingError for options that cannot be combined with --bits."""
+    excluded = []
+    for name in OPTIONS_WITHOUT_BITS:
+        if options[name]:
+            excluded.append(f"--{name.replace('_', '-')}")
+    if excluded:
+        raise SettingError(
+            f"lockstep verify --bits {' '.join(excluded)}",
+            "such runs are rounded in another way, so they cannot have the same bits",
+            "leave one of them out",
+        )
 
 
 def _check_options_with_same_samples(options: dict[str, Any]) -> None:

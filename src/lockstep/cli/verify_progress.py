@@ -43,6 +43,10 @@ class VerifyProgress:
         self._first_step_end_s = 0.0  # from the begin of the run
         self._next_print_s = 0.0  # if standard error is no terminal
 
+    def expect_more_runs(self, number: int) -> None:
+        """Notes that there will be more runs than it seemed."""
+        self._num_runs += number
+
     def run(self, folder: Path, config: RunConfig) -> str:
         """Runs the script once while the progress is printed, and returns what the script printed.
 

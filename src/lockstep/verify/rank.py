@@ -16,9 +16,10 @@ from lockstep.distributed.seeding import seed_everything
 from lockstep.run.start.worker import run_as_main
 from lockstep.verify.feed import BatchReader, BatchWriter
 from lockstep.verify.rank_files import UpdateWriter
+from lockstep.verify.recording.bits import BitRecorder
 from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.function_mode import FunctionMode
-from lockstep.verify.recording.patches import install
+from lockstep.verify.recording.patches import install, install_for_bits
 from lockstep.verify.recording.recorder import Recorder
 from lockstep.verify.run_config import RunConfig, read_run_config
 
@@ -41,9 +42,15 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
     seed_everything(rank)
     determinism = Determinism(double=config.precision == "fp64")
     mode = FunctionMode(determinism)
-    recorder = Recorder(writer, config, mode)
-    kept_batches = _kept_batches(config, rank)
-    install(recorder, mode, config, folder / "saved", kept_batches)
+    kept_batches: BatchWriter | BatchReader | None = None
+    recorder: Recorder | BitRecorder
+    if config.compares_bits:
+        recorder = BitRecorder(writer, config, mode)
+        install_for_bits(recorder, determinism, config, folder / "saved")
+    else:
+        recorder = Recorder(writer, config, mode)
+        kept_batches = _kept_batches(config, rank)
+        install(recorder, mode, config, folder / "saved", kept_batches)
     error: BaseException | None = None
     try:
         if program is None:
@@ -57,7 +64,10 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
             error = caught
         raise
     finally:
-        fields_of_end = _describe_end(recorder)
+        if isinstance(recorder, BitRecorder):
+            fields_of_end = recorder.end()
+        else:
+            fields_of_end = _describe_end(recorder)
         if isinstance(kept_batches, BatchWriter):
             kept_batches.write_lengths()
         writer.end(error, determinism.notes(), **fields_of_end)

@@ -49,6 +49,10 @@ class RankEnd:
     switched_off: Sequence[str] = ()
     # Whether the script trains by Lockstep.
     uses_lockstep: bool = False
+    # The virtual ranks of the script's run; None if it has none, or if bits are not compared.
+    virtual_ranks: int | None = None
+    # False if `lockstep verify` has set them.
+    virtual_ranks_are_own: bool = False
     # Where the rank was stopped after enough steps; empty if the script came to its end.
     stopped_at: str = ""
     # What the script has chosen that gives other numbers, such as compression; it was left out.

@@ -38,8 +38,11 @@ class RunConfig:
     steps: int = MIN_STEPS
     # No further step is made after this time, apart from the first `MIN_STEPS`; None: no limit.
     seconds: float | None = None
-    # What everything is computed in, "fp64" or "fp32".
+    # What everything is computed in, "fp64" or "fp32". Without meaning if bits are compared.
     precision: str = "fp64"
+    # None, or bits are compared: the script computes in its own precision, with this number of
+    # virtual ranks if it sets none.
+    virtual_ranks: int | None = None
     # The batch size of torch's DataLoaders is multiplied by this number.
     batch_times: int = 1
     # The folder in which the run on several processes keeps its batches for the reference; None: it
@@ -47,6 +50,11 @@ class RunConfig:
     batches_folder: Path | None = None
     # Settings of Lockstep that replace those of the script; see `lockstep.settings`.
     overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def compares_bits(self) -> bool:
+        """Whether the run is compared bit by bit, and not within a tolerance."""
+        return self.virtual_ranks is not None
 
     @property
     def trains_replicas(self) -> bool:
@@ -63,8 +71,11 @@ class RunConfig:
         """
         name = "1 process"
         # These settings of the script are for several processes. None takes them back: one process
-        # has the whole batch.
-        overrides: dict[str, Any] = {"shares": None, "micro_batch_size": None}
+        # has the whole batch. With virtual ranks a process has several parts, which are computed in
+        # pieces of the script's size: that decides their bits.
+        overrides: dict[str, Any] = {"shares": None}
+        if not self.compares_bits:
+            overrides["micro_batch_size"] = None
         if self.trains_replicas:
             overrides["strategy"] = self.overrides["strategy"]
             name += f", strategy {self.overrides['strategy']}"
@@ -73,7 +84,10 @@ class RunConfig:
     def environment(self) -> dict[str, str]:
         """Returns the environment variables of the run's processes, with those of this process."""
         # Compressed gradients would differ from those of one process, so compression is off.
-        overrides = {"precision": self.precision, "uncompressed": True, **self.overrides}
+        settings: dict[str, Any] = {"precision": self.precision, "uncompressed": True}
+        if self.compares_bits:
+            settings = {"virtual_ranks_of_verify": self.virtual_ranks}
+        overrides = {**settings, **self.overrides}
         return {
             # Python orders sets of texts by this seed. By default it is random, so that a script
             # which depends on the order is found by chance only. Here the order differs for certain

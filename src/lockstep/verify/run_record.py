@@ -42,6 +42,10 @@ class RunRecord:
     switched_off: tuple[str, ...] = ()
     # Whether the script trains by Lockstep, which alone honours `RunConfig.overrides`.
     uses_lockstep: bool = False
+    # The virtual ranks of the script's run; None if it has none, or if bits are not compared.
+    virtual_ranks: int | None = None
+    # False if `lockstep verify` has set them.
+    virtual_ranks_are_own: bool = False
     # Where the script was stopped; empty if it came to its end.
     stopped_at: str = ""
     # What the script has chosen that gives other numbers, such as compression, and that was left
@@ -124,6 +128,8 @@ def record_run(
         output="\n".join(last_lines) if needs_output else "",
         switched_off=tuple(switched_off),
         uses_lockstep=any(end.uses_lockstep for end in ends.values()),
+        virtual_ranks=next(iter(ends.values())).virtual_ranks if ends else None,
+        virtual_ranks_are_own=any(end.virtual_ranks_are_own for end in ends.values()),
         stopped_at=_first_text(ends, "stopped_at"),
         by_choice=_first_text(ends, "by_choice"),
         own_process_line=_first_text(ends, "own_process_line"),

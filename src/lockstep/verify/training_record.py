@@ -298,6 +298,17 @@ class LineRecord:
 
 
 @dataclass(kw_only=True)
+class BitRecord:
+    """Hashes, in a run that is compared bit by bit. Most other fields are then empty."""
+
+    # Hashes by kind (`lockstep.verify.bits.KINDS`), then by the name of what was hashed: of a
+    # parameter, or of a virtual rank ("virtual rank 3").
+    bits: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    # The optimizer's parameters before the update, of the first updates on one process.
+    parameters_before: Mapping[str, Array] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
 class RankUpdate(
     StepRecord,
     InputRecord,
@@ -308,6 +319,7 @@ class RankUpdate(
     ModelRecord,
     WrapperRecord,
     LineRecord,
+    BitRecord,
 ):
     """All that one rank recorded of one update. It is filled in while the update happens."""
 

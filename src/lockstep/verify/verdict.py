@@ -74,6 +74,7 @@ class Verdict:
         """Returns the verdict in plain values."""
         return {
             "verdict": self.word,
+            "comparison": "tolerance",
             "way": self.parallel.config.name,
             "processes": self.parallel.config.nproc,
             "steps": len(self.reference.updates),

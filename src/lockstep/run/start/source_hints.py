@@ -52,6 +52,8 @@ class SourceHints:
     """True if it certainly starts the ranks itself (`mp.spawn`), and never reads its own rank."""
     imports: tuple[str, ...] = ()
     """Large modules that every rank will probably import while it runs."""
+    imports_lockstep: bool = False
+    """True if it has a line such as `import lockstep` itself."""
 
 
 def read_script(script: Script) -> SourceHints:
@@ -99,6 +101,7 @@ def read_source(source: str) -> SourceHints:
         variables_for_import=tuple(import_time_variables),
         spawns_ranks=_starts_processes(tree, variables) and not _reads_rank(nodes),
         imports=tuple(imports),
+        imports_lockstep=_imports_lockstep(nodes),
     )
 
 
@@ -109,6 +112,17 @@ def large_modules(loaded: Container[str]) -> list[str]:
         loaded: the imported modules by name, such as `sys.modules`.
     """
     return [name for name in _WORD_OF_LARGE_MODULE if name in loaded]
+
+
+def _imports_lockstep(nodes: list[ast.AST]) -> bool:
+    """True if a line imports Lockstep, or something of it."""
+    modules: list[str] = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
+            modules.append(node.module)
+    return any(module.partition(".")[0] == "lockstep" for module in modules)
 
 
 def _local_rank_flag(nodes: list[ast.AST]) -> str | None:

@@ -272,11 +272,12 @@ class OptimizerRecorder:
         self._record_step_results(optimizer)
 
         micro_batch = state.micro_batch
-        state.finish_update(update, self._later_batches, micro_batch.virtual_rank_number)
+        replica = micro_batch.virtual_rank_number if micro_batch.has_own_step else None
+        state.finish_update(update, self._later_batches, replica)
         state.updates_until_step_of[optimizer] = state.writer.count  # updates written so far
         # If the process computes several virtual ranks, each steps for the same global batch. The
         # last of them completes the step.
-        if micro_batch.virtual_rank is None or micro_batch.last:
+        if not micro_batch.has_own_step or micro_batch.last:
             state.steps_of[optimizer] += 1
         state.step_draws.restart()
 

@@ -48,6 +48,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lockstep.batch.loader import Loader
 from lockstep.batch.pytree import tensors
 from lockstep.checkpoint.session import Checkpoint
+from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import (
     in_backward_pass,
     on_shadowed_iteration,
@@ -59,6 +60,7 @@ from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.user_code import is_user_file, user_line
 from lockstep.verify.feed import BatchReader, BatchWriter, LoadedBatch
 from lockstep.verify.files import FilesBefore
+from lockstep.verify.recording.bits import BitRecorder
 from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.draws import moved_streams, stream_digests
 from lockstep.verify.recording.function_mode import FunctionMode
@@ -66,6 +68,7 @@ from lockstep.verify.recording.larger_batches import CannotEnlargeError, enlarge
 from lockstep.verify.recording.optimizers import ParameterGroup
 from lockstep.verify.recording.recorder import Recorder
 from lockstep.verify.recording.saved_files import SavedFiles
+from lockstep.verify.recording.state import RecorderState
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.unsupported import refuse_larger_groups, refuse_own_ranks
 from lockstep.world import World
@@ -118,7 +121,7 @@ def install(
         folder: for the files that the script saves.
         kept_batches: where batches are written to, or read from.
     """
-    _refuse_own_ranks(recorder, config.nproc)
+    _refuse_own_ranks(recorder.note_own_process, config.nproc)
 
     # To see the training.
     recorder.state.branches.install()
@@ -153,6 +156,40 @@ def install(
 
     # The mode is never left: from here on it sees all calls of torch's functions.
     mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+def install_for_bits(
+    recorder: BitRecorder, determinism: Determinism, config: RunConfig, folder: Path
+) -> None:
+    """Applies to this process the few patches with which bits are compared.
+
+    None of them changes what the script computes, except that it is not compiled.
+
+    Args:
+        recorder: is told of Lockstep's steps as an extension.
+        determinism: notes what is switched off.
+        config: how the script is run.
+        folder: for the files that the script saves.
+    """
+    _refuse_own_ranks(recorder.note_own_process, config.nproc)
+    add_to_every_run(recorder)
+    register_optimizer_step_pre_hook(recorder.end_script_without_lockstep)
+
+    def after_joining(_: World, run: Run, *__: Any) -> None:
+        recorder.note_settings(run.settings)
+
+    _wrap(World, "__init__", after=after_joining)
+    original_iter = Loader.__iter__
+
+    def iterate(self: Loader) -> Iterator[Any]:
+        """Takes the place of `iter(loader)`: the script ends once enough steps are recorded."""
+        return _until_enough(recorder.state, original_iter(self))
+
+    Loader.__iter__ = iterate  # type: ignore[method-assign]
+    _disable_compile(determinism)
+    _disable_checkpoints(determinism)
+    SavedFiles(folder).patch(determinism)
+    FilesBefore(folder.parent).watch()
 
 
 # To compare what can be compared
@@ -558,7 +595,7 @@ def _watch_loaders(
 
         The recorder is told of these batches as an extension of the run.
         """
-        batches = _until_enough(recorder, original_lockstep_iter(self))
+        batches = _until_enough(recorder.state, original_lockstep_iter(self))
         return map(mode.determinism.convert, batches)
 
     DataLoader.__iter__ = iterate  # type: ignore[method-assign, assignment]
@@ -570,7 +607,7 @@ def _iterate_kept(
 ) -> Iterator[Any]:
     """Yields the batches that the ranks of the other run were handed, joined, and records them."""
     name_of_pass = reader.begin_pass(loader)
-    for batch, ids in _until_enough(recorder, reader.batches(name_of_pass)):
+    for batch, ids in _until_enough(recorder.state, reader.batches(name_of_pass)):
         recorder.inputs.record_batch(loader, batch, ids=ids, random_draws={})
         yield batch
 
@@ -595,7 +632,7 @@ def _iterate_recorded(
         writer: writes the batches; None: they are not written.
     """
     pending_indices = _pending_indices(iterator)
-    batches = _until_enough(recorder, iterator)
+    batches = _until_enough(recorder.state, iterator)
     if not torch.is_grad_enabled():
         writer = None
     name_of_pass = "" if writer is None else writer.begin_pass(loader)
@@ -618,7 +655,7 @@ def _iterate_recorded(
         yield batch
 
 
-def _until_enough(recorder: Recorder, iterator: Iterator[Any]) -> Iterator[Any]:
+def _until_enough(state: RecorderState, iterator: Iterator[Any]) -> Iterator[Any]:
     """Yields batches, and ends the script by an exception once enough steps are recorded.
 
     The script is ended before a batch is read that would not be compared: reading it may take
@@ -626,7 +663,7 @@ def _until_enough(recorder: Recorder, iterator: Iterator[Any]) -> Iterator[Any]:
     """
     while True:
         if torch.is_grad_enabled():  # never in the middle of an evaluation
-            recorder.state.end_script_if_enough()
+            state.end_script_if_enough()
         try:
             yield next(iterator)
         except StopIteration:
@@ -669,12 +706,16 @@ def _enlarge_batches(recorder: Recorder, times: int) -> None:
 # To refuse what cannot be recorded
 
 
-def _refuse_own_ranks(recorder: Recorder, nproc: int) -> None:
+def _refuse_own_ranks(note_own_process: Callable[[str], None], nproc: int) -> None:
     """Patches the start of processes: a rank that the script starts itself cannot be recorded.
 
     `torch.multiprocessing.spawn` and `start_processes` start ranks, and raise an error. A `Process`
     may be a helper. It is a rank if it opens a process group with more than `nproc` ranks, which
     raises an error then.
+
+    Args:
+        note_own_process: called with the user's line that starts a process.
+        nproc: how many ranks `lockstep verify` has started.
     """
     original_start = BaseProcess.start
 
@@ -686,7 +727,7 @@ def _refuse_own_ranks(recorder: Recorder, nproc: int) -> None:
         """
         caller = sys._getframe(1)
         if is_user_file(caller.f_code.co_filename):
-            recorder.note_own_process(user_line() or "")
+            note_own_process(user_line() or "")
             # The new process executes `process.run`: it first forbids larger groups, and then does
             # what it would have done.
             run = partial(refuse_larger_groups, nproc, process.run)

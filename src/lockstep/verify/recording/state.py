@@ -202,16 +202,16 @@ class RecorderState:
         return bool(self.models.built_optimizers or self.steps_of)
 
     def finish_update(
-        self, update: RankUpdate, later_batches: list[Batch], virtual_rank: int | None = None
+        self, update: RankUpdate, later_batches: list[Batch], replica: int | None = None
     ) -> None:
         """Writes a complete update and begins the next one, with empty notes.
 
         Args:
             update: what is written.
             later_batches: batches that were fetched ahead for the next update.
-            virtual_rank: whose model was updated; None unless each virtual rank has one.
+            replica: the virtual rank whose model was updated; None unless each has one.
         """
-        self.writer.write(update, virtual_rank)
+        self.writer.write(update, replica)
         # It is infinite until the first step, with which the time limit begins.
         self._first_step_time = min(self._first_step_time, time.monotonic())
         self.update = RankUpdate(contributes=self.update.contributes, batches=later_batches)

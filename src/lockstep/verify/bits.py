@@ -1,0 +1,289 @@
+"""The verdict on a run that is compared bit by bit with one process.
+
+The *reference* is the run on one process, the *parallel* run the one that is judged. Both compute
+with the same *virtual ranks* (parts of every global batch that are computed each by itself), so
+that nothing may differ, not in one bit: neither dropout nor the order of sums depends on the number
+of processes. Both have recorded hashes (`lockstep.verify.recording.bits`), which are compared in
+the order in which values follow from each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.verify.cause import format_items, script_names
+from lockstep.verify.finding import Finding
+from lockstep.verify.run_record import RunRecord
+from lockstep.verify.training_record import Update
+from lockstep.wording import count_noun, format_ranks
+
+# What is compared of an update, in the order in which values follow from each other, in words.
+# Samples and losses are those of virtual ranks.
+KINDS = {
+    "before": "the parameters before the step",
+    "samples": "the samples",
+    "loss": "the loss",
+    "gradients": "gradients",
+    "rates": "the learning rates",
+    "state": "the optimizer's state after the step",
+    "parameters": "the parameters after the step",
+    "buffers": "the buffers after the step",
+}
+
+ADVICE = (
+    "look for what depends on the rank or on the number of processes: an `if` on the rank, a "
+    "generator or a seed of your own, another number of threads, a sum over processes by hand"
+)
+
+
+@dataclass(frozen=True)
+class BitDifference:
+    """Values of one kind that differ in an update."""
+
+    # A key of `KINDS`.
+    kind: str
+    # Names of what differs, in the order of the reference.
+    names: Sequence[str]
+    num_compared: int
+    # The ranks of the parallel run that have other bits.
+    ranks: Sequence[int]
+
+    @property
+    def text(self) -> str:
+        """What differs: "gradients (1 of 4)"."""
+        return f"{KINDS[self.kind]} ({len(self.names)} of {self.num_compared})"
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first update in which bits differ."""
+
+    # Number of the optimizer's step, from 1.
+    step: int
+    # Number of the optimizer, from 1; None if there is only one.
+    optimizer: int | None
+    # All kinds that differ in this update; the first one is the first that parted.
+    differences: Sequence[BitDifference]
+
+    @property
+    def place(self) -> str:
+        """Where the bits part: "gradients (1 of 4), step 2"."""
+        text = f"{self.differences[0].text}, step {self.step}"
+        if self.optimizer is not None:
+            text += f" of optimizer {self.optimizer}"
+        return text
+
+
+@dataclass(frozen=True)
+class BitVerdict:
+    """What a comparison of all bits with the reference has found."""
+
+    reference: RunRecord
+    # The parallel run.
+    parallel: RunRecord
+    # None if all bits are equal.
+    first: FirstDifference | None = None
+    # What is worth knowing although the bits do not differ by it.
+    notes: Sequence[Finding] = ()
+
+    @property
+    def word(self) -> str:
+        """The verdict in one word: `EQUAL` or `DIFFERENT`."""
+        numbers_differ = len(self.reference.updates) != len(self.parallel.updates)
+        return "DIFFERENT" if self.first is not None or numbers_differ else "EQUAL"
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the verdict in plain values, with the keys of `Verdict.as_json` that it has."""
+        findings = [note.as_json() for note in self.notes]
+        if self.first is not None:
+            difference = self.first.differences[0]
+            values = {
+                "code": "",
+                "title": "the first bits that differ",
+                "what": difference.kind,
+                "step": self.first.step,
+                "names": script_names(difference.names),
+                "ranks": list(difference.ranks),
+                "seen": [each.text for each in self.first.differences],
+            }
+            findings.insert(0, values)
+        return {
+            "verdict": self.word,
+            "comparison": "bits",
+            "virtual_ranks": self.reference.virtual_ranks,
+            "way": self.parallel.config.name,
+            "processes": self.parallel.config.nproc,
+            "steps": len(self.reference.updates),
+            "until": self.reference.stopped_at,
+            "losses": [update.loss for update in self.reference.updates],
+            "switched_off": list(self.parallel.switched_off),
+            "findings": findings,
+        }
+
+    def lines(self) -> list[str]:
+        """Returns the verdict in lines for people."""
+        head = f"{self.word:9}  {self.parallel.config.name}"
+        if self.word == "EQUAL":
+            lines = [f"{head}, in every bit: {_describe_compared(self.reference)}"]
+            lines.append(f"  with    {self._virtual_ranks_text}")
+            if self.reference.stopped_at:
+                until = self.reference.stopped_at
+                lines.append(f"  until   {until}; what comes later is not compared")
+        else:
+            lines = self._lines_of_difference(head)
+        for note in self.notes:
+            lines += note.lines("note")
+        return lines
+
+    def _lines_of_difference(self, head: str) -> list[str]:
+        """Returns the lines for runs with other bits.
+
+        Args:
+            head: how the first line begins: "DIFFERENT  2 processes".
+        """
+        if self.first is None:
+            steps = (
+                f"{len(self.parallel.updates)} steps, {len(self.reference.updates)} on one process"
+            )
+            lines = [f"{head}, in the number of steps: {steps}"]
+        else:
+            difference, *others = self.first.differences
+            lines = [f"{head}, bits differ first in {self.first.place}"]
+            where = format_items(script_names(difference.names))
+            if len(difference.ranks) < self.parallel.config.nproc:
+                where += f", on {format_ranks(difference.ranks)}"
+            lines.append(f"  where   {where}")
+            if others:
+                texts = [other.text for other in others]
+                lines.append(f"  then    {', '.join(texts)}")
+        lines.append(f"  with    {self._virtual_ranks_text}")
+        lines.append(f"  do      {ADVICE}")
+        return lines
+
+    @property
+    def _virtual_ranks_text(self) -> str:
+        """Which virtual ranks there were, and who has set them."""
+        number = self.reference.virtual_ranks
+        if self.reference.virtual_ranks_are_own:
+            return f"virtual_ranks={number}, as set for the script"
+        text = f"virtual_ranks={number}, set by verify"
+        if self.word == "EQUAL":
+            text += f"; `lockstep run --virtual-ranks {number}` trains with these bits"
+        return text
+
+
+def judge_bits(reference: RunRecord, parallel: RunRecord) -> BitVerdict:
+    """Compares two runs bit by bit, which both have come to their end.
+
+    Args:
+        reference: the run on one process.
+        parallel: the run on several processes.
+    """
+    return BitVerdict(
+        reference, parallel, first=find_first_difference(reference.updates, parallel.updates)
+    )
+
+
+def find_first_difference(
+    reference_run: Sequence[Update], parallel_run: Sequence[Update]
+) -> FirstDifference | None:
+    """Returns the first update in which bits differ; None if there is none.
+
+    Updates that only one of the runs has are not looked at.
+    """
+    num_optimizers = len({update[0].optimizer for update in reference_run})
+    for expected, actual in zip(reference_run, parallel_run, strict=False):
+        differences = []
+        for kind in KINDS:
+            difference = compare_bits(kind, expected, actual)
+            if difference is not None:
+                differences.append(difference)
+        if differences:
+            optimizer = expected[0].optimizer + 1 if num_optimizers > 1 else None
+            return FirstDifference(expected[0].step + 1, optimizer, differences)
+    return None
+
+
+def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference | None:
+    """Returns what differs in the hashes of one kind; None if nothing does.
+
+    Samples and losses are spread over the ranks, each of which has those of its virtual ranks; all
+    other values are the same on every rank, so each rank is compared with the reference.
+
+    Args:
+        kind: a key of `KINDS`.
+        expected: the update of the reference.
+        actual: the same update of the parallel run.
+    """
+    expected_hashes = expected[0].bits.get(kind, {})
+    is_spread = kind in ("samples", "loss")
+    hashes_of_all: dict[str, str] = {}
+    names_that_differ: set[str] = set()
+    ranks_that_differ = []
+    for number, rank in enumerate(actual):
+        hashes = rank.bits.get(kind, {})
+        hashes_of_all |= hashes
+        names = _names_that_differ(expected_hashes, hashes)
+        if not is_spread:
+            names |= expected_hashes.keys() - hashes.keys()
+        if names:
+            names_that_differ |= names
+            ranks_that_differ.append(number)
+    missing = expected_hashes.keys() - hashes_of_all.keys()
+    names_that_differ |= missing
+    if not names_that_differ:
+        return None
+    all_names = [*expected_hashes, *sorted(hashes_of_all.keys() - expected_hashes.keys())]
+    ordered_names = [name for name in all_names if name in names_that_differ]
+    ranks = ranks_that_differ or list(range(len(actual)))
+    return BitDifference(kind, ordered_names, len(all_names), ranks)
+
+
+def _names_that_differ(expected: Mapping[str, str], actual: Mapping[str, str]) -> set[str]:
+    """Returns the names of what a rank has with other bits than the reference."""
+    return {name for name, text in actual.items() if expected.get(name) != text}
+
+
+def _describe_compared(reference: RunRecord) -> str:
+    """Lists what was compared: "the first 3 optimizer steps, 8 samples each, losses, ..."."""
+    updates = reference.updates
+    first = updates[0]  # stands for all: later ones have the same tensors
+    which = "the first" if reference.stopped_at else "all"
+    values = [f"{which} {count_noun(len(updates), 'optimizer step')}"]
+    if first.samples:
+        values.append(f"{first.samples} samples each")
+    values.append("losses")
+    bits = first[0].bits
+    for kind, noun in (("gradients", "gradient"), ("parameters", "parameter")):
+        values.append(count_noun(len(bits[kind]), noun))
+    if bits["state"]:
+        values.append(f"{count_noun(len(bits['state']), 'tensor')} of the optimizer's state")
+    if bits["buffers"]:
+        values.append(count_noun(len(bits["buffers"]), "buffer"))
+    values.append("learning rates")
+    return ", ".join(values)
+
+
+def reason_without_bits(run: RunRecord) -> str:
+    """Returns why a run cannot be compared bit by bit; empty if it can.
+
+    Args:
+        run: with virtual ranks.
+    """
+    name = run.config.name
+    if run.error:
+        # "SettingError: virtual_ranks=2 with strategy='pipeline'", then "  found: ..."
+        first_line, *other_lines = run.error.splitlines()
+        found = ""
+        for line in other_lines:
+            if line.strip().startswith("found:"):
+                found = f": {line.partition('found:')[2].strip()}"
+                break
+        return f"{name} with virtual ranks: {first_line}{found}"
+    if run.idle_ranks:
+        return f"{format_ranks(run.idle_ranks)} made no optimizer step"
+    if not run.updates:
+        return f"{name} made no step of an optimizer that Lockstep has prepared"
+    return ""

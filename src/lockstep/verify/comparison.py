@@ -1,0 +1,266 @@
+"""Runs a script in all ways that were asked for, and compares each with one process.
+
+A script that uses Lockstep is compared *by bits* first: all runs compute with virtual ranks, in the
+script's own precision, and not one bit may differ. Then, *within a tolerance*, in float64 and
+without virtual ranks unless the script sets some: whether the parts of a batch add up to the batch
+as a whole, which runs that are all divided alike cannot show, and what has caused other bits.
+Scripts without Lockstep are compared within the tolerance alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lockstep.batch.plan import part_sizes
+from lockstep.batch.shares import initial_shares
+from lockstep.errors import LockstepError, SettingError, UsageError
+from lockstep.verify import run_record
+from lockstep.verify.bits import BitVerdict, judge_bits, reason_without_bits
+from lockstep.verify.comparison_plan import ComparisonPlan
+from lockstep.verify.finding import Finding
+from lockstep.verify.rounding_noise import find_rounding_noise, may_have_noise
+from lockstep.verify.run_config import RunConfig
+from lockstep.verify.run_record import RunRecord
+from lockstep.verify.verdict import Verdict, judge
+
+# With --same-samples the run on several processes comes first, and has no limit of time.
+DEFAULT_STEPS_WITH_SAME_SAMPLES = 10
+
+Start = Callable[[Path, RunConfig], str]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One comparison."""
+
+    verdict: Verdict | BitVerdict
+    # Lines for people that follow those of the verdict.
+    notes: Sequence[str] = ()
+
+
+class Comparison:
+    """Runs a script and compares.
+
+    Args:
+        plan: what is compared.
+        folder: for the records of the runs.
+        start: starts the processes of a run, and returns what they printed.
+        check_reference: raises UsageError if a run on one process gives nothing to compare with.
+        expect_runs: called if there will be more runs than it seemed, with their number.
+    """
+
+    def __init__(
+        self,
+        plan: ComparisonPlan,
+        folder: Path,
+        start: Start,
+        check_reference: Callable[[RunRecord], None],
+        expect_runs: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._start = start
+        self._check_reference = check_reference
+        self._expect_runs = expect_runs
+        self._num_runs = 0
+        self._reference: RunRecord | None = None
+        """The run on one process that is compared within the tolerance, once it is recorded."""
+        self._bit_reference: RunRecord | None = None
+        """The run on one process that is compared by bits; None: it cannot be."""
+        self._has_looked_for_noise = False
+        self.reason_without_bits = ""
+        """Why a script that uses Lockstep, or one way of running it, is not compared by bits."""
+
+    def results(self) -> Iterator[Result]:
+        """Yields the comparisons, one after the other.
+
+        Raises:
+            UsageError: there is nothing to compare with.
+            SettingError: the script has fewer virtual ranks than there are to be processes.
+        """
+        plan = self._plan
+        if plan.same_samples:
+            yield Result(self._compare_with_same_samples(plan.ways[0]))
+            return
+        if plan.by_bits and self._uses_lockstep():
+            self._record_bit_reference()
+        for way in plan.ways:
+            if self._bit_reference is not None:
+                verdict = self._compare_bits(self._bit_reference, way)
+                if verdict is not None:
+                    yield from self._results_after_bits(verdict, way)
+                    continue
+            verdict_within_tolerance = self._compare_within_tolerance(way)
+            notes = []
+            reason = self.reason_without_bits or plan.reason_without_bits
+            if reason and verdict_within_tolerance.reference.uses_lockstep:
+                notes.append(f"  bits    not compared: {reason}")
+            yield Result(verdict_within_tolerance, notes)
+
+    def _record(self, config: RunConfig) -> RunRecord:
+        """Runs the script once more, and returns what was recorded."""
+        folder = self._folder / str(self._num_runs)
+        self._num_runs += 1
+        return run_record.record_run(config, folder, self._start)
+
+    # By bits
+
+    def _uses_lockstep(self) -> bool:
+        """Returns whether the script uses Lockstep, as its source or a first run says."""
+        if self._plan.source_uses_lockstep:
+            return True
+        if not self.reference().uses_lockstep:
+            return False
+        self._expect_runs(1 + len(self._plan.ways))
+        return True
+
+    def _record_bit_reference(self) -> None:
+        """Runs the script on one process with virtual ranks, if it can have them.
+
+        Raises:
+            SettingError: the script has fewer virtual ranks than there are to be processes.
+        """
+        number = max(least_virtual_ranks(way) for way in self._plan.ways)
+        config = replace(self._plan.reference, virtual_ranks=number)
+        reference = self._record(config.reference())
+        self.reason_without_bits = reason_without_bits(reference)
+        if self.reason_without_bits:
+            return
+        self._bit_reference = reference
+        number = reference.virtual_ranks or number  # the script may have set another one
+        most_processes = max(way.nproc for way in self._plan.ways)
+        if most_processes > number:
+            raise SettingError(
+                f"lockstep verify --nproc {most_processes}, of a script with virtual_ranks="
+                f"{number}",
+                "every process computes at least one virtual rank, so there are more processes "
+                "than can run it",
+                f"give --nproc {number} or less, or train with more virtual ranks from the "
+                "beginning",
+            )
+
+    def _compare_bits(self, reference: RunRecord, way: RunConfig) -> BitVerdict | None:
+        """Runs the script in one way with virtual ranks, and compares it by bits.
+
+        Returns:
+            None if it cannot have virtual ranks in this way.
+        """
+        config = replace(
+            way, virtual_ranks=reference.config.virtual_ranks, steps=self._steps_after(reference)
+        )
+        other = self._record(config)
+        verdict = judge_bits(reference, other)
+        self.reason_without_bits = reason_without_bits(other)
+        # If bits differ before the script ends with an error, that says more than the error.
+        if self.reason_without_bits and verdict.first is None:
+            return None
+        self.reason_without_bits = ""
+        return replace(verdict, notes=self._find_rounding_noise(reference))
+
+    def _results_after_bits(self, verdict: BitVerdict, way: RunConfig) -> Iterator[Result]:
+        """Yields a comparison by bits, and that within the tolerance, if it can say more.
+
+        It cannot if the script itself sets virtual ranks and all bits are equal: what was compared
+        is then what the script computes.
+
+        Args:
+            verdict: by bits.
+            way: how the script was run.
+        """
+        is_complete = verdict.word == "EQUAL" and verdict.reference.virtual_ranks_are_own
+        if self._plan.bits_alone or is_complete:
+            yield Result(verdict)
+            return
+        try:
+            self.reference()
+        except UsageError as error:
+            reason = error.found.splitlines()[0]
+            yield Result(verdict, [f"  float64 not compared: {reason}"])
+            return
+        yield Result(verdict)
+        name = f"{way.name}, in {_NAMES_OF_PRECISIONS[way.precision]}"
+        yield Result(self._compare_within_tolerance(replace(way, name=name)))
+
+    def _find_rounding_noise(self, reference: RunRecord) -> list[Finding]:
+        """Returns LS408 in a list, if an optimizer steps by rounding alone.
+
+        It is about the run on one process, so it is returned once.
+        """
+        if self._plan.bits_alone or self._has_looked_for_noise:
+            return []
+        self._has_looked_for_noise = True
+        if not may_have_noise(reference.updates):
+            return []
+        try:
+            in_float64 = self.reference()
+        except UsageError:  # the script cannot run in float64
+            return []
+        return find_rounding_noise(reference.updates, in_float64.updates)
+
+    # Within a tolerance
+
+    def reference(self) -> RunRecord:
+        """Returns the run on one process that is compared within the tolerance.
+
+        Raises:
+            UsageError: it failed, or gives nothing to compare with.
+        """
+        if self._reference is None:
+            self._reference = self._record(self._plan.reference)
+        self._check_reference(self._reference)
+        return self._reference
+
+    def _compare_within_tolerance(self, way: RunConfig) -> Verdict:
+        """Runs the script in one way, and compares it within the tolerance."""
+        reference = self.reference()
+        config = replace(way, steps=self._steps_after(reference))
+        if config.trains_replicas:
+            # A run whose strategy trains several replicas has a reference of its own.
+            reference = self._record(config.reference())
+            self._check_reference(reference)
+        return judge(reference, self._record(config))
+
+    def _steps_after(self, reference: RunRecord) -> int:
+        """Returns after how many steps the other runs are stopped.
+
+        If the reference came to its end, the others run to theirs: they may make more steps.
+        """
+        if reference.stopped_at:
+            return reference.steps
+        return self._plan.ways[0].steps
+
+    def _compare_with_same_samples(self, way: RunConfig) -> Verdict:
+        """Runs the script on several processes, and then one process on the same batches."""
+        config = replace(
+            way,
+            batches_folder=self._folder / "batches",
+            steps=self._plan.steps or DEFAULT_STEPS_WITH_SAME_SAMPLES,
+        )
+        other = self._record(config)
+        reference_config = replace(
+            self._plan.reference,
+            batches_folder=config.batches_folder,
+            seconds=None,  # the number of steps is known
+        )
+        if other.stopped_at:  # so the reference is stopped after as many steps
+            reference_config = replace(reference_config, steps=other.steps)
+        reference = self._record(reference_config)
+        self._check_reference(reference)
+        return judge(reference, other)
+
+
+_NAMES_OF_PRECISIONS = {"fp64": "float64", "fp32": "float32"}
+
+
+def least_virtual_ranks(way: RunConfig) -> int:
+    """Returns the smallest number of virtual ranks of which every process gets at least one."""
+    try:
+        shares = initial_shares(way.overrides.get("shares"), way.nproc)
+    except LockstepError:  # the run will say what is wrong with them
+        return way.nproc
+    number = way.nproc
+    while 0 in part_sizes(number, shares):
+        number += 1
+    return number
