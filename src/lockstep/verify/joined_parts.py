@@ -238,7 +238,8 @@ def _ranks_exchange_outputs(update: Update) -> bool:
     for call in update.calls:
         # `passes_before` is the number of backward passes that came before the call.
         is_before_backward = call.passes_before < update.backward_passes
-        if not is_before_backward or call.gradient_of:
+        is_about_a_gradient = bool(call.gradient_of)  # the parameter's name, or empty
+        if not is_before_backward or is_about_a_gradient:
             continue
         # `in_function`: the call is in an autograd function that has its own backward pass.
         if call.name in _SENDING_CALLS or call.in_function:

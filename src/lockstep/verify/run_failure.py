@@ -127,7 +127,8 @@ def _explain_by_peer_that_ended(
     """
     ranks_that_ended = [peer for peer, end in ends.items() if not end.error]
     steps_of_rank = most_steps(updates[rank])
-    if not ranks_that_ended or steps_of_rank >= steps:
+    made_all_steps = steps_of_rank >= steps
+    if not ranks_that_ended or made_all_steps:
         return ""
     peer = ranks_that_ended[0]
     return (

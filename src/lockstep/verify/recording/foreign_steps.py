@@ -84,7 +84,8 @@ class ForeignStepRecorder:
     def record_gradient_of_write(self, storage: int) -> None:
         """Adds to the update the gradient of a parameter that the script writes to by hand.
 
-        Without an optimizer, as in `weight -= 0.1 * weight.grad`, this is when it is used.
+        Without an optimizer, as in `weight -= 0.1 * weight.grad`, the write is the step, and this
+        is the gradient that it uses.
 
         Args:
             storage: the address of the values of the tensor that the script writes to.

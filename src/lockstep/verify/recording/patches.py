@@ -431,6 +431,7 @@ def _watch_optimizers(recorder: Recorder) -> None:
         The constructor of every optimizer calls this for each of its parameter groups.
         """
         recorder.state.step_draws.restart()  # numbers drawn so far initialized the model
+        # The new group remembers which line of the script sets its learning rate.
         optimizer.param_groups[-1] = ParameterGroup(optimizer.param_groups[-1])
         built = recorder.state.models.built_optimizers
         if optimizer not in built:

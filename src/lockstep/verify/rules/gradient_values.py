@@ -534,7 +534,8 @@ def unknown_cause(case: Divergence, *evidence: str) -> Cause:
         (
             *evidence,
             *_numbers_of_inputs(case),
-            *_how_far_samples_are_equal(case),
+            *_compare_outputs(case),
+            *_describe_earlier_steps(case),
             *local_statistics(case),
             *loss_line(case),
             *gradient_patterns(case),
@@ -572,36 +573,42 @@ def _numbers_of_inputs(case: Divergence) -> list[str]:
     ]
 
 
-def _how_far_samples_are_equal(case: Divergence) -> list[str]:
-    """Says whether the models' outputs are equal, and that earlier steps are."""
-    sentences = []
+def _compare_outputs(case: Divergence) -> list[str]:
+    """Says whether the models returned the same for the same inputs.
+
+    The result is one sentence, or an empty list if the outputs cannot be compared.
+    """
     forwards = match_forwards(case.expected, case.actual)
-    # For each forward pass, a bool for each sample: whether its output differs. The array is empty
-    # if the outputs cannot be compared sample by sample.
-    differing_rows = [forward.differing_rows("outputs") for forward in forwards]
-    all_are_comparable = all(len(differs) > 0 for differs in differing_rows)
-    if forwards and all_are_comparable:
-        wrong_models = []
-        for forward, differs in zip(forwards, differing_rows, strict=True):
-            if differs.any():
-                wrong_models.append(forward.model)
-        if wrong_models:
-            models = format_items(wrong_models)
-            sentences.append(f"for the same inputs something else was returned by {models}")
-        else:
-            sentences.append(
-                "for each sample the models returned the same; it is the loss, or later"
-            )
-    if case.update_index > 0:
-        text = "until here all steps are equal, so it may be what is carried from step to step"
-        # Tensors that modules keep besides parameters and buffers, named "Net/layer.state".
-        kept_names = set()
-        for rank in case.actual:
-            kept_names |= {name.partition("/")[2] for name in rank.module_tensors_before}
-        if kept_names:
-            text += f": {format_items(sorted(kept_names))}"
-        sentences.append(text)
-    return sentences
+    wrong_models = []
+    for forward in forwards:
+        # For each sample, whether its output differs. Empty if there is no row for each sample.
+        differs = forward.differing_rows("outputs")
+        if len(differs) == 0:
+            return []
+        if differs.any():
+            wrong_models.append(forward.model)
+    if not forwards:
+        return []
+    if wrong_models:
+        return [f"for the same inputs something else was returned by {format_items(wrong_models)}"]
+    return ["for each sample the models returned the same; it is the loss, or later"]
+
+
+def _describe_earlier_steps(case: Divergence) -> list[str]:
+    """Says that all earlier steps are equal, and what modules carry from step to step.
+
+    The result is one sentence, or an empty list in the first step.
+    """
+    if case.update_index == 0:
+        return []
+    text = "until here all steps are equal, so it may be what is carried from step to step"
+    # Tensors that modules keep besides parameters and buffers, named "Net/layer.state".
+    kept_names = set()
+    for rank in case.actual:
+        kept_names |= {name.partition("/")[2] for name in rank.module_tensors_before}
+    if kept_names:
+        text += f": {format_items(sorted(kept_names))}"
+    return [text]
 
 
 ValueRule = Callable[[Divergence, Gradients, Gradients], Cause | None]

@@ -34,9 +34,10 @@ def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
     stale_names = [name for name in case.actual.merged("initial") if name.startswith("/")]
     if not stale_names:
         return None
-    if any(name.startswith("/") for name in case.expected.merged("initial")):
+    one_process_has_some_too = any(name.startswith("/") for name in case.expected.merged("initial"))
+    if one_process_has_some_too:  # then the optimizer is meant to have them
         return None
-    if _models_change(case.parallel_run):
+    if _models_change(case.parallel_run):  # something does train the models
         return None
     optimizer_class = case.actual[0].optimizer_class
     return Cause(

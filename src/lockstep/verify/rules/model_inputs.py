@@ -365,7 +365,8 @@ def _count_padded_rows(
     for table in tables:
         for row in table:
             num_missing = width - len(row)
-            padded_row = (*row, *[padding] * num_missing)
+            added_padding = [padding] * num_missing
+            padded_row = (*row, *added_padding)
             counts[padded_row] += 1
     return counts
 
