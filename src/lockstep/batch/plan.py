@@ -245,11 +245,11 @@ def _spread_ranks(sizes: Sequence[int]) -> Indices:
     Returns:
         For each place of the global batch a rank, shape `(samples,)`.
     """
-    # Where the samples of each rank are in the global batch, as fractions of it from 0 to 1.
+    # Where the samples of each rank are to stand in the global batch, from 0 (its begin) to 1.
     places = [np.empty(0)]
     for size in sizes:
-        # The middles of `size` equal pieces of the range from 0 to 1; none if `size` is 0.
-        places.append((np.arange(size) + 0.5) / max(1, size))
+        if size > 0:  # the middles of `size` equal pieces of the range from 0 to 1
+            places.append((np.arange(size) + 0.5) / size)
     order_of_places = np.argsort(np.concatenate(places), kind="stable")
     rank_of_place = np.repeat(np.arange(len(sizes)), sizes)
     return rank_of_place[order_of_places]

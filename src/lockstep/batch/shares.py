@@ -306,7 +306,8 @@ def _candidates(
     """
     num_ranks = len(present)
     candidates = [present]
-    # Whole numbers nearly in the proportion of `ideal`, whose sum is about `total`.
+    # Whole numbers nearly in the proportion of `ideal`, whose sum is about `total`. `parse_shares`
+    # divides them by their common divisor.
     for total in range(num_ranks, MAX_SUM_PER_RANK * num_ranks + 1):
         candidates.append(parse_shares(_rounded_division(ideal, total), num_ranks))
     candidates.append(parse_shares(room, num_ranks))

@@ -264,7 +264,7 @@ class Collectives:
                 contribution = leaf if self.contributes else identity_element(leaf, operation)
                 reduced.append(all_reduced_copy(contribution, operation))
         if name == "sum":
-            for listener in self.sum_listeners:
+            for listener in self.sum_listeners:  # checks that look for mistakes of the script
                 listener(leaves, reduced)
         return pytree.tree_unflatten(reduced, spec)
 

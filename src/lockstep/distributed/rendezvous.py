@@ -86,7 +86,7 @@ class Joined:
         # A RuntimeError: the other side has gone, which is what this rank is about to do.
         with suppress(RuntimeError):
             if self.rank != 0:
-                store.set(f"left/{self.rank}", "")  # rank 0 waits for it
+                store.set(f"left/{self.rank}", "")  # tells rank 0 that this rank needs it no longer
                 return
             if others_leave:
                 keys = [f"left/{rank}" for rank in range(1, len(self.hosts))]

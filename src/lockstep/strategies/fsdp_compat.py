@@ -8,7 +8,8 @@ torch's `AveragedModel` would mix shards and plain tensors in one call. They are
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -41,15 +42,22 @@ def save_pretrained_whole(module: Any, run: Run) -> None:
                 return None
             # The gathered weights are not given as an argument, since libraries differ in what
             # save_pretrained takes; but all call the model's state_dict.
-            vars(module)["state_dict"] = lambda *_, **__: OrderedDict(state)
-            try:
+            with _state_dict_returns(module, state):
                 return original(save_directory, *args, **options)
-            finally:
-                del vars(module)["state_dict"]
 
         return run_on_all_ranks(run.collectives, f"saving weights to {save_directory}", write)
 
     module.save_pretrained = save_pretrained
+
+
+@contextmanager
+def _state_dict_returns(module: Any, state: Mapping[str, Any]) -> Iterator[None]:
+    """Makes `module.state_dict()` return a copy of a state, inside the block."""
+    vars(module)["state_dict"] = lambda *_, **__: OrderedDict(state)
+    try:
+        yield
+    finally:
+        del vars(module)["state_dict"]
 
 
 def average_shards_separately(module: AveragedModel) -> None:

@@ -186,13 +186,16 @@ class TreeReduceScatter:
     def _push(self, gradient: Tensor, micro_batch: MicroBatch) -> None:
         """Adds the gradient of a virtual rank to those before it, as far as the tree allows.
 
+        `_nodes` is a stack of partial sums. A gradient is pushed onto it for each virtual rank of
+        this process, in order: zeros for those that have not used the unit.
+
         Raises:
             UsageError: virtual ranks have used other parameters.
         """
         assert micro_batch.virtual_rank is not None
         sums = self._tree.sums(micro_batch.global_samples)
-        place = sums.leaves.index(micro_batch.virtual_rank.number)
-        while self._num_pushed < place:  # virtual ranks that have not used this unit
+        place = sums.leaves.index(micro_batch.virtual_rank.number)  # among those of this process
+        while self._num_pushed < place:
             self._push_leaf(torch.zeros_like(gradient), sums.merges)
         if self._nodes and len(self._nodes[-1]) != len(gradient):
             raise UsageError(
@@ -205,7 +208,12 @@ class TreeReduceScatter:
         self._push_leaf(gradient, sums.merges)
 
     def _push_leaf(self, gradient: Tensor, merges: Sequence[int]) -> None:
-        """Pushes a gradient, and makes the merges that follow it."""
+        """Pushes a gradient, and adds up the topmost partial sums as often as the tree says.
+
+        Args:
+            gradient: of a virtual rank.
+            merges: for each virtual rank of this process, how many additions follow its gradient.
+        """
         self._nodes.append(gradient)
         for _ in range(merges[self._num_pushed]):
             right = self._nodes.pop()

@@ -144,6 +144,23 @@ def average_gradients(
         gradient.div_(num_ranks)
 
 
+def _extreme_over_ranks(
+    local_norm: Tensor, norm_type: float, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Returns the largest of the ranks' norms for the type inf, or the smallest for the type -inf.
+
+    It is NaN if the norm of any rank is.
+    """
+    # The smallest is found as the largest of the negative norms.
+    sign = math.copysign(1.0, norm_type)
+    # Whether the maximum of NaN and a number is NaN depends on the device, so that is sent too.
+    number = (sign * local_norm).nan_to_num(posinf=math.inf, neginf=-math.inf)
+    maxima = torch.stack([number, local_norm.isnan().double()])
+    routing.all_reduce(maxima, dist.ReduceOp.MAX, group)
+    any_is_nan = maxima[1] != 0
+    return torch.where(any_is_nan, math.nan, sign * maxima[0])
+
+
 def norm_over_ranks(
     local_tensors: Sequence[Tensor],
     norm_type: float,
@@ -179,15 +196,7 @@ def norm_over_ranks(
         local_norm = torch.tensor(math.inf if norm_type < 0 else 0.0)
     local_norm = local_norm.double().to(carrier_device(device, group))
     if math.isinf(norm_type):
-        # The norm of type inf is the largest of the ranks' norms. That of type -inf is the
-        # smallest, found as the largest of the negative norms.
-        sign = math.copysign(1.0, norm_type)
-        # Whether the maximum of NaN and a number is NaN depends on the device, so that is sent too.
-        number = (sign * local_norm).nan_to_num(posinf=math.inf, neginf=-math.inf)
-        maxima = torch.stack([number, local_norm.isnan().double()])
-        routing.all_reduce(maxima, dist.ReduceOp.MAX, group)
-        any_is_nan = maxima[1] != 0
-        return torch.where(any_is_nan, math.nan, sign * maxima[0]).to(device, result_dtype)
+        return _extreme_over_ranks(local_norm, norm_type, group).to(device, result_dtype)
     power = local_norm.pow(norm_type)
     routing.all_reduce(power, group=group)
     return power.div(copies).pow(1.0 / norm_type).to(device, result_dtype)

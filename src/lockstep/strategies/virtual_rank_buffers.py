@@ -107,16 +107,18 @@ class VirtualRankBuffers(Extension):
             return
         previous = self._previous
         self._previous = micro_batch
-        if micro_batch.first or previous is None:
-            if self._in_global_batch:  # the optimizer has not stepped for the one before
-                self._restore_buffers()
-            self._in_global_batch = self._has_optimizer
-            self._nodes.clear()
-            self._of_first.clear()
-            self._copy_buffers()
+        if previous is not None and not micro_batch.first:
+            # Another virtual rank of the same global batch.
+            self._virtual_rank_ended(previous)
+            self._restore_buffers()
             return
-        self._virtual_rank_ended(previous)
-        self._restore_buffers()
+        # A global batch begins.
+        if self._in_global_batch:  # the optimizer has not stepped for the one before
+            self._restore_buffers()
+        self._in_global_batch = self._has_optimizer
+        self._nodes.clear()
+        self._of_first.clear()
+        self._copy_buffers()
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Combines the buffers of all virtual ranks, after the first optimizer's step."""

@@ -131,18 +131,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         micro_batch = self._step.micro_batch
         if closure is None:
             self._check_backward()
-        elif micro_batch.virtual_rank is not None and not micro_batch.has_own_step:
-            raise UsageError(
-                "optimizer.step(closure) with virtual_ranks",
-                "the closure would be evaluated on the part of one virtual rank",
-                "leave virtual_ranks out, or use an optimizer without closures",
-            )
-        elif not (micro_batch.first and micro_batch.last):
-            raise UsageError(
-                "optimizer.step(closure) with micro-batches",
-                "the closure would be evaluated on a part of the global batch",
-                "leave micro_batch_size out, or use an optimizer without closures",
-            )
+        else:
+            _check_closure_sees_whole_batch(micro_batch)
         self._check_learning_rates()
         self._step_called_in = self._step.key
         if not micro_batch.closes:
@@ -463,7 +453,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             return
         # Rates may also be set by hand. Torch's schedulers replace the method `step` of the
         # optimizer that they drive by one of their own, on the object.
-        if "step" in vars(self.inner) or "step" in vars(self):
+        is_driven_by_scheduler = "step" in vars(self.inner) or "step" in vars(self)
+        if is_driven_by_scheduler:
             self.has_prepared_scheduler = True  # so that the warning is given once
             warn(
                 "a learning-rate scheduler that steps in the training loop and is not prepared",
@@ -549,6 +540,22 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
         """
         values = self._collectives.exchange(repr(float(metrics)))
         check_same_metric("ReduceLROnPlateau.step(metric)", values, "LS402")
+
+
+def _check_closure_sees_whole_batch(micro_batch: MicroBatch) -> None:
+    """Raises UsageError if a closure would be evaluated on a part of a global batch."""
+    if micro_batch.virtual_rank is not None and not micro_batch.has_own_step:
+        raise UsageError(
+            "optimizer.step(closure) with virtual_ranks",
+            "the closure would be evaluated on the part of one virtual rank",
+            "leave virtual_ranks out, or use an optimizer without closures",
+        )
+    if not (micro_batch.first and micro_batch.last):
+        raise UsageError(
+            "optimizer.step(closure) with micro-batches",
+            "the closure would be evaluated on a part of the global batch",
+            "leave micro_batch_size out, or use an optimizer without closures",
+        )
 
 
 def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:

@@ -99,8 +99,9 @@ def copy_module(module: nn.Module, new_tensor_by_id: dict[int, Tensor]) -> nn.Mo
         buffers: dict[str, Tensor | None] = {}
         for name, buffer in old.buffers.items():
             buffers[name] = None if buffer is None else new_tensor_by_id[id(buffer)]
+        # Not by `setattr`: `Module.__setattr__` takes longer than the copy itself. The dictionary
+        # of the parameters is filled below; that of the new part is the same object.
         parameters: dict[str, Any] = {}
-        # Not by `setattr`: `Module.__setattr__` takes longer than the copy itself.
         set_members(new_part, Members(parameters, buffers, children))
         for name, parameter in old.parameters.items():
             new_parameter: Any = None
@@ -109,8 +110,8 @@ def copy_module(module: nn.Module, new_tensor_by_id: dict[int, Tensor]) -> nn.Mo
             if new_parameter is not parameter:
                 # A plain tensor; by `setattr`, with which an RNN updates its list of weights.
                 setattr(new_part, name, new_parameter)
-            # This dictionary belongs to `new_part` already. The tensor is put there too, so that
-            # `next(self.parameters()).device` is the device of the copy.
+            # The tensor is put there too, so that `next(self.parameters()).device` is the device of
+            # the copy.
             parameters[name] = new_parameter
         if "forward" in vars(part):  # set on the object, so it refers to the original
             new_part.forward = _bind_forward(vars(part)["forward"], part, new_part)

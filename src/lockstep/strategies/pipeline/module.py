@@ -575,10 +575,7 @@ class PipelinedModule(ModuleWrapper):
             self.clear_gradients()
 
     def _evaluate(self, arguments: Arguments) -> Any:
-        """Returns the model's output on every rank, from a forward pass without gradients.
-
-        The rank with the last stage sends the output to the rank at the position before, and so on.
-        """
+        """Returns the model's output on every rank, from a forward pass without gradients."""
         self._drop_unfinished()
         kind = self._input_kind(arguments)
         seed = self._next_seed()
@@ -589,15 +586,7 @@ class PipelinedModule(ModuleWrapper):
 
         leaves = pytree.tree_leaves(output)
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
-        # The lowest stage of a rank has the number of the rank's position, and the output wire
-        # between two positions has the index of the lower one.
-        position = self.place.position
-        if not self.has_last_stage:
-            source = self.place.rank_of_stage(position + 1)
-            tensors = self._output_wires[position].receive(source)
-        if position > 0:
-            destination = self.place.rank_of_stage(position - 1)
-            self._output_wires[position - 1].send(tensors, destination)
+        tensors = self._pass_output_back(tensors)
         # The wires of gradients are not waited for. They may carry those of a global batch that is
         # under way, which another rank receives in the next turn of its loop.
         for wire in self._activation_wires + self._output_wires:
@@ -607,6 +596,26 @@ class PipelinedModule(ModuleWrapper):
         # Here the output has shapes only; each is replaced by the next received tensor.
         remaining = iter(tensors)
         return pytree.tree_map_only(Tensor, lambda _: next(remaining), output)
+
+    def _pass_output_back(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Returns the tensors of the model's output, on every rank of the pipeline.
+
+        The rank with the last stage has them. Every other rank receives them from the rank at the
+        position after its own, and each sends them on to the rank at the position before.
+
+        Args:
+            tensors: of the output on this rank: shapes, if it does not have the last stage.
+        """
+        # The lowest stage of a rank has the number of the rank's position, and the output wire
+        # between two positions has the index of the lower one.
+        position = self.place.position
+        if not self.has_last_stage:
+            source = self.place.rank_of_stage(position + 1)
+            tensors = self._output_wires[position].receive(source)
+        if position > 0:
+            destination = self.place.rank_of_stage(position - 1)
+            self._output_wires[position - 1].send(tensors, destination)
+        return tensors
 
     def _make_nan(self, tensor: Tensor) -> Tensor:
         """Returns what a rank without the output returns for one of its tensors: NaN of its shape.

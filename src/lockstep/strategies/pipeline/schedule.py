@@ -170,11 +170,10 @@ def _interleaved_orders(
     They are found by a simulation: in each tick of a clock, every rank that is not busy does the
     first of its candidates whose requirements are finished.
 
-    A training loop has two *meeting points* for each micro-batch, at which all ranks may meet in a
-    collective: number 2 * micro_batch after the call of the model, and the next one after
-    `world.backward`. A rank gets past a meeting point when it has done everything that it can do
-    before it. So no action may require what another rank does only after a later meeting point:
-    the two would wait for each other.
+    A script may call a collective, for which all ranks wait, after the call of the model and after
+    `world.backward`. These are the two *meeting points* of each micro-batch. Before a rank comes to
+    one, it does all actions that it can. So no action may require what another rank does after a
+    later meeting point: that rank would wait at the meeting point for this one.
     """
     last_stage = positions * per_rank - 1
     max_under_way = positions + EXTRA_MICRO_BATCHES
@@ -182,30 +181,39 @@ def _interleaved_orders(
         max_under_way = micro_batches
     ranks = [_SimulatedRank(p, positions, last_stage, micro_batches) for p in range(positions)]
     finished: dict[Action, _Finished] = {}
-
-    def is_possible(action: Action, rank: _SimulatedRank, tick: int) -> bool:
-        """Returns True if all actions that `action` requires are finished in time."""
-        meeting_point = rank.meeting_point_of(action)
-        for required in _requirements(action, positions, last_stage, max_under_way):
-            if required not in finished:
-                return False
-            if finished[required].tick > tick:
-                return False
-            if finished[required].meeting_point > meeting_point:
-                return False  # the rank that did it may wait at a meeting point for this rank
-        return True
-
     tick = 0
     while any(rank.backward_passes for rank in ranks):
         for rank in ranks:
             if rank.busy_until > tick:
                 continue
             for action in rank.candidates(schedule):
-                if is_possible(action, rank, tick):
+                required = _requirements(action, positions, last_stage, max_under_way)
+                in_time = _Finished(tick, rank.meeting_point_of(action))
+                if _are_finished(required, finished, in_time):
                     finished[action] = rank.do(action, tick)
                     break
         tick += 1
     return [rank.actions for rank in ranks]
+
+
+def _are_finished(
+    required: list[Action], finished: dict[Action, _Finished], in_time: _Finished
+) -> bool:
+    """Returns True if all actions that an action requires are finished in time for it.
+
+    Args:
+        required: the actions.
+        finished: when the actions that were done until now were finished.
+        in_time: the latest tick and the latest meeting point at which they may be finished.
+    """
+    for action in required:
+        if action not in finished:
+            return False
+        if finished[action].tick > in_time.tick:
+            return False
+        if finished[action].meeting_point > in_time.meeting_point:
+            return False
+    return True
 
 
 def _requirements(

@@ -158,15 +158,26 @@ class StagedModel:
         finally:
             self.stage_run = None
 
-        if stage == self._last_stage:
-            if not stage_run.is_inside:  # it has not begun
-                raise _not_called_error(self._cuts[stage - 1], stage)
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.is_meta:
-                    raise _uses_other_stage_error(stage)
-        elif stage_run.sent is None:  # the next stage was not reached
-            raise _not_called_error(self._cuts[stage], stage + 1)
+        self._check_has_run(stage_run, output)
         return stage_run.sent, output
+
+    def _check_has_run(self, stage_run: StageRun, output: Any) -> None:
+        """Raises UsageError if a forward pass has not run its stage from the begin to the end.
+
+        Args:
+            stage_run: of the stage.
+            output: what the model's forward returned.
+        """
+        stage = stage_run.stage
+        if stage < self._last_stage:
+            if stage_run.sent is None:  # the next stage was not reached
+                raise _not_called_error(self._cuts[stage], stage + 1)
+            return
+        if not stage_run.is_inside:  # the last stage has not begun
+            raise _not_called_error(self._cuts[stage - 1], stage)
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.is_meta:
+                raise _uses_other_stage_error(stage)
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
