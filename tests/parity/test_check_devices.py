@@ -201,7 +201,9 @@ def weigh(batch: Any) -> torch.Tensor:
 OPTIONS: dict[str, Any] = {"weight": weigh, "micro_batch_size": 3}
 
 
-@pytest.mark.parametrize(("size", "strategy"), [(2, "ddp"), (3, "fsdp")])
+@pytest.mark.parametrize(
+    ("size", "strategy"), [(2, "ddp"), pytest.param(3, "fsdp", marks=pytest.mark.thorough)]
+)
 def test_checks_change_no_bits(size: int, strategy: str, tmp_path: Path) -> None:
     (alone,) = run_ranks(train_honestly, 1, 10, None, OPTIONS)
     env = {"LOCKSTEP_STRATEGY": strategy, "LOCKSTEP_LEDGER": str(tmp_path)}
@@ -269,9 +271,9 @@ def test_flipped_bits_are_found_on_three_processes() -> None:
     assert re.search(always, product)
     assert re.search(always, gradient)
     assert re.search(rf"step 4, virtual rank \d: {DEVICE} got other bits than all", product_once)
-    assert re.search(rf"before step 8: {DEVICE} has other .* parameters: hidden.weight\n", weight)
+    assert re.search(rf"before step 8, in the parameters hidden.weight: {DEVICE} has other", weight)
     assert re.search(
-        rf"before step 8: {DEVICE} has .* optimizer state: exp_avg of hidden.weight\n", state
+        rf"before step 8, in the optimizer state exp_avg of hidden.weight: {DEVICE} has", state
     )
 
 
@@ -286,7 +288,7 @@ def test_flipped_bits_are_found_on_two_processes(tmp_path: Path) -> None:
     assert re.search(rf"rank 0 \(.*\) and {DEVICE} got different bits, each the same", gradient)
     assert "this is the first check since the run was started" in gradient
     assert "rank 0" in weight
-    assert re.search(rf"{DEVICE} have different bits, one of the two", weight)
+    assert re.search(rf"{DEVICE} have different bits; one of the two is wrong", weight)
     assert f"resume from a checkpoint that is older, {tmp_path}/weight/step-000000003" in weight
 
 
@@ -298,7 +300,7 @@ def test_flipped_bits_are_found_with_shards() -> None:
     kinds = ("weight", "state")
     env = {"LOCKSTEP_STRATEGY": "hsdp:shard_size=2"}
     for message in run_ranks(messages_of, 4, *kinds, env=env)[2]:
-        assert re.search(rf"before step 8: {DEVICE} and rank 3 .* have different bits", message)
+        assert re.search(rf"before step 8, .*: {DEVICE} and rank 3 .* have different bits", message)
 
 
 def other_loops() -> list[str]:
@@ -373,7 +375,7 @@ def with_a_stream() -> str:
 
 @pytest.mark.thorough
 def test_the_state_is_compared_with_a_stream() -> None:
-    assert "of the parameters: weight" in run_ranks(with_a_stream, 2)[1]
+    assert "in the parameters weight: " in run_ranks(with_a_stream, 2)[1]
 
 
 @pytest.mark.unit

@@ -74,8 +74,8 @@ def wrong_device_error(
         found += _describe_computation(verdict, difference, devices)
         found += f"; the gradients that differ: {join_first(tensors)}"
     else:
-        found = f"before step {step}: {_describe_holding(verdict, difference, devices)}"
-        found += f" of the {difference.kind}: {join_first(tensors)}"
+        found = f"before step {step}, in the {difference.kind} {join_first(tensors)}: "
+        found += _describe_holding(verdict, difference, devices)
     do = _advise(verdict, devices)
     other_numerics = describe_rank_differences([device.numerics for device in devices])
     if other_numerics:
@@ -121,15 +121,15 @@ def _describe_computation(
 
 
 def _describe_holding(verdict: Verdict, difference: Holding, devices: Sequence[Device]) -> str:
-    """Returns who holds other bits, as the middle of a sentence."""
+    """Returns who holds other bits, as the end of a sentence."""
     wrong = name_devices(verdict.ranks, devices)
     verb = "has" if len(verdict.ranks) == 1 else "have"
     if verdict.kind is Kind.WRONG:
         others = len(difference.ranks) - len(verdict.ranks)
         return f"{wrong} {verb} other bits than {count_noun(others, 'rank')} that agree"
     if verdict.kind is Kind.ONE_OF_TWO:
-        return f"{wrong} have different bits, one of the two wrong ones,"
-    return f"{format_ranks(difference.ranks)} have different bits, none of them in the majority,"
+        return f"{wrong} have different bits; one of the two is wrong"
+    return f"{format_ranks(difference.ranks)} have different bits, of which none have a majority"
 
 
 def _advise(verdict: Verdict, devices: Sequence[Device]) -> str:
