@@ -38,8 +38,8 @@ class Ranks:
             for rank, process in enumerate(self.processes)
         ]
 
-    def take_snapshot(self, timeout_s: float = 5.0, *, lines: bool = False) -> Snapshot:
-        return take_snapshot(self.launcher_processes, lines=lines, timeout_s=timeout_s)
+    def take_snapshot(self, timeout_s: float = 5.0, *, call_stacks: bool = False) -> Snapshot:
+        return take_snapshot(self.launcher_processes, call_stacks=call_stacks, timeout_s=timeout_s)
 
     def wait_until(self, condition: Callable[[Snapshot], bool]) -> None:
         limit = time.monotonic() + HANG_S

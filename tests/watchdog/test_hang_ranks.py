@@ -196,7 +196,7 @@ def test_earlier_lines_distinguish_an_evaluation_from_an_extra_step(
         run.wait_for_verdict_of_kind("deadlock")
         earlier = run.take_snapshot()
         time.sleep(1.0)
-        verdict = find(earlier, run.take_snapshot(20.0, lines=True), 1.0)
+        verdict = find(earlier, run.take_snapshot(20.0, call_stacks=True), 1.0)
     assert verdict is not None
     assert [advice in text for text in verdict.advice] == [True]
     text = render(verdict)

@@ -159,7 +159,7 @@ def test_the_launcher_of_lowest_rank_asks_for_all(monkeypatch: pytest.MonkeyPatc
     assert second.take_of_all_ranks() is None
     assert taken == [False, False], "who does not ask does not disturb its ranks either"
     with answering(first):
-        assert second.take_of_all_ranks(lines=True) is not None, (
+        assert second.take_of_all_ranks(call_stacks=True) is not None, (
             "a verdict that is found is completed"
         )
         now[0] += snapshot_exchange._LED_FOR_S + 0.1
@@ -176,7 +176,7 @@ def test_lines_are_included_if_the_asker_wants_them() -> None:
     _, first, second = make_two_exchanges(take)
     with answering(second):
         first.take_of_all_ranks()
-        first.take_of_all_ranks(lines=True)
+        first.take_of_all_ranks(call_stacks=True)
     assert asked == [False, True]
 
 

@@ -67,8 +67,8 @@ class FakeRun:
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRun:
     run = FakeRun(folder=tmp_path)
 
-    def take_snapshot(processes: object, lines: bool) -> Snapshot:
-        run.snapshots_taken.append((run.now, lines))
+    def take_snapshot(processes: object, call_stacks: bool) -> Snapshot:
+        run.snapshots_taken.append((run.now, call_stacks))
         return Snapshot(run.now)
 
     def judge(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
@@ -217,8 +217,8 @@ class FakeExchange:
         self.is_led = True
         self.asked: list[bool] = []
 
-    def take_of_all_ranks(self, *, lines: bool = False) -> Snapshot | None:
-        self.asked.append(lines)
+    def take_of_all_ranks(self, *, call_stacks: bool = False) -> Snapshot | None:
+        self.asked.append(call_stacks)
         return None if self.is_led else Snapshot(1.0)
 
 

@@ -316,11 +316,12 @@ def _print_health(inspection: Inspection) -> None:
         _print(f"{health.path}: {text}")
     for path in inspection.leftovers:
         _print(f"{path}: a save that was stopped, or goes on")
-    # Contents can be shown of a file of weights, too, which is no checkpoint.
+    # `contents` are those of a complete checkpoint or, if PATH is one, of a file of weights. They
+    # are printed next.
     if inspection.contents is None:
         _print("no complete checkpoint is there; lockstep checkpoint repair says what can be done")
     elif inspection.checkpoints:
-        _print()  # the contents follow after an empty line
+        _print()  # an empty line before them
 
 
 def _print_contents(contents: Contents, sort: str, limit: int) -> None:

@@ -10,7 +10,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from lockstep.doctor.base import ERROR, WARNING, Facts, Finding
+from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding
 
 TIME_ERROR = 5  # adjtimex(2) returns it if the clock is not synchronised
 TIMEX_SIZE = 512  # bytes; struct timex is smaller
@@ -43,5 +43,5 @@ def judge(facts: Facts) -> Finding:
         found = f"{now}, not kept right by the network: logs of several machines may not fit"
         return Finding(WARNING, found, do)
     if facts["synchronised"] is None:
-        return Finding("ok", f"{now} (who keeps it is not known)")
-    return Finding("ok", now)
+        return Finding(OK, f"{now} (who keeps it is not known)")
+    return Finding(OK, now)

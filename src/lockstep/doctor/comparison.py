@@ -7,13 +7,14 @@ reason. Each comparison returns a *finding*: what differs, and what to do. All f
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.communication.link import Link
 from lockstep.distributed.network import is_loopback_address
-from lockstep.doctor.base import ERROR, UNKNOWN, WARNING, Facts, Finding, verdict
+from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING, Facts, Finding, verdict
 from lockstep.wording import count_noun
 
 VERSIONS = ("python", "torch", "cuda", "nccl", "lockstep")
@@ -74,11 +75,11 @@ def _differences(values_of_machine: Mapping[str, Mapping[str, Any]]) -> list[str
         names.update(dict.fromkeys(values))
     differences = []
     for name in names:
-        machines_with_value: dict[str, list[str]] = {}
+        machines_with_value: dict[str, list[str]] = defaultdict(list)
         for machine, values in values_of_machine.items():
             value = values.get(name)
             text = "none" if value is None else str(value)
-            machines_with_value.setdefault(text, []).append(machine)
+            machines_with_value[text].append(machine)
         if len(machines_with_value) > 1:
             parts = [
                 f"{text} on {_name_machines(machines)}"
@@ -212,7 +213,7 @@ def _judge_clocks(machines: Machines) -> Finding:
     largest_s = max((abs(seconds) for seconds in offset_s.values()), default=0.0)
     if largest_s <= MAX_CLOCK_OFFSET_S:
         measured_s = max(largest_s, 0.001)  # it is not measured better than to a millisecond
-        return Finding("ok", f"within {measured_s:.3f} s of this machine")
+        return Finding(OK, f"within {measured_s:.3f} s of this machine")
     wrong_clocks = []
     for name, seconds in offset_s.items():
         if abs(seconds) > MAX_CLOCK_OFFSET_S:
@@ -228,8 +229,8 @@ def _judge_clocks(machines: Machines) -> Finding:
 def _judge_names(machines: Machines) -> Finding:
     """Finds names of machines that some machine cannot look up, or takes for loopback.
 
-    A run uses the address that a machine has told itself (its fact `own`), and its name only if it
-    told none. So a name that cannot be looked up matters only then.
+    A run uses the address that each machine has given for itself (its fact `own`). Only if it gave
+    none does it matter whether the others can look up its name.
     """
     problems: list[Finding] = []
     unknown = []
@@ -242,8 +243,8 @@ def _judge_names(machines: Machines) -> Finding:
             continue
         for name, addresses in addresses_of_name.items():
             if not addresses:
-                has_told_address = bool(machines[name]["own"])
-                if has_told_address:
+                has_given_address = bool(machines[name]["own"])
+                if has_given_address:
                     reached_by_address[name] = None
                 else:
                     found = f"{machine} does not know {name}"
@@ -332,9 +333,9 @@ def _link_problem(direction: str, link: Facts) -> Finding | None:
 
 
 def _shorten(problems: Sequence[Finding]) -> list[Finding]:
-    """Replaces the texts of all but the first problems by their number: `and 3 more`.
+    """Removes the texts of all but the first few problems, and adds `and 3 more`.
 
-    Their level and their advice stay, as the joined finding has the worst level and all advice.
+    The others keep their level and their advice: `verdict`, which joins all problems, needs them.
     """
     shown = list(problems[:MAX_SHOWN_DIFFERENCES])
     hidden = problems[MAX_SHOWN_DIFFERENCES:]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, gib, verdict
+from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding, gib, verdict
 from lockstep.wording import count_noun
 
 # How the speed is measured.
@@ -101,7 +101,7 @@ def judge(facts: Facts) -> Finding:
         summary += f", {facts['speed'] / 1e6:.0f} MB/s"
     if facts["problem"] is None and not facts["exists"]:  # only mentioned: it can be created
         do = "it is made with the first checkpoint, or by --fix"
-        problems.append(Finding("ok", "the folder is not there yet", do))
+        problems.append(Finding(OK, "the folder is not there yet", do))
     if facts["free"] < MIN_FREE:
         problems.append(Finding(WARNING, "that is little for checkpoints", "make room"))
     if facts["files"] is not None and facts["files"] < MIN_NEW_FILES:

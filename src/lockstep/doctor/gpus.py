@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, gib, verdict
+from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding, gib, verdict
 from lockstep.wording import count_noun
 
 MATRIX_SIZE = 512
@@ -128,7 +128,7 @@ def judge(facts: Facts) -> Finding:
     """Finds a GPU that fails or computes wrongly, one that others use, and one that is slowed."""
     gpus = facts["gpus"]
     if not gpus:
-        return Finding("ok", "none that torch can use; training runs on the CPU")
+        return Finding(OK, "none that torch can use; training runs on the CPU")
     problems = []  # their texts follow the summary: `2 x T4; GPU 1 does not compute`
     for index, gpu in enumerate(gpus):
         for problem in _problems(gpu):

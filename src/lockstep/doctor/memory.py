@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, gib, verdict
+from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding, gib, verdict
 from lockstep.run.start.machine import own_cgroups, read_field
 
 MIN_FOR_A_MODEL = 2 * 2**30  # bytes
@@ -80,7 +80,7 @@ def judge(facts: Facts) -> Finding:
     # The tighter of the two counts: what the machine has, and what the control group allows.
     if group is not None and group < available:
         available = group
-        problems.append(Finding("ok", f"its control group leaves {gib(group)}"))
+        problems.append(Finding(OK, f"its control group leaves {gib(group)}"))
     if available < MIN_FOR_TORCH:
         problems.append(Finding(ERROR, "no process with torch fits", do))
     elif available < MIN_FOR_A_MODEL:

@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, gib, verdict
+from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding, gib, verdict
 
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SIZE = 2**30  # bytes
@@ -28,7 +28,7 @@ def gather(folder: Path) -> Facts:
 def judge(facts: Facts) -> Finding:
     """Finds shared memory that is closed, full, or as small as containers have it by default."""
     if facts["total"] is None:
-        return Finding("ok", "there is no /dev/shm on this system")
+        return Finding(OK, "there is no /dev/shm on this system")
     problems = []  # their texts follow the summary: `3 GiB of 8 GiB free in /dev/shm; ...`
     if not facts["writable"]:
         found = "this user may not write there"

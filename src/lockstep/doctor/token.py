@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lockstep.doctor.base import ERROR, WARNING, Facts, Finding
+from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding
 from lockstep.errors import SettingError
 from lockstep.run.machines.run_token import TOKEN_VARIABLE, find_token, token_file
 
@@ -55,8 +55,8 @@ def judge(facts: Facts) -> Finding:
         found = f"{TOKEN_VARIABLE}=none: whoever reaches the port of a run may join it"
         return Finding(WARNING, found, f"unset {TOKEN_VARIABLE}")
     if facts["source"] is None:
-        return Finding("ok", "none yet: the first run on several machines makes one")
-    return Finding("ok", f"in {facts['source']}, which this user alone may read")
+        return Finding(OK, "none yet: the first run on several machines makes one")
+    return Finding(OK, f"in {facts['source']}, which this user alone may read")
 
 
 def fix(facts: Facts) -> list[str]:

@@ -404,7 +404,7 @@ class Agent(api.SimpleElasticAgent):
             self._rdzv,
             attempt.node,
             attempt.nodes,
-            lambda lines: take_snapshot(processes, lines=lines),
+            lambda call_stacks: take_snapshot(processes, call_stacks=call_stacks),
         )
         self._spawned_ranks = []
         self._supervisor = Supervisor(

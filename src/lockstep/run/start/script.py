@@ -210,8 +210,8 @@ def check_script(script: Script, command: str = "lockstep run") -> None:
         _check_module(script.path, command)
     else:
         _check_path(script.path, command)
-    package = Path(__file__).parents[2]
-    # What stands beside the script is imported first, unless it is this package itself.
+    package = Path(__file__).parents[2]  # the folder of this package
+    # A module beside the script is imported in place of this package, if it has the same name.
     for name in (f"{package.name}.py", f"{package.name}/__init__.py"):
         path = Path(script.folder, name)
         if path.is_file() and path.resolve() != package / "__init__.py":

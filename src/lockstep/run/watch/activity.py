@@ -85,7 +85,7 @@ class Activity:
         return "" if self.call is None else self.call.op
 
     @property
-    def making(self) -> NewGroup | None:
+    def created_group(self) -> NewGroup | None:
         """The process group that it waits to create, if that is known."""
         # A recorded call runs on a group that exists already.
         waits_outside_calls = self.kind is Kind.WAITING and self.call is None
@@ -227,19 +227,19 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
             there is none), and whether that is certain.
     """
     pending = state.pending_calls()  # the calls that are not known to have completed
+    # In each case below, a call that a GPU has started is taken first: it is the one that runs.
     if wait.op in _UNRECORDED_FUNCTIONS:  # such as `recv`, with Gloo
-        started_call = _started_call(pending)
-        if started_call is not None:
-            return started_call
-        # Another pending collective does not explain this wait; it may be of another thread.
-        return _latest_call([call for call in pending if call.p2p])
-    if wait.certain and wait.op:
-        # The stack proves that the main thread is inside a recorded call: it is its latest one.
+        # A pending collective does not explain this wait; it may be of another thread. So only
+        # sends and receives come into question.
+        return _started_call(pending) or _latest_call([call for call in pending if call.p2p])
+    is_in_recorded_call = wait.certain and wait.op != ""
+    if is_in_recorded_call:
+        # It is the latest call of the main thread. A record may lack the threads of its calls.
         all_calls = state.calls or ()
         calls_of_main_thread = [call for call in all_calls if call.thread == state.main_thread]
-        # A record may lack the threads of its calls.
         candidates = calls_of_main_thread or all_calls
         return _started_call(candidates) or _latest_call(candidates)
+    # The stack does not say which call it is.
     return _started_call(pending) or _latest_call(pending)
 
 

@@ -79,15 +79,22 @@ class CallTable:
                 self._add(state.rank, call)
 
     def _add(self, rank: int, call: CollectiveCall) -> None:
-        """Adds one call of a rank to `calls` and `_numbers`; also remembers the longest timeout."""
+        """Adds one call of a rank to `calls` and its number to `_numbers`.
+
+        Its timeout, if it is longer than those before, is put into `_longest_timeout_s`.
+        """
         longest_s = self._longest_timeout_s.get(call.backend, 0.0)
         self._longest_timeout_s[call.backend] = max(longest_s, call.timeout_s or 0.0)
         if call.p2p:  # numbered by pair of ranks, not by group, so it has no place in the table
             return
-        calls_by_number = self.calls.setdefault(call.key, {})
-        calls_by_rank = calls_by_number.setdefault(call.seq, {})
-        calls_by_rank[rank] = call
-        self._numbers.setdefault((call.key, rank), []).append(call.seq)
+        if call.key not in self.calls:
+            self.calls[call.key] = {}
+        if call.seq not in self.calls[call.key]:
+            self.calls[call.key][call.seq] = {}
+        self.calls[call.key][call.seq][rank] = call
+        if (call.key, rank) not in self._numbers:
+            self._numbers[call.key, rank] = []
+        self._numbers[call.key, rank].append(call.seq)
 
     def members(self, key: str) -> set[int]:
         """Returns the ranks of a group; if torch did not say, the ranks that have used it."""
@@ -212,10 +219,10 @@ def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
 
 
 def _lines_differ_since(table: CallTable, key: str, mismatched_seq: int) -> int | None:
-    """Returns since which call the ranks have made the calls of a group from different lines.
+    """Finds the call since which the ranks have called a group's collectives from different lines.
 
-    They may have parted before the mismatch: calls that match by chance, such as one `all_reduce`
-    in training and another in an evaluation, come from different lines of the program.
+    The ranks may take different ways through the program before their calls differ: an `all_reduce`
+    in training and another one in an evaluation match by chance.
 
     Args:
         table: all calls.
@@ -223,8 +230,8 @@ def _lines_differ_since(table: CallTable, key: str, mismatched_seq: int) -> int 
         mismatched_seq: the number of the mismatched call.
 
     Returns:
-        The number of the first of the calls just before the mismatch that all came from different
-        lines; None if there is no such call.
+        The number of this call. From it up to the mismatch, no call came from the same line on all
+        ranks. None if even the call just before the mismatch did, or if its lines are not known.
     """
     earliest = None
     seq = mismatched_seq - 1

@@ -170,8 +170,8 @@ class Case:
             group = self.table.name(call.key)
             if group.startswith("group"):  # "the default group" goes without saying
                 text += f" of {group}"
-        if activity.making is not None:  # it waits in `new_group`
-            text += f" for {activity.making.describe()}"
+        if activity.created_group is not None:  # it waits in `new_group`
+            text += f" for {activity.created_group.describe()}"
         if activity.wait.context:  # the part of torch that it waits in, such as "in backward"
             text += f", {activity.wait.context}"
         return text
@@ -191,7 +191,10 @@ def may_wait_in(activity: Activity, call: CollectiveCall) -> bool:
 
 
 def _text_without_wait(activity: Activity) -> str:
-    """Says what a rank does that does not wait for others, or only for a limited time."""
+    """Says what a rank does if it is none of the ranks that wait in vain.
+
+    It may be busy, may have ended, or may wait in a call that has a timeout of its own.
+    """
     state = activity.state
     if activity.kind is Kind.EXITED:
         if state.code is not None and state.code < 0:  # minus the number of a signal

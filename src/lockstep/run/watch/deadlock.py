@@ -1,14 +1,15 @@
 """The rule for deadlocks: ranks wait for each other, in calls that can never match.
 
 `waiting` is always what the deadlocked ranks do, by rank. Of such an activity, `op` is the function
-that the rank waits in, `wait.context` the part of torch ("in backward"), and `making` the process
-group that it creates. The first *mismatch* is the first collective of a group that the ranks did
-not all call in the same way. With the rest it says what kind of deadlock it is: different sizes,
-different groups, an evaluation on one rank, a batch too many.
+that the rank waits in, `wait.context` the part of torch ("in backward"), and `created_group` the
+process group that it waits to create. The first *mismatch* is the first collective of a group that
+the ranks did not all call in the same way. With the rest it says what kind of deadlock it is:
+different sizes, different groups, an evaluation on one rank, a batch too many.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -115,7 +116,7 @@ def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     ops = {activity.op for activity in waiting.values()}
     if len(ops) > 1 or len(ops_at_mismatch) > 1:
         return "collectives that do not match"
-    # One operation, which the ranks of each group call without those that it would need.
+    # All call the same operation, but in different groups: in each group some ranks are missing.
     return "collectives that the others never come to"
 
 
@@ -129,9 +130,9 @@ def _create_different_groups(waiting: Mapping[int, Activity]) -> bool:
     """True if all ranks wait to create a process group, and not all the same one."""
     groups = []
     for activity in waiting.values():
-        if activity.making is None:  # it waits in something else, or its group is not known
+        if activity.created_group is None:  # it waits in something else, or its group is not known
             return False
-        groups.append(activity.making)
+        groups.append(activity.created_group)
     return not all(groups[0].is_same(group) for group in groups)
 
 
@@ -154,20 +155,15 @@ def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
         waiting: what the deadlocked ranks do, by rank.
         mismatch: the first collective that the ranks did not all call in the same way.
     """
-    # The ranks of each side: they made the same call, or (under None) have not come to it.
-    ranks_by_signature: dict[Signature | None, list[int]] = {}
-    if mismatch is not None:
-        for rank, call in mismatch.calls:
-            signature_or_none = None if call is None else signature(call)
-            ranks_by_signature.setdefault(signature_or_none, []).append(rank)
-    sides = sorted(ranks_by_signature.values(), key=len, reverse=True)
+    sides = _sides_of_mismatch(mismatch)
     if len(sides) == 1:
-        return []  # they differ only from ranks that are no longer in the group
+        return []  # all made the same call: they differ only from ranks that have left the group
     if len(sides) > 1:
-        largest_side, second_side, *_ = sides
-        if len(largest_side) > len(second_side):
+        largest_side = sides[0]
+        other_sides = sides[1:]
+        if len(largest_side) > len(other_sides[0]):
             ranks_at_fault: list[int] = []
-            for side in sides[1:]:
+            for side in other_sides:
                 ranks_at_fault += side
             return ranks_at_fault
 
@@ -178,9 +174,25 @@ def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     only_some_in_forward = 0 < len(ranks_in_forward) < len(waiting)
     if only_some_in_forward:
         return ranks_in_forward
-    if mismatch is None or not sides:
-        return waiting
+    if mismatch is None or not mismatch.calls:
+        return list(waiting)
     return [rank for rank, _ in mismatch.calls]
+
+
+def _sides_of_mismatch(mismatch: Mismatch | None) -> list[list[int]]:
+    """Returns the ranks of each side of a mismatch, the largest side first.
+
+    The ranks of a side all made the same call, or have all not come to the call. Without a mismatch
+    there are no sides.
+    """
+    if mismatch is None:
+        return []
+    ranks_by_signature: dict[Signature | None, list[int]] = defaultdict(list)
+    for rank, call in mismatch.calls:
+        # Those that have not come to the call stand under None.
+        signature_or_none = None if call is None else signature(call)
+        ranks_by_signature[signature_or_none].append(rank)
+    return sorted(ranks_by_signature.values(), key=len, reverse=True)
 
 
 # --- Advice
@@ -238,8 +250,8 @@ def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple
     if only_some_in_forward:
         return _advice_on_ddp_forward(waiting)
     for activity in waiting.values():
-        # `making` is the group that the rank creates. It is not known in the first moments.
-        if activity.making is not None or activity.op == "new_group":
+        # In the first moments it is not known which group the rank creates.
+        if activity.created_group is not None or activity.op == "new_group":
             return (_NEW_GROUP,)
     if "while DDP is constructed" in contexts:
         return (_DDP_CONSTRUCTOR,)

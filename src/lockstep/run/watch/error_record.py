@@ -335,13 +335,15 @@ def _user_line(error: BaseException, groups: Iterable[BaseException]) -> str | N
     # The line that could not be read, which is in no frame: it has not run.
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return format_source_line(error.filename, error.lineno)
-    # All frames together, from the innermost to the outermost. The innermost may be in another
-    # process or thread, whose traceback is in the message, outermost frame first. Then come those
-    # of the exception that was handled when `sys.exit` was called, if any.
+    # All frames are put together, from the innermost to the outermost.
+    # 1. If the exception comes from another process or thread, such as a DataLoader worker, its
+    #    message has the traceback from there, with the outermost frame first.
     frames = list(reversed(parse_frames(_message(error))))
+    # 2. If the script has caught an exception and then called `sys.exit`, that exception's frames.
     handled = _handled_error(error)
     if handled is not None:
         frames += _stack(handled.__traceback__)
+    # 3. The frames of the exception itself, and of the groups around it.
     frames += _stack(error.__traceback__)
     for group in groups:
         frames += _stack(group.__traceback__)

@@ -99,7 +99,7 @@ _NETWORK = (
 
 # The line of a traceback in which Python's multiprocessing makes a semaphore. If shared memory has
 # no room for it, the message is only "No space left on device", without a file.
-_SEMAPHORE = "_multiprocessing.SemLock("
+_LINE_THAT_MAKES_SEMAPHORE = "_multiprocessing.SemLock("
 
 
 def advise(kind: str, end: ExitStatus, *, no_peer_was_lost: bool) -> tuple[str, ...]:
@@ -142,8 +142,8 @@ def _error_text(end: ExitStatus) -> str:
         printed_lines = () if end.printed is None else end.printed.text
         return "\n".join([*printed_lines, *end.last_lines])
     lines = [f"{error.type}: {error.message}", *error.chain]
-    # Of the traceback only this line is wanted, which a pattern of `_BY_TEXT` looks for: in the
-    # rest of it, which quotes source code, other patterns could match by chance.
-    if _SEMAPHORE in error.traceback:
-        lines.append(_SEMAPHORE)
+    # One pattern of `_BY_TEXT` looks for this line of a traceback. The rest of the traceback is
+    # left out: it quotes source code, in which other patterns could match by chance.
+    if _LINE_THAT_MAKES_SEMAPHORE in error.traceback:
+        lines.append(_LINE_THAT_MAKES_SEMAPHORE)
     return "\n".join(lines)

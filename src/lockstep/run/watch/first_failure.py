@@ -1,16 +1,13 @@
 """What failed first in a run, and what only followed from it.
 
 An *end* says how one rank's process ended. A *root* is a failure that may be the cause of the run's
-end. A *follower* is an end whose error says that a peer has gone, or did not come. Three rules
-decide:
+end. A *follower* is an end whose error says that a peer was lost. It is a consequence if another
+rank failed or left before it; the end of that rank may have been noticed up to `CAUSE_MAX_DELAY_S`
+later, as sockets close before a process is gone. What Lockstep itself has ended is never a cause.
 
-1. What Lockstep itself has ended is never a cause.
-2. A follower is a consequence if another rank failed or left before it. A rank's sockets may close
-   seconds before its process is gone, and its end is noticed later still. So "before" allows for
-   `CAUSE_MAX_DELAY_S`.
-3. Of the roots the earliest is the first failure. Two roots on one host within `SAME_TIME_S`, or on
-   two hosts (whose clocks differ) within `CAUSE_MAX_DELAY_S`, cannot be put in order: all of them
-   are named.
+Of the roots the earliest is the first failure. Two roots on one host within `SAME_TIME_S`, or on
+two hosts (whose clocks differ) within `CAUSE_MAX_DELAY_S`, cannot be put in order: all of them are
+named.
 
 Pure functions: how the ranks ended goes in, one `FirstFailure` comes out. `lost_peer` knows the
 texts of followers, `failure_advice` what to do, `failure_report` writes the result.
@@ -20,6 +17,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -167,17 +165,16 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
 
     Args:
         roots: one or more failures, in any order.
-        followers: how those ranks ended whose lost peer is explained by the roots.
+        followers: the ends of ranks that have lost a peer because of one of these failures.
     """
     first, *later_roots = _merge_equal_roots(roots)
     at_the_same_time: list[str] = []
     consequences = _describe_followers(followers)
     # A later root is either too close to the first one to be put after it, or a consequence of it.
-    # Only a later Ctrl-C is neither: it is not worth a word.
     for root in later_roots:
         if _cannot_be_ordered(first, root):
             at_the_same_time.append(_describe_root(root, first.host))
-        elif root.kind != "interrupted":
+        elif root.kind != "interrupted":  # a later Ctrl-C is no consequence, and is not named
             delay = f"{root.time - first.time:.1f} s later"
             consequences.append(f"{root.subject} ({root.headline}, {delay})")
     return replace(
@@ -217,10 +214,12 @@ def _lost_peer_text(end: ExitStatus) -> str | None:
 
 
 def _has_cause(follower: ExitStatus, roots: Sequence[FirstFailure]) -> bool:
-    """True if one of the roots may have caused the follower's end."""
+    """True if one of the roots may have caused the follower's end.
+
+    A root is noticed after it has broken the follower's connections: a rank's end up to
+    `CAUSE_MAX_DELAY_S` later; a lost machine, by its silence, much later.
+    """
     for root in roots:
-        # A lost machine is noticed by its silence, long after its connections have broken. So its
-        # time says nothing.
         if root.kind == "node_lost":
             return True
         if root.time <= follower.failed_at + CAUSE_MAX_DELAY_S:
@@ -238,16 +237,18 @@ def _cannot_be_ordered(first: FirstFailure, later: FirstFailure) -> bool:
 
 
 def _merge_equal_roots(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
-    """Returns the roots in the order of time, where those that are alike are merged into one.
+    """Merges roots that differ only in numbers, such as a rank, an address or a size.
 
-    A merged root has the time and the texts of the earliest, and the ranks and hosts of all.
+    A merged root has the time and the texts of the earliest one, and the ranks and hosts of all.
+
+    Returns:
+        The merged roots in the order of their times.
     """
-    groups: dict[object, list[FirstFailure]] = {}
+    groups: dict[object, list[FirstFailure]] = defaultdict(list)
     for root in sorted(roots, key=lambda root: (root.time, root.ranks)):
-        # Failures that differ only in numbers (a rank, an address, a size) are alike.
         headline_without_numbers = re.sub(r"\d+", "#", root.headline)
         key = (root.kind, headline_without_numbers, root.line)
-        groups.setdefault(key, []).append(root)
+        groups[key].append(root)
     merged = []
     for group in groups.values():
         ranks: set[int] = set()
@@ -283,10 +284,10 @@ def _describe_root(root: FirstFailure, host_of_first: str) -> str:
 
 def _describe_followers(followers: Sequence[ExitStatus]) -> list[str]:
     """Returns texts such as `ranks 0-3 (Connection closed by peer)`, one for each error."""
-    ranks_by_text: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = defaultdict(list)
     for end in sorted(followers, key=lambda end: end.rank):
         text = _lost_peer_text(end) or ""  # it is what makes it a follower, so it is not None
-        ranks_by_text.setdefault(text, []).append(end.rank)
+        ranks_by_text[text].append(end.rank)
     return [f"{format_ranks(ranks)} ({text})" for text, ranks in ranks_by_text.items()]
 
 
@@ -357,11 +358,13 @@ def _launcher_exit_code(end: ExitStatus) -> int:
 def _roots_without_error(ends: _Ends) -> list[FirstFailure]:
     """Returns the failures of ranks that ended well, or were stopped, while others needed them.
 
-    It is asked only if there are followers: ranks that have lost a peer.
+    Args:
+        ends: how the ranks ended. There must be followers: ranks that have lost a peer.
     """
     roots = []
     first_loss = min(end.failed_at for end in ends.followers)
     for end in ends.ended_well:
+        # The end of a rank may be noticed some seconds after the others have lost it.
         if end.time <= first_loss + CAUSE_MAX_DELAY_S:
             roots.append(_root_of_exit(end))
     # A rank that is stopped keeps the others waiting until their timeout. Then Lockstep ends it.
@@ -419,11 +422,13 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
                 left_early.append(replace(_root_of_exit(end), details=rows, advice=hang.advice))
         if left_early:
             return left_early
-    kind: FailureKind = "signal"  # for "lost": the others wait for a rank that has died
+    kind: FailureKind
     if hang.kind == "deadlock":
         kind = "deadlock"
     elif hang.kind == "left":
         kind = "left"
+    else:  # "lost": the others wait for a rank that has died
+        kind = "signal"
     hosts = {row.host for row in hang.rows if row.rank in hang.ranks}
     failure = FirstFailure(
         kind=kind,

@@ -122,8 +122,8 @@ def _all_are_blocked(case: Case) -> Verdict | None:
         return None
     blocked_kinds = {Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED}
     if ended_ranks:
-        # At a script's end the interpreter waits for a thread of torch, and holds the lock that
-        # this thread wants. Such a rank is silent.
+        # A rank that comes to its end may be blocked, too, while it holds Python's lock: it waits
+        # for a thread of torch that wants the lock. Then it answers nothing.
         blocked_kinds.add(Kind.SILENT)
     kinds = {activity.kind for activity in alive.values()}
     all_are_blocked = kinds.issubset(blocked_kinds)
@@ -147,16 +147,18 @@ def _all_are_blocked(case: Case) -> Verdict | None:
 def _awaited_rank_is_gone(case: Case) -> Verdict | None:
     """The others wait for a rank that was stopped, has ended or has died.
 
-    If there are ranks of both kinds, the verdict is on those that have ended: they never come.
+    If there are ranks of both kinds, the verdict is on those that have ended: they never come. It
+    is fatal unless the others may wait for a rank that still runs, see `_end_is_fatal`.
     """
-    stopped: dict[int, RankState] = {}
+    stopped: dict[int, RankState] = {}  # by rank
     ended: dict[int, RankState] = {}
     for rank, activity in case.roots.items():  # the ranks that do not wait themselves
-        if rank in case.graph.awaited:
-            if activity.kind is Kind.STOPPED:
-                stopped[rank] = activity.state
-            elif activity.kind is Kind.EXITED:
-                ended[rank] = activity.state
+        if rank not in case.graph.awaited:
+            continue
+        if activity.kind is Kind.STOPPED:
+            stopped[rank] = activity.state
+        elif activity.kind is Kind.EXITED:
+            ended[rank] = activity.state
     if ended:
         has_no_error = all(state.code == 0 for state in ended.values())
         kind: VerdictKind = "left" if has_no_error else "lost"
@@ -164,7 +166,7 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
         fatal = _end_is_fatal(case, ended, gone={**stopped, **ended})
         return case.make_verdict(kind, ended, case.waiting_text(what, ended), fatal=fatal)
     if stopped:
-        # It may be continued. If it is not, the others' timeouts end the run.
+        # The verdict is not fatal, as the rank may be continued. If not, timeouts end the run.
         headline = case.waiting_text(Kind.STOPPED.value, stopped)
         return case.make_verdict("stopped", stopped, headline)
     return None
@@ -185,12 +187,13 @@ def _end_is_fatal(
         waits_for_ended_rank = not awaited.isdisjoint(ended)
         if waits_for_ended_rank and rank not in partners_unknown:
             return True
-    # For all others it is not known whom they wait for: perhaps for a rank that still goes on.
+    # Nobody is known to wait for a rank that has ended. Those that wait may wait for a rank that
+    # still goes on.
     waiting = case.waiting
     ranks_that_go_on = case.activities.keys() - waiting.keys() - gone.keys()
     if ranks_that_go_on:
         return False
-    # Ranks that destroy a process group take a while, and do not wait for a rank that has gone.
+    # To destroy a process group takes a while, and succeeds although other ranks have gone.
     all_destroy_their_group = all(
         activity.op == "destroy_process_group" and rank in partners_unknown
         for rank, activity in waiting.items()
@@ -198,7 +201,7 @@ def _end_is_fatal(
     return not all_destroy_their_group
 
 
-# From the clearest case to the one of which least is known.
+# The kind of verdict for each kind of activity, in the order of how much the activity explains.
 _VERDICT_ON_AWAITED_RANK: dict[Kind, VerdictKind] = {
     Kind.SILENT: "gil",
     Kind.LOADING: "loading",
@@ -215,16 +218,16 @@ _VERDICT_ON_AWAITED_RANK: dict[Kind, VerdictKind] = {
 def _awaited_rank_is_busy(case: Case) -> Verdict | None:
     """The others wait for a rank that still does something, or that cannot be seen.
 
-    If they wait for several ranks that do different things, the verdict is on those of which it is
-    clearest what they do.
+    If they wait for several ranks that do different things, the verdict is on those whose kind of
+    activity comes first in `_VERDICT_ON_AWAITED_RANK`.
     """
     roots = case.roots
     for kind, verdict_kind in _VERDICT_ON_AWAITED_RANK.items():
         ranks = sorted(rank for rank, activity in roots.items() if activity.kind is kind)
         if not ranks:
             continue
-        # A busy rank is worth a verdict only if another one waits. But ranks of these two kinds do
-        # not count as waiting, and yet they wait: until a timeout or a thread of theirs frees them.
+        # A busy rank is worth a verdict only if some rank waits. Ranks of these two kinds wait
+        # themselves, until a timeout or another thread of theirs frees them.
         wait_themselves = kind in (Kind.MAY_COME, Kind.LIMITED)
         if case.waiting or wait_themselves:
             headline = case.waiting_text(kind.value, ranks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import textwrap
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from lockstep.run.watch.call_table import Mismatch
@@ -60,15 +61,15 @@ def _merge_equal_rows(verdict: Verdict) -> list[list[Row]]:
     If there are still too many, entries with ranks at fault come first, then those of few ranks:
     the entries at the end are not shown.
     """
-    rows_on_one_host: dict[object, list[Row]] = {}
+    rows_on_one_host: dict[object, list[Row]] = defaultdict(list)
     for row in verdict.rows:
-        rows_on_one_host.setdefault((row.host, row.does, row.line), []).append(row)
+        rows_on_one_host[row.host, row.does, row.line].append(row)
     if len(rows_on_one_host) <= MAX_ENTRIES_SHOWN:
         return list(rows_on_one_host.values())
 
-    rows_on_any_host: dict[object, list[Row]] = {}
+    rows_on_any_host: dict[object, list[Row]] = defaultdict(list)
     for row in verdict.rows:
-        rows_on_any_host.setdefault((row.does, row.line), []).append(row)
+        rows_on_any_host[row.does, row.line].append(row)
     entries = list(rows_on_any_host.values())
     if len(entries) <= MAX_ENTRIES_SHOWN:
         return entries
@@ -101,7 +102,7 @@ def _mismatch_lines(mismatch: Mismatch) -> list[str]:
 
     Ranks that made the same call at the same line are written together.
     """
-    ranks_by_call: dict[tuple[str, Frame | None], list[int]] = {}
+    ranks_by_call: dict[tuple[str, Frame | None], list[int]] = defaultdict(list)
     for rank, call in mismatch.calls:
         if call is None:
             text = "has not come to it"
@@ -109,7 +110,7 @@ def _mismatch_lines(mismatch: Mismatch) -> list[str]:
         else:
             text = describe(call)
             line = user_frame(call.frames)
-        ranks_by_call.setdefault((text, line), []).append(rank)
+        ranks_by_call[text, line].append(rank)
     lines = [f"  first mismatch: call {mismatch.seq} of {mismatch.group}:"]
     for (text, line), ranks in list(ranks_by_call.items())[:MAX_ENTRIES_SHOWN]:
         lines.append(f"    {format_ranks(ranks)}: {text}")

@@ -80,28 +80,27 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
             | ValueError: no data
     """
     last_heading: int | None = None
-    in_group = False
-    needs_first_exception = False  # true from a group's heading to that of its first exception
+    in_group = False  # true from the heading of a group to that of a traceback outside of it
+    has_first_exception = False  # of the present group
     for number, line in enumerate(lines):
         heading = _HEADING.match(line)
         if heading is None:
             continue
-        is_behind_bar = in_group and "|" in heading["prefix"]
-        if heading["group"]:
-            # A group inside a group is skipped: the exceptions in it count as the outer group's.
-            if not is_behind_bar:
-                last_heading = number
-                needs_first_exception = True
-            in_group = True
-        elif in_group and heading["prefix"].endswith("| "):
-            # An exception of the group. Those after the first one do not count.
-            if needs_first_exception:
-                last_heading = number
-                needs_first_exception = False
-        else:
-            # A traceback outside any group.
+        is_group = heading["group"] is not None
+        is_inner_group = is_group and in_group and "|" in heading["prefix"]
+        is_exception_of_group = in_group and heading["prefix"].endswith("| ")
+        if is_inner_group:
+            continue  # the exceptions in it count as the outer group's
+        if is_group:
             last_heading = number
-            needs_first_exception = False
+            in_group = True
+            has_first_exception = False
+        elif is_exception_of_group:
+            if not has_first_exception:  # those after the first one do not count
+                last_heading = number
+                has_first_exception = True
+        else:
+            last_heading = number
             in_group = False
     return last_heading
 

@@ -94,7 +94,8 @@ class Probe:
         if size == "1" or os.environ.get("RANK") != "0":
             return
         steps = self._heartbeat.steps
-        if steps and not _groups_kept_alive:
+        has_opened_group = bool(_groups_kept_alive)  # every group that was opened is kept there
+        if steps and not has_opened_group:
             warn(
                 f"{size} processes",
                 f"no process group was opened, but the optimizer took {count_noun(steps, 'step')}: "
@@ -188,24 +189,24 @@ class Probe:
             # A request is `NUMBER` or `NUMBER lines`.
             number, _, option = complete_lines[-1].partition(" ")
             if number.isdigit():
-                self._answer_request(number, with_lines=option == "lines")
+                self._answer_request(number, with_call_stacks=option == "lines")
 
-    def _answer_request(self, number: str, *, with_lines: bool) -> None:
+    def _answer_request(self, number: str, *, with_call_stacks: bool) -> None:
         """Writes the answer to one request, or why there is none, into the rank's evidence."""
         try:
-            text = self._answer(number, with_lines=with_lines)
+            text = self._answer(number, with_call_stacks=with_call_stacks)
         except Exception as error:
             # Whatever torch says here must not end this thread: the next request may be answered.
             text = json.dumps({"request": int(number), "error": repr(error)})
         with contextlib.suppress(OSError):
             write_in_place(self._evidence.answer, text)
 
-    def _answer(self, number: str, *, with_lines: bool) -> str:
+    def _answer(self, number: str, *, with_call_stacks: bool) -> str:
         """Returns the answer to a request as JSON, which `probe_answer` reads.
 
         Args:
             number: the number of the request.
-            with_lines: include the stack of each recorded call, which takes longer.
+            with_call_stacks: include the stack of each recorded call, which takes longer.
         """
         # The recorder asks CUDA whether calls have ended. Without this, that would use the first
         # GPU in this thread, whichever is the rank's own.
@@ -216,7 +217,7 @@ class Probe:
         main_frame = sys._current_frames().get(main_thread)
         # The process group that the main thread is about to create, or null.
         making = json.dumps(torch_compat.group_being_made(main_frame))
-        records = torch_compat.flight_record(lines=with_lines)  # the JSON of a list
+        records = torch_compat.flight_record(lines=with_call_stacks)  # the JSON of a list
         # Lockstep's own collectives, in shared memory, are not in torch's records but have a record
         # of their own. A rank that has not imported their module makes none.
         routing = sys.modules.get("lockstep.communication.routing")

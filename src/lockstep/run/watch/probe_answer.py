@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from lockstep.run.watch.dataclass_json import from_values
 from lockstep.run.watch.snapshot import CollectiveCall, Group, NewGroup, RankState
@@ -58,15 +58,20 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
         stacks[int(thread)] = tuple(Frame(*fields) for fields in frames)
     # If it is not known which stack is the main thread's, all of them count as other threads, and
     # the main stack stays what a signal has shown, or None.
-    main_stack = stacks.pop(main_thread, state.stack)
-    optional_group = cast(type[NewGroup], NewGroup | None)  # a union is no type for mypy
+    main_stack = state.stack
+    if main_thread in stacks:
+        main_stack = stacks.pop(main_thread)
+    # The process group that the main thread is about to create; missing or None: it creates none.
+    making = None
+    if answer.get("making") is not None:
+        making = from_values(NewGroup, answer["making"])
     return replace(
         state,
         answered=True,
         calls=tuple(calls),
         completed=completed,
         groups=from_values(tuple[Group, ...], answer["groups"]),
-        making=from_values(optional_group, answer.get("making")),
+        making=making,
         stack=main_stack,
         threads=tuple(stacks.values()),
         main_thread=None if main_thread == 0 else main_thread,
@@ -78,16 +83,17 @@ def _read_record(
 ) -> None:
     """Adds the calls of one record to `calls`, and its status to `completed`.
 
-    The recorder keeps the calls of groups that were destroyed. Names and numbers begin again with
-    the next group, so such calls would be mistaken for those of the present group. They are
-    recognized by torch's group id, which never begins again, and left out.
+    The calls of a group that was destroyed are left out. The recorder keeps them, and the group
+    that is created next may have the same key and number its calls from 1 again. Only torch's group
+    id ("pg_id") tells the two groups apart.
     """
     calls_with_group_id: list[tuple[CollectiveCall, str]] = []
-    for entry in record.get("entries") or ():  # "pg_id" is torch's group id
+    for entry in record.get("entries") or ():
         calls_with_group_id.append((_read_call(entry), str(entry["pg_id"])))
     calls_with_group_id.sort(key=lambda pair: pair[0].time_s)
-    # The latest call of each key stands last, so its group is the one that is kept here.
-    present_group_ids = {call.key: group_id for call, group_id in calls_with_group_id}
+    present_group_ids: dict[str, str] = {}  # by key; the latest call decides, as it comes last
+    for call, group_id in calls_with_group_id:
+        present_group_ids[call.key] = group_id
     for call, group_id in calls_with_group_id:
         if group_id == present_group_ids[call.key]:
             calls.append(call)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -61,6 +62,7 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
     main_switches = None
     main_folder = folder / "task" / str(pid)  # the main thread has the number of its process
     with contextlib.suppress(OSError, ValueError, IndexError):
+        # Both files have the state of the main thread. This one is newer.
         state, main_cpu_s = _state_and_cpu_s(main_folder / "stat")
         main_status_text = (main_folder / "status").read_text()
         main_switches = int(_status_field(main_status_text, "voluntary_ctxt_switches"))
@@ -93,7 +95,7 @@ def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, f
         Seconds by process. Processes that are gone are left out; without `/proc` all are.
     """
     # Three tables of all processes of the machine, by their number. Time is in clock ticks.
-    children: dict[int, list[int]] = {}
+    children: dict[int, list[int]] = defaultdict(list)
     own_ticks: dict[int, int] = {}
     ended_children_ticks: dict[int, int] = {}  # of children that the process has waited for
     for path in root.glob("[0-9]*/stat"):
@@ -101,7 +103,7 @@ def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, f
             fields = _stat_fields(path)
             pid = int(path.parent.name)
             parent = int(fields[_PARENT])
-            children.setdefault(parent, []).append(pid)
+            children[parent].append(pid)
             own_ticks[pid] = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
             ended_children_ticks[pid] = int(fields[_ENDED_CHILDREN_USER_TICKS]) + int(
                 fields[_ENDED_CHILDREN_SYSTEM_TICKS]
@@ -155,15 +157,17 @@ def harmless_stack_signal(
     if status is None:
         return None
     in_futex = kernel_function.startswith("futex")  # the kernel's function that it sleeps in
-    # False for a main thread that sleeps for short times: its next sleep could be interrupted.
+    # A main thread that sleeps for short times has given up its processor meanwhile. If it did not,
+    # it has computed or slept all the time.
     main_did_not_switch = (
         earlier_main_switches is not None and status.main_switches == earlier_main_switches
     )
     all_sleep = thread_states.issubset({"S", "D"})
-    # That a main thread does not switch shows that it does not only sleep for a moment. One that
-    # waits for the interpreter's lock does switch, as it wakes up every 5 ms to ask for it. But it
-    # sleeps in a futex, so that it is known by this.
-    if answers and all_sleep and (in_futex or main_did_not_switch):
+    # A main thread that sleeps for short times must not be interrupted in its next sleep. It is no
+    # such thread if it has slept all the time, or if it sleeps in a futex, where it waits for a
+    # lock. (While it waits for Python's own lock it wakes up every 5 ms, so it does switch.)
+    main_sleeps_for_long = in_futex or main_did_not_switch
+    if answers and all_sleep and main_sleeps_for_long:
         return ALL_THREADS_SIGNAL
     main_computes = status.state == "R"
     main_waits_without_timeout = in_futex and not _may_have_timeout(threads / str(pid))

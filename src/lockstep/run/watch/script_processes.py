@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import multiprocessing.process
 import os
 import sys
 import threading
 from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,40 @@ def watch_script_processes(folder: Path) -> None:
     Args:
         folder: the rank's folder, in which theirs are created.
     """
-    numbers = itertools.count()  # of the folders, one for each group of processes
-    script_pid = os.getpid()
-    batch_folder = folder  # for the present group of processes; `start_process` sets it
-    original_start = multiprocessing.process.BaseProcess.start
+    starter = _WatchedStarter(folder)
+
+    def start(process: BaseProcess) -> None:
+        """Called as the method `Process.start`."""
+        starter.start_process(process)
+
+    replace_start_processes(starter.start_spawned)
+    BaseProcess.start = start  # type: ignore[method-assign, assignment]
+
+
+class _WatchedStarter:
+    """Starts the processes of a script, each with a folder for what its probe writes.
+
+    Args:
+        folder: the rank's folder, in which theirs are created.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers = itertools.count()
+        """The numbers of the folders, one for each group of processes."""
+        self._script_pid = os.getpid()
+        self._original_start = BaseProcess.start
+        self._batch_folder = folder
+        """The folder of the present group of `Process` objects; `start_process` sets it."""
 
     def start_spawned(
-        start_processes: Any, fn: Any, args: Any = (), nprocs: int = 1, *more: Any, **options: Any
+        self,
+        start_processes: Any,
+        fn: Any,
+        args: Any = (),
+        nprocs: int = 1,
+        *more: Any,
+        **options: Any,
     ) -> Any:
         """Called instead of `mp.start_processes`, which is the first argument.
 
@@ -56,31 +83,27 @@ def watch_script_processes(folder: Path) -> None:
         if _PACKAGE_PARENT not in sys.path:  # a spawned process inherits it, and imports Lockstep
             sys.path.append(_PACKAGE_PARENT)
         # For example own_000000_4: the first group of processes, which are four.
-        spawn_folder = folder / f"own_{next(numbers):06}_{nprocs}"
+        spawn_folder = self._folder / f"own_{next(self._numbers):06}_{nprocs}"
         watched_fn = partial(_run_spawned, spawn_folder, nprocs, fn)
         return start_processes(watched_fn, args, nprocs, *more, **options)
 
-    def start_process(process: multiprocessing.process.BaseProcess) -> None:
-        """Called instead of `Process.start`.
+    def start_process(self, process: BaseProcess) -> None:
+        """Starts a process which runs `_run_process`: that installs a probe and calls `run`.
 
-        A process that the script starts then runs `_run_process`, which installs a probe and calls
-        the original `run`. Processes that are started while earlier ones run belong to the same
-        group of ranks, so they share the folder `batch_folder`.
+        Processes that are started while earlier ones run belong to the same group of ranks, so they
+        share a folder, `_batch_folder`.
         """
-        nonlocal batch_folder
-        if os.getpid() != script_pid:  # a rank starts it, such as a DataLoader worker
-            original_start(process)
+        is_started_by_script = os.getpid() == self._script_pid
+        if not is_started_by_script:  # but by one of its ranks: it is a DataLoader worker or such
+            self._original_start(process)
             return
-        if not multiprocessing.active_children():
-            # The earlier processes have ended, so this is the first of another group of ranks.
-            batch_folder = folder / f"own_{next(numbers):06}"
-        # An attribute of the object, which hides the method. The child is started with it.
-        process.run = partial(_run_process, batch_folder, process.run)  # type: ignore[method-assign]
-        original_start(process)
+        is_first_of_group = not multiprocessing.active_children()  # the earlier ones have ended
+        if is_first_of_group:
+            self._batch_folder = self._folder / f"own_{next(self._numbers):06}"
+        # An attribute of the object hides the method. The child is started with it.
+        process.run = partial(_run_process, self._batch_folder, process.run)  # type: ignore[method-assign]
+        self._original_start(process)
         del process.run  # it refers to the process, and would keep it alive
-
-    replace_start_processes(start_spawned)
-    multiprocessing.process.BaseProcess.start = start_process  # type: ignore
 
 
 def replace_start_processes(replacement: Callable[..., Any]) -> None:
@@ -132,7 +155,7 @@ def _run_process(batch_folder: Path, run: Callable[[], object]) -> None:
             added to its name: `own_000000` becomes `own_000000_2`.
         run: the original `Process.run`.
     """
-    rank_folders: list[Path] = []  # that of this process, once it has opened its group
+    rank_folders: list[Path] = []  # `install_probe` adds the folder of this process
 
     def install_probe(group: Any) -> None:
         """Called when this process has opened its default group, which says what rank it is."""
@@ -143,7 +166,8 @@ def _run_process(batch_folder: Path, run: Callable[[], object]) -> None:
             return
         folder = batch_folder.with_name(f"{batch_folder.name}_{group.size()}")
         rank_folder = folder / f"rank_{group.rank()}"
-        if rank_folder.exists():  # several groups have such a rank
+        # If the processes open several groups, there are several ranks of this number.
+        if rank_folder.exists():
             (folder / NOT_ONE_GROUP_FILE).touch()
             return
         rank_folders.append(rank_folder)
@@ -151,6 +175,6 @@ def _run_process(batch_folder: Path, run: Callable[[], object]) -> None:
 
     torch_compat.on_default_group(install_probe)
     run()
-    # This is not reached if the program raises.
+    # This is not reached if the program raises. There is no folder if it has opened no group.
     for rank_folder in rank_folders:
         (rank_folder / RETURNED_FILE).touch()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -214,10 +215,10 @@ def with_unique_group_names(snapshot: Snapshot) -> Snapshot:
     create different groups, or create them in another order, one name stands for several groups.
     Those groups get their ranks as a part of the name: `1 of ranks 0-1`.
     """
-    ranks_by_name: dict[str, set[tuple[int, ...]]] = {}
+    ranks_by_name: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for state in snapshot.ranks:
         for group in state.groups or ():
-            ranks_by_name.setdefault(group.name, set()).add(group.ranks)
+            ranks_by_name[group.name].add(group.ranks)
     ambiguous_names = {name for name, ranks in ranks_by_name.items() if len(ranks) > 1}
     if not ambiguous_names:
         return snapshot
@@ -273,9 +274,13 @@ def to_json(snapshot: Snapshot) -> str:
         """Called by json.dumps with each dataclass that it comes upon. Returns what is written."""
         # A frame or group that is met for the first time gets the next number.
         if isinstance(value, Frame):
-            return number_of_frame.setdefault(value, len(number_of_frame))
+            if value not in number_of_frame:
+                number_of_frame[value] = len(number_of_frame)
+            return number_of_frame[value]
         if isinstance(value, Group):
-            return number_of_group.setdefault(value, len(number_of_group))
+            if value not in number_of_group:
+                number_of_group[value] = len(number_of_group)
+            return number_of_group[value]
         return vars(value)  # the fields by name
 
     # This comes first, as it numbers the frames and groups. The rest is put around its text.
@@ -295,8 +300,10 @@ def from_json(text: str) -> Snapshot:
     frames = [Frame(*fields) for fields in data.pop("frames")]
     groups = []
     for name, description, ranges in data.pop("groups"):
-        ranks = _from_ranges(tuple(tuple(bounds) for bounds in ranges))  # tuples can be cached
+        # As tuples, since `_from_ranges` keeps its results in a cache.
+        ranks = _from_ranges(tuple(tuple(bounds) for bounds in ranges))
         groups.append(Group(name, description, ranks))
+    # Where a frame or group belongs, the values have its number in its table.
     return from_values(Snapshot, data, numbered={Frame: frames, Group: groups})
 
 

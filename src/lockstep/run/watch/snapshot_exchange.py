@@ -22,15 +22,15 @@ _ASK_TOPIC = "snapshot asked for"
 _ANSWER_TOPIC = "snapshot"
 
 Question = Mapping[str, Any]
-"""Has a `number`, and `lines`: whether to include the lines of earlier collectives."""
+"""Has a `number`, and `lines`: whether to include the stack of each recorded call."""
 
 # The number of collectives of each rank that are sent. If that makes a message too long, as with
 # many ranks, the next smaller number is tried.
 _MAX_CALLS_SENT = (100, 10, 1)
 
-# How long the other launchers are waited for, without and with the lines of earlier collectives.
+# How long the other launchers are waited for, without and with the stacks of recorded calls.
 _ANSWER_TIMEOUT_S = 2.0
-_ANSWER_WITH_LINES_TIMEOUT_S = 5.0
+_ANSWER_WITH_STACKS_TIMEOUT_S = 5.0
 
 # How much later than the first launcher the others begin to ask.
 _HEAD_START_S = 1.0
@@ -47,7 +47,7 @@ class SnapshotExchange:
         node: the rank of this machine.
         nodes: the number of machines.
         take: takes a snapshot of this machine's ranks. Its argument says whether to include the
-            lines of earlier collectives.
+            stack of each recorded call.
     """
 
     def __init__(
@@ -64,30 +64,31 @@ class SnapshotExchange:
         self.delay_s = 0.0 if node == 0 else _HEAD_START_S
         """How much later than the first launcher this one is to ask."""
 
-    def take_of_all_ranks(self, *, lines: bool = False) -> Snapshot | None:
+    def take_of_all_ranks(self, *, call_stacks: bool = False) -> Snapshot | None:
         """Takes a snapshot of all ranks of the run. Waits some seconds at most.
 
         Args:
-            lines: includes the lines of earlier collectives, for a verdict that has been found.
+            call_stacks: includes the stack of each recorded call, for a verdict that has been
+                found.
 
         Returns:
             None if a machine does not answer in time or has left the run, if messages cannot be
             sent now, or if a launcher of lower rank takes snapshots.
         """
         if self._nodes == 1:
-            return self._take(lines)
+            return self._take(call_stacks)
         # A launcher of lower rank takes snapshots of its own now, which is enough to find a hang.
-        # A launcher that has found a hang itself asks all the same, for the lines of its report.
+        # A launcher that has found a hang itself asks all the same, for the stacks in its report.
         is_led = time.monotonic() < self._led_until
-        if is_led and not lines:
+        if is_led and not call_stacks:
             return None
         if not self._rendezvous.can_publish:
             return None
         # The number tells answers to this question from late answers to an earlier one.
         self._last_question += 1
-        question = {"number": self._last_question, "lines": lines}
+        question = {"number": self._last_question, "lines": call_stacks}
         self._rendezvous.publish(_ASK_TOPIC, question)
-        own_part = self._take(lines)
+        own_part = self._take(call_stacks)
         num_others = self._nodes - 1
 
         def all_answered_or_lost() -> bool:
@@ -95,7 +96,7 @@ class SnapshotExchange:
             is_node_lost = bool(self._rendezvous.lost_nodes())
             return is_node_lost or len(self._answers()) == num_others
 
-        timeout_s = _ANSWER_WITH_LINES_TIMEOUT_S if lines else _ANSWER_TIMEOUT_S
+        timeout_s = _ANSWER_WITH_STACKS_TIMEOUT_S if call_stacks else _ANSWER_TIMEOUT_S
         wait_until(all_answered_or_lost, time.monotonic() + timeout_s)
         other_parts = [from_json(text) for text in self._answers()]
         if len(other_parts) != num_others:
@@ -106,7 +107,7 @@ class SnapshotExchange:
         """Takes a snapshot of this machine's ranks if another launcher asks, and sends it there.
 
         Call it often. Each question is answered once. If it came from a launcher of lower rank,
-        this launcher does not ask for a while.
+        this launcher does not ask for a while: `_led_until` is set.
         """
         if self._nodes == 1:
             return
@@ -118,9 +119,10 @@ class SnapshotExchange:
             self._led_until = time.monotonic() + _LED_FOR_S
         for node, question in questions.items():
             self._answered_questions[node] = question["number"]
-        # One snapshot answers them all, with lines if one of them wants these.
-        lines = any(question["lines"] for question in questions.values())
-        snapshot = self._take(lines)
+        # One snapshot answers them all. It has the stacks of recorded calls if a question asks for
+        # them.
+        call_stacks = any(question["lines"] for question in questions.values())
+        snapshot = self._take(call_stacks)
         # Fewer calls of each rank are sent until the message is short enough.
         for max_calls in _MAX_CALLS_SENT:
             text = to_json(shorten(snapshot, max_calls))

@@ -249,15 +249,19 @@ def _called_op(stack: Stack) -> str:
     """Returns the operation that the user's code called, for a stack that is in a wait.
 
     The innermost function is often only a part of it: `broadcast_object_list` waits in `broadcast`.
-    So the stack is followed outwards as long as its frames belong to the communication.
+    So the stack is followed outwards as long as its frames belong to the communication, and the
+    outermost operation among them is returned.
 
     Returns:
         The name of a function; empty if the user has called none that waits, but `backward`, say.
     """
     innermost = stack[0]
-    if _is_in(innermost, _PIPELINE_WIRE):  # there the user has called the model, not an operation
+    # Between the stages of a pipeline, sends and receives are Lockstep's: the user has only called
+    # the model.
+    if _is_in(innermost, _PIPELINE_WIRE):
         return _OP_OF_WIRE_FUNCTION[innermost.function]
-    # The function of a link between two ranks is part of every collective, and names none.
+    # Lockstep's collectives wait in `traffic.py`, in one function for all of them. Its name says
+    # nothing.
     op = "" if _is_in(innermost, _TRAFFIC) else innermost.function
     for frame in stack[1:]:
         is_waiting = _is_waiting(frame)
@@ -265,8 +269,8 @@ def _called_op(stack: Stack) -> str:
         is_wrapper = _is_in(frame, _C10D_LOGGER) or frame.file.startswith(LOCKSTEP_FOLDER)
         if not is_waiting and not is_wrapper:
             break
-        # In these files the functions that wait are operations, and the outermost was called first.
-        if is_waiting and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING):
+        is_operation = is_waiting and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING)
+        if is_operation:
             op = frame.function
     return "" if op.startswith("_") else op  # a private name says nothing to the user
 

@@ -8,6 +8,7 @@ waiting, and does so in every fifth of the window.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -141,9 +142,9 @@ def _rank_that_stands_out(window: Sequence[_Collective]) -> int | None:
 
     It is None if that rank does not cause it often, or if another one causes much of it, too.
     """
-    waits_by_rank: dict[int, list[float]] = {}
+    waits_by_rank: dict[int, list[float]] = defaultdict(list)
     for collective in window:
-        waits_by_rank.setdefault(collective.last_rank, []).append(collective.wait_s)
+        waits_by_rank[collective.last_rank].append(collective.wait_s)
     # From the rank that was waited for least to the one that was waited for most.
     ranks = sorted(waits_by_rank, key=lambda rank: sum(waits_by_rank[rank]))
     slowest = ranks[-1]

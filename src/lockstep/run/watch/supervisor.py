@@ -122,8 +122,9 @@ class Supervisor:
         """Notes in `_moved_at` when a rank last made a step.
 
         Returns:
-            For how many seconds the quietest rank has made no step. For a rank whose steps are
-            slow, less than that: it is only quiet when some of its own steps would have passed.
+            For how many seconds the quietest rank has made no step. The caller compares them with
+            `HangRules.after`. A rank with slow steps may be quiet for longer; what it may be quiet
+            more is taken off its seconds.
         """
         longest_s = 0.0
         for process in self._processes:
@@ -132,18 +133,15 @@ class Supervisor:
             step_s = 0.0 if heartbeat is None else heartbeat.took_s
             self._moved_at = max(self._moved_at, last_step)
             quiet_s = now - max(self._began_at, last_step)  # before its first step, since the start
-            # A rank may be quiet for `allowed_s`. What this is longer than the usual time is taken
-            # off, as the caller compares with the usual time, `HangRules.after`.
-            allowed_s = max(_QUIET_AFTER_STEPS * step_s, self._rules.after)
-            quiet_s -= allowed_s - self._rules.after
-            longest_s = max(longest_s, quiet_s)
+            extra_allowance_s = max(0.0, _QUIET_AFTER_STEPS * step_s - self._rules.after)
+            longest_s = max(longest_s, quiet_s - extra_allowance_s)
         return longest_s
 
-    def _take_snapshot(self, *, lines: bool = False) -> Snapshot | None:
+    def _take_snapshot(self, *, call_stacks: bool = False) -> Snapshot | None:
         """Takes a snapshot of all ranks of the run; None if another machine cannot answer."""
         if self._exchange is None:
-            return take_snapshot(self._processes, lines=lines)
-        return self._exchange.take_of_all_ranks(lines=lines)
+            return take_snapshot(self._processes, call_stacks=call_stacks)
+        return self._exchange.take_of_all_ranks(call_stacks=call_stacks)
 
     def _judge(self, now: float, earlier: Snapshot) -> None:
         """Takes the second snapshot of a pair, and acts on what both of them show.
@@ -181,19 +179,20 @@ class Supervisor:
             self._report(render(verdict))
 
     def _complete(self, verdict: Verdict, earlier: Snapshot, later: Snapshot) -> Verdict:
-        """Returns a fatal verdict with the lines of earlier calls, and writes its report.
+        """Returns a fatal verdict that also says where earlier calls were made; writes its report.
 
-        To obtain the lines stops the ranks for some tenths of a second, so it is done only now. If
-        they are not obtained, the verdict is returned as it is.
+        For that the stacks of the recorded calls are needed. To obtain them stops the ranks for
+        some tenths of a second, so it is done only now. If they are not obtained, the verdict is
+        returned as it is.
         """
-        snapshot_with_lines = self._take_snapshot(lines=True)
-        if snapshot_with_lines is not None:
+        snapshot_with_stacks = self._take_snapshot(call_stacks=True)
+        if snapshot_with_stacks is not None:
             waited_s = time.monotonic() - self._moved_at
-            verdict_with_lines = hang.find(earlier, snapshot_with_lines, waited_s)
+            verdict_with_stacks = hang.find(earlier, snapshot_with_stacks, waited_s)
             # If it is of another kind, a rank has moved or ended meanwhile: the first one counts.
-            if verdict_with_lines is not None and verdict_with_lines.kind == verdict.kind:
-                verdict = replace(verdict_with_lines, found_at=verdict.found_at)
-                later = snapshot_with_lines
+            if verdict_with_stacks is not None and verdict_with_stacks.kind == verdict.kind:
+                verdict = replace(verdict_with_stacks, found_at=verdict.found_at)
+                later = snapshot_with_stacks
         try:
             write_report(self._folder, later, verdict)
         except OSError as error:  # the verdict must still be reported
@@ -201,33 +200,39 @@ class Supervisor:
         return verdict
 
     def _mark_reported_if_due(self, verdict: Verdict, lasted_s: float) -> bool:
-        """Returns True if a verdict that does not stop the run is to be reported, and notes in
-        `_reported_s` that it is.
+        """Decides whether a verdict that does not stop the run is reported now.
 
-        A rank may often work alone, so the same wait is reported again only when it is much longer.
-        Waits are the same if all ranks are at the same lines. They are also the same if nothing has
-        moved between them: a rank for which the others wait may both work and be blocked.
+        A rank may often work alone, so the same wait is reported again only when it is much longer
+        than at its last report.
 
         Args:
             verdict: what keeps the ranks waiting.
             lasted_s: for how long they have waited.
+
+        Returns:
+            True if it is to be reported. It is then noted in `_reported_s`.
         """
-        # The two keys by which an earlier report of the same wait is found.
-        lines = tuple(row.line for row in verdict.rows)
-        key_by_lines = (verdict.kind, verdict.ranks, lines)
-        kind: str = verdict.kind
-        if kind in _KINDS_OF_AWAITED_RANKS:
-            # One word for all of them: in one wait, the verdict may change from one to another.
-            kind = "awaited"
-        key_by_last_move = (kind, verdict.ranks, self._moved_at)
-        reported_s = 0.0  # how long the same wait had lasted when it was last reported
-        for key in (key_by_lines, key_by_last_move):
-            reported_s = max(reported_s, self._reported_s.get(key, 0.0))
+        keys = self._keys_of_wait(verdict)
+        reported_s = max(self._reported_s.get(key, 0.0) for key in keys)  # at the last report
         if lasted_s < _REPORT_AGAIN_FACTOR * reported_s:
             return False
-        for key in (key_by_lines, key_by_last_move):
+        for key in keys:
             self._reported_s[key] = max(lasted_s, reported_s)
         return True
+
+    def _keys_of_wait(self, verdict: Verdict) -> tuple[object, object]:
+        """Returns two keys. Two verdicts are on the same wait if one of their keys is the same.
+
+        The first key is the same if all ranks are at the same lines. The second one is the same if
+        nothing has moved between the verdicts. Their kinds may differ then, as a rank for which the
+        others wait may work and be blocked in turn.
+        """
+        lines = tuple(row.line for row in verdict.rows)
+        key_by_lines = (verdict.kind, verdict.ranks, lines)
+        is_on_awaited_rank = verdict.kind in _KINDS_OF_AWAITED_RANKS
+        kind_or_group = "awaited" if is_on_awaited_rank else verdict.kind
+        key_by_last_move = (kind_or_group, verdict.ranks, self._moved_at)
+        return key_by_lines, key_by_last_move
 
     def _check_for_stragglers(self, now: float) -> None:
         """Takes a snapshot and reports a straggler that the last check has found as well.
@@ -247,7 +252,8 @@ class Supervisor:
         if is_new:
             self._next_straggler_check_at = now + _SECOND_STRAGGLER_CHECK_S
             return
-        # It always counts as 1 s long, so that one straggler at the same lines is reported once.
+        # A straggler does not get longer, as a wait does. It always counts as 1 s, so that the same
+        # one, at the same lines, is reported once.
         if self._mark_reported_if_due(verdict, lasted_s=1.0):
             self._report(render(verdict))
 

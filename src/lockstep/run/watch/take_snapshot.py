@@ -27,7 +27,7 @@ from lockstep.run.watch.snapshot import STOPPED_STATES, RankState, Snapshot
 from lockstep.run.watch.stacks import parse_stack
 
 ANSWER_TIMEOUT_S = 1.0
-ANSWER_WITH_LINES_TIMEOUT_S = 4.0
+ANSWER_WITH_STACKS_TIMEOUT_S = 4.0
 _POLL_INTERVAL_S = 0.02
 # A rank that has not answered by then is sent a signal.
 _SIGNAL_AFTER_S = 0.3
@@ -39,27 +39,27 @@ _request_numbers = itertools.count(1)
 
 
 def take_snapshot(
-    processes: Sequence[Process], *, lines: bool = False, timeout_s: float | None = None
+    processes: Sequence[Process], *, call_stacks: bool = False, timeout_s: float | None = None
 ) -> Snapshot:
     """Asks all ranks of this machine at the same time.
 
     Args:
         processes: the ranks.
-        lines: asks for the lines of earlier collectives too, for a verdict that is to be reported.
-            This stops a rank's Python for some tenths of a second.
-        timeout_s: how long to wait for the answers; by default 1 s, and 4 s with `lines`. It
+        call_stacks: asks also for the stack of each recorded call, for a verdict that is to be
+            reported. This stops a rank's Python for some tenths of a second.
+        timeout_s: how long to wait for the answers; by default 1 s, and 4 s with `call_stacks`. It
             returns earlier if all have answered.
 
     Returns:
         The state of each rank, in the order of `processes`. What was not obtained is None.
     """
     if timeout_s is None:
-        timeout_s = ANSWER_WITH_LINES_TIMEOUT_S if lines else ANSWER_TIMEOUT_S
+        timeout_s = ANSWER_WITH_STACKS_TIMEOUT_S if call_stacks else ANSWER_TIMEOUT_S
     signal_after_s = min(_SIGNAL_AFTER_S, timeout_s / 2)
     number = next(_request_numbers)  # tells the answers from those to an earlier request
     requests = [_Request(process, number) for process in processes]
     for request in requests:
-        request.send(lines)
+        request.send(call_stacks)
     start = time.monotonic()
     while True:
         for request in requests:
@@ -127,13 +127,13 @@ class _Request:
         # A stack by signal is all that such a rank can give, if it handles the signal.
         return not self._shows_stacks or self.state.stack is not None
 
-    def send(self, lines: bool) -> None:
+    def send(self, call_stacks: bool) -> None:
         """Sends the request to the thread that answers in the rank, if the rank has one.
 
         Then `state.answered` becomes False, until `collect` finds the answer.
 
         Args:
-            lines: asks for the lines of earlier collectives too.
+            call_stacks: asks also for the stack of each recorded call.
         """
         has_answering_thread = self.state.steps is not None  # a rank with a heartbeat has a probe
         if self._cannot_react or not has_answering_thread:
@@ -143,7 +143,7 @@ class _Request:
         except OSError:  # the pipe is gone, or nobody reads it
             return
         self.state = replace(self.state, answered=False)
-        text = f"{self._number} lines\n" if lines else f"{self._number}\n"
+        text = f"{self._number} lines\n" if call_stacks else f"{self._number}\n"
         with contextlib.suppress(BlockingIOError):  # it is full, as nobody has read it for long
             os.write(pipe, text.encode())
         os.close(pipe)
@@ -151,19 +151,21 @@ class _Request:
     def send_signal(self) -> None:
         """Sends the rank a stack signal, once, at a moment when that does no harm.
 
-        If it would do harm now, nothing is sent, and this is to be called again later. Once it is
-        sent, `_stacks_offset` says where in their file the stacks begin.
+        A signal can make a system call of the rank fail, see `harmless_stack_signal`. If that is
+        possible now, nothing is sent, and this is to be called again later. Once a signal is sent,
+        `_stacks_offset` says where in their file the stacks begin.
         """
-        if not self._shows_stacks or self._stacks_offset is not None:
+        was_sent_already = self._stacks_offset is not None
+        if not self._shows_stacks or was_sent_already:
             return
         with contextlib.suppress(OSError):
             offset = self._evidence.stacks.stat().st_size
             has_answering_thread = self.state.answered is not None
-            number = harmless_stack_signal(
+            signal_number = harmless_stack_signal(
                 self.state.pid, self._main_switches, answers=has_answering_thread
             )
-            if number is not None:
-                os.kill(self.state.pid, number)
+            if signal_number is not None:
+                os.kill(self.state.pid, signal_number)
                 self._stacks_offset = offset
 
     def collect(self) -> None:

@@ -20,6 +20,7 @@ ACM Computing Surveys 19 (4), 1987.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -69,11 +70,14 @@ class WaitGraph:
     ) -> None:
         """Adds the waiting ranks to `waits_for`, `mismatched` and `partners_unknown`.
 
-        The arguments are those of the class.
+        Args:
+            activities: what each rank does.
+            table: all calls.
+            excluded: ranks that are not to count as waiting.
         """
-        # Of thousands of ranks most wait for the same: in the same call, for the same ranks. To
-        # compute one set for all of them, and to keep equal sets once, makes this fast enough.
-        awaited_by_wait: dict[object, frozenset[int]] = {}
+        # Of thousands of ranks most wait for the same ranks. Their set is computed once, under a
+        # key that is equal for all of them. Of equal sets only one is kept.
+        awaited_by_key: dict[object, frozenset[int]] = {}
         unique_sets: dict[frozenset[int], frozenset[int]] = {}
         for rank, activity in activities.items():
             if rank in excluded or activity.kind not in (Kind.WAITING, Kind.PERHAPS_WAITING):
@@ -81,16 +85,18 @@ class WaitGraph:
             calls = _calls_waited_in(activity)  # the call it waits in is one of them, if known
             if not calls:
                 self.partners_unknown.add(rank)
-            wait = _identify_wait(activity, calls)  # equal for all that wait for the same ranks
-            if wait not in awaited_by_wait:
+            key = _identify_wait(activity, calls)
+            if key not in awaited_by_key:
                 awaited = frozenset(_awaited_ranks(activity, activities, table))
-                # If there is an equal set already, that one is taken.
-                awaited_by_wait[wait] = unique_sets.setdefault(awaited, awaited)
-            awaited = awaited_by_wait[wait]
+                if awaited not in unique_sets:
+                    unique_sets[awaited] = awaited
+                awaited_by_key[key] = unique_sets[awaited]
+            awaited = awaited_by_key[key]
             is_mismatched = any(table.is_mismatched(call) for call in calls)
             if is_mismatched:
                 self.mismatched.add(rank)
-            # A rank that only perhaps waits is taken to wait if another rank has not come yet.
+            # A rank that only perhaps waits (`PERHAPS_WAITING`: it may be blocked by something
+            # else) counts as waiting if some other rank has not come to its call yet.
             is_waiting = activity.kind is Kind.WAITING
             if is_waiting or is_mismatched or _has_other_rank(awaited, rank):
                 self.waits_for[rank] = awaited
@@ -156,8 +162,8 @@ def _identify_wait(activity: Activity, calls: Sequence[CollectiveCall]) -> objec
         return tuple((call.key, call.seq) for call in calls)
     if activity.p2p:  # one key for all, as they are all assumed to wait for the same ranks
         return _SEND_OR_RECEIVE
-    if activity.making is not None:  # it waits to create this process group
-        return activity.making
+    if activity.created_group is not None:  # it waits to create this process group
+        return activity.created_group
     return activity.op  # the name of the function that it waits in
 
 
@@ -182,8 +188,9 @@ def _awaited_ranks(
     awaited = {
         rank for rank, other in activities.items() if not _wait_for_the_same(activity, other)
     }
-    new_group = activity.making
-    # By default all ranks of the run wait for each other while a group is created.
+    # By default all ranks of the run wait for each other while one of them creates a group. With
+    # `use_local_synchronization=True` only the group's members do.
+    new_group = activity.created_group
     if new_group is not None and new_group.members_only:
         awaited &= set(new_group.ranks)
     return awaited
@@ -191,9 +198,9 @@ def _awaited_ranks(
 
 def _wait_for_the_same(activity: Activity, other: Activity) -> bool:
     """True if two ranks are in the same function and, if it creates a group, in the same group."""
-    if activity.making is None or other.making is None:
+    if activity.created_group is None or other.created_group is None:
         return activity.op == other.op
-    return activity.making.is_same(other.making)
+    return activity.created_group.is_same(other.created_group)
 
 
 def _has_other_rank(ranks: Collection[int], rank: int) -> bool:
@@ -243,14 +250,17 @@ def _oldest_nccl_calls(state: RankState) -> dict[str, CollectiveCall]:
 def recognize_possible_progress(
     activities: Mapping[int, Activity], table: CallTable
 ) -> dict[int, Activity]:
-    """Returns the activities, with another kind for deadlocked ranks that may yet get on.
+    """Returns the activities, with another kind for deadlocked ranks whose deadlock may yet end.
 
-    There are two such cases. `Kind.LIMITED`: the wait may end by the timeout of a group to which
-    the program has given a short one. `Kind.MAY_COME`: another thread of the rank, one that uploads
-    or saves or sends, may make the call that others wait for; the rank's stack is then taken to be
-    that of this thread. No thread can help where ranks have made calls that do not match.
+    There are two such cases.
+
+    - `Kind.LIMITED`: the rank waits in a group to which the program has given a short timeout. The
+      timeout may end the wait.
+    - `Kind.MAY_COME`: others wait for a call of the rank, which another of its threads may make
+      (one that uploads, saves or sends). The rank's stack is then that of this thread.
     """
     graph = WaitGraph(activities, table)
+    # Calls that do not match cannot complete, so nobody can help those that wait in them.
     helpful_ranks = _ranks_whose_call_would_help(activities, graph, table)
     result = dict(activities)
     for rank in graph.deadlocked:
@@ -286,19 +296,25 @@ def _ranks_whose_call_would_help(
             completable_calls[call.key, call.seq] = call  # once, also if many ranks wait in it
     for call in completable_calls.values():
         helpful_ranks |= table.missing_ranks(call)
-    # Ranks whose partners are unknown: any other rank that they are assumed to wait for may help.
-    # For each such rank that is `graph.waits_for[rank] - {rank}`. But thousands of ranks may share
-    # one set. So each set is looked at once, with all the ranks that wait for it.
-    ranks_by_awaited_set: dict[frozenset[int], list[int]] = {}
+    return helpful_ranks | _assumed_partners(graph)
+
+
+def _assumed_partners(graph: WaitGraph) -> set[int]:
+    """Returns the ranks that deadlocked ranks with unknown partners are assumed to wait for.
+
+    It is the union of `graph.waits_for[rank] - {rank}` over these ranks. But thousands of ranks may
+    share one set, so each set is looked at once, with all the ranks that wait for it.
+    """
+    ranks_by_awaited_set: dict[frozenset[int], list[int]] = defaultdict(list)
     for rank in graph.deadlocked & graph.partners_unknown:
-        ranks_by_awaited_set.setdefault(graph.waits_for[rank], []).append(rank)
+        ranks_by_awaited_set[graph.waits_for[rank]].append(rank)
+    partners: set[int] = set()
     for awaited, waiting_ranks in ranks_by_awaited_set.items():
-        # Of two ranks that wait for the set, each may be helped by the other one.
         if len(waiting_ranks) == 1:
-            helpful_ranks |= awaited - set(waiting_ranks)
-        else:
-            helpful_ranks |= awaited
-    return helpful_ranks
+            partners |= awaited - set(waiting_ranks)
+        else:  # without the first rank, or without the second: together that is the whole set
+            partners |= awaited
+    return partners
 
 
 def _completable_calls(activity: Activity, table: CallTable) -> list[CollectiveCall]:
