@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -105,7 +105,6 @@ def _examine_hosts(
         The exit code.
     """
     from lockstep import doctor
-    from lockstep.doctor import comparison
     from lockstep.doctor import hosts as doctor_hosts
     from lockstep.run.machines.hostfile import parse_hosts
     from lockstep.run.machines.hosts import ssh_command
@@ -113,18 +112,10 @@ def _examine_hosts(
     facts_of_machine, failures = doctor_hosts.examine(
         parse_hosts(hosts), folder, ssh_command(ssh), files=files, fix=fix
     )
-    # The findings of each section of the report, by check. A section is a machine, or the links.
-    sections: dict[str, dict[str, Finding]] = {}
-    for machine, facts in facts_of_machine.items():
-        sections[machine] = doctor.judge(facts["checks"])
-    for machine, failure in failures.items():
-        # What the machine answered before it failed comes after the failure.
-        sections[machine] = {"reached": failure, **sections.get(machine, {})}
-    if facts_of_machine:
-        sections["between the machines"] = comparison.judge(facts_of_machine)
+    sections = _findings_by_section(facts_of_machine, failures)
     report = []
     for section, findings in sections.items():
-        # Nothing is repaired between the machines, or where no facts came from.
+        # A machine that answered says what it repaired. The last section is no machine.
         repairs = facts_of_machine.get(section, {}).get("fixed", ())
         report.append(f"{section}:")
         report += [f"  {line}" for line in _report_lines(findings, repairs)]
@@ -137,6 +128,31 @@ def _examine_hosts(
         }
     write_json(as_json, {"findings": findings_as_json, "facts": facts_of_machine})
     return max(doctor.exit_code(findings) for findings in sections.values())
+
+
+def _findings_by_section(
+    facts_of_machine: Mapping[str, Mapping[str, Any]], failures: Mapping[str, Finding]
+) -> dict[str, dict[str, Finding]]:
+    """Returns the sections of the report: one for each machine, and one about their differences.
+
+    Args:
+        facts_of_machine: what each machine has answered, by its name.
+        failures: why a machine has failed, by its name. It may have answered some requests before.
+
+    Returns:
+        For each section the findings, by the name of the check.
+    """
+    from lockstep import doctor
+    from lockstep.doctor import comparison
+
+    sections: dict[str, dict[str, Finding]] = {}
+    for machine, facts in facts_of_machine.items():
+        sections[machine] = doctor.judge(facts["checks"])
+    for machine, failure in failures.items():
+        sections[machine] = {"reached": failure, **sections.get(machine, {})}
+    if facts_of_machine:
+        sections["between the machines"] = comparison.judge(facts_of_machine)
+    return sections
 
 
 def _report_lines(findings: Mapping[str, Finding], repairs: Iterable[str]) -> list[str]:

@@ -218,8 +218,8 @@ def _measure_bandwidth(connection: socket.socket, latency_s: float) -> float | N
             seconds = min(_send_message(connection, size), _send_message(connection, size))
         except OSError:  # it was not acknowledged in time: what shorter ones have shown stays
             break
-        # `seconds` is the time until the acknowledgement came back, for which that needed one
-        # latency. If the latency was measured too large, half of the time is taken instead.
+        # `seconds` includes one latency, in which the acknowledgement came back. But at least half
+        # of it counts as the time of sending: the latency may have been measured too large.
         #     bandwidth = size / max(seconds - latency_s, seconds / 2)
         sending_s = max(seconds - latency_s, seconds / 2)
         bandwidth = size / sending_s
@@ -231,7 +231,7 @@ def write(path: str, text: str) -> dict[str, Any]:
 
     If its folder does not exist, it is written into the nearest existing folder above.
 
-    Answers `error`, the system's text, or None if the file was written, to `path`.
+    Answers `error`: why it could not be written, or None; and `path`: where it was written.
     """
     folder = Path(path).parent
     while not os.path.isdir(folder):

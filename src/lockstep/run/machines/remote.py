@@ -259,6 +259,11 @@ def forward_output(source: IO[bytes], target: int, nobody_reads: threading.Event
     """Copies the launcher's output to this process's; runs in a thread.
 
     Once nobody reads it any more, it is read and thrown away, so that the launcher does not block.
+
+    Args:
+        source: the launcher's standard output or error.
+        target: descriptor of this process's own.
+        nobody_reads: set here, or by the other thread of this kind, when a write fails.
     """
     while data := os.read(source.fileno(), READ_BYTES):  # empty at the end of the output
         while data and not nobody_reads.is_set():
@@ -361,6 +366,7 @@ def main() -> int:
                 signal.signal(signal.SIGHUP, lambda *_: None)
                 signal.signal(signal.SIGINT, lambda *_: None)
                 launcher = start_launcher(request)
+                # The requests after this one are for the launcher.
                 exit_code = watch_launcher(
                     launcher, reader, requests, keep=request["keep"], grace=request["grace"]
                 )

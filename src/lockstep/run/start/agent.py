@@ -951,13 +951,14 @@ def _process_failures(attempt: Attempt) -> dict[int, ProcessFailure]:
     """Returns the ranks of this machine that have failed, as torch elastic describes them."""
     failures = {}
     for process in attempt.processes:
-        if process.code not in (None, 0):
-            failures[process.rank] = ProcessFailure(
-                local_rank=process.local_rank,
-                pid=process.pid or 0,
-                exitcode=process.code,
-                error_file=str(process.folder / _ELASTIC_ERROR_FILE_NAME),
-            )
+        if process.code is None or process.code == 0:  # it runs, or has ended well
+            continue
+        failures[process.rank] = ProcessFailure(
+            local_rank=process.local_rank,
+            pid=process.pid or 0,
+            exitcode=process.code,
+            error_file=str(process.folder / _ELASTIC_ERROR_FILE_NAME),
+        )
     return failures
 
 

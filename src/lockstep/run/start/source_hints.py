@@ -87,12 +87,12 @@ def read_source(source: str) -> SourceHints:
     """
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
-    variables = _assigned_names(nodes)
-    import_time_variables = []
+    variables = _assigned_names(nodes)  # the environment variables that the script sets
+    import_time_variables = []  # those that libraries read when they are imported
     for name in sorted(variables):
         if name.startswith(_IMPORT_TIME_VARIABLE_PREFIXES):
             import_time_variables.append(name)
-    imports = []
+    imports = []  # large modules that the script mentions, and so will probably import
     for module, word in _WORD_OF_LARGE_MODULE.items():
         if word in source:
             imports.append(module)

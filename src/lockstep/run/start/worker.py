@@ -238,8 +238,8 @@ def run_recorded(
     from lockstep.run.watch import error_record, probe
 
     evidence = Evidence.of_this_process(os.environ, folder)
-    # Memory and a descriptor that are released before an error is recorded, for which a rank that
-    # has run out of them would have none.
+    # Some memory and a file descriptor. They are released before an error is recorded, as the rank
+    # may have run out of either.
     reserve = error_record.Reserve()
     try:
         installed_probe = probe.install(evidence)

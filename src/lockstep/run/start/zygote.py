@@ -171,6 +171,7 @@ class Zygote:
             deadline = time.monotonic() + _LEFT_BEHIND_TIMEOUT_S
             while time.monotonic() < deadline:
                 events = self.events(timeout=0.1)
+                # The zygote answers by an event with this number in place of a rank's.
                 if any(event.rank == _LEFT_BEHIND for event in events):
                     return
 

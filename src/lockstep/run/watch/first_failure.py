@@ -302,8 +302,8 @@ def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFa
         no_peer_was_lost: True if its error names a lost peer, but no rank had ended before.
     """
     error = end.error
-    # The kernel also kills the ranks whose fork server has ended. Those were not killed for memory,
-    # even if the out-of-memory killer has ended another process.
+    # `oom` says that the out-of-memory killer has ended some process. If the fork server has ended,
+    # the kernel kills its ranks by SIGKILL, too: then it was not this rank that needed the memory.
     was_killed_for_memory = (
         end.code == -signal.SIGKILL and end.oom is not None and not end.with_fork_server
     )

@@ -123,18 +123,18 @@ class Probe:
         # At the interpreter's end faulthandler restores this handler, so that a late signal is
         # ignored and does not end the process.
         signal.signal(MAIN_THREAD_SIGNAL, signal.SIG_IGN)
-        # The first signal shows only the stack of the main thread, which handles it: to walk the
-        # frames of a thread that runs meanwhile ends in a segmentation fault sooner or later
+        # This signal shows only the stack of the main thread, which handles it. If another thread
+        # runs while its frames are read, that ends in a segmentation fault sooner or later
         # (Python 3.11: once in some hundred times).
-        # Without `chain` the handler is installed with SA_RESTART: an interrupted system call is
+        # `chain=False` installs the handler with SA_RESTART: an interrupted system call is
         # restarted where the kernel can do that, see `process_status.harmless_stack_signal`.
         stacks = _open_to_append(self._evidence.stacks)
         faulthandler.register(MAIN_THREAD_SIGNAL, stacks, all_threads=False, chain=False)
         if sys.platform == "linux":  # elsewhere nobody can tell whether all threads sleep
             signal.signal(ALL_THREADS_SIGNAL, signal.SIG_IGN)
             faulthandler.register(ALL_THREADS_SIGNAL, stacks, all_threads=True, chain=False)
-            # New threads inherit this, so that the signal cuts none of their sleeps in C short. The
-            # thread that answers unblocks it.
+            # This thread blocks the signal, and so do the threads that it starts, so that none of
+            # their sleeps in C is cut short. Only the thread that answers requests unblocks it.
             signal.pthread_sigmask(signal.SIG_BLOCK, [ALL_THREADS_SIGNAL])
 
     def _start_heartbeat(self) -> HeartbeatWriter:
