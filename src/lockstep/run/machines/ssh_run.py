@@ -122,7 +122,7 @@ class _HostsRun:
         if self._main_task and not was_asked_before:
             self._main_task.cancel()  # `run` then closes the connections
             return
-        # The user cannot wait until the connections are closed.
+        # The user asks a second time, and does not want to wait until the connections are closed.
         for remote in self._remotes:
             remote.kill()
 

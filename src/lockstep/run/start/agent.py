@@ -888,9 +888,9 @@ class Agent(api.SimpleElasticAgent):
     def _failures_of_lost_nodes(
         self, reports_of_others: Mapping[int, ExitReport], exits: Sequence[ExitStatus]
     ) -> list[FirstFailure]:
-        """Returns a failure for each lost machine of whose ranks no end is known.
+        """Returns a failure for each lost machine.
 
-        If a launcher has reported how one of its ranks ended before it was lost, that says more.
+        But if its launcher has reported how one of its ranks ended, that says more than the loss.
 
         Args:
             reports_of_others: the last report of each other launcher, by the rank of its node.

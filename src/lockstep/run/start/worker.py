@@ -341,14 +341,16 @@ def run_as_main(script: Script) -> None:
 
 def _run_module(script: Script) -> None:
     """Runs a module, or the `__main__.py` of a folder or zip file."""
-    # `python -P` leaves the script's folder out of sys.path, but there `__main__` must be found.
+    # With `python -P` the script's folder is not in sys.path. But runpy must find the `__main__.py`
+    # of a folder or zip file there.
     if sys.flags.safe_path and not script.module:
         sys.path.insert(0, script.folder)
     name = script.path if script.module else "__main__"
     try:
         runpy._run_module_as_main(name, script.module)  # type: ignore[attr-defined]
     except SystemExit as end:
-        # runpy prints why it did not find the module, and exits. An error is recorded as a cause.
+        # runpy has printed why it did not find the module, and exits. It is made an error, which is
+        # recorded as the cause.
         if isinstance(end.__context__, runpy._Error):  # type: ignore[attr-defined]
             raise ImportError(str(end.__context__)) from None
         raise

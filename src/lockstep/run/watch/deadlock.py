@@ -284,15 +284,14 @@ def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
 
 
 def _are_at_new_line(activities: Sequence[Activity]) -> bool | None:
-    """Says whether ranks wait at a line from which they have made no collective before.
+    """Says whether ranks are at a line that they have not called a collective from before.
 
     Returns:
-        True if none of the ranks has made one from its line, False if one of them has; None if the
-        lines of earlier collectives are not known.
+        False if one of the ranks has called an earlier collective from the line that it is at now;
+        None if the lines of a rank's earlier collectives are not known; otherwise True.
     """
     for activity in activities:
-        pending = activity.state.pending_calls()
-        # The pending calls come from the present line, so only the others say anything.
+        pending = activity.state.pending_calls()  # these were called from the present line
         earlier_calls = [call for call in activity.state.calls or () if call not in pending]
         if not earlier_calls:
             return None

@@ -123,7 +123,7 @@ def first_failure(
     """Finds the root cause of a run's end, and what followed from it.
 
     Args:
-        exits: how each rank that has ended did so, on all hosts.
+        exits: the ends of all ranks that have ended, on all hosts.
         hang: the verdict on a hang, if it was fatal.
         interrupted: the signal that the launcher was sent.
         lost_nodes: machines that have left the run, see `lost_node`.
