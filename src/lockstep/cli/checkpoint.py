@@ -144,6 +144,21 @@ def diff_command(
     except LockstepError as error:
         error.exit_code = 2  # 1 would say that they differ
         raise
+    _print_differences(pairs, differing_extra, show_all)
+    has_differing_pair = any(pair.differs for pair in pairs)
+    ctx.exit(1 if has_differing_pair or differing_extra else 0)
+
+
+def _print_differences(
+    pairs: Sequence[Pair], differing_extra: Sequence[str], show_all: bool
+) -> None:
+    """Prints a table of tensors, the names of other values that differ, and how many tensors do.
+
+    Args:
+        pairs: the tensors of both sides.
+        differing_extra: the names of values that differ and are no tensors.
+        show_all: True if the table also shows the tensors that are equal.
+    """
     shown = [pair for pair in pairs if pair.differs or show_all]
     if shown:
         head = ("name", "what", "a", "b", "values", "largest |a-b|", "relative")
@@ -152,7 +167,6 @@ def diff_command(
         _print(f"{key}: differs, and is no tensor")
     num_differing = len([pair for pair in pairs if pair.differs])
     _print(f"{num_differing} of {len(pairs)} tensors differ")
-    ctx.exit(1 if num_differing or differing_extra else 0)
 
 
 @command.command("convert")

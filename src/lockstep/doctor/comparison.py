@@ -303,7 +303,6 @@ def _judge_links(machines: Machines) -> Finding:
         summary = "none" if len(machines) > 1 else "one machine"
         return verdict(summary, problems)
     slowest = min(measured, key=lambda link: link.bandwidth)
-    fastest = max(measured, key=lambda link: link.bandwidth)
     latency_s = max(link.latency_s for link in measured)
     bandwidth = str(Link(latency_s, slowest.bandwidth))  # such as `960 Mb/s`
     summary = f"at least {bandwidth} (and {latency_s * 1e3:.2g} ms) each way"
@@ -312,12 +311,19 @@ def _judge_links(machines: Machines) -> Finding:
         summary += f", {num_tried} of {num_links} ways tried, {len(measured)} measured"
     if interfaces:
         summary += f", over {', '.join(sorted(interfaces))}"
-    is_much_slower = slowest.bandwidth * MAX_BANDWIDTH_RATIO < fastest.bandwidth
-    if is_much_slower:
-        ratio = fastest.bandwidth / slowest.bandwidth
-        found = f"{slowest.direction} is {ratio:.0f} times as slow as {fastest.direction}"
-        problems.append(Finding(WARNING, found, "check its cable, port and network interface"))
+    problems += _warnings_about_slow_link(measured)
     return verdict(summary, problems)
+
+
+def _warnings_about_slow_link(measured: Sequence[_MeasuredLink]) -> list[Finding]:
+    """Returns a warning if the slowest link is much slower than the fastest; else nothing."""
+    slowest = min(measured, key=lambda link: link.bandwidth)
+    fastest = max(measured, key=lambda link: link.bandwidth)
+    if slowest.bandwidth * MAX_BANDWIDTH_RATIO >= fastest.bandwidth:
+        return []
+    ratio = fastest.bandwidth / slowest.bandwidth
+    found = f"{slowest.direction} is {ratio:.0f} times as slow as {fastest.direction}"
+    return [Finding(WARNING, found, "check its cable, port and network interface")]
 
 
 def _link_problem(direction: str, link: Facts) -> Finding | None:

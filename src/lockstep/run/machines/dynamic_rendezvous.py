@@ -54,6 +54,20 @@ class DynamicRendezvous(Rendezvous):
             MissingRankError: too few nodes have come within the join timeout, or the server has
                 left.
         """
+        round_number, participants = self._wait_for_round()
+        self.attempt = round_number - 1  # rounds are counted from 1, attempts from 0
+        rank = participants.index(self._peers.own_number)
+        self._peers.update(rank=rank, started=round_number)
+        store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
+        return self._make_info(store, rank, len(participants))
+
+    def _wait_for_round(self) -> tuple[int, Sequence[int]]:
+        """Waits as `next_rendezvous`; this node asks for a round, and the server decides it.
+
+        Returns:
+            The round, and the numbers of the nodes that take part in it, in the order of their
+            ranks.
+        """
         deadline = time.monotonic() + join_timeout(self._parameters)
         announcer = WaitAnnouncer(self._say)
         while True:
@@ -74,7 +88,7 @@ class DynamicRendezvous(Rendezvous):
             # has asked for a later one.
             is_new_round = decided_round > own.started and decided_round >= own.round
             if is_new_round and own.number in participants:
-                break
+                return decided_round, participants
             round_number = self._choose_round(present)
             if round_number > own.round:
                 self._peers.update(round=round_number)
@@ -84,11 +98,6 @@ class DynamicRendezvous(Rendezvous):
                 f"waiting for {format_nnodes(own.nodes)} nodes; here: {describe_present(present)}"
             )
             time.sleep(POLL_INTERVAL_S)
-        self.attempt = decided_round - 1  # rounds are counted from 1, attempts from 0
-        rank = participants.index(own.number)
-        self._peers.update(rank=rank, started=decided_round)
-        store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
-        return self._make_info(store, rank, len(participants))
 
     def request_restart(self) -> None:
         """Asks for the next round, so that the others know why the ranks of this node end."""

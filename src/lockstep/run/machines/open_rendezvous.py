@@ -274,11 +274,7 @@ class _MultiNodeOpener:
                     SERVER, endpoint, network.CUT, address=address
                 ) from None
 
-            # The ranks' way to the store.
-            forwarder = Forwarder(address, endpoint.port, self._token)
-            listener = network.listening_socket(LOOPBACK, 0)
-            thread.run(forwarder.listen(listener))
-            resources.callback(lambda: thread.run(forwarder.close()))
+            forwarder, forwarder_port = self._start_forwarder(thread, address, resources)
 
             # This launcher's way to tell the others what changes, and theirs to it.
             def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
@@ -289,7 +285,7 @@ class _MultiNodeOpener:
             try:
                 store = TCPStore(
                     LOOPBACK,
-                    listener.getsockname()[1],
+                    forwarder_port,
                     is_master=False,
                     wait_for_workers=False,
                     timeout=store_timeout(self._parameters),
@@ -298,6 +294,25 @@ class _MultiNodeOpener:
                 raise network.unreachable_error(SERVER, endpoint, network.CUT) from None
             own_address = str(streams.writer.get_extra_info("sockname")[0])
             return self._make_rendezvous(peers, store, own_address, resources)
+
+    def _start_forwarder(
+        self, thread: NetworkThread, address: str, resources: ExitStack
+    ) -> tuple[Forwarder, int]:
+        """Starts the way by which the ranks of this machine reach the store.
+
+        Args:
+            thread: the thread in which it runs.
+            address: the server's address.
+            resources: ends it.
+
+        Returns:
+            The forwarder, and the port on loopback at which it listens.
+        """
+        forwarder = Forwarder(address, self._endpoint.port, self._token)
+        listener = network.listening_socket(LOOPBACK, 0)
+        thread.run(forwarder.listen(listener))
+        resources.callback(lambda: thread.run(forwarder.close()))
+        return forwarder, int(listener.getsockname()[1])
 
     def _authenticate(self, thread: NetworkThread, timeout: float) -> tuple[str, auth.Streams]:
         """Tries to connect to the server's auth proxy at all of its addresses, until the timeout.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lockstep.run.machines.hosts import Host
@@ -190,11 +190,40 @@ def ssh_failure(
         "python": sys.executable,
         "ssh": ssh_call,
     }
+    problem = _known_problem_on_host(error_output, values)
+    if problem is None:
+        problem = _known_problem_of_ssh(error_output, values)
+    if problem is not None:
+        return problem
+    do = advice or f"try it by hand: `{ssh_call} {sys.executable} --version`"
+    last_line = _last_informative_line(error_output)
+    if exit_code is not None:
+        return Problem(f"exit code {exit_code}: {last_line}", do)
+    do += f"; where that stops, too, look at the MTU: `ping -M do -s 1472 {host.address}`"
+    return Problem(f"no answer in time: {last_line}", do)
+
+
+def _known_problem_on_host(error_output: str, values: Mapping[str, str]) -> Problem | None:
+    """Returns the first of the causes on the host whose pattern is in the error output.
+
+    Args:
+        error_output: what was printed to standard error.
+        values: replace `{name}`, `{address}`, `{python}` and `{ssh}` in the texts for the user.
+    """
     for cause in CAUSES_ON_HOST:
         pattern = cause.pattern.replace("{python}", re.escape(sys.executable))
         if re.search(pattern, error_output):
             return Problem(cause.found.format(**values), cause.advice.format(**values))
+    return None
 
+
+def _known_problem_of_ssh(error_output: str, values: Mapping[str, str]) -> Problem | None:
+    """Returns the first of ssh's own causes whose pattern is in the lines of ssh.
+
+    Args:
+        error_output: what was printed to standard error.
+        values: as for `_known_problem_on_host`.
+    """
     lines_of_ssh = _lines_of_ssh(error_output)
     for cause in CAUSES_OF_SSH:
         if not re.search(cause.pattern, lines_of_ssh):
@@ -207,13 +236,7 @@ def ssh_failure(
         if lines_before:
             found += f"; before that it said: {lines_before[-1]}"
         return ConnectionDropped(found, do)
-
-    do = advice or f"try it by hand: `{ssh_call} {sys.executable} --version`"
-    last_line = _last_informative_line(error_output)
-    if exit_code is not None:
-        return Problem(f"exit code {exit_code}: {last_line}", do)
-    do += f"; where that stops, too, look at the MTU: `ping -M do -s 1472 {host.address}`"
-    return Problem(f"no answer in time: {last_line}", do)
+    return None
 
 
 def _lines_of_ssh(error_output: str) -> str:

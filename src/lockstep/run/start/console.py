@@ -255,18 +255,17 @@ class Console:
             reading_end, writing_end = os.pipe()
             os.set_blocking(reading_end, False)
             rank_descriptors.append(writing_end)
-            self._streams.append(
-                _Stream(
-                    rank=rank,
-                    prefix="" if is_only_rank else prefix,
-                    descriptor=reading_end,
-                    sink=sink if name in shown else None,
-                    log=folder / f"{name}.log",
-                    filters=[text.encode() for text in self._filters.get(name, ())],
-                    error_file=error_file or Evidence.in_folder(folder).error,
-                    recent=recent if name == "stderr" else None,
-                )
+            stream = _Stream(
+                rank=rank,
+                prefix="" if is_only_rank else prefix,
+                descriptor=reading_end,
+                sink=sink if name in shown else None,
+                log=folder / f"{name}.log",
+                filters=[text.encode() for text in self._filters.get(name, ())],
+                error_file=error_file or Evidence.in_folder(folder).error,
+                recent=recent if name == "stderr" else None,
             )
+            self._streams.append(stream)
         self._wake_up()
         output, error = rank_descriptors
         return _copy_standard_input(), output, error

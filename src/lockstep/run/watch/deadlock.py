@@ -38,18 +38,12 @@ def deadlock(case: Case) -> Verdict | None:
         mismatch = _with_present_lines(mismatch, waiting)
     has_p2p = any(activity.p2p for activity in waiting.values())
     if has_p2p:
-        # It is not known whom a send or receive waits for, and its data may be under way. So it is
-        # a deadlock only if nothing is under way, or if a rank is in a mismatched collective.
-        has_mismatched_rank = bool(case.graph.mismatched & waiting.keys())
-        is_deadlock = case.nothing_in_transit or has_mismatched_rank
+        is_deadlock = _is_deadlock_of_sends(case, waiting)
         # It is concluded from idle processors that nothing is under way. A GPU sends without them.
         is_proven = case.nothing_in_transit and not _uses_gpu(waiting)
         advice = advice_on_p2p(waiting)
     else:
-        # If all ranks wait in the same collective, it is the network that does not move.
-        ops = {activity.op for activity in waiting.values()}
-        calls_differ = mismatch is not None or len(ops) > 1
-        is_deadlock = calls_differ or _create_different_groups(waiting)
+        is_deadlock = _is_deadlock_of_collectives(waiting, mismatch)
         is_proven = True
         advice = _advice(waiting, mismatch)
     if not is_deadlock:
@@ -91,6 +85,26 @@ def _with_present_lines(mismatch: Mismatch, waiting: Mapping[int, Activity]) -> 
                 call = replace(call, frames=activity.state.stack)
         calls.append((rank, call))
     return replace(mismatch, calls=tuple(calls))
+
+
+def _is_deadlock_of_sends(case: Case, waiting: Mapping[int, Activity]) -> bool:
+    """True if ranks, some of which are in a send or receive, wait for each other in vain.
+
+    It is not known whom a send or receive waits for, and its data may be under way. So it is a
+    deadlock only if nothing is under way, or if a rank is in a mismatched collective.
+    """
+    has_mismatched_rank = bool(case.graph.mismatched & waiting.keys())
+    return case.nothing_in_transit or has_mismatched_rank
+
+
+def _is_deadlock_of_collectives(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> bool:
+    """True if the ranks' collectives can never match.
+
+    If all of them wait in the same collective, it is the network that does not move.
+    """
+    ops = {activity.op for activity in waiting.values()}
+    calls_differ = mismatch is not None or len(ops) > 1
+    return calls_differ or _create_different_groups(waiting)
 
 
 def _calls_made(mismatch: Mismatch | None) -> list[CollectiveCall]:
