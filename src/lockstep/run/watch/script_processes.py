@@ -134,7 +134,10 @@ def _run_spawned(
     """
 
     def check_group(group: Any) -> None:
-        """Called with each default group that the program opens: is the index really its rank?"""
+        """Called with each default group that the program opens.
+
+        Marks the folder if this process is not the rank in the group that its index says.
+        """
         if (group.rank(), group.size()) != (index, size):
             (folder / NOT_ONE_GROUP_FILE).touch()
 

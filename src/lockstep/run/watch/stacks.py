@@ -226,6 +226,8 @@ def find_wait(stack: Stack | None) -> Wait | None:
     """
     if not stack:
         return None
+    # A wait in shared memory looks now and then whether the other ranks are still there. The frames
+    # of that look are left out, so that the stack begins in the wait.
     stack = _without_liveness_check(stack)
     innermost = stack[0]
     if _is_waiting(innermost):
