@@ -82,9 +82,10 @@ def with_hook(env: Mapping[Any, Any], rank_pid: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _without_heartbeat(path: Path) -> Iterator[None]:
-    """Makes the rank's heartbeat invalid within the block.
+    """Makes the rank's heartbeat invalid within the block, which executes another program.
 
-    So the launcher asks nothing of the new program before that has a heartbeat of its own.
+    The launcher sends requests only to ranks that have a heartbeat. The other program must not get
+    requests before it has a probe, which writes a heartbeat again.
 
     Args:
         path: the file with the heartbeat, which is invalid without its first bytes.
@@ -99,7 +100,7 @@ def _without_heartbeat(path: Path) -> Iterator[None]:
         os.pwrite(descriptor, bytes(len(magic)), 0)
         try:
             yield
-        finally:  # the program could not be executed
+        finally:  # this is only reached if the program could not be executed
             os.pwrite(descriptor, magic, 0)
     finally:
         os.close(descriptor)

@@ -217,9 +217,9 @@ def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable)
     """Returns the activity of a rank that seems to work, but waits for its GPU's collective.
 
     NCCL's recorder knows which calls a GPU has started only if torch measures their times, which
-    costs overlap. But a GPU executes the calls of a group in order, and completes the oldest one
-    when all ranks have come to it. So the rank waits if its oldest pending call is the same in both
-    snapshots, and cannot complete yet.
+    slows training down. But a GPU executes the calls of a group in order, and completes the oldest
+    one when all ranks have come to it. So the rank waits if its oldest pending call is the same in
+    both snapshots, and cannot complete yet.
 
     Args:
         earlier: the rank's state in the first snapshot.
