@@ -116,7 +116,9 @@ class BatchReader(_PassNames):
         self._folders = sorted(folder.glob("rank*"), key=_rank_of_folder)
 
     def batches(self, name_of_pass: str) -> Iterator[LoadedBatch]:
-        """Yields the batches of a pass, each joined from all ranks that had as many batches.
+        """Yields the batches of a pass: the first ones of all ranks joined, and so on.
+
+        A rank that has no more batches is left out.
 
         Raises:
             UsageError: the batches of the ranks cannot be joined.

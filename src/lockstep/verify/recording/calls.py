@@ -71,7 +71,7 @@ class CallRecorder:
         return call
 
     def _describe_input(self, call: ScriptCall, tensor: Tensor) -> None:
-        """Fills in the fields of a call that are known by its input."""
+        """Fills in what the input of a call tells: its origin, and whose gradient it is."""
         call.carries_gradient = tensor.requires_grad and torch.is_grad_enabled()
         # The output of a model in training has this mark, and all that is computed from it.
         call.uses_model_output = "trained" in marks_of(tensor)
