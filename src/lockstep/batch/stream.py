@@ -330,7 +330,8 @@ class IterableLoader(Loader):
         # At the end of the stream a rank may have fewer samples than are planned. Then its last
         # micro-batches are short or empty. These arrays have the shape (micro-batches, ranks).
         planned_sizes = rank_batch.planned_sizes
-        planned_before = np.cumsum(planned_sizes, axis=0) - planned_sizes  # in earlier ones
+        # What is planned for a rank in all micro-batches before this one.
+        planned_before = np.cumsum(planned_sizes, axis=0) - planned_sizes
         remaining = rank_batch.counts - planned_before
         sizes = np.clip(remaining, 0, planned_sizes)
         # The indices of the micro-batches of which some rank has samples.

@@ -147,9 +147,10 @@ def find_problem(name: str, leaf: Any) -> Problem | None:
     """Returns why the collective of this name cannot take the leaf, or None if it can."""
     if isinstance(leaf, Tensor):
         return _find_problem_of_tensor(name, leaf)
-    if isinstance(leaf, bool | int | float):
-        # A broadcast sends an integer as text, of any size.
-        if isinstance(leaf, float) or leaf.bit_length() < 64 or name == "broadcast":
+    if isinstance(leaf, float):
+        return None
+    if isinstance(leaf, int):  # also a bool
+        if leaf.bit_length() < 64 or name == "broadcast":  # which sends it as text, of any size
             return None
         return (
             f"a collective on an integer of {leaf.bit_length()} bits",

@@ -382,7 +382,7 @@ def _look_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:
     Returns:
         The address of the store; or the last address, and why there is no store.
     """
-    result = LookupResult("", network.UNRESOLVED)
+    result = LookupResult("", network.UNRESOLVED)  # if the endpoint has no address
     for address in endpoint.addresses():
         timeout_s = min(ATTEMPT_TIMEOUT_S, max(deadline - time.monotonic(), 0.1))
         try:

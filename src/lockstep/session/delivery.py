@@ -110,16 +110,16 @@ class TrainingPass:
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Notes that training on a micro-batch of the pass begins."""
-        was_trained = self.num_backwards > 0  # the micro-batch before
+        was_trained = self.num_backwards > 0  # a backward pass followed the micro-batch before
         self.step_left_out = was_trained and not self.stepped
         if micro_batch.first:  # a global batch begins
             self.number += 1
             self.stepped = False
             self.accumulated = False
             self.loss = 0.0
-        elif was_trained:
+        elif was_trained:  # its gradients are added to
             self.accumulated = True
-        if micro_batch.opens:
+        if micro_batch.opens:  # it is the first of those that the next optimizer step is for
             self.num_parts += 1
         self.micro_batch = micro_batch
         self.num_backwards = 0

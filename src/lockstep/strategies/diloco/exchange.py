@@ -161,7 +161,11 @@ class Exchange:
         )
 
         def finish() -> Tensor:
-            """Waits for the rows, and puts the columns that other ranks received beside them."""
+            """Waits for the rows, and puts the columns that other ranks received beside them.
+
+            `received` has the columns that this rank has received, and the ranks of `same_group`
+            have the others.
+            """
             finish_exchange()
             if num_sharing == 1:  # this rank has received all columns
                 return received
