@@ -572,7 +572,7 @@ class _Stream:
             return False
 
     def write_files(self, data: bytes, lines: list[bytes]) -> None:
-        """Writes data into the log, and the lines that pass the filters into their file.
+        """Writes data into the log, and lines that hold a text of `filters` into another file.
 
         Raises:
             OSError: the disk is full.

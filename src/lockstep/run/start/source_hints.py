@@ -235,7 +235,8 @@ def _last_name(node: ast.AST) -> str:
 def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
     """Finds modules beside a script that have the name of a module which has been imported.
 
-    A fresh interpreter would import the script's own; a copy of a warm process has the other one.
+    A fresh interpreter would import the module beside the script. A copy of a warm process would
+    use the one that it has imported already.
 
     Args:
         folder: the script's folder, which Python searches first.

@@ -222,8 +222,8 @@ def with_unique_group_names(snapshot: Snapshot) -> Snapshot:
     ambiguous_names = {name for name, ranks in ranks_by_name.items() if len(ranks) > 1}
     if not ambiguous_names:
         return snapshot
-    ranks = tuple(_rename_groups(state, ambiguous_names) for state in snapshot.ranks)
-    return replace(snapshot, ranks=ranks)
+    renamed = tuple(_rename_groups(state, ambiguous_names) for state in snapshot.ranks)
+    return replace(snapshot, ranks=renamed)
 
 
 def _rename_groups(state: RankState, ambiguous_names: Collection[str]) -> RankState:

@@ -58,9 +58,9 @@ class AfterTorch:
         self.packages = packages
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        """Finds torch as without this hook, with a loader that installs the probe at its end.
+        """Finds torch, and makes its loader install the probe when torch has been imported.
 
-        Python calls this for each module that is imported.
+        Python calls this for each module that is imported. Others than torch are not found here.
         """
         if name != "torch":
             return None
