@@ -778,8 +778,8 @@ class Agent(api.SimpleElasticAgent):
 
     def stop(self, number: int) -> None:
         """Stops the ranks and this process at Ctrl-Z; when it goes on, lets the ranks go on."""
-        # Not by SIGTSTP, as Ctrl-Z would: the ranks have sessions of their own, and the kernel ignores
-        # it in sessions in which no shell could continue the processes.
+        # Not by SIGTSTP, as Ctrl-Z would: the ranks have sessions of their own, and the kernel
+        # ignores it in sessions in which no shell could continue the processes.
         self.signal_ranks(signal.SIGSTOP)
         job_control.stop_this_process()
         # From here on the user has let this process go on, by the shell's `fg` or `bg`.
