@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ranks import RankFailed, in_gloo_group, run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.errors import SettingError, UsageError
@@ -207,6 +208,13 @@ def test_bits_with_norms_of_layers_and_averages_of_weights() -> None:
     assert on_dp == alone
 
 
+class Stream(IterableDataset[Any]):
+    """The same samples, one after the other."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(samples(16))
+
+
 def refusals() -> list[str]:
     """Returns what is refused with virtual ranks, on two processes."""
     messages = []
@@ -222,6 +230,9 @@ def refusals() -> list[str]:
             lockstep.init(**{"virtual_ranks": 4, **options})
         messages.append(str(error.value).splitlines()[0])
     with lockstep.init(virtual_ranks=4) as world:
+        with pytest.raises(SettingError) as split_stream:
+            world.loader(Stream(), 8, shard=False)
+        messages.append(str(split_stream.value).splitlines()[0])
         loader = DataLoader(samples(16), batch_size=8)
         model = mlp()
         optimizer = torch.optim.LBFGS(model.parameters())
@@ -250,6 +261,7 @@ def test_what_cannot_have_the_same_bits_is_refused() -> None:
         "virtual_ranks=1",
         "virtual_ranks=4",
         "virtual_ranks=4 with micro_batch_size='auto'",
+        "virtual_ranks for a stream with shard=",
         "optimizer.step(closure) with virtual_ranks",
         "several backward passes of a batch with virtual_ranks",
     ]
