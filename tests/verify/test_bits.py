@@ -130,6 +130,12 @@ def test_scripts_of_each_kind_are_equal_in_every_bit(
     ("changed", "place", "where"),
     [
         ("gradients", "gradients (1 of 18), step 2", "head.weight"),
+        pytest.param(
+            "part",
+            "gradients of virtual ranks (1 of 54), step 2",
+            "head.weight of virtual rank 2",
+            marks=THOROUGH,
+        ),
         pytest.param("loss", "the loss (1 of 3), step 2", "virtual rank 2", marks=THOROUGH),
         pytest.param(
             "state",

@@ -20,17 +20,19 @@ from lockstep.verify.training_record import Update
 from lockstep.wording import count_noun, format_ranks
 
 # What is compared of an update, in the order in which values follow from each other, in words.
-# Samples and losses are those of virtual ranks.
+# Those of `KINDS_OF_PARTS` belong to virtual ranks.
 KINDS = {
     "before": "the parameters before the step",
     "samples": "the samples",
     "loss": "the loss",
+    "parts": "gradients of virtual ranks",
     "gradients": "gradients",
     "rates": "the learning rates",
     "state": "the optimizer's state after the step",
     "parameters": "the parameters after the step",
     "buffers": "the buffers after the step",
 }
+KINDS_OF_PARTS = ("samples", "loss", "parts")
 
 ADVICE = (
     "look for what depends on the rank or on the number of processes: an `if` on the rank, a "
@@ -209,7 +211,7 @@ def find_first_difference(
 def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference | None:
     """Returns what differs in the hashes of one kind; None if nothing does.
 
-    Samples and losses are spread over the ranks, each of which has those of its virtual ranks; all
+    What belongs to virtual ranks is spread over the ranks, each of which computes some of them. All
     other values are the same on every rank, so each rank is compared with the reference.
 
     Args:
@@ -218,7 +220,7 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
         actual: the same update of the parallel run.
     """
     expected_hashes = expected[0].bits.get(kind, {})
-    is_spread = kind in ("samples", "loss")
+    is_spread = kind in KINDS_OF_PARTS
     hashes_of_all: dict[str, str] = {}
     names_that_differ: set[str] = set()
     ranks_that_differ = []

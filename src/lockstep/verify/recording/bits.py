@@ -3,8 +3,8 @@
 Nothing that the script computes is changed: it draws its dropout masks, and computes in its own
 precision, with *virtual ranks* (parts of every global batch that are computed each by itself). The
 `BitRecorder` only listens to the events of Lockstep's steps. Of each optimizer step it hashes the
-samples and the loss of each virtual rank, the gradients that the optimizer gets, and the weights,
-the optimizer's state and the buffers that the step leaves.
+samples, the loss and the gradients of each virtual rank, the gradients that the optimizer gets, and
+the weights, the optimizer's state and the buffers that the step leaves.
 
 On one process the values of the first steps are kept too, to find gradients that are only rounding
 (`lockstep.verify.rounding_noise`).
@@ -61,6 +61,9 @@ class BitRecorder(Extension):
         """A hash of the samples of each virtual rank of this process, in the present step."""
         self._losses: dict[str, str] = {}
         """The loss of each virtual rank of this process, in the present step."""
+        self._gradients_of_parts: dict[str, dict[str, str]] = {}
+        """Hashes of the gradients of each virtual rank of this process, in the present step: by the
+        parameter, and then by a name that has the virtual rank too."""
         self._settings: Settings | None = None
         self.own_process_line = ""
         """The line that started the first process of the script's own; empty if none was."""
@@ -95,6 +98,10 @@ class BitRecorder(Extension):
         """Records the samples of a micro-batch that a loader hands out."""
         state = self.state
         state.micro_batch = batch.micro_batch
+        if batch.micro_batch.first:  # the global batch before may have been broken off
+            self._samples = {}
+            self._losses = {}
+            self._gradients_of_parts = {}
         if batch.loader not in self._loaders:
             self._loaders.append(batch.loader)
         state.last_batch_text = f", global batch {batch.position + 1} of epoch {batch.epoch + 1}"
@@ -117,6 +124,24 @@ class BitRecorder(Extension):
             _append(self._losses, micro_batch, loss.hex())
 
     @guarded
+    def leaf_gradient(
+        self,
+        micro_batch: MicroBatch,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        """Records gradients of a virtual rank, before they are added to those of others."""
+        name_of_id = {id(parameter): name for name, parameter in self.state.models.parameters()}
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            name = name_of_id.get(id(parameter))
+            # Strategies differ in whether a parameter that was not used has no gradient or zeros.
+            if name is None or gradient is None or not gradient.any():
+                continue
+            hashes = self._gradients_of_parts.setdefault(name, {})
+            name_of_part = f"{name} of virtual rank {micro_batch.virtual_rank_number}"
+            hashes[name_of_part] = hash_of(gradient.detach().reshape(-1))
+
+    @guarded
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Records what an optimizer's step starts from."""
         state = self.state
@@ -133,10 +158,14 @@ class BitRecorder(Extension):
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 gradients[name] = parameter.grad
+        gradients_of_parts: dict[str, str] = {}
+        for name in parameters:
+            gradients_of_parts |= self._gradients_of_parts.pop(name, {})
         bits: dict[str, Mapping[str, str]] = {
             "before": _hashes(parameters.items()),
             "samples": self._samples,
             "loss": self._losses,
+            "parts": gradients_of_parts,
             "gradients": _hashes(gradients.items()),
             "rates": {f"group {number}": rate.hex() for number, rate in enumerate(rates)},
         }
