@@ -56,8 +56,8 @@ def import_for_ranks(modules: Sequence[str]) -> None:
     import torch.nn.parallel
     import torch.utils.data
 
-    # Its functions have the default process group as a default argument, and keep alive what that is
-    # when the module is imported. So it is imported while there is none.
+    # Its functions have the default process group as a default argument, and keep the group alive
+    # that is open when the module is imported. So it is imported while none is open.
     import torch.distributed.nn.functional  # noqa: F401  # isort: skip
 
     from lockstep.run.watch import error_record, probe, script_processes  # noqa: F401
