@@ -215,9 +215,9 @@ def test_checks_change_no_bits(size: int, strategy: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_200_steps_raise_no_false_alarm(size: int, strategy: str) -> None:
-    (alone,) = run_ranks(train_honestly, 1, 200, None, {"num_workers": 1})
+    (alone,) = run_ranks(train_honestly, 1, 200, None, {})
     env = {"LOCKSTEP_STRATEGY": strategy}
-    assert run_ranks(train_honestly, size, 200, 1, {"num_workers": 1}, env=env) == [alone] * size
+    assert run_ranks(train_honestly, size, 200, 1, {}, env=env) == [alone] * size
 
 
 def keep_few(batch: list[tuple[torch.Tensor, int]]) -> Any:
