@@ -240,12 +240,15 @@ def test_subclasses_of_tensor_can_be_asked_nothing():
     assert asked
 
 
-def test_lists_of_tensors_are_added_and_multiplied_in_place():
+def test_lists_of_tensors_are_added_multiplied_and_copied_in_place():
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor(3.0)]
     torch_compat.add_to_each(tensors, [torch.tensor([0.5, 0.5]), torch.tensor(1.0)])
     torch_compat.multiply_each(tensors, 2.0)
     assert tensors[0].tolist() == [3.0, 5.0]
     assert tensors[1].item() == 8.0
+    torch_compat.copy_to_each(tensors, [torch.tensor([7.0, 9.0]), torch.tensor(1.0)])
+    assert tensors[0].tolist() == [7.0, 9.0]
+    assert tensors[1].item() == 1.0
 
 
 def test_a_store_is_known_by_its_answer():

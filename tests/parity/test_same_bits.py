@@ -221,6 +221,8 @@ def refusals() -> list[str]:
     for options in (
         {"strategy": "pipeline"},
         {"strategy": "diloco"},
+        {"strategy": "ddp:find_unused_parameters=true"},
+        {"strategy": "fsdp:find_unused_parameters=true"},
         {"strategy": lockstep.strategies.HSDP(shard_size=1)},
         {"virtual_ranks": 1},
         {"shares": "9:1"},
@@ -257,6 +259,8 @@ def test_what_cannot_have_the_same_bits_is_refused() -> None:
     assert run_ranks(refusals, 2)[0] == [
         "virtual_ranks=4 with strategy='pipeline'",
         "virtual_ranks=4 with strategy='diloco'",
+        "virtual_ranks=4 with strategy='ddp:find_unused_parameters=true'",
+        "virtual_ranks=4 with strategy='fsdp:find_unused_parameters=true'",
         "virtual_ranks=4 with strategy='hsdp:shard_size=1'",
         "virtual_ranks=1",
         "virtual_ranks=4",
@@ -307,3 +311,28 @@ def test_gradients_of_several_global_batches_add_up(strategy: str) -> None:
     torch.testing.assert_close(alone, plain)
     for weight in run_ranks(accumulate_by_hand, 2, 4, env={"LOCKSTEP_STRATEGY": strategy}):
         assert torch.equal(weight, alone)
+
+
+def train_fetched_ahead() -> str:
+    """A loop that has fetched the next batch before it trains one, in two pieces a virtual rank."""
+    with lockstep.init(virtual_ranks=4, micro_batch_size=2) as world:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(72, 16), nn.Dropout(0.3), nn.Linear(16, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(samples(32), batch_size=BATCH)
+        model, optimizer, loader = world.prepare(model, optimizer, loader)
+        batches = iter(loader)
+        following = next(batches)
+        while following is not None:
+            images, labels = following
+            following = next(batches, None)
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            world.backward(loss)
+            optimizer.step()
+        return digest_of(model)
+
+
+def test_bits_of_a_loop_that_fetches_ahead() -> None:
+    (alone,) = run_ranks(train_fetched_ahead, 1)
+    assert run_ranks(train_fetched_ahead, 2) == [alone] * 2

@@ -571,6 +571,7 @@ def _micro_batches_of_virtual_ranks(
             number=piece.virtual_rank,
             begins=piece.piece == 0,
             ends=piece.piece == piece.num_pieces - 1,
+            piece=piece.piece,
             number_on_process=len(numbers),
             mean_number_on_process=num_virtual_ranks / num_ranks,
             has_own_step=False,

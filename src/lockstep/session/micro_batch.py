@@ -34,6 +34,8 @@ class VirtualRank:
     """True if this micro-batch is its first of the global batch."""
     ends: bool
     """True if this micro-batch is its last of the global batch."""
+    piece: int = 0
+    """The number of this micro-batch among those of the virtual rank, from 0."""
     number_on_process: int
     """How many virtual ranks this process computes, one after the other."""
     mean_number_on_process: float

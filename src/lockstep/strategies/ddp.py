@@ -105,7 +105,18 @@ class DDP(base.Strategy):
         check_whole_number(f"check_every={self.check_every}", self.check_every, 0)
 
     def plan(self, run: Run) -> base.StrategyPlan:
-        """Returns a plan in which every rank computes a part of each batch."""
+        """Returns a plan in which every rank computes a part of each batch.
+
+        Raises:
+            SettingError: an option does not go with virtual ranks.
+        """
+        if self.find_unused_parameters:
+            base.refuse_virtual_ranks(
+                run,
+                f"{self.name}:find_unused_parameters=true",
+                "every virtual rank has to use all parameters, so that its gradient has its place "
+                "in the sum",
+            )
         return replace(super().plan(run), can_autotune=True, static_graph=self.static_graph)
 
     def wrap(self, module: nn.Module, run: Run) -> base.PreparedModule:

@@ -113,6 +113,13 @@ class FSDP(Strategy):
                 found,
                 "leave cpu_offload out, or use several GPUs",
             )
+        if self.find_unused_parameters:
+            refuse_virtual_ranks(
+                run,
+                f"{self.name}:find_unused_parameters=true",
+                "every virtual rank has to use all parameters, so that its gradient has its place "
+                "in the sum",
+            )
         torch_finds_unused = hasattr(
             torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_unused_params"
         )

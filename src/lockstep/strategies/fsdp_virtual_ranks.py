@@ -143,9 +143,7 @@ class TreeReduceScatter:
                 "journal under fsdp with parameters that are not used",
                 f"{num_missing} numbers are missing in the gradient of a unit, and torch does not "
                 "say to which parameters they belong",
-                "use all parameters, set "
-                "strategy=lockstep.strategies.FSDP(find_unused_parameters=True), or leave the "
-                "journal out",
+                "use all parameters, or leave the journal out",
             )
         rows_of_parameters = torch.split(flat.view(self._num_shards, -1), lengths, dim=1)
         gradients: list[Tensor] = []
@@ -202,8 +200,7 @@ class TreeReduceScatter:
                 "virtual_ranks under fsdp, with parameters that not all of them use",
                 f"virtual rank {micro_batch.virtual_rank_number} has used other parameters of a "
                 "unit than those before it",
-                "use all parameters for every sample, or set "
-                "strategy=lockstep.strategies.FSDP(find_unused_parameters=True)",
+                "use all parameters for every sample, or leave virtual_ranks out",
             )
         self._push_leaf(gradient, sums.merges)
 

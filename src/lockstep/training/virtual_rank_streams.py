@@ -63,13 +63,17 @@ class VirtualRankStreams(Extension):
             seeding.set_rng_state(state, self._device)
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Seeds the generators for the virtual rank that begins."""
-        if micro_batch.virtual_rank is None or not micro_batch.virtual_rank_begins:
+        """Seeds the generators for a micro-batch of a virtual rank.
+
+        Not for the first one alone: a loop that fetches batches ahead has left the loader, which
+        ends with the common stream, before it trains the last one.
+        """
+        virtual_rank = micro_batch.virtual_rank
+        if virtual_rank is None:
             return
         if self._common is None:
             self._common = seeding.rng_state(self._device)
-        number = micro_batch.virtual_rank.number
-        self._seed_generators(number, VIRTUAL_RANK_CONSTANT)
+        self._seed_generators(virtual_rank.number, virtual_rank.piece, VIRTUAL_RANK_CONSTANT)
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Seeds the generators for what follows the last virtual rank, before the first optimizer.
