@@ -316,7 +316,12 @@ def all_trained(sizes: tuple[int, ...]) -> dict[str, tuple[Any, str, int]]:
 
 
 @pytest.mark.parametrize(
-    "sizes", [pytest.param((2,), marks=pytest.mark.thorough), (1, 1, 1), (2, 2)]
+    "sizes",
+    [
+        pytest.param((2,), marks=pytest.mark.thorough),
+        pytest.param((1, 1, 1), marks=pytest.mark.thorough),
+        (2, 2),
+    ],
 )
 def test_models_train_with_compressed_gradients(sizes: tuple[int, ...]) -> None:
     results = run_ranks(all_trained, sum(sizes), sizes)

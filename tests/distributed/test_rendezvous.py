@@ -193,7 +193,7 @@ def test_without_a_local_world_size_the_ranks_of_a_machine_are_counted(
     assert places == [(0, 3, 0), (1, 3, 0), (2, 3, 0)]
 
 
-@pytest.fixture(params=["tcp", "file", "agent"])
+@pytest.fixture(params=["tcp", pytest.param("file", marks=pytest.mark.thorough), "agent"])
 def place(
     request: pytest.FixtureRequest, free_port: Callable[[], int], tmp_path: Path
 ) -> Iterator[tuple[str | None, Callable[[int], Any]]]:

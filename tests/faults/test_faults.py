@@ -21,12 +21,12 @@ from ranks import HANG_S, LEAVE_S
 pytestmark = pytest.mark.launcher
 
 RARE = {
+    "the GIL held in C",
     "a debugger stops a rank in a call of C",
     "poll in C that holds the GIL, in a thread",
     "poll in C that lets the GIL go, which another thread holds",
     "poll in C beside a thread that seldom lets the GIL go",
     "short naps in C that hold the GIL",
-    "sleep in C that holds the GIL",
     "a semaphore that C waits for with the GIL",
     "an answer of a licence server that C waits for with the GIL",
     "a child process works, started from C",

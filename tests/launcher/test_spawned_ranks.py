@@ -247,7 +247,11 @@ BY_PROCESS = """
 
 @pytest.mark.parametrize(
     "how",
-    ["mp.start_processes", pytest.param("fork", marks=pytest.mark.thorough), "spawn"],
+    [
+        pytest.param("mp.start_processes", marks=pytest.mark.thorough),
+        pytest.param("fork", marks=pytest.mark.thorough),
+        "spawn",
+    ],
 )
 def test_a_deadlock_among_spawned_ranks_is_reported(tmp_path: Path, how: str) -> None:
     source, call = DEADLOCK, DEADLOCK.splitlines()[-1]

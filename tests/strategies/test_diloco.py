@@ -251,7 +251,7 @@ def on_two_machines(options: DiLoCo) -> tuple[dict[str, Tensor], int, int]:
     [
         DiLoCo(replicas=4, every=4, fragments=2, delay=2),
         DiLoCo(replicas=2, every=4, fragments=2, delay=2),
-        DiLoCo(replicas=2, every=4, compress="bf16"),
+        pytest.param(DiLoCo(replicas=2, every=4, compress="bf16"), marks=pytest.mark.thorough),
         DiLoCo(replicas=2, every=4, compress="int8"),
     ],
     ids=str,
