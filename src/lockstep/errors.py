@@ -250,6 +250,14 @@ def warn_about(error: LockstepError) -> None:
     warn(error.was_set, error.found, error.do, code=error.code)
 
 
+def add_note_once(error: BaseException, beginning: str, rest: str) -> None:
+    """Adds the note `beginning + rest` to an error, unless a note of it begins so already."""
+    for note in getattr(error, "__notes__", ()):
+        if note.startswith(beginning):
+            return
+    error.add_note(beginning + rest)
+
+
 def explain_hint(code: str) -> str:
     """Returns the hint after a message that has an entry in the catalogue."""
     return f"[{code}: lockstep explain {code}]"

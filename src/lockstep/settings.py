@@ -166,7 +166,7 @@ class Settings:
         None,
         reader=whole_number_from_1,
         metavar="INTEGER",
-        help="Compute as on so many ranks: the same bits on any number of processes.",
+        help="Compute as on this number of ranks, with the same bits on any number of processes.",
     )
     """Parts of every global batch that are computed each by itself; None: those of the ranks."""
     check_devices: int | None = _setting(

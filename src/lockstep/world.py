@@ -573,7 +573,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             into its memory; by default its whole part.
         num_micro_batches: instead of it, the number of micro-batches of a global batch, on any
             number of ranks; BatchNorm then has the same statistics everywhere.
-        virtual_ranks: computes as if on so many ranks, with the same bits on any number of
+        virtual_ranks: computes as on this number of ranks, with the same bits on any number of
             processes up to it; see docs/same_bits.md. By default the parts of a batch, and so the
             last bits of every sum, depend on the number of processes.
         check_devices: with `virtual_ranks`: after so many global batches each process computes a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep.communication import traffic
+from lockstep.distributed import rank_files
 from lockstep.errors import CheckpointError, LockstepWarning, SettingError
 from lockstep.extensions.report import record as writing
 from lockstep.extensions.report.reading import Record
@@ -220,15 +222,15 @@ def test_rows_are_json_of_seven_digits() -> None:
 
 
 def test_a_full_disk_does_not_end_the_training(tmp_path: Path, monkeypatch: Any) -> None:
-    written = []
+    class FullDisk(io.FileIO):
+        """A file on a disk that has no space for the third row."""
 
-    def text(line: Any) -> str:
-        written.append(line)
-        if isinstance(line, list) and line[0] == 3:
-            raise OSError(28, "No space left on device")
-        return json.dumps(line)
+        def write(self, data: Any) -> int:
+            if bytes(data).startswith(b"[3,"):
+                raise OSError(28, "No space left on device")
+            return super().write(data)
 
-    monkeypatch.setattr(writing, "line_as_json", text)
+    monkeypatch.setattr(rank_files.io, "FileIO", FullDisk)
     with pytest.warns(LockstepWarning, match="(?s)No space left on device.*its record ends here"):
         assert len(train(tmp_path, 1, kill_after=99)) == 5
     assert Record(tmp_path).starts[0].main.column("step").tolist() == [1, 2]

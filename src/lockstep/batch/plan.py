@@ -260,12 +260,13 @@ class VirtualRankPiece(NamedTuple):
 
     virtual_rank: int
     piece: int
-    """Its number among the pieces of its virtual rank, from 0."""
+    """The number of this piece among those of its virtual rank, from 0."""
     num_pieces: int
     """How many pieces the virtual rank's part is computed in."""
     begin: int
-    """Where its samples begin in the global batch."""
+    """The position of the first sample in the global batch."""
     end: int
+    """The position after the last sample."""
     is_padding: bool = False
     """True if it only fills up a rank's list."""
 
@@ -330,8 +331,11 @@ def virtual_rank_bounds(shares: tuple[int, ...], num_virtual_ranks: int) -> tupl
 
 def _as_array(pieces_of_ranks: list[list[VirtualRankPiece]]) -> Indices:
     """Returns begin and end of each piece, shape `(pieces of a rank, ranks, 2)`."""
-    bounds = [[(piece.begin, piece.end) for piece in pieces] for pieces in pieces_of_ranks]
-    split = np.array(bounds, dtype=np.int64).swapaxes(0, 1)
+    num_pieces = len(pieces_of_ranks[0])
+    split = np.empty((num_pieces, len(pieces_of_ranks), 2), dtype=np.int64)
+    for rank, pieces in enumerate(pieces_of_ranks):
+        for index, piece in enumerate(pieces):
+            split[index, rank] = piece.begin, piece.end
     split.setflags(write=False)
     return split
 

@@ -107,9 +107,9 @@ class _ReadPart(NamedTuple):
     stride: int
     """How much the number grows from one sample to the next."""
     planned_sizes: Indices
-    """As in `RankBatch`."""
+    """The planned samples of each rank in each micro-batch; see `RankBatch`."""
     counts: Indices
-    """As in `RankBatch`."""
+    """The number of samples that each rank has; see `RankBatch`."""
     bounds: list[list[int]]
     """For each micro-batch, the begin and end in `samples` of this rank's samples."""
     ended: bool

@@ -146,7 +146,7 @@ class ChangedLength(NamedTuple):
     """A number of steps of a scheduler that is not what was saved."""
 
     place: str
-    """Its place in the scheduler's state, such as "total_steps" or "_schedulers.1.T_max"."""
+    """The place of the number in the scheduler's state, such as "_schedulers.1.T_max"."""
     saved: int
     """The number in the saved state."""
     built: int

@@ -220,7 +220,7 @@ class _Encoder:
         self.tensors: dict[str, Tensor] = {}
         """The stored tensors by name, as in `EncodedState`."""
         self.boxes: dict[str, Box] = {}
-        """As in `EncodedState`."""
+        """The boxes of the stored tensors by name, as in `EncodedState`."""
         self._tree_of_view: dict[object, Tree] = {}
         """The trees of the tensors so far, by `view_key`: tied tensors have the same key."""
         self._storages_in_use: set[int] = set()

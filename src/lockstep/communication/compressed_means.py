@@ -39,7 +39,7 @@ class _Place(NamedTuple):
     unit: int
     """The number of its unit."""
     values: Tensor
-    """Its part of the values of the unit's sum: a view, in the shape of the gradient."""
+    """The part of the unit's sum that belongs to the gradient: a view in its shape."""
 
 
 class CompressedMeans:

@@ -19,9 +19,11 @@ numbers are what this module computes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Value = TypeVar("Value")
 
 
 class Node(NamedTuple):
@@ -40,6 +42,23 @@ class Node(NamedTuple):
         size_of_left = 1 << (size - 1).bit_length() - 1
         middle = self.begin + size_of_left
         return Node(self.begin, middle), Node(middle, self.end)
+
+
+def push(
+    stack: list[Value], value: Value, num_merges: int, add: Callable[[Value, Value], object]
+) -> None:
+    """Pushes a value onto a stack of partial sums, and makes the merges that follow it.
+
+    Args:
+        stack: the partial sums.
+        value: of the next leaf, or of the next node.
+        num_merges: how often the two topmost values are replaced by their sum.
+        add: adds its second argument to its first one, in place.
+    """
+    stack.append(value)
+    for _ in range(num_merges):
+        right = stack.pop()
+        add(stack[-1], right)
 
 
 class RankSums(NamedTuple):

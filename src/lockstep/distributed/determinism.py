@@ -15,7 +15,7 @@ import torch.utils.deterministic
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.numerics import compare_ranks, read_numerics
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, UsageError, add_note_once
 from lockstep.session.extension import Extension
 from lockstep.settings import Choice
 
@@ -99,7 +99,4 @@ def add_determinism_note(error: BaseException | None) -> None:
     operation = find_refused_operation(error)
     if error is None or operation is None:
         return
-    for note in getattr(error, "__notes__", ()):
-        if note.startswith(NOTE_BEGINNING):
-            return
-    error.add_note(NOTE_BEGINNING + nondeterministic_error(operation).parts)
+    add_note_once(error, NOTE_BEGINNING, nondeterministic_error(operation).parts)

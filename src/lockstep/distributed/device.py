@@ -14,7 +14,7 @@ from types import TracebackType
 import torch
 
 from lockstep.distributed.topology import Topology
-from lockstep.errors import LockstepError, SettingError
+from lockstep.errors import LockstepError, SettingError, add_note_once
 from lockstep.session.step import Step
 from lockstep.wording import count_noun
 
@@ -173,10 +173,7 @@ def add_memory_advice(error: BaseException | None, samples: int, devices: int = 
     """
     if error is None or not is_out_of_memory(error):
         return
-    for note in getattr(error, "__notes__", ()):
-        if note.startswith(ADVICE_BEGINNING):  # it has the advice already
-            return
-    text = f"{ADVICE_BEGINNING} with {count_noun(samples, 'sample')} at a time on this rank"
+    text = f" with {count_noun(samples, 'sample')} at a time on this rank"
     if devices > 1:
         text += f" of {devices} devices"
     text += "."
@@ -187,10 +184,11 @@ def add_memory_advice(error: BaseException | None, samples: int, devices: int = 
             "batch and the numbers stay the same; micro_batch_size='auto' finds the largest that "
             "fits."
         )
-    error.add_note(
-        f"{text} lockstep.checkpoint_activations(model) keeps less for the backward pass, as does "
+    text += (
+        " lockstep.checkpoint_activations(model) keeps less for the backward pass, as does "
         "precision='bf16'; strategy='fsdp' divides the model over the ranks."
     )
+    add_note_once(error, ADVICE_BEGINNING, text)
 
 
 def _add_no_other_notes(error: BaseException) -> None:

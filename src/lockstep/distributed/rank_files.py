@@ -11,10 +11,11 @@ from __future__ import annotations
 import io
 import secrets
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.errors import SettingError
+from lockstep.errors import SettingError, warn
 
 if TYPE_CHECKING:
     from lockstep.distributed.collectives import Collectives
@@ -49,6 +50,43 @@ def open_rank_file(
             file.close()
         raise cannot_write_error(setting, folder, problems[0])
     return file
+
+
+def append_or_end(
+    file: io.FileIO | None, data: bytes, *, setting: str, folder: str | Path, content: str
+) -> None:
+    """Appends to the file of a rank; if that fails the file ends with a warning.
+
+    The training goes on, and later calls do nothing.
+
+    Args:
+        file: what `open_rank_file` returned; it may have been closed.
+        data: what is appended, by one system call.
+        setting: the argument of `lockstep.init` that asked for the files.
+        folder: the value of that argument.
+        content: what the file holds, such as "record".
+    """
+    if file is None or file.closed or not data:
+        return
+    try:
+        if file.write(data) == len(data):
+            return
+        problem = "the disk is full"
+    except OSError as error:
+        problem = str(error)
+    close_rank_file(file)
+    warn(
+        f"{setting}={folder!r}",
+        f"it cannot be written any more: {problem}",
+        f"make room; the training goes on, and its {content} ends here",
+    )
+
+
+def close_rank_file(file: io.FileIO | None) -> None:
+    """Closes what `open_rank_file` returned."""
+    if file is not None:
+        with suppress(OSError):  # a network file system may report a full disk only now
+            file.close()
 
 
 def _agree_on_start_name(folder: Path, collectives: Collectives) -> str:

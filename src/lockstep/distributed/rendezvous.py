@@ -153,7 +153,7 @@ class _OpenedStore(NamedTuple):
 
     store: Store
     location: str
-    """Where it is, for messages."""
+    """The address or path of the store, for messages."""
     served_by_rank_0: bool
     file: Path | None
     """The file of a FileStore."""

@@ -35,7 +35,7 @@ from lockstep.batch.shares import initial_shares
 from lockstep.communication.compressed_means import CompressedMeans
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank
-from lockstep.errors import LockstepError, SettingError, UsageError
+from lockstep.errors import LockstepError, SettingError, UsageError, add_note_once
 from lockstep.optim.precision import Precision
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch, VirtualRanks
@@ -287,19 +287,18 @@ def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> Non
     rank_has_no_samples = micro_batch.global_samples > 0 and micro_batch.local_rows == 0
     if not rank_has_no_samples:
         return
-    for note in getattr(error, "__notes__", ()):
-        if note.startswith(_EMPTY_PART_NOTE):
-            return
     found = f"has none of the {micro_batch.global_samples} samples of this batch"
     if micro_batch.left_out:
         found = (
             f"has no samples: the collate function left out all {micro_batch.left_out} of its part"
         )
-    error.add_note(
-        f"{_EMPTY_PART_NOTE} {found}, so its tensors have the shape (0, *). Functions of torch "
+    add_note_once(
+        error,
+        _EMPTY_PART_NOTE,
+        f" {found}, so its tensors have the shape (0, *). Functions of torch "
         "that refuse these get one placeholder row; all else that the script computes beside the "
         "prepared model has to be right for any number of samples; or leave short batches out: "
-        "drop_last=True."
+        "drop_last=True.",
     )
 
 
@@ -384,9 +383,9 @@ def on_one_process(module: nn.Module, run: Run) -> PreparedModule:
         return PreparedModule(module=module)
     # These modules need what is defined above.
     from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
-    from lockstep.strategies.virtual_ranks import VirtualRankGradients, tree_of
+    from lockstep.strategies.virtual_ranks import VirtualRankGradients, make_virtual_rank_tree
 
-    tree = tree_of(run)
+    tree = make_virtual_rank_tree(run)
     gradients = VirtualRankGradients(list(module.parameters()), tree, run.step, single_process=True)
     buffers = VirtualRankBuffers(module, tree, run.step)
     return PreparedModule(module=module, extensions=[gradients, buffers])

@@ -16,7 +16,6 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, SupportsIndex, cast, get_args
 
 import torch
@@ -46,9 +45,14 @@ from lockstep.session.step import CHECK_EVERY
 from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies import base
 from lockstep.strategies.moving_buffers import MovingBuffers
+from lockstep.strategies.pending_buckets import PendingBuckets
 from lockstep.strategies.replication import take_from_first
 from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
-from lockstep.strategies.virtual_ranks import BucketTreeSum, VirtualRankGradients, tree_of
+from lockstep.strategies.virtual_ranks import (
+    BucketTreeSum,
+    VirtualRankGradients,
+    make_virtual_rank_tree,
+)
 from lockstep.units import format_bytes
 from lockstep.wording import join_first
 
@@ -261,8 +265,7 @@ class _BucketAverager:
     """A communication hook of DDP that averages the gradients of a bucket over the ranks, in place.
 
     Ranks of one machine average through shared memory. Between machines the hook only starts the
-    exchange of a bucket, so that several buckets are on their way at the same time; it waits for
-    all of them in the last bucket.
+    exchange of a bucket (`pending_buckets`).
 
     Args:
         shared: the shared memory of the ranks of this machine, if they use it.
@@ -271,9 +274,7 @@ class _BucketAverager:
     def __init__(self, shared: SharedMemory | None) -> None:
         self._shared = shared
         self._scale = 1.0 / dist.get_world_size()
-        self._unfinished: list[Callable[[], None]] = []
-        """Called in the last bucket, in order: they wait for an exchange or set a future's result.
-        """
+        self._pending = PendingBuckets()
 
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Averages a bucket; torch calls this in the backward pass.
@@ -286,25 +287,16 @@ class _BucketAverager:
             work = dist.all_reduce(gradients.mul_(self._scale), async_op=True)
             future = cast(dist.Work, work).get_future()
             return future.then(lambda reduced: reduced.value()[0])
-        averages = torch.futures.Future[Tensor]()
-        if bucket.index() == 0:
-            # If a backward pass has raised, its buckets are still here.
-            self._unfinished.clear()
         if self._shared is not None and self._shared.across is None:  # a single machine
             self._shared.all_reduce(gradients, scale=self._scale)
+            averages = torch.futures.Future[Tensor]()
             averages.set_result(gradients)
             return averages
         if self._shared is None:
             wait = routing.start_all_reduce(gradients.mul_(self._scale))
         else:
             wait = self._shared.start_all_reduce(gradients, scale=self._scale)
-        self._unfinished.append(wait)
-        self._unfinished.append(partial(averages.set_result, gradients))
-        if bucket.is_last():
-            for finish in self._unfinished:
-                finish()
-            self._unfinished.clear()
-        return averages
+        return self._pending.add(bucket, wait)
 
 
 class _ForwardGuard:
@@ -387,7 +379,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         """Keeps the gradients of virtual ranks apart, if there are any."""
         if run.settings.virtual_ranks is not None:
             self.virtual_ranks = VirtualRankGradients(
-                list(module.parameters()), tree_of(run), run.step
+                list(module.parameters()), make_virtual_rank_tree(run), run.step
             )
         self._averager: _BucketAverager | BucketTreeSum | CompressedMeans | None = None
         """Becomes DDP's communication hook in the first forward pass, unless the user registers

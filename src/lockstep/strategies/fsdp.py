@@ -66,7 +66,7 @@ from lockstep.strategies.fsdp_virtual_ranks import ShardedVirtualRanks
 from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.strategies.replication import norm_over_ranks, take_from_first
 from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
-from lockstep.strategies.virtual_ranks import tree_of
+from lockstep.strategies.virtual_ranks import make_virtual_rank_tree
 from lockstep.units import format_bytes
 
 
@@ -182,7 +182,7 @@ class FSDP(Strategy):
         left_out: Sequence[str] = ()
         gradient_bits = None
         if run.settings.virtual_ranks is not None:
-            tree = tree_of(run)
+            tree = make_virtual_rank_tree(run)
             buffers = VirtualRankBuffers(module, tree, run.step, average)
             average = ()
             left_out = buffers.averaged

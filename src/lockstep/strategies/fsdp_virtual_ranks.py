@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.batch.indices import ceil_div
+from lockstep.communication.summation_tree import push
 from lockstep.distributed.torch_compat import shards_in_reduction_order
 from lockstep.errors import UsageError
 from lockstep.session.extension import Extension
@@ -123,12 +124,33 @@ class TreeReduceScatter:
         self._nodes = []
         self._num_pushed = 0
 
-    def _tell_leaf(self, flat: Tensor, micro_batch: MicroBatch) -> None:
-        """Tells the extensions of the gradients of a virtual rank, one for each parameter.
+    def _split_by_parameter(
+        self, flat: Tensor, parameters: Sequence[Tensor]
+    ) -> tuple[Tensor, ...] | None:
+        """Returns the part of the unit's gradient that belongs to each parameter.
 
         Args:
             flat: the gradient of the unit. It has a chunk for each shard, and a chunk has the rows
                 of each parameter that belong to the shard, filled up with zeros to equal lengths.
+            parameters: the shards of the trained parameters of the unit.
+
+        Returns:
+            For each parameter a tensor of shape `(shards, numbers in a chunk)`. None if not all
+            parameters were used: torch does not say which of them the gradient has.
+        """
+        lengths = []
+        for shard in parameters:
+            num_rows = ceil_div(shard.shape[0], self._num_shards)
+            lengths.append(num_rows * math.prod(shard.shape[1:]))
+        if sum(lengths) * self._num_shards != len(flat):
+            return None
+        return torch.split(flat.view(self._num_shards, -1), lengths, dim=1)
+
+    def _tell_leaf(self, flat: Tensor, micro_batch: MicroBatch) -> None:
+        """Tells the extensions of the gradients of a virtual rank, one for each parameter.
+
+        Args:
+            flat: the gradient of the unit; see `_split_by_parameter`.
             micro_batch: of the virtual rank.
 
         Raises:
@@ -136,16 +158,15 @@ class TreeReduceScatter:
                 has.
         """
         parameters = self._trained_shards()
-        lengths = [self._length_in_chunk(shard) for shard in parameters]
-        num_missing = sum(lengths) * self._num_shards - len(flat)
-        if num_missing:
+        rows_of_parameters = self._split_by_parameter(flat, parameters)
+        if rows_of_parameters is None:
             raise UsageError(
-                "journal under fsdp with parameters that are not used",
-                f"{num_missing} numbers are missing in the gradient of a unit, and torch does not "
-                "say to which parameters they belong",
-                "use all parameters, or leave the journal out",
+                "hashes of gradients under fsdp, with parameters that are not used",
+                "the gradient of a unit does not have all of its parameters, and torch does not "
+                "say which are missing",
+                "use all parameters; or leave the journal out, and do not compare by bits: "
+                "lockstep verify --float64",
             )
-        rows_of_parameters = torch.split(flat.view(self._num_shards, -1), lengths, dim=1)
         gradients: list[Tensor] = []
         for parameter, rows in zip(parameters, rows_of_parameters, strict=True):
             gradients.append(rows.reshape(-1)[: parameter.numel()].view(parameter.shape))
@@ -159,11 +180,6 @@ class TreeReduceScatter:
                 shards.append(shard)
         return shards
 
-    def _length_in_chunk(self, shard: Tensor) -> int:
-        """Returns how many numbers of a parameter's gradient each chunk has, with the padding."""
-        num_rows = ceil_div(shard.shape[0], self._num_shards)
-        return num_rows * math.prod(shard.shape[1:])
-
     def _sum_bits(self, flat: Tensor) -> dict[str, Tensor]:
         """Returns a sum of the bits of each parameter's gradient, by the name of the parameter.
 
@@ -171,14 +187,13 @@ class TreeReduceScatter:
         there is one sum.
 
         Args:
-            flat: the gradient of the unit; see `_tell_leaf`.
+            flat: the gradient of the unit; see `_split_by_parameter`.
         """
         shards = self._trained_shards()
         names = [self._names[id(shard)] for shard in shards]
-        lengths = [self._length_in_chunk(shard) for shard in shards]
-        if sum(lengths) * self._num_shards != len(flat):
+        columns_of_parameters = self._split_by_parameter(flat, shards)
+        if columns_of_parameters is None:
             return {f"the parameters around {names[0]}": gradient_bit_sums([flat])[0]}
-        columns_of_parameters = torch.split(flat.view(self._num_shards, -1), lengths, dim=1)
         return dict(zip(names, gradient_bit_sums(columns_of_parameters), strict=True))
 
     def _push(self, gradient: Tensor, micro_batch: MicroBatch) -> None:
@@ -211,10 +226,7 @@ class TreeReduceScatter:
             gradient: of a virtual rank.
             merges: for each virtual rank of this process, how many additions follow its gradient.
         """
-        self._nodes.append(gradient)
-        for _ in range(merges[self._num_pushed]):
-            right = self._nodes.pop()
-            self._nodes[-1].add_(right)
+        push(self._nodes, gradient, merges[self._num_pushed], Tensor.add_)
         self._num_pushed += 1
 
 

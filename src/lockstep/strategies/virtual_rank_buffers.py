@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.communication.summation_tree import push
 from lockstep.distributed.torch_compat import BatchNorm, add_to_each, write_counts
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
@@ -67,8 +68,9 @@ class VirtualRankBuffers(Extension):
         patterns = [average] if isinstance(average, str) else average
         self.averaged: list[str] = []
         """The names of the buffers that are averaged."""
-        self._batchnorm_counts: list[str] = []
-        """The names of BatchNorm's counts of batches, whose writes torch does not count either."""
+        self._with_uncounted_writes: set[str] = set()
+        """The names of the averaged buffers and of all of BatchNorm. Torch counts the writes to a
+        tensor, except those of its BatchNorm."""
         self._places: list[tuple[str, nn.Module, str]] = []
         """The name of each buffer, the module that holds it, and the attribute of that module."""
         for name, buffer in module.named_buffers():
@@ -80,8 +82,8 @@ class VirtualRankBuffers(Extension):
             is_chosen = any(fnmatchcase(name, pattern) for pattern in patterns)
             if buffer.is_floating_point() and (is_of_batchnorm or is_chosen):
                 self.averaged.append(name)
-            elif is_of_batchnorm:
-                self._batchnorm_counts.append(name)
+            if is_of_batchnorm or name in self.averaged:
+                self._with_uncounted_writes.add(name)
         self._at_beginning: dict[str, _Copy] = {}
         """The buffers when the present global batch began."""
         self._nodes: list[list[Tensor]] = []
@@ -178,37 +180,30 @@ class VirtualRankBuffers(Extension):
     @torch.no_grad()
     def _copy_buffers(self) -> None:
         """Copies the buffers, those that may have changed since they were last copied."""
-        buffers = self._buffers()
-        writes_are_not_counted = {*self.averaged, *self._batchnorm_counts}
         copies = {}
-        for name, buffer in buffers.items():
-            (write_count,) = write_counts([buffer])
+        for name, buffer in self._buffers().items():
             known = self._at_beginning.get(name)
-            if (
-                known is not None
-                and known.buffer is buffer
-                and known.write_count == write_count
-                and name not in writes_are_not_counted
-            ):
+            if known is not None and not self._may_have_changed(name, buffer, known):
                 copies[name] = known
             else:
+                (write_count,) = write_counts([buffer])
                 copies[name] = _Copy(buffer, write_count, buffer.clone())
         self._at_beginning = copies
 
-    def _changed_buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers that may have changed since the global batch began, by name.
+    def _may_have_changed(self, name: str, buffer: Tensor, copy: _Copy) -> bool:
+        """Returns False if a buffer is known to have the values of its copy."""
+        (write_count,) = write_counts([buffer])
+        was_written_to = copy.buffer is not buffer or copy.write_count != write_count
+        return was_written_to or name in self._with_uncounted_writes
 
-        Torch counts the writes to a tensor, except those of its BatchNorm.
-        """
-        writes_are_not_counted = {*self.averaged, *self._batchnorm_counts}
+    def _changed_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers that may have changed since the global batch began, by name."""
         changed = {}
         for name, buffer in self._buffers().items():
             copy = self._at_beginning.get(name)
             if copy is None:
                 continue  # the model has registered it since
-            (write_count,) = write_counts([buffer])
-            is_unchanged = copy.buffer is buffer and copy.write_count == write_count
-            if name in writes_are_not_counted or not is_unchanged:
+            if self._may_have_changed(name, buffer, copy):
                 changed[name] = buffer
         return changed
 
@@ -233,10 +228,8 @@ class VirtualRankBuffers(Extension):
             return
         if self.averaged:
             buffers = self._buffers()
-            self._nodes.append([buffers[name].clone() for name in self.averaged])
-            for _ in range(self._tree.num_merges(micro_batch)):
-                right = self._nodes.pop()
-                add_to_each(self._nodes[-1], right)
+            values = [buffers[name].clone() for name in self.averaged]
+            push(self._nodes, values, self._tree.num_merges(micro_batch), add_to_each)
         if micro_batch.virtual_rank_number == 0:
             for name, buffer in self._changed_buffers().items():
                 if name not in self.averaged:

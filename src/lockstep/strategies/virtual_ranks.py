@@ -15,7 +15,6 @@ number of virtual ranks, is the gradient of the mean loss over the global batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,13 +22,15 @@ from torch import Tensor, nn
 
 from lockstep.batch.plan import part_sizes, virtual_rank_bounds
 from lockstep.batch.shares import initial_shares
+from lockstep.communication.summation_tree import push
 from lockstep.communication.tree_sum import TreeSums
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import add_to_each, multiply_each
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, add_note_once
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
+from lockstep.strategies.pending_buckets import PendingBuckets
 
 
 class VirtualRankTree:
@@ -68,7 +69,7 @@ class VirtualRankTree:
         return sums.merges[place]
 
 
-def tree_of(run: Run) -> VirtualRankTree:
+def make_virtual_rank_tree(run: Run) -> VirtualRankTree:
     """Returns how the processes of a run sum over its virtual ranks, which it must have."""
     settings = run.settings
     assert settings.virtual_ranks is not None
@@ -119,11 +120,7 @@ class VirtualRankGradients(Extension):
         if micro_batch.first:
             self._nodes.clear()
         elif micro_batch.virtual_rank_begins and previous is not None:
-            gradients = self._take_gradients()
-            if has_leaf(previous):
-                self._step.extensions.leaf_gradient(previous, self._parameters, gradients)
-                self._nodes.append(gradients)
-                self._merge(self.tree.num_merges(previous))
+            self._push_gradients(previous)
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """Raises UsageError for what has no place in the tree."""
@@ -142,12 +139,7 @@ class VirtualRankGradients(Extension):
 
     def _sum_on_one_process(self) -> None:
         """Writes the gradient of the global batch to the parameters; there is one process."""
-        micro_batch = self._step.micro_batch
-        gradients = self._take_gradients()
-        if has_leaf(micro_batch):
-            self._step.extensions.leaf_gradient(micro_batch, self._parameters, gradients)
-            self._nodes.append(gradients)
-            self._merge(self.tree.num_merges(micro_batch))
+        self._push_gradients(self._step.micro_batch)
         if not self._nodes:
             return
         (total,) = self._nodes
@@ -195,6 +187,16 @@ class VirtualRankGradients(Extension):
             flat_nodes.append(_like_bucket(total, views, [node[place] for place in places]))
         return sums.start([*flat_nodes, *nodes], total, scale=scale)
 
+    def _push_gradients(self, micro_batch: MicroBatch) -> None:
+        """Takes the gradients of a micro-batch's virtual rank, and adds them to those before it.
+
+        Gradients of a micro-batch that does not count are dropped.
+        """
+        gradients = self._take_gradients()
+        if has_leaf(micro_batch):
+            self._step.extensions.leaf_gradient(micro_batch, self._parameters, gradients)
+            push(self._nodes, gradients, self.tree.num_merges(micro_batch), _merge)
+
     def _take_gradients(self) -> Gradients:
         """Takes the gradients out of the parameters, so that the next ones begin anew.
 
@@ -206,23 +208,26 @@ class VirtualRankGradients(Extension):
             parameter.grad = None
         for gradient in gradients:
             if gradient is not None and gradient.layout is not torch.strided:
-                raise UsageError(
-                    "sparse gradients with virtual_ranks",
-                    "they are added up in a fixed order, which needs dense ones",
-                    "build the embedding without sparse=True",
-                )
+                raise sparse_gradients_error()
         return gradients
 
-    def _merge(self, number: int) -> None:
-        """Replaces the two topmost partial sums by their sum, a number of times."""
-        for _ in range(number):
-            right = self._nodes.pop()
-            left = self._nodes[-1]
-            for place, gradient in enumerate(right):
-                if left[place] is None and gradient is not None:
-                    # As the zeros that DDP has in the place of a gradient that is not there.
-                    left[place] = torch.zeros_like(gradient)
-            add_gradients(left, right)
+
+def _merge(left: Gradients, right: Gradients) -> None:
+    """Adds gradients to others, in place."""
+    for place, gradient in enumerate(right):
+        if left[place] is None and gradient is not None:
+            # As the zeros that DDP has in the place of a gradient that is not there.
+            left[place] = torch.zeros_like(gradient)
+    add_gradients(left, right)
+
+
+def sparse_gradients_error() -> UsageError:
+    """Returns the error for sparse gradients, which have no place in the sum."""
+    return UsageError(
+        "sparse gradients with virtual_ranks",
+        "they are added up in a fixed order, which needs dense ones",
+        "build the embedding without sparse=True",
+    )
 
 
 def check_virtual_rank_backward(step: Step, micro_batch: MicroBatch) -> None:
@@ -260,13 +265,13 @@ def note_single_sample(error: BaseException | None, micro_batch: MicroBatch) -> 
         return
     if micro_batch.virtual_rank is None or micro_batch.local_rows != 1:
         return
-    if any(note.startswith(_SINGLE_SAMPLE_NOTE) for note in getattr(error, "__notes__", ())):
-        return
-    error.add_note(
-        f"{_SINGLE_SAMPLE_NOTE} {micro_batch.virtual_rank.number} has one of the "
+    add_note_once(
+        error,
+        _SINGLE_SAMPLE_NOTE,
+        f" {micro_batch.virtual_rank.number} has one of the "
         f"{micro_batch.global_samples} samples of this batch, and with virtual_ranks each takes "
         "the statistics of its own part. Leave short batches out (drop_last=True), use fewer "
-        "virtual ranks, or a larger batch."
+        "virtual ranks, or a larger batch.",
     )
 
 
@@ -329,8 +334,7 @@ def _like_bucket(
 class BucketTreeSum:
     """A communication hook of DDP that sums gradients over virtual ranks.
 
-    Between machines the hook only starts the sum of a bucket, so that several are on their way at
-    the same time; it waits for all of them in the last bucket.
+    Between machines the hook only starts the sum of a bucket (`pending_buckets`).
 
     Args:
         gradients: of the module that DDP wraps.
@@ -338,8 +342,7 @@ class BucketTreeSum:
 
     def __init__(self, gradients: VirtualRankGradients) -> None:
         self._gradients = gradients
-        self._unfinished: list[Callable[[], None]] = []
-        """Called in the last bucket, in order: they wait for a sum or set a future's result."""
+        self._pending = PendingBuckets()
 
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Sums a bucket; torch calls this in the backward pass.
@@ -347,22 +350,6 @@ class BucketTreeSum:
         Returns:
             A future of the gradient of the global batch.
         """
-        total = bucket.buffer()
-        if total.layout is not torch.strided:
-            raise UsageError(
-                "sparse gradients with virtual_ranks",
-                "they are added up in a fixed order, which needs dense ones",
-                "build the embedding without sparse=True",
-            )
-        if bucket.index() == 0:
-            # If a backward pass has raised, its buckets are still here.
-            self._unfinished.clear()
-        devices: list[int | str | torch.device] = [total.device] if total.is_cuda else []
-        result = torch.futures.Future[Tensor](devices=devices)
-        self._unfinished.append(self._gradients.start_bucket_sum(bucket))
-        self._unfinished.append(partial(result.set_result, total))
-        if bucket.is_last():
-            for finish in self._unfinished:
-                finish()
-            self._unfinished.clear()
-        return result
+        if bucket.buffer().layout is not torch.strided:
+            raise sparse_gradients_error()
+        return self._pending.add(bucket, self._gradients.start_bucket_sum(bucket))

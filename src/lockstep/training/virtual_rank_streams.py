@@ -1,11 +1,11 @@
 """Random numbers of virtual ranks: the same on any number of processes.
 
 What a model draws in its forward passes (dropout) comes from a *stream* of its virtual rank, which
-is seeded anew for every global batch with the seed of the run, the number of the step and that of
-the virtual rank. What is drawn after the last of them, by the optimizer or by the script, comes
-from a stream of the step. What the script draws outside of the training loop comes from the
-*common* stream. The last two are the same on all processes. A stream is the state of the random
-generators of torch, of the GPU, of numpy and of Python's `random`.
+is seeded anew for each micro-batch with the seed of the run and the numbers of the step, of the
+virtual rank and of the micro-batch in it. What is drawn after the last of them, by the optimizer or
+by the script, comes from a stream of the step. What the script draws outside of the training loop
+comes from the *common* stream. The last two are the same on all processes. A stream is the state of
+the random generators of torch, of the GPU, of numpy and of Python's `random`.
 """
 
 from __future__ import annotations

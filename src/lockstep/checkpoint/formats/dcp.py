@@ -54,7 +54,7 @@ class FilePart(io.RawIOBase):
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         self._file = file
         self._offset = offset
-        """Where the part begins in the file, in bytes."""
+        """The number of bytes before the part in the file."""
         self._length = length
         """The number of bytes of the part."""
         self._position = 0

@@ -71,7 +71,7 @@ class FoundState:
     state: Mapping[str, Any]
     """Values by name. Tensors are views of the mapped file, or lazy."""
     place: str
-    """Its place in the file, such as "['model']"; empty for the top."""
+    """The place of the state in the file, such as "['model']"; empty for the top."""
 
 
 def _no_tensors() -> Iterable[tuple[str, LazyTensor]]:

@@ -168,7 +168,7 @@ class WrittenFile(NamedTuple):
 
     num_bytes: int
     checksum: str
-    """As in a manifest: "crc32:1c291ca3"."""
+    """The checksum as a manifest has it: "crc32:1c291ca3"."""
 
 
 def _do_nothing() -> None:

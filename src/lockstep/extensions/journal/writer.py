@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.rank_files import open_rank_file
-from lockstep.errors import SettingError, warn
+from lockstep.distributed.rank_files import append_or_end, close_rank_file, open_rank_file
+from lockstep.errors import SettingError
 from lockstep.extensions.journal.file_format import (
     FORMAT_VERSION,
     JOURNAL_SUFFIX,
@@ -235,7 +234,7 @@ class Journal(Extension):
             self._finish_step()
         self._write_pending(wait=not device_may_hang)
         self._flush()
-        self._close_file()
+        close_rank_file(self._file)
 
     # Tensors
 
@@ -398,23 +397,6 @@ class Journal(Extension):
         """
         records = b"".join(self._unwritten)
         self._unwritten.clear()
-        if self._file is None or self._file.closed or not records:
-            return
-        try:
-            if self._file.write(records) == len(records):
-                return
-            problem = "the disk is full"
-        except OSError as error:
-            problem = str(error)
-        self._close_file()
-        warn(
-            f"journal={self._folder!r}",
-            f"it cannot be written any more: {problem}",
-            "make room; the training goes on, and its journal ends here",
+        append_or_end(
+            self._file, records, setting="journal", folder=self._folder, content="journal"
         )
-
-    def _close_file(self) -> None:
-        """Closes the file."""
-        if self._file is not None:
-            with suppress(OSError):  # a network file system may report a full disk only now
-                self._file.close()

@@ -20,7 +20,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +28,8 @@ from torch import Tensor
 
 from lockstep.communication.traffic import traffic
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.rank_files import open_rank_file
-from lockstep.errors import on_warning, warn
+from lockstep.distributed.rank_files import append_or_end, close_rank_file, open_rank_file
+from lockstep.errors import on_warning
 from lockstep.extensions.report.record_format import (
     COLUMN_INDEX,
     COLUMNS,
@@ -124,7 +123,7 @@ class Recorder(Extension):
                 self._end_row(number_of_last_step)
             self._finish_pending_row(wait=not failed)
             self._write({"end": "failed" if failed else "ok", "time": time.time()})
-            self._close_file()
+            close_rank_file(self._file)
 
     def step_finished(self, number: int) -> None:
         """Adds the step to the present row, and ends the row if it covers enough steps."""
@@ -326,11 +325,6 @@ class Recorder(Extension):
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
-    def _close_file(self) -> None:
-        if self._file is not None:
-            with suppress(OSError):  # a network file system may report a full disk only now
-                self._file.close()
-
     def _write(self, *new_lines: object) -> None:
         """Writes the lines that were not written yet and then the new ones.
 
@@ -340,21 +334,9 @@ class Recorder(Extension):
         self._unwritten_lines = []
         if self._file is None or self._file.closed:  # the record has ended
             return
-        if not lines:
-            return
-        try:
-            text = "".join([f"{line_as_json(line)}\n" for line in lines])
-            data = text.encode()
-            if self._file.write(data) == len(data):
-                return
-            problem = "the disk is full"
-        except OSError as error:
-            problem = str(error)
-        self._close_file()
-        warn(
-            f"report={self._folder!r}",
-            f"it cannot be written any more: {problem}",
-            "make room; the training goes on, and its record ends here",
+        text = "".join([f"{line_as_json(line)}\n" for line in lines])
+        append_or_end(
+            self._file, text.encode(), setting="report", folder=self._folder, content="record"
         )
 
 
