@@ -242,7 +242,7 @@ class _Orders:
 
     def gloo(self) -> tuple[float, set[tuple[str, int]]]:
         """As a rank of torch's `env://`: a sum over all nodes; returns it, and what listens."""
-        from lockstep.distributed.interface import socket_variables
+        from lockstep.distributed.interface import gloo_variables
 
         place = self._info.bootstrap_store_info
         os.environ.update(
@@ -253,7 +253,7 @@ class _Orders:
                 "WORLD_SIZE": str(self._info.world_size),
                 "TORCHELASTIC_USE_AGENT_STORE": str(self._rendezvous.use_agent_store),
                 "TORCHELASTIC_RESTART_COUNT": str(self._rendezvous.attempt),
-                **socket_variables({}, self._rendezvous.interface),
+                **gloo_variables({}, self._rendezvous.interface),
             }
         )
         dist.init_process_group("gloo")

@@ -9,7 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.distributed.interface import choose_interface, nccl_matches, use_gloo_interface
+from lockstep.distributed.interface import (
+    choose_interface,
+    choose_nccl_interfaces,
+    gloo_variables,
+    nccl_matches,
+    use_gloo_interface,
+)
 from lockstep.errors import SettingError
 
 pytestmark = pytest.mark.unit
@@ -77,6 +83,51 @@ def test_what_cannot_be_chosen(environ: dict[str, str], words: list[str]) -> Non
 )
 def test_nccl_patterns(pattern: str, name: str, matches: bool) -> None:
     assert nccl_matches(pattern, name) is matches
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "reaching_master", "value", "unusable"),
+    [
+        # NCCL's own choice is right
+        ("lo eth0", "eth0", None, ""),
+        ("lo eth0 eth1", "eth0", None, ""),
+        ("lo eth0 ib0 ib1", "eth0", None, ""),
+        ("lo eth0 docker0", "eth0", None, ""),
+        ("lo eth0 ib0 br-0123456789ab veth1", "eth0", None, ""),
+        ("lo eth0 veth1", "lo", None, ""),  # all ranks are on this machine
+        ("lo enp1s0 br-ex br0 tailscale0", "br-ex", None, ""),  # bridges with the machine's address
+        # it would use an interface to containers, too
+        ("lo eth0 docker0 br-0123456789ab", "eth0", "=eth0", "br-0123456789ab"),
+        ("lo eth0 docker0 veth4f1 veth5a2", "eth0", "=eth0", "veth4f1, veth5a2"),
+        ("lo eth0 eth1 virbr0", "eth0", "=eth0,eth1", "virbr0"),  # both, as NCCL would
+        ("lo eth0 cni0 flannel.1 cali12", None, "=eth0", "cni0, flannel.1, cali12"),
+        # or nothing that leads to the others
+        ("lo docker0 lowpan0", "docker0", None, ""),
+        ("lo", "lowpan0", None, ""),
+        ("lo docker0", "docker_gwbridge", "=docker_gwbridge", "docker0"),
+        ("lo cni0", None, None, ""),
+        ("", "eth0", None, ""),
+    ],
+)
+def test_nccl_chooses_its_interfaces_unless_one_leads_to_containers(
+    interfaces: str, reaching_master: str | None, value: str | None, unusable: str
+) -> None:
+    chosen = choose_nccl_interfaces({}, interfaces.split(), reaching_master)
+    if value is None:
+        assert chosen is None
+        return
+    assert chosen is not None
+    assert chosen[0] == value
+    assert f"NCCL would use {unusable}, by the name" in chosen[1]
+    for variable in ("NCCL_SOCKET_IFNAME", "NCCL_COMM_ID"):
+        assert choose_nccl_interfaces({variable: "x"}, interfaces.split(), reaching_master) is None
+
+
+def test_gloo_has_one_interface_unless_the_user_has_set_it() -> None:
+    assert gloo_variables({}, "eth0") == {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert gloo_variables({"NCCL_SOCKET_IFNAME": "ib"}, "eth0") == {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert gloo_variables({"GLOO_SOCKET_IFNAME": "eth1"}, "eth0") == {}
+    assert gloo_variables({}, None) == {}
 
 
 def test_the_variable_is_set_until_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

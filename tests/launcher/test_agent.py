@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +14,19 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep.run.machines.static_rendezvous import StaticRendezvous
+from lockstep.run.start import agent as agent_module
 from lockstep.run.start.agent import Agent
+from lockstep.run.start.machine import Machine
+from lockstep.run.start.plan import LaunchSpec, make_plan
 from lockstep.run.start.process import Attempt, Process
 from lockstep.run.start.rank_environment import rank_environment
+from lockstep.run.start.worker import Script
 from lockstep.run.start.zygote import Event
 
 pytestmark = pytest.mark.launcher
 
 
-def test_the_agent_defines_the_methods_that_torch_leaves_abstract() -> None:
+def test_agent_defines_the_methods_that_torch_leaves_abstract() -> None:
     abstract = {"_start_workers", "_stop_workers", "_monitor_workers", "_shutdown"}
     assert SimpleElasticAgent.__abstractmethods__ == abstract
     assert not Agent.__abstractmethods__
@@ -104,3 +109,32 @@ def test_a_signal_that_comes_while_a_ranks_end_is_read_waits_until_it_is_noted()
     agent.interrupted = None
     with pytest.raises(SignalException):
         agent.interrupt(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("has_gpus", "interfaces", "value"),
+    [
+        (True, ["lo", "eth0", "veth1"], "=eth0"),
+        (True, ["lo", "eth0", "eth1"], None),
+        (False, ["lo", "eth0", "veth1"], None),
+    ],
+)
+def test_ranks_are_told_nccls_interfaces_where_it_would_choose_wrong_ones(
+    monkeypatch: pytest.MonkeyPatch, has_gpus: bool, interfaces: list[str], value: str | None
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(agent_module, "running_interfaces", lambda: interfaces)
+    spec = LaunchSpec(script=Script(path="train.py"))
+    machine = Machine(cores=2, gpus=2 if has_gpus else 0, loopback="lo")
+    plan = make_plan(spec, machine, {}, 2, one_node=False)
+    said: list[str] = []
+    console: Any = SimpleNamespace(announce=said.append, environment={})
+    rendezvous: Any = SimpleNamespace(interface="eth0")
+    variables = agent_module._variables_of_all_ranks(plan, console, rendezvous)
+    assert variables["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert variables.get("NCCL_SOCKET_IFNAME") == value
+    if value is None:
+        assert not said
+    else:
+        assert f"NCCL_SOCKET_IFNAME={value}: by itself NCCL would use veth1" in said[0]

@@ -72,7 +72,6 @@ OTHERWISE = {
 }
 ONLY_HERE = {
     "GLOO_SOCKET_IFNAME": "the interface of the run",
-    "NCCL_SOCKET_IFNAME": "likewise",
     "LOCKSTEP_MEMORY": "files in memory, where ranks may be started again",
     "LOCKSTEP_EVIDENCE": "what its launcher reads of it, in memory",
     "LOCKSTEP_LAUNCHER": "who started it",

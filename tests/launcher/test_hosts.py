@@ -156,11 +156,21 @@ def test_variables_of_lockstep_and_nccl_are_forwarded_and_those_named() -> None:
     environ = {
         "LOCKSTEP_SEED": "1",
         "LOCKSTEP_TOKEN": "t",
-        "NCCL_DEBUG": "INFO",
         "HOME": "/x",
         "A": "b",
+        # each machine has its own
+        "CUDA_VISIBLE_DEVICES": "3",
+        "NCCL_HOSTID": "h",
     }
-    assert forwarded_environment(environ, ()) == {"LOCKSTEP_SEED": "1", "NCCL_DEBUG": "INFO"}
+    for_nccl = {
+        "NCCL_DEBUG": "INFO",
+        "LD_LIBRARY_PATH": "/opt/aws-ofi-nccl/lib",
+        "FI_PROVIDER": "efa",
+        "OFI_NCCL_PROTOCOL": "RDMA",
+        "UCX_TLS": "rc",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    assert forwarded_environment({**environ, **for_nccl}, ()) == {"LOCKSTEP_SEED": "1", **for_nccl}
     assert forwarded_environment(environ, ("A",))["A"] == "b"
     with pytest.raises(SettingError, match="it is not set"):
         forwarded_environment(environ, ("B",))

@@ -10,8 +10,9 @@ variable, from the first process group of a run to its end.
 from __future__ import annotations
 
 import os
+import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lockstep.distributed.network import (
     Addresses,
@@ -25,6 +26,15 @@ from lockstep.errors import SettingError
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+NCCL_PREFERENCES = ("ib", "^docker,lo", "docker", "lo")
+"""What NCCL looks for if nobody tells it: it takes all interfaces that match the first pattern that
+any matches (`ncclFindInterfaces` in NCCL 2.28; newer versions put `virbr` beside `docker`)."""
+CONTAINER_INTERFACE = re.compile(
+    r"docker|br-[0-9a-f]{12}$|veth|podman|cni|flannel|cali|vxlan\.calico|cilium|kube|lxc|lxdbr"
+    r"|virbr|vnet\d"
+)
+"""How the names begin of interfaces that lead to the containers and virtual machines of this
+machine. Their addresses mean nothing on other machines, or something else."""
 GLOO_LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
 MAX_FULLY_CONNECTED_RANKS = 64
 """Up to this number all ranks connect to each other at once, which shows a broken network early."""
@@ -173,20 +183,66 @@ def use_gloo_interface(name: str | None, ranks: int = 1) -> None:
             _variables_set_here.append(variable)
 
 
-def socket_variables(environ: Mapping[str, str], interface: str | None) -> dict[str, str]:
-    """Returns the variables that make the ranks' own sockets use an interface.
+def gloo_variables(environ: Mapping[str, str], interface: str | None) -> dict[str, str]:
+    """Returns the variable that makes the ranks' Gloo use an interface; nothing if the user has.
 
-    Gloo and NCCL connect the ranks directly. By default Gloo takes the address that the host name
-    resolves to (often 127.0.1.1), and NCCL any interface that is up.
+    Gloo connects the ranks directly. By default it takes the address that the host name resolves
+    to (often 127.0.1.1).
 
     Args:
-        environ: variables that the user has set here are left out.
+        environ: the launcher's environment variables.
         interface: from `Rendezvous.interface`; None: unknown.
 
-    Source: torch's "Common environment variables" of torch.distributed; NCCL's "Environment
-    Variables" (`=` before a name: exactly this one).
+    Source: torch's "Common environment variables" of torch.distributed.
     """
-    if interface is None:
+    if interface is None or environ.get(GLOO_INTERFACE):
         return {}
-    variables = {GLOO_INTERFACE: interface, NCCL_INTERFACE: f"={interface}"}
-    return {name: value for name, value in variables.items() if not environ.get(name)}
+    return {GLOO_INTERFACE: interface}
+
+
+def choose_nccl_interfaces(
+    environ: Mapping[str, str], interfaces: Sequence[str], reaching_master: str | None
+) -> tuple[str, str] | None:
+    """Returns a value for NCCL_SOCKET_IFNAME and the reason; None leaves the choice to NCCL.
+
+    NCCL takes InfiniBand, or else all interfaces but loopback and docker0, which is right on most
+    machines: over several interfaces it is faster than over one. But it takes other bridges of
+    containers for a network, too, and waits forever for machines that cannot be reached by them.
+
+    Args:
+        environ: NCCL_SOCKET_IFNAME and NCCL_COMM_ID, if they are set, tell NCCL what to take.
+        interfaces: the names of those that are up, see `network.running_interfaces`.
+        reaching_master: the one that reaches the master, from `Rendezvous.interface`; loopback if
+            all ranks are on this machine; None: unknown.
+
+    Source: NCCL documentation, "Environment Variables", NCCL_SOCKET_IFNAME (`=` before names:
+    exactly these).
+    """
+    if environ.get(NCCL_INTERFACE) or environ.get("NCCL_COMM_ID"):
+        return None
+    if reaching_master is not None and nccl_matches("lo", reaching_master):
+        return None  # on this machine all interfaces reach all ranks
+    taken: list[str] = []
+    for pattern in NCCL_PREFERENCES:
+        taken = [name for name in interfaces if nccl_matches(pattern, name)]
+        if taken:
+            break
+    usable = []
+    unusable = []
+    for name in taken:
+        leads_nowhere = nccl_matches("lo", name) or CONTAINER_INTERFACE.match(name)
+        if leads_nowhere and name != reaching_master:
+            unusable.append(name)
+        else:
+            usable.append(name)
+    if not unusable:
+        return None
+    if not usable and reaching_master is not None:
+        usable = [reaching_master]
+    if not usable:
+        return None
+    reason = (
+        f"by itself NCCL would use {', '.join(unusable)}, by the name loopback or an interface to "
+        "containers of this machine"
+    )
+    return "=" + ",".join(usable), reason

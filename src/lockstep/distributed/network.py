@@ -77,6 +77,20 @@ def local_addresses() -> dict[str, list[str]]:
     return addresses_of_interface
 
 
+def running_interfaces() -> list[str]:
+    """Returns the names of the interfaces that are up and have an address, of whatever kind."""
+    import psutil
+
+    statistics_of_interface = psutil.net_if_stats()
+    names = []
+    for name, entries in psutil.net_if_addrs().items():
+        has_address = any(entry.family in (socket.AF_INET, socket.AF_INET6) for entry in entries)
+        statistics = statistics_of_interface.get(name)
+        if has_address and statistics is not None and statistics.isup:
+            names.append(name)
+    return names
+
+
 def listing(addresses: Addresses) -> str:
     """Lists interfaces with their addresses: "lo (127.0.0.1), eth0 (10.0.0.5, fd00::5)"."""
     texts = []

@@ -21,9 +21,9 @@ from lockstep.distributed.network import is_here
 from lockstep.doctor import DEADLINE_S, variables
 from lockstep.doctor.base import ERROR, Finding
 from lockstep.run.machines.hosts import (
-    FORWARDED_PREFIXES,
     NUM_NEIGHBORS_TRIED,
     Host,
+    is_forwarded,
     resolve_all,
     working_folder,
 )
@@ -247,7 +247,7 @@ class _Examination:
         # have the same values everywhere.
         forwarded = {}
         for name, value in variables.gather(self._folder).items():
-            if name.startswith(FORWARDED_PREFIXES):
+            if is_forwarded(name):
                 forwarded[name] = value
         for name, answer in answers.items():
             answer["checks"]["variables"].update(forwarded)

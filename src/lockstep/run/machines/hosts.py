@@ -36,16 +36,27 @@ SSH_OPTIONS = (
 )
 FORWARDED_PREFIXES = (
     "CUDA_",
+    "FI_",  # libfabric, which NCCL uses on EFA
     "GLOO_",
     "LOCKSTEP_",
     "MKL_",
     "NCCL_",
+    "OFI_NCCL_",  # the plugin that lets NCCL use libfabric
     "OMP_",
     "PYTHON",
     "PYTORCH_",
+    "RCCL_",
     "TORCH_",
+    "UCX_",
 )
 """Environment variables whose names begin like this are sent to all machines."""
+FORWARDED_NAMES = ("LD_LIBRARY_PATH",)  # where NCCL finds its network plugins
+NAMES_OF_ONE_MACHINE = (
+    "CUDA_VISIBLE_DEVICES",  # the GPUs of another machine may be other ones
+    "NCCL_HOSTID",  # NCCL takes ranks with the same one for ranks of one machine
+    TOKEN_VARIABLE,  # sent by `ssh_run`, which makes one if there is none
+)
+"""Variables that are not sent, although their names begin like those that are."""
 DEFAULT_MASTER_PORT = 29500
 NUM_NEIGHBORS_TRIED = 3
 """Each machine tests the connection to this many others, so that many machines take no longer
@@ -211,20 +222,26 @@ class HostsSpec:
         return "\n".join(lines)
 
 
+def is_forwarded(name: str) -> bool:
+    """Returns True if an environment variable of this name is sent to all machines."""
+    if name in NAMES_OF_ONE_MACHINE:
+        return False
+    return name in FORWARDED_NAMES or name.startswith(FORWARDED_PREFIXES)
+
+
 def forwarded_environment(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Returns the environment variables that are sent to all machines.
 
     Args:
         environ: this process's environment variables.
-        names: variables to send besides those that match `FORWARDED_PREFIXES` (--forward-env).
+        names: variables to send besides those of `is_forwarded` (--forward-env).
 
     Raises:
         SettingError: one of the names is not set.
     """
     variables = {}
     for name, value in environ.items():
-        # The token is sent by `ssh_run`, which makes one if there is none.
-        if name.startswith(FORWARDED_PREFIXES) and name != TOKEN_VARIABLE:
+        if is_forwarded(name):
             variables[name] = value
     for name in names:
         if name not in environ:

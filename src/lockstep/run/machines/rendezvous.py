@@ -54,7 +54,7 @@ class Rendezvous(RendezvousHandler):
         store: the ranks' store on loopback; None: torch's own handler opens it.
         say: called with each line for the user.
         interface: the name of the network interface that reaches the other nodes; loopback on one
-            machine; None: unknown. For `interface.socket_variables`.
+            machine; None: unknown. See `distributed.interface`.
     """
 
     can_publish = True

@@ -33,8 +33,8 @@ from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 
-from lockstep.distributed.interface import socket_variables
-from lockstep.distributed.network import wait_until
+from lockstep.distributed.interface import NCCL_INTERFACE, choose_nccl_interfaces, gloo_variables
+from lockstep.distributed.network import running_interfaces, wait_until
 from lockstep.distributed.torch_compat import skip_exit_barrier
 from lockstep.errors import LockstepError
 from lockstep.run.machines.nodes import Node
@@ -166,7 +166,12 @@ def _variables_of_all_ranks(
     for name, value in FLIGHT_RECORDER_VARIABLES.items():
         if name not in os.environ:  # a value that the user has set stays
             variables[name] = value
-    variables.update(socket_variables(os.environ, rendezvous.interface))
+    variables.update(gloo_variables(os.environ, rendezvous.interface))
+    if plan.has_gpus:
+        chosen = choose_nccl_interfaces(os.environ, running_interfaces(), rendezvous.interface)
+        if chosen is not None:
+            variables[NCCL_INTERFACE], reason = chosen
+            console.announce(f"{NCCL_INTERFACE}={variables[NCCL_INTERFACE]}: {reason}")
     variables.update(plan.environment)
     # The width of the launcher's terminal. The only rank of a run has the terminal itself.
     is_only_rank = plan.nproc == 1 and plan.one_node

@@ -61,6 +61,8 @@ class LaunchPlan:
     """True if the run is on this machine only."""
     environment: Mapping[str, str]
     """Variables that every process gets in addition to the launcher's own."""
+    has_gpus: bool
+    """True if a GPU is visible on this machine, so that the ranks may use NCCL."""
     notes: tuple[str, ...]
     """The choices made automatically, each with its reason."""
     flags: tuple[str, ...]
@@ -193,6 +195,7 @@ def make_plan(
         nproc=nproc,
         one_node=one_node,
         environment=environment,
+        has_gpus=machine.gpus > 0,
         notes=tuple(notes),
         flags=tuple(flags),
         script=spec.script,
