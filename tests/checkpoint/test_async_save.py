@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from test_session import Counter, Training, caught, checkpoint_of, in_gloo_group, joined
 
 import lockstep
-from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint import host_copies, layout, storage
 from lockstep.checkpoint.host_copies import HostCopies
 from lockstep.checkpoint.schedule import Policy
 from lockstep.errors import CheckpointError, RanksDifferError, SettingError, UsageError
@@ -191,6 +191,47 @@ def test_host_copies_use_their_memory_again() -> None:
     assert torch.equal(take()[1], own[1])
     copies.begin([own])
     assert copies.copy(fresh).data_ptr() == fresh.data_ptr(), "made for the checkpoint alone"
+
+
+DTYPES = (torch.float32, torch.bool, torch.bfloat16, torch.complex128, torch.int64, torch.uint8)
+
+
+def test_copies_are_packed_and_none_is_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    plain_empty = torch.empty
+
+    def noted_empty(size: Any, *, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:  # which needs a GPU
+            sizes.append(int(size))
+        return plain_empty(size, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", noted_empty)
+    monkeypatch.setattr(host_copies, "FIRST_CHUNK_BYTES", 2**10)
+    monkeypatch.setattr(host_copies, "MAX_CHUNK_BYTES", 2**19)
+    memory = host_copies._ReusedMemory(pinned=True)
+    large = 5 * 2**14 + 3  # its chunk is larger than MAX_CHUNK_BYTES
+    shapes = [torch.Size(shape) for shape in [(), (0, 4), (3, 1), (2_500,), (large,)] * 12]
+    addresses: list[list[int]] = []
+    for _ in range(2):
+        memory.begin()
+        taken = [memory.take(shape, DTYPES[n % 6]) for n, shape in enumerate(shapes)]
+        for number, tensor in enumerate(taken):
+            tensor.fill_(number % 2)
+        for number, tensor in enumerate(taken):
+            assert tensor.eq(number % 2).all(), "it shares memory with another one"
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        memory.free_unused()
+        addresses.append([tensor.data_ptr() for tensor in taken])
+    assert addresses[0] == addresses[1]
+    needed = sum(tensor.nbytes for tensor in taken)
+    rounded = sum(2 ** (tensor.nbytes - 1).bit_length() for tensor in taken if tensor.nbytes)
+    assert all(size.bit_count() == 1 for size in sizes), "torch rounds up what is no power of two"
+    assert sum(sizes) < 1.2 * needed < rounded
+
+    memory.begin()
+    memory.take(torch.Size([3]), torch.float32)
+    memory.free_unused()
+    assert [len(chunk.numbers) for chunk in memory._chunks] == [host_copies.FIRST_CHUNK_BYTES]
 
 
 @pytest.mark.parametrize(

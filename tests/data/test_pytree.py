@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -14,7 +15,15 @@ from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.batch import device_copy
 from lockstep.batch.device_copy import to_device
-from lockstep.batch.pytree import all_dense, cut_to_rows, map_tensors, move, pin
+from lockstep.batch.pytree import (
+    all_dense,
+    bytes_to_pin,
+    cut_to_rows,
+    map_tensors,
+    move,
+    pin,
+)
+from lockstep.distributed.streams import side_stream
 from lockstep.errors import DataError
 
 pytestmark = pytest.mark.unit
@@ -248,7 +257,9 @@ def test_only_dense_tensors_on_the_cpu_are_pinned(monkeypatch):
     monkeypatch.setattr(Tensor, "pin_memory", note)
     graph = Graph()
     elsewhere, sparse = torch.ones(2, device="meta"), torch.eye(2).to_sparse()
-    batch = pin({"x": ONES, "on device": elsewhere, "sparse": sparse, "graph": graph})
+    mixed = {"x": ONES, "on device": elsewhere, "sparse": sparse, "graph": graph}
+    assert bytes_to_pin(mixed) == ONES.nbytes
+    batch = pin(mixed)
     assert len(pinned) == 1
     assert pinned[0] is ONES
     assert batch["graph"] is graph
@@ -256,14 +267,17 @@ def test_only_dense_tensors_on_the_cpu_are_pinned(monkeypatch):
 
 
 class Streams:
-    """Stands for `torch.cuda`, and notes on which stream things happen."""
+    """Stands for `torch.cuda`, and notes on which stream and in which thread things happen."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.now = "main"
+        self.streams: list[str] = []
+        self.devices: dict[str, Any] = {}
 
     def Stream(self, device: Any) -> str:
-        return "side"
+        self.streams.append(f"side {len(self.streams)}")
+        return self.streams[-1]
 
     @contextlib.contextmanager
     def stream(self, stream: str) -> Iterator[None]:
@@ -271,13 +285,31 @@ class Streams:
         yield
         self.now = "main"
 
+    def Event(self) -> SimpleNamespace:
+        event = SimpleNamespace(stream=None)
+        event.record = lambda stream: setattr(event, "stream", stream)
+        return event
+
     def current_stream(self, device: Any) -> SimpleNamespace:
-        return SimpleNamespace(wait_stream=lambda other: self.log.append(f"wait {other}"))
+        return SimpleNamespace(wait_event=lambda event: self.log.append(f"wait {event.stream}"))
+
+    def set_device(self, device: Any) -> None:
+        self.devices[threading.current_thread().name] = device
 
 
-def test_dense_batches_are_copied_ahead_and_others_on_the_present_stream(monkeypatch):
-    streams = Streams()
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
+    made_up = Streams()
+    monkeypatch.setattr(torch, "cuda", made_up)
+    side_stream.cache_clear()
+    yield made_up
+    side_stream.cache_clear()
 
+
+GPU = torch.device("cuda", 1)
+
+
+def test_dense_batches_are_copied_ahead_and_others_on_the_present_stream(monkeypatch, streams):
     class Noted(Graph):
         def to(self, device: Any) -> Graph:
             streams.log.append(f"graph on {streams.now}")
@@ -292,23 +324,69 @@ def test_dense_batches_are_copied_ahead_and_others_on_the_present_stream(monkeyp
             streams.log.append(f"read {number}")
             yield batch
 
-    monkeypatch.setattr(torch, "cuda", streams)
     monkeypatch.setattr(device_copy, "move", noted_move)
     monkeypatch.setattr(device_copy, "pin", lambda batch: batch)  # needs a driver
     found = []
-    for number, batch in to_device(enumerate(batches()), torch.device("cuda")):
+    for number, batch in to_device(enumerate(batches()), GPU):
         assert number == len(found)
         streams.log.append("use")
         found.append(batch)
     assert streams.log == [
-        "read 0", "move on side",
-        "read 1", "wait side", "use",
+        "read 0", "move on side 0",
+        "read 1", "wait side 0", "use",
         "read 2", "move on main", "graph on main", "use",
-        "read 3", "move on main", "graph on main", "move on side", "use",
-        "wait side", "use",
+        "read 3", "move on side 0", "move on main", "graph on main", "use",
+        "wait side 0", "use",
     ]  # fmt: skip
     assert [found[0][0].device, found[1][0].device, found[3][0].device] == [META] * 3
     assert [found[1][1].device, found[2].device] == ["meta"] * 2
+
+
+LARGE = torch.ones(device_copy.MIN_BYTES_FOR_THREAD // 4)
+
+
+def test_large_batches_are_pinned_in_a_thread_that_ends_with_the_pass(monkeypatch, streams):
+    pinned: list[tuple[int, str]] = []
+    reused = LARGE.clone()
+
+    def noted_pin(batch: Any) -> Any:
+        pinned.append((int(batch["x"][0]), threading.current_thread().name))
+        return {"x": batch["x"].clone()}
+
+    def batches() -> Iterator[Any]:
+        """Every batch is read into the same memory."""
+        for number in range(4):
+            yield {"x": reused.fill_(number)}
+
+    monkeypatch.setattr(device_copy, "pin", noted_pin)
+    monkeypatch.setattr(device_copy, "move", lambda batch, device: batch)
+    for _ in range(3):
+        for number, batch in to_device(enumerate(batches()), GPU):
+            assert batch["x"].eq(number).all()
+    [thread] = {name for _, name in pinned}
+    assert thread.startswith("lockstep-pin")
+    assert streams.devices == {thread: GPU}
+    assert [number for number, _ in pinned] == [0, 1, 2, 3] * 3
+    assert len(streams.streams) == 1, "each pass has a stream of its own"
+
+    small = [{"x": ONES}, {"x": ONES}]
+    pinned.clear()
+    assert len(list(to_device(enumerate(small), GPU))) == 2
+    assert {name for _, name in pinned} == {threading.current_thread().name}
+
+    left_early = to_device(enumerate(batches()), GPU)
+    next(left_early)
+    left_early.close()
+    assert [t.name for t in threading.enumerate() if t.name.startswith("lockstep-pin")] == []
+
+
+def test_what_fails_in_the_thread_that_pins_is_raised_by_the_loader(monkeypatch, streams):
+    def fails(batch: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(device_copy, "pin", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        next(to_device(enumerate([LARGE, LARGE]), GPU))
 
 
 def test_without_cuda_nothing_is_read_ahead():

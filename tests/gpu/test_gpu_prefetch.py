@@ -114,7 +114,8 @@ def copied_while_busy() -> tuple[bool, bool]:
         torch.cuda.synchronize()
         del kept
         busy.for_a_while(600)  # a second or so
-        next(batches)  # starts the copy of the one after it
+        next(batches)  # has the one after it copied, by a thread
+        next(batches)  # waits until the thread has started that copy
         streams[0].synchronize()
         return len(streams) == 1, not torch.cuda.current_stream().query()
     finally:

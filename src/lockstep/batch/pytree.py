@@ -118,11 +118,18 @@ def pin(batch: Any) -> Any:
     """Returns the batch with its dense CPU tensors in page-locked memory; others stay."""
 
     def pin_tensor(tensor: Tensor) -> Tensor:
-        if tensor.device.type == "cpu" and _is_dense(tensor):
-            return tensor.pin_memory()
-        return tensor
+        return tensor.pin_memory() if _can_be_pinned(tensor) else tensor
 
     return map_tensors(batch, pin_tensor)
+
+
+def bytes_to_pin(batch: Any) -> int:
+    """Returns the number of bytes that `pin` copies."""
+    return sum(tensor.nbytes for tensor in tensors(batch) if _can_be_pinned(tensor))
+
+
+def _can_be_pinned(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and _is_dense(tensor)
 
 
 def all_dense(batch: Any) -> bool:

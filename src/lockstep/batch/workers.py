@@ -29,7 +29,7 @@ class Workers:
 
     def __init__(self, options: dict[str, Any], seed: int) -> None:
         self._options = {name: value for name, value in options.items() if value is not None}
-        self._options["pin_memory"] = False  # `to_device` pins what can be pinned
+        self._options["pin_memory"] = False  # `to_device` pins, in a thread of its own
         self._options["worker_init_fn"] = partial(_start_worker, options["worker_init_fn"])
         self._seed = seed
         self._persistent: DataLoader[Any] | None = None

@@ -1,23 +1,33 @@
 """Host memory for the copies of a state, used again for every save.
 
-The copies of a save are numbered. A copy uses the *buffer* of the copy with the same number in the
-previous save, if its shape and dtype fit.
-
 Fresh memory costs more than the copying itself, because the kernel hands out each page when it is
 first written to. (1 GB on a machine of two cores: 4.5 GB a second into fresh memory, 32 into memory
-that was used before.) For tensors on a GPU the memory is page-locked.
+that was used before.) For tensors on a GPU the memory is *pinned* (page-locked), which costs still
+more.
+
+The copies of a save are packed into a few large *chunks*. Torch rounds each piece of pinned memory
+that it is asked for up to a power of two. If every copy had its own, that could double the memory
+that a save takes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.batch.indices import ceil_div
 from lockstep.checkpoint.encoding import on_cpu
 from lockstep.checkpoint.sharding import storage_addresses
+
+FIRST_CHUNK_BYTES = 2**20
+MAX_CHUNK_BYTES = 2**28
+"""Chunks double in size up to this, so that a small model pins little and a large one has few. Only
+a larger tensor gets a larger chunk."""
+ALIGNMENT_BYTES = 64
 
 
 class HostCopies:
@@ -27,10 +37,8 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[int, Tensor] = {}
-        """The memory of each copy, by the number of the copy."""
-        self._next_number = 0
-        """The number of the next copy of this save, from 0."""
+        self._memory = _ReusedMemory(pinned=False)
+        self._pinned_memory = _ReusedMemory(pinned=True)
         self._addresses_in_use: set[int] = set()
         """The addresses of the storages that the training goes on to change."""
         self._copying_gpus: set[torch.device] = set()
@@ -46,7 +54,8 @@ class HostCopies:
         self._addresses_in_use = set()
         for state in states:
             self._addresses_in_use |= storage_addresses(state)
-        self._next_number = 0
+        self._memory.begin()
+        self._pinned_memory.begin()
 
     def copy(self, value: Tensor) -> Tensor:
         """Returns the values of a tensor in contiguous CPU memory.
@@ -58,18 +67,10 @@ class HostCopies:
             if address not in self._addresses_in_use:
                 # It was made for the checkpoint alone, so nobody changes it.
                 return on_cpu(value)
-        number = self._next_number
-        self._next_number += 1
-        # The buffer of the copy with this number in the previous save.
-        buffer = self._buffers.pop(number, None)
-        fits = buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype
-        if buffer is None or not fits:
-            buffer = None  # frees its memory before new memory is asked for
-            pinned = value.is_cuda and value.numel() > 0
-            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
-        self._buffers[number] = buffer
         if value.is_cuda:
             self._copying_gpus.add(value.device)
+        memory = self._pinned_memory if value.is_cuda else self._memory
+        buffer = memory.take(value.shape, value.dtype)
         return buffer.copy_(value.detach(), non_blocking=value.is_cuda)
 
     def finish(self) -> None:
@@ -77,4 +78,58 @@ class HostCopies:
         for gpu in self._copying_gpus:
             torch.cuda.current_stream(gpu).synchronize()
         self._copying_gpus.clear()
-        self._buffers = {number: self._buffers[number] for number in range(self._next_number)}
+        self._memory.free_unused()
+        self._pinned_memory.free_unused()
+
+
+class _Chunk:
+    """Memory that tensors are packed into, one behind the other."""
+
+    def __init__(self, num_bytes: int, pinned: bool) -> None:
+        self.numbers = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+        self.num_used = 0
+
+
+class _ReusedMemory:
+    """Memory for tensors that is handed out from the beginning again for every save.
+
+    Tensors of the same sizes get the same places in every save.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._chunks: list[_Chunk] = []
+
+    def begin(self) -> None:
+        """Hands out all memory again, from the beginning."""
+        for chunk in self._chunks:
+            chunk.num_used = 0
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Returns a contiguous tensor that shares no memory with the others of this save."""
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        num_bytes = count * dtype.itemsize
+        chunk = self._chunk_with_room(num_bytes)
+        # Unlike a slice of a tensor, it has a storage of its own, as `encode` wants it.
+        flat = torch.frombuffer(chunk.numbers, dtype=dtype, count=count, offset=chunk.num_used)
+        chunk.num_used += ceil_div(num_bytes, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return flat.view(shape)
+
+    def _chunk_with_room(self, num_bytes: int) -> _Chunk:
+        """Returns the first chunk with enough room, or a new one."""
+        for chunk in self._chunks:
+            if len(chunk.numbers) - chunk.num_used >= num_bytes:
+                return chunk
+        next_size = FIRST_CHUNK_BYTES * 2 ** len(self._chunks)
+        chunk_bytes = min(next_size, MAX_CHUNK_BYTES)
+        while chunk_bytes < num_bytes:
+            chunk_bytes *= 2  # torch would round it up; so other tensors can have the rest
+        chunk = _Chunk(chunk_bytes, self._pinned)
+        self._chunks.append(chunk)
+        return chunk
+
+    def free_unused(self) -> None:
+        """Frees chunks that no tensor of this save is in."""
+        self._chunks = [chunk for chunk in self._chunks if chunk.num_used > 0]

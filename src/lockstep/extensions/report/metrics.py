@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.streams import side_stream
 from lockstep.errors import RanksDifferError, UsageError
 
 MAX_NAMES = 32
@@ -65,7 +66,6 @@ class RunningMeans:
         self._sums: dict[str, _Sum] = {}
         self._num_batches = 0
         self._pending: deque[_Reduction] = deque()
-        self._stream: torch.cuda.Stream | None = None
 
     def add(self, weight: float, /, **values: float | Tensor) -> None:
         """Adds the means over one micro-batch.
@@ -189,19 +189,18 @@ class RunningMeans:
 
     def _start_on_cuda(self, names: list[str], packed: Tensor) -> _Reduction:
         """Starts a reduction on a stream of its own, so that the next step does not wait for it."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        stream = side_stream(self._device, "sums of logged values")
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
             if not self._is_alone:
                 dist.all_reduce(packed, async_op=True).wait()  # the stream waits, not the CPU
             on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             on_host.copy_(packed, non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record(self._stream)
+            arrived.record(stream)
         # If the pass is left early, nobody waits for this reduction; its memory must not be given
         # to another tensor before the stream is done with it.
-        packed.record_stream(self._stream)
+        packed.record_stream(stream)
         return _Reduction(names, on_host, arrived.query, arrived.synchronize)
 
     def _read(self, *, wait: bool) -> None:
