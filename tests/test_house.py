@@ -53,6 +53,15 @@ MAY_USE_BESIDE = {"verify", "doctor", "testing", "cli", ""}
 # The interface for Gloo, and what cuBLAS reads before its first call.
 MAY_WRITE_ENVIRONMENT = {"distributed.interface", "distributed.determinism"}
 MAY_PRINT = ("cli.", "extensions.report.")
+# A group that is opened elsewhere would not have the run's timeout.
+OPENS_GROUPS = {
+    "new_group": "communication.groups",
+    "new_subgroups": "communication.groups",
+    "new_subgroups_by_enumeration": "communication.groups",
+    "split_group": "communication.groups",
+    "init_device_mesh": "communication.groups",
+    "init_process_group": "distributed.backend",
+}
 # Modules that still use private names of torch, with the reason. The list must shrink to nothing.
 PRIVATE_NAMES_ELSEWHERE = {
     "checkpoint.formats.dcp": "a class that the files of torch.distributed.checkpoint name",
@@ -151,6 +160,9 @@ def test_what_is_done_in_one_place_alone(name: str) -> None:
         if not name.startswith(MAY_PRINT) and isinstance(node, ast.Call):
             called = node.func.id if isinstance(node.func, ast.Name) else ""
             assert called != "print", f"line {node.lineno} prints"
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            assert OPENS_GROUPS.get(called, name) == name, f"line {node.lineno} opens a group"
 
 
 def writes_environment(node: ast.AST) -> bool:

@@ -239,6 +239,13 @@ class Settings:
     virtual_ranks_of_verify: int | None = None
     """The value of `virtual_ranks` if `lockstep verify` has set it because nobody else did."""
 
+    @property
+    def collective_timeout(self) -> timedelta | None:
+        """How long a collective may take, as torch wants it; None: torch's default."""
+        if self.collective_timeout_s is None:
+            return None
+        return timedelta(seconds=self.collective_timeout_s)
+
 
 def _declaration_of(setting: Field[Any]) -> Declaration:
     """Returns the declaration of a field of `Settings` that `_setting` has made."""

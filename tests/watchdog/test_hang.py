@@ -654,23 +654,36 @@ def test_a_rank_with_a_working_thread_may_yet_make_the_call(
         assert verdict.rows[0].line == BUSY_STACK[0]
 
 
-def test_a_group_that_was_given_a_shorter_timeout_is_left_to_it() -> None:
+@pytest.mark.parametrize(
+    ("backend", "timeout_s", "fatal"),
+    [
+        ("gloo", 18.0, False),
+        ("gloo", 600.0, False),
+        ("gloo", 1800.0, True),
+        ("nccl", 18.0, False),
+        ("nccl", 900.0, False),
+        ("nccl", 600.0, True),  # what torch gives a group that has NCCL alone
+        ("nccl", 1800.0, True),
+    ],
+)
+def test_a_group_that_was_given_a_shorter_timeout_is_left_to_it(
+    backend: str, timeout_s: float, fatal: bool
+) -> None:
     """The program may expect that nobody comes to a call of it."""
     side = Group("3", "", (0, 1))
-    for timeout_s, fatal in ((18.0, False), (1800.0, True)):
-        probes = make_call("all_reduce", 1, 1, group="3", timeout_s=timeout_s)
-        before = completed_all_reduces(5, timeout_s=1800.0)
-        verdict = find_verdict(
-            rank_state(
-                0, stack_in_op("all_reduce", 40), *before, probes, groups=(*GROUP_OF_TWO, side)
-            ),
-            rank_at_barrier(1, groups=(*GROUP_OF_TWO, side)),
-        )
-        assert verdict.fatal == fatal
-        if not fatal:
-            assert (verdict.kind, verdict.ranks) == ("blocked", (0,))
-            assert "until the timeout of a group that has one of its own" in verdict.headline
-            assert "all_reduce of 1 float, of a group with a timeout" in verdict.rows[0].does
+    probes = make_call("all_reduce", 1, 1, group="3", timeout_s=timeout_s, backend=backend)
+    before = completed_all_reduces(5, timeout_s=1800.0, backend=backend)
+    barrier = make_call("barrier", 6, timeout_s=1800.0, backend=backend)
+    groups = (*GROUP_OF_TWO, side)
+    verdict = find_verdict(
+        rank_state(0, stack_in_op("all_reduce", 40), *before, probes, groups=groups),
+        rank_state(1, stack_in_op("barrier", 40), *before, barrier, groups=groups),
+    )
+    assert verdict.fatal == fatal
+    if not fatal:
+        assert (verdict.kind, verdict.ranks) == ("blocked", (0,))
+        assert "until the timeout of a group that has one of its own" in verdict.headline
+        assert "all_reduce of 1 float, of a group with a timeout" in verdict.rows[0].does
 
 
 def test_the_call_of_another_thread_is_not_what_the_main_thread_waits_in() -> None:

@@ -38,6 +38,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -46,6 +47,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.communication.groups import open_groups
 from lockstep.communication.summation_tree import RankSums
 from lockstep.communication.traffic import all_reduce_bytes, traffic
 from lockstep.errors import RanksDifferError
@@ -892,11 +894,14 @@ def open_shared_memory(
     across = None
     who_shares = "all ranks are on one machine"
     if len(ranks_of_machine) > 1:
-        # All ranks must open all groups, in the same order.
-        for ranks_of_group in zip(*ranks_of_machine.values(), strict=True):
-            group = dist.new_group(list(ranks_of_group))
-            if rank in ranks_of_group:
-                across = group
+        # A group has one rank of each machine. Only tensors in shared memory are sent, so it needs
+        # no NCCL communicator.
+        across = open_groups(
+            list(zip(*ranks_of_machine.values(), strict=True)),
+            "between machines",
+            timeout=timedelta(seconds=timeout_s),
+            cpu_tensors_only=True,
+        )
         who_shares = f"{len(ranks)} ranks a machine sum up there; each sends its part to the others"
     all_ranks: list[int] = []
     for ranks_there in ranks_of_machine.values():

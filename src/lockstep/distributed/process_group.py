@@ -293,9 +293,7 @@ def _set_up_run(
         choices.append(Choice("threads", str(torch.get_num_threads()), f"per process; {source}"))
 
     backend = ""
-    timeout = None
-    if settings.collective_timeout_s is not None:
-        timeout = timedelta(seconds=settings.collective_timeout_s)
+    timeout = settings.collective_timeout
     if joined is not None:
         backend, reason = choose_backend(settings.backend, device)
         interface = open_group(topology, backend, device, joined.store, timeout=timeout)

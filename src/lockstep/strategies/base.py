@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from lockstep.batch.plan import part_sizes
 from lockstep.batch.shares import initial_shares
 from lockstep.communication.compressed_means import CompressedMeans
+from lockstep.communication.groups import open_groups
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank
 from lockstep.errors import LockstepError, SettingError, UsageError, add_note_once
@@ -174,8 +175,7 @@ def open_group(run: Run, name: str, ranks: Tensor) -> dist.ProcessGroup:
     Returns:
         The group that this rank belongs to.
     """
-    group: dist.ProcessGroup
-    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # type: ignore[no-untyped-call]
+    group = open_groups(ranks.tolist(), name, timeout=run.settings.collective_timeout)
     run.groups[name] = group
     return group
 

@@ -32,8 +32,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
@@ -50,6 +51,7 @@ from lockstep.strategies.base import (
     Strategy,
     StrategyPlan,
     on_one_process,
+    open_group,
     refuse_virtual_ranks,
 )
 from lockstep.strategies.fsdp_blocks import Blocks, find_blocks
@@ -224,11 +226,29 @@ class FSDP(Strategy):
         )
 
     def _make_mesh(self, run: Run) -> DeviceMesh:
-        """Returns the mesh of all ranks. Parameters are sharded over its last dimension."""
+        """Returns the mesh of all ranks. Parameters are sharded over its last dimension.
+
+        It is made of groups that are open already. `init_device_mesh` would open its own, some of
+        them without a timeout; and in a second run of one process on GPUs it ends the process with
+        a segmentation fault, as torch's `split_group` does before 2.14 (pytorch#192106, #192109).
+        """
         share_meshes_with_copies()
+        device_type = run.device.type
         shape = self._mesh_shape(run)
-        names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
-        return init_device_mesh(run.device.type, shape, mesh_dim_names=names)
+        if len(shape) == 1:
+            all_ranks = dist.group.WORLD
+            assert all_ranks is not None  # it is open while there is a run
+            return DeviceMesh.from_group(all_ranks, device_type, mesh_dim_names=("shard",))
+        # Shape (copies of the model, shards): a row has the ranks that share a copy, a column those
+        # with the same shard. `open_group` makes a group of each row.
+        ranks = torch.arange(run.topology.size).view(shape)
+        if "shard" not in run.groups:  # all models of a run use the same groups
+            open_group(run, "replicate", ranks.T)
+            open_group(run, "shard", ranks)
+        groups = [run.groups["replicate"], run.groups["shard"]]
+        return DeviceMesh.from_group(
+            groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
+        )
 
     def _shard(self, unit: nn.Module, mesh: DeviceMesh, run: Run) -> None:
         """Replaces those parameters of a unit that are not sharded yet by shards of rank 0's."""

@@ -16,9 +16,10 @@ from typing import NamedTuple
 from lockstep.run.watch import stacks
 from lockstep.run.watch.snapshot import CollectiveCall, Group, Snapshot
 
-# The timeout that torch gives a group for which the program names none.
-_DEFAULT_NCCL_TIMEOUT_S = 600.0
-_DEFAULT_TIMEOUT_S = 1800.0
+# The timeout that torch gives a group for which the program names none: that of NCCL only to a
+# group that has NCCL alone, not to one with Gloo for CPU tensors besides (`cpu:gloo,cuda:nccl`).
+DEFAULT_TIMEOUT_S = 1800.0
+DEFAULT_TIMEOUT_OF_NCCL_ALONE_S = 600.0
 
 # Every rank must bring the same number of elements to these operations. In all others sizes may
 # differ by rank, or are not recorded on every rank.
@@ -152,14 +153,14 @@ class CallTable:
     def has_short_timeout(self, call: CollectiveCall) -> bool:
         """True if a call's group has a timeout that the program has chosen to be short.
 
-        That is one below torch's default, and below the longest that a group of this backend has.
-        The program may then expect that the call fails.
+        That is one below the longest that a group of this backend has, and none that torch gives by
+        default. The program may then expect that the call fails.
         """
         if call.timeout_s is None:
             return False
-        is_nccl = call.backend == "nccl"
-        default_s = _DEFAULT_NCCL_TIMEOUT_S if is_nccl else _DEFAULT_TIMEOUT_S
-        return call.timeout_s < min(default_s, self._longest_timeout_s[call.backend])
+        if call.backend == "nccl" and call.timeout_s == DEFAULT_TIMEOUT_OF_NCCL_ALONE_S:
+            return False  # torch may have chosen it
+        return call.timeout_s < min(DEFAULT_TIMEOUT_S, self._longest_timeout_s[call.backend])
 
     def would_know(self, key: str, seq: int, rank: int) -> bool:
         """True if a rank's record would have this call, had the rank made it.
