@@ -32,18 +32,20 @@ def open_groups(
         The group that this rank belongs to.
     """
     own_rank = dist.get_rank()
+    group: dist.ProcessGroup
     if cpu_tensors_only:
         # Not by calls of all ranks, as below. If NCCL's default group is connected, torch lets the
         # ranks outside of a new group take part in a split of that communicator. Its members do so
         # only if the group is one of NCCL, so the others would wait for them (pytorch#145376).
         own_ranks = next(ranks for ranks in ranks_of_groups if own_rank in ranks)
-        return dist.new_group(
+        group = dist.new_group(
             list(own_ranks),
             timeout=timeout,
             backend="gloo",
             use_local_synchronization=True,
             group_desc=name,
         )
+        return group
     own_group: dist.ProcessGroup | None = None
     for ranks in ranks_of_groups:
         # Here all ranks must open all groups, in the same order.
