@@ -50,8 +50,8 @@ SEEN_FROM_BESIDE = {
 }
 MAY_USE_BESIDE = {"verify", "doctor", "testing", "cli", ""}
 # Gloo takes its interface from the environment alone; set while a run goes on, then restored.
-# The interface for Gloo, and what cuBLAS reads before its first call.
-MAY_WRITE_ENVIRONMENT = {"distributed.interface", "distributed.determinism"}
+# The interface for Gloo, what cuBLAS reads before its first call, and how torch looks for GPUs.
+MAY_WRITE_ENVIRONMENT = {"distributed.interface", "distributed.determinism", ""}
 MAY_PRINT = ("cli.", "extensions.report.")
 # A group that is opened elsewhere would not have the run's timeout.
 OPENS_GROUPS = {

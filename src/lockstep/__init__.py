@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from lockstep.world import init as init
 
 __version__ = "0.1.0"
+
+# Lets `torch.cuda.is_available()` ask NVIDIA's management library. Otherwise it initialises CUDA,
+# and `lockstep.launch` could not use GPUs in copies of this process (of a notebook, for example).
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # Imported when first used: the command line needs none of them, and must not import torch.
 _WHERE = {

@@ -582,6 +582,17 @@ def test_batches_of_data_loaders_are_seen():
     assert not seen
 
 
+def test_gpus_are_counted_and_cuda_is_known_to_be_refused_without_initialising_it(monkeypatch):
+    for version, name in ((None, "_device_count_nvml"), ("6.4", "_device_count_amdsmi")):
+        assert callable(getattr(torch.cuda, name))
+        monkeypatch.setattr(torch.version, "hip", version)
+        for told, expected in ((2, 2), (0, 0), (-1, None)):
+            monkeypatch.setattr(torch.cuda, name, lambda told=told: told)
+            assert torch_compat.count_gpus_without_cuda() == expected
+    assert "_is_in_bad_fork()" in inspect.getsource(torch.cuda._lazy_init)
+    assert torch_compat.cuda_is_refused_in_this_copy() is False
+
+
 def test_the_group_that_a_thread_is_making_is_read_from_its_frame():
     def _new_group_with_tag(use_local_synchronization: bool) -> Any:  # named as torch's
         group_name = "7"

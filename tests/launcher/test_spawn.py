@@ -28,6 +28,7 @@ from torch import nn
 import lockstep.run.start.plan
 from lockstep.errors import RankFailedError, SettingError, UsageError
 from lockstep.run.start import spawn
+from lockstep.run.start.machine import Machine
 from lockstep.run.start.spawn import launch
 
 pytestmark = pytest.mark.launcher
@@ -324,10 +325,45 @@ def test_a_limit_of_processes_that_is_too_low_is_named() -> None:
 
 
 def test_copies_are_refused_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(cores=2, gpus=1, loopback="lo")
+    monkeypatch.setattr(spawn, "read_machine", lambda: machine)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(UsageError, match="CUDA") as caught:
+    with pytest.raises(UsageError, match="torch has used a GPU") as caught:
         launch(lambda: None, nproc=1)
     assert "cannot be sent to a fresh process" in str(caught.value)
+    assert launch(lambda: 1, nproc=1, env={"CUDA_VISIBLE_DEVICES": ""}) == [1]
+    # Where there is no GPU, no copy misses it.
+    machine = Machine(cores=2, gpus=0, loopback="lo")
+    assert launch(lambda: 1, nproc=1) == [1]
+
+
+@in_clean_process
+def test_copies_can_use_cuda_after_torch_was_asked_for_gpus() -> None:
+    """A torch with CUDA, made up: it refuses CUDA in copies once its C code has been asked."""
+    refused = []
+
+    def count_by_cuda() -> int:
+        os.register_at_fork(after_in_child=lambda: refused.append(True))
+        return 2
+
+    torch._C._cuda_getDeviceCount = count_by_cuda
+    torch.backends.cuda.is_built = lambda: True
+    torch.cuda._is_in_bad_fork = lambda: bool(refused)
+    torch.cuda._device_count_nvml = lambda: 2
+
+    def uses_cuda() -> bool:
+        return not torch.cuda._is_in_bad_fork()
+
+    assert torch.cuda.is_available()
+    assert launch(uses_cuda, nproc=2) == [True, True]
+    # NVML cannot count MIG slices, so another copy does.
+    torch.cuda._device_count_nvml = lambda: -1
+    assert launch(uses_cuda, nproc="gpu") == [True, True]
+
+    assert torch.cuda.is_available()  # this initialises CUDA
+    with pytest.raises(UsageError, match="torch has asked CUDA for its devices") as caught:
+        launch(uses_cuda, nproc="gpu")
+    assert "import lockstep before anything looks for GPUs" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +385,9 @@ def test_a_call_is_pickled_only_if_a_fresh_process_could_import_the_function(
     main.__dict__.update(__file__=file, own=own)
     monkeypatch.setitem(sys.modules, "__main__", main)
     call = partial(own if module == "__main__" else os.getpid)
-    assert isinstance(spawn._pickle_if_possible(call, "launch(f)"), bytes) == fresh
+    pickled_call, why_not = spawn._pickle_if_possible(call)
+    assert isinstance(pickled_call, bytes) == fresh
+    assert bool(why_not) != fresh
 
 
 def test_a_log_folder_that_was_asked_for_is_kept(

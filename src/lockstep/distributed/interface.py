@@ -1,9 +1,9 @@
-"""Chooses the network interface that the ranks talk over, and tells Gloo and NCCL.
+"""Chooses the network interfaces that the ranks talk over, and tells Gloo and NCCL.
 
 By default Gloo takes the address that the *host name* resolves to. Many systems map the host name
 to 127.0.1.1 in /etc/hosts; on several machines the ranks then tell each other a *loopback* address,
 which only their own machine can reach, and cannot connect. Gloo can be told otherwise only through
-the environment variable GLOO_SOCKET_IFNAME, which is why this one module sets an environment
+the environment variable GLOO_SOCKET_IFNAME, which is why this module sets an environment
 variable, from the first process group of a run to its end.
 """
 

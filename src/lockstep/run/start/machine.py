@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.run.start.cuda_state import count_gpus
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -27,8 +29,11 @@ class Machine:
 
 
 def read_machine() -> Machine:
-    """Reads the machine this process runs on; imports torch to count the accelerators."""
-    return Machine(cores=cores_allowed(), gpus=_visible_gpus(), loopback=loopback_name())
+    """Reads the machine this process runs on; imports torch to count the accelerators.
+
+    CUDA is not initialised in this process, so copies of it can use CUDA.
+    """
+    return Machine(cores=cores_allowed(), gpus=count_gpus(), loopback=loopback_name())
 
 
 def cores_allowed() -> int:
@@ -124,16 +129,6 @@ def loopback_name() -> str | None:
         if name in ("lo", "lo0"):
             return name
     return None
-
-
-def _visible_gpus() -> int:
-    """Returns the number of CUDA devices, or of devices of torch's current accelerator."""
-    import torch
-
-    count = torch.cuda.device_count()  # asks NVML if it can, which leaves CUDA uninitialised
-    if count == 0 and torch.accelerator.is_available():
-        count = torch.accelerator.device_count()
-    return count
 
 
 def read_field(path: Path, name: str) -> int | None:

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.errors import RankFailedError, UsageError
 from lockstep.run.start import worker
+from lockstep.run.start.cuda_state import cuda_is_initialised
 from lockstep.run.start.machine import read_machine
 from lockstep.run.start.plan import LaunchPlan, LaunchSpec, choose_nproc, make_plan
 from lockstep.run.start.process import Attempt
@@ -110,8 +111,8 @@ def launch(
         RankFailedError: a process failed, all wait for each other, or the time is over. The others
             have been ended. Logs and evidence are kept in a folder, which the message names.
         SettingError: `nproc` is not a number of processes.
-        UsageError: called inside a rank; from a script without the `__main__` guard; or CUDA is in
-            use in this process and `fn` can only be run by fork.
+        UsageError: called inside a rank; from a script without the `__main__` guard; or CUDA was
+            initialised in this process and `fn` can only be run by fork.
     """
     _refuse_inside_a_rank()
     machine = read_machine()
@@ -119,11 +120,13 @@ def launch(
     name = getattr(fn, "__qualname__", repr(fn))
     was_set = f"launch({name}) on {count_noun(size, 'process')}"
     call = functools.partial(fn, *args)
-    pickled_call = _pickle_if_possible(call, was_set)
+    users_variables = env or {}
+    pickled_call, why_not_pickled = _pickle_if_possible(call)
+    if pickled_call is None:
+        _check_copies_can_use_gpus(was_set, why_not_pickled, machine.gpus, users_variables)
     short_name = name.rpartition(".")[2]
     script = worker.Script(path=short_name if short_name.isidentifier() else "launch")
     spec = LaunchSpec(script=script, torchrun=_ONE_START_FLAGS)
-    users_variables = env or {}
     plan = make_plan(spec, machine, {**os.environ, **users_variables}, size, one_node=True)
     environment = {**plan.environment, **users_variables}
     if pickled_call is None:
@@ -182,18 +185,15 @@ def _refuse_inside_a_rank() -> None:
         )
 
 
-def _pickle_if_possible(call: FunctionCall, was_set: str) -> bytes | None:
+def _pickle_if_possible(call: FunctionCall) -> tuple[bytes | None, str]:
     """Pickles a call for a fresh process.
 
     Args:
         call: the function and its arguments.
-        was_set: names the launch in an error.
 
     Returns:
-        None if a fresh process could not run it, so that only a copy of this process can.
-
-    Raises:
-        UsageError: only a copy of this process can run it, and this process uses CUDA.
+        The pickled call; None if a fresh process could not run it, so that only a copy of this
+        process can. And the reason, for an error.
     """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)  # at the prompt: None; from standard input: "<stdin>"
@@ -208,17 +208,37 @@ def _pickle_if_possible(call: FunctionCall, was_set: str) -> bytes | None:
         is_at_prompt = file is None
         needs_script = not is_at_prompt or b"__main__" in pickled
         if has_script or not needs_script:
-            return pickled
+            return pickled, ""
         reason = "there is no script file that a fresh process could import"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        raise UsageError(
-            was_set,
-            f"{reason}, so only a copy of this process can run it, but this process uses CUDA "
-            "already, which does not work in copies",
-            "restart and launch before the first use of CUDA, or move the function to a module",
-        )
-    return None
+    return None, reason
+
+
+def _check_copies_can_use_gpus(
+    was_set: str, why_copies: str, gpus: int, users_variables: Mapping[str, str]
+) -> None:
+    """Raises UsageError if copies of this process could not use the GPUs of this machine.
+
+    Args:
+        was_set: names the launch in the error.
+        why_copies: why the function runs in copies.
+        gpus: the number of visible GPUs.
+        users_variables: environment variables that the copies get. They may hide the GPUs.
+    """
+    variables = {**os.environ, **users_variables}
+    gpus_are_hidden = variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if gpus == 0 or gpus_are_hidden:
+        return
+    how = cuda_is_initialised()
+    if how is None:
+        return
+    raise UsageError(
+        was_set,
+        f"{why_copies}, so only a copy of this process can run it. But CUDA was initialised in "
+        f"this process ({how}), and then it does not work in copies",
+        "restart the notebook's kernel, import lockstep before anything looks for GPUs, and launch "
+        "before the first use of CUDA; or move the function to a module. To train on the CPU, pass "
+        "env={'CUDA_VISIBLE_DEVICES': ''}",
+    )
 
 
 # Starting the zygote
