@@ -33,6 +33,7 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     """A command to its end; what it writes is read as text, whatever it is."""
     kept = environment()
+    kept.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # if lockstep was imported in this process
     if line[: len(TORCHRUN)] == TORCHRUN:
         kept["TMPDIR"] = str(folder)  # it leaves its own there
     return subprocess.run(
@@ -76,6 +77,7 @@ ONLY_HERE = {
     "LOCKSTEP_EVIDENCE": "what its launcher reads of it, in memory",
     "LOCKSTEP_LAUNCHER": "who started it",
     "LOCKSTEP_RANK_FOLDER": "its logs and evidence",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "set by `import lockstep`",
     "TORCH_FR_BUFFER_SIZE": "Flight Recorder, for hang verdicts",
 }
 ONLY_THERE = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "what torchrun tells itself"}
