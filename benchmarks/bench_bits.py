@@ -5,9 +5,10 @@ order that rotates, so that whatever disturbs the machine disturbs all of them; 
 is not sleep. Equal between the contestants: model and initial weights, data, global batch (32
 samples a virtual rank), optimizer (AdamW).
 
-`alone` is a loop without communication, with the local batch of one of two processes. `alone, one
-barrier a step` adds the cheapest barrier that Lockstep has, which is the limit of whatever
-synchronises.
+`torch, 4 passes` computes the parts of the virtual ranks one after the other, in plain torch, and
+adds their gradients in the same tree by hand: what is above it is Lockstep's. `alone` is a loop
+without communication, with the local batch of one of two processes. `alone, one barrier a step`
+adds the cheapest barrier that Lockstep has, which is the limit of whatever synchronises.
 
     python benchmarks/bench_bits.py [--rounds 30] [--out benchmarks/results/bits.json]
 """
@@ -39,7 +40,7 @@ class Contestant(NamedTuple):
     name: str
     processes: int
     loop: str
-    """`torch`, `ddp`, `fsdp2`, `alone`, `alone with a barrier` or `lockstep`."""
+    """`torch`, `torch in passes`, `ddp`, `alone`, `alone with a barrier` or `lockstep`."""
     strategy: str = ""
     virtual_ranks: int | None = None
 
@@ -58,6 +59,7 @@ COMPARISONS = [
         4 * SAMPLES_OF_VIRTUAL_RANK,
         [
             Contestant("torch", 1, "torch"),
+            Contestant("torch, 4 passes", 1, "torch in passes"),
             Contestant("lockstep", 1, "lockstep", "single"),
             Contestant("virtual ranks", 1, "lockstep", "single", 4),
         ],
@@ -138,6 +140,9 @@ def make_step(contestant: Contestant, kind: str, global_batch: int) -> Callable[
 
     stream = batches()
 
+    if contestant.loop == "torch in passes":
+        return lambda: step_in_passes(model, optimizer, *next(stream))
+
     def step() -> None:
         while True:
             images, labels = next(stream)
@@ -154,6 +159,31 @@ def make_step(contestant: Contestant, kind: str, global_batch: int) -> Callable[
             barrier()
 
     return step
+
+
+def step_in_passes(model: Any, optimizer: Any, images: Any, labels: Any) -> None:
+    """Computes the gradient of each part by itself, and adds the gradients in a binary tree."""
+    import torch
+    import torch.nn.functional as F
+
+    parameters = list(model.parameters())
+    images_of_parts = images.split(SAMPLES_OF_VIRTUAL_RANK)
+    labels_of_parts = labels.split(SAMPLES_OF_VIRTUAL_RANK)
+    num_parts = len(images_of_parts)
+    sums: list[list[Any]] = []
+    for part in range(num_parts):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images_of_parts[part]), labels_of_parts[part]).backward()
+        sums.append([parameter.grad for parameter in parameters])
+    while len(sums) > 1:
+        for left, right in zip(sums[::2], sums[1::2], strict=True):
+            torch._foreach_add_(left, right)
+        sums = sums[::2]
+    (total,) = sums
+    torch._foreach_mul_(total, 1 / num_parts)
+    for parameter, gradient in zip(parameters, total, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
 
 
 def worker(kind: str, comparison: int, number: int) -> None:
@@ -258,13 +288,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--problems", nargs="+", default=list(STEPS_IN_BLOCK))
+    parser.add_argument("--comparisons", nargs="+", type=int, default=range(len(COMPARISONS)))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     results: dict[str, Any] = {"machine": machine, "rounds": options.rounds, "step": {}}
     print(f"{machine}; {options.rounds} rounds")
     for kind in options.problems:
-        for number, compared in enumerate(COMPARISONS):
+        for number in options.comparisons:
+            compared = COMPARISONS[number]
             times = compare(kind, number, options.rounds)
             results["step"][f"{kind}, {compared.title}"] = times
             base = compared.contestants[0].name

@@ -304,3 +304,59 @@ def test_a_loss_of_two_loaders_whose_batches_are_converted():
     for name in ("cycle, one is known", "zip"):
         assert "so its weight is wrong if these tensors were made of the other" in by_rank[0][name]
         assert [found[name] for found in by_rank[1:]] == ["", ""]
+
+
+def train_and_clear_first(
+    world: lockstep.World, depth: int, clear: str, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Trains with the gradients cleared before each forward pass, or after each step."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    model, optimizer = world.prepare(model, optimizer)
+    loader = world.loader(tensors(SAMPLES), BATCH, shuffle=True, **options)
+    for _ in range(2):
+        for batch in prefetched(loader, depth):
+            if clear == "before the forward pass":
+                optimizer.zero_grad()
+            world.backward(mean_loss(model, batch))
+            optimizer.step()
+            if clear == "after the step":
+                optimizer.zero_grad()
+            if clear == "through the model":
+                model.zero_grad()
+    return weights(model)
+
+
+PLACES_OF_ZERO_GRAD = ["before the forward pass", "after the step"]
+
+
+def clear_first_in_all_loops(virtual_ranks: int | None) -> dict[str, Any]:
+    """Returns what each loop trains, by its name.
+
+    The loader ends while the loop still has batches, in the middle of a global batch too.
+    """
+    with lockstep.init(virtual_ranks=virtual_ranks) as world:
+        found = {"plain": train_and_clear_first(world, 0, "after the step")}
+        for depth, clear, size in itertools.product([1, 2], PLACES_OF_ZERO_GRAD, [None, 1]):
+            name = f"{depth} ahead, cleared {clear}, micro-batches of {size}"
+            found[name] = train_and_clear_first(world, depth, clear, micro_batch_size=size)
+        return found
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_a_loop_that_fetches_ahead_may_clear_gradients_before_the_forward_pass(size: int) -> None:
+    for virtual_ranks in (None, 2):
+        for found in run_ranks(clear_first_in_all_loops, size, virtual_ranks):
+            plain = found.pop("plain")
+            for name, trained in found.items():
+                assert difference(plain, trained) < 1e-12, (virtual_ranks, name)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_clearing_through_the_model_is_noticed_with_virtual_ranks(depth: int) -> None:
+    """The loop clears what virtual rank 0 has computed, before virtual rank 1 adds to it."""
+    with (
+        lockstep.init(virtual_ranks=2) as world,
+        pytest.raises(UsageError, match="gradients cleared between the micro-batches"),
+    ):
+        train_and_clear_first(world, depth, "through the model")

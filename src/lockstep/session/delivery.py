@@ -211,6 +211,15 @@ FETCH_LATER = (
 """What to do if a loop fetches batches ahead."""
 
 
+def cleared_gradients_error() -> UsageError:
+    """Returns the error for gradients that a script has cleared in the middle of a global batch."""
+    return UsageError(
+        "gradients cleared between the micro-batches of a global batch",
+        "those of the micro-batches before are lost",
+        "call optimizer.zero_grad() of the prepared optimizer, not model.zero_grad()",
+    )
+
+
 def unknown_source_error(
     possible: Sequence[Delivery], which: str, instead: str = FETCH_LATER
 ) -> UsageError:

@@ -141,6 +141,24 @@ class Step:
         """A key that identifies the current optimizer step."""
         return self.training_pass, self.training_pass.number, self.training_pass.num_parts
 
+    def is_unfinished(self, key: StepKey) -> bool:
+        """Returns True if further micro-batches are trained before the optimizer step of this key.
+
+        That may be the current step. If the loader has ended, it may be the last one of a loop that
+        fetches ahead and holds batches which it has not trained yet.
+        """
+        training_pass, number, num_parts = key
+        is_latest_of_pass = (number, num_parts) == (training_pass.number, training_pass.num_parts)
+        micro_batch = training_pass.micro_batch
+        is_whole = micro_batch.opens and micro_batch.closes
+        if is_whole or not is_latest_of_pass:
+            return False
+        if training_pass is self.training_pass:
+            return True
+        if self.training_pass is not self._no_loader or micro_batch.closes:
+            return False
+        return any(delivery.is_referenced for delivery in training_pass.untrained)
+
     @property
     def seconds(self) -> float:
         """Seconds from the first micro-batch handed out to the last optimizer step."""

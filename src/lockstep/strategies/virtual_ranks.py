@@ -27,6 +27,7 @@ from lockstep.communication.tree_sum import TreeSums
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import add_to_each, multiply_each
 from lockstep.errors import UsageError, add_note_once
+from lockstep.session.delivery import cleared_gradients_error
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
@@ -108,6 +109,8 @@ class VirtualRankGradients(Extension):
         self._place = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self._previous: MicroBatch | None = None
         """The micro-batch before the present one, if it is of the same global batch."""
+        self._backward_left_gradients = False
+        """True if there were gradients when the latest backward pass had ended."""
 
     # Events
 
@@ -120,6 +123,7 @@ class VirtualRankGradients(Extension):
         if micro_batch.first:
             self._nodes.clear()
         elif micro_batch.virtual_rank_begins and previous is not None:
+            self._check_not_cleared(previous)
             self._push_gradients(previous)
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
@@ -128,12 +132,26 @@ class VirtualRankGradients(Extension):
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
         """Writes the gradient of the global batch to the parameters, on one process."""
+        self._backward_left_gradients = self._has_gradients()
         if self._single_process and self._step.micro_batch.last:
             self._sum_on_one_process()
 
     def clear_gradients(self) -> None:
         """Forgets the gradients of a global batch that was broken off."""
         self._nodes.clear()
+
+    def _has_gradients(self) -> bool:
+        """Returns True if some parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    def _check_not_cleared(self, micro_batch: MicroBatch) -> None:
+        """Raises UsageError if the script has cleared the gradients of a virtual rank.
+
+        They are only partial sums, so `zero_grad` of the prepared optimizer keeps them.
+        """
+        was_cleared = self._backward_left_gradients and not self._has_gradients()
+        if was_cleared and has_leaf(micro_batch):
+            raise cleared_gradients_error()
 
     # Sums
 

@@ -26,6 +26,7 @@ from lockstep.distributed.collectives import Collectives, check_same_metric
 from lockstep.distributed.torch_compat import answer_grad_scaler, is_sharded, unscales_gradients
 from lockstep.errors import UsageError, warn
 from lockstep.optim.precision import Precision
+from lockstep.session.delivery import cleared_gradients_error
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step, StepKey
@@ -232,14 +233,10 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         A global batch accumulates from the first call of `step()` in one of its micro-batches until
         the optimizer steps for it. Gradients of a loop that clears after `step()` are kept, too.
         """
-        micro_batch = self._step.micro_batch
-        is_whole = micro_batch.opens and micro_batch.closes
-        if not is_whole:
-            key = self._step.key
-            is_accumulating = self._step_called_in == key and self._stepped_in != key
-            if is_accumulating:
-                self._clearing_postponed_in = key
-                return
+        key = self._step_called_in
+        if key is not None and key != self._stepped_in and self._step.is_unfinished(key):
+            self._clearing_postponed_in = key
+            return
         if set_to_none and self._has_plain_zero_grad:
             # This is what torch's own does, without its profiling, which takes ten times as long.
             for group in self.inner.param_groups:
@@ -365,11 +362,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if self._step_called_in != self._step.key:
             return  # `step()` marks a micro-batch as accumulated, and was not called
         if all(parameter.grad is None for parameter in parameters_of(self.inner)):
-            raise UsageError(
-                "gradients cleared between the micro-batches of a global batch",
-                "those of the micro-batches before are lost",
-                "call optimizer.zero_grad() of the prepared optimizer, not model.zero_grad()",
-            )
+            raise cleared_gradients_error()
 
     def _answer_grad_scaler(self) -> bool:
         """Tells torch's GradScaler, which is about to step, if the inner optimizer unscales.

@@ -31,6 +31,17 @@ class GradientVersionCheck(Check):
     """Backward passes of the current micro-batch."""
     _records: Sequence[GradientRecord] = ()
     """The gradients as the latest backward pass has left them."""
+    _parameters: Sequence[nn.Parameter] | None = None
+    """The parameters of the prepared modules. To find them takes longer than the check itself, so
+    they are found once in a pass."""
+
+    def module_prepared(self, wrapped: Any) -> None:
+        """Forgets the parameters, to which those of this module belong."""
+        self._parameters = None
+
+    def pass_ended(self) -> None:
+        """Forgets the parameters: between two passes the script may replace some."""
+        self._parameters = None
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Begins to count the backward passes of a micro-batch."""
@@ -43,19 +54,27 @@ class GradientVersionCheck(Check):
         are_scaled = self.precision.scaler is not None
         if not later_micro_batches_add and not are_scaled:
             return
+        if self._parameters is None:
+            self._parameters = self._find_parameters()
         parameters: list[nn.Parameter] = []
         gradients: list[Tensor] = []
-        for wrapped in self.wrapped:
-            if wrapped.gradients_after_backward:
-                # The strategy itself writes the gradients only after this. That would be taken for
-                # a write of the script.
-                continue
-            for parameter in wrapped.module.parameters():
-                if parameter.grad is not None:
-                    parameters.append(parameter)
-                    gradients.append(parameter.grad)
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                parameters.append(parameter)
+                gradients.append(gradient)
         gradient_ids = map(id, gradients)
         self._records = list(zip(parameters, gradient_ids, write_counts(gradients), strict=True))
+
+    def _find_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters whose gradients are compared."""
+        parameters: list[nn.Parameter] = []
+        for wrapped in self.wrapped:
+            # Some strategies write the gradients only after the backward pass. That would be taken
+            # for a write of the script.
+            if not wrapped.gradients_after_backward:
+                parameters += wrapped.module.parameters()
+        return parameters
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Raises UsageError if the gradients of earlier micro-batches were written to."""
