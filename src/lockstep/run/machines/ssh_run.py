@@ -36,6 +36,7 @@ from lockstep.run.machines.ssh_connection import (
     run_on_all,
     wait_all,
 )
+from lockstep.run.start.late_end import GIVE_UP_AFTER_S
 from lockstep.run.start.sink import FlushDeadline, Sink, open_sinks
 from lockstep.run.start.terminal_lines import last_state
 from lockstep.wording import count_noun
@@ -43,9 +44,9 @@ from lockstep.wording import count_noun
 FORWARDED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
 FAILED_ELSEWHERE_SIGNAL = "SIGUSR2"
 """Ends a launcher whose ranks have not started."""
-OTHERS_NOTICE_FAILURE_S = SILENCE_TIMEOUT_S + 3.0
+OTHERS_NOTICE_FAILURE_S = SILENCE_TIMEOUT_S + GIVE_UP_AFTER_S + 3.0
 """After a machine has failed or was lost, the launchers whose ranks have started find that out by
-themselves within this time."""
+themselves within this time, also one with a rank that does not end."""
 MAX_CLOCK_OFFSET_S = 5.0
 """The same tolerance as in `run.watch.first_failure`."""
 MAX_UNPRINTED_BYTES = 4 << 20

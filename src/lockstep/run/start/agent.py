@@ -43,6 +43,7 @@ from lockstep.run.machines.rendezvous import Rendezvous
 from lockstep.run.start import job_control
 from lockstep.run.start.console import Console, console_for
 from lockstep.run.start.journal import Journal
+from lockstep.run.start.late_end import LateEnd
 from lockstep.run.start.plan import LaunchPlan
 from lockstep.run.start.process import (
     Attempt,
@@ -64,11 +65,16 @@ from lockstep.run.watch.exit_status import ExitReport, ExitStatus, Interruption
 from lockstep.run.watch.failure_report import render_failure
 from lockstep.run.watch.first_failure import FirstFailure, first_failure, lost_node
 from lockstep.run.watch.probe import FLIGHT_RECORDER_VARIABLES
-from lockstep.run.watch.process_status import read_process
+from lockstep.run.watch.process_status import (
+    describe_state,
+    exit_code_of_ending,
+    read_process,
+)
 from lockstep.run.watch.snapshot import STOPPED_STATES
 from lockstep.run.watch.snapshot_exchange import SnapshotExchange
 from lockstep.run.watch.supervisor import Supervisor
 from lockstep.run.watch.take_snapshot import take_snapshot
+from lockstep.wording import count_noun, format_ranks
 
 LAUNCHER = "LOCKSTEP_LAUNCHER"
 """Variable of a rank: the name of the launcher that started it; `lockstep.init` prints it."""
@@ -228,6 +234,9 @@ class Agent(api.SimpleElasticAgent):
             skip_exit_barrier(self)
         self._grace_s = shutdown_timeout(getattr(flags, "shutdown_timeout", None), os.environ)
         self._plan = plan
+        self._flags = flags
+        self._devices: list[str] = []
+        """The GPUs that are left, as in CUDA_VISIBLE_DEVICES; empty: none has been left out."""
         self._zygote = zygote
         self._folder = folder
         self._variables = variables
@@ -255,6 +264,8 @@ class Agent(api.SimpleElasticAgent):
         """See `_delay_interrupts`."""
         self._kill_at_once = False
         """True once the user has asked a second time to end the run."""
+        self._late_ends: dict[int, LateEnd] = {}
+        """The processes that have to end, by their ids."""
         self._supervisor: Supervisor | None = None
         self._snapshot_exchange: SnapshotExchange
         self._spawned_ranks: list[Process]
@@ -319,6 +330,7 @@ class Agent(api.SimpleElasticAgent):
         self._keyboard_rank = None
         self._round_write_times = []
         self._supervisor = None
+        self._late_ends = {}
 
     def _wait_for_starts(self, attempt: Attempt, *, max_pending: int) -> None:
         """Waits until at most `max_pending` of the requested ranks have not been started yet.
@@ -386,7 +398,11 @@ class Agent(api.SimpleElasticAgent):
             restarts = self._rdzv.attempt  # all machines count the attempts alike
             if restarts is None:  # torch's own rendezvous counts none
                 restarts = self._failed_attempts  # those of this machine
-            variables.update(rank_environment(group, worker, restarts, os.environ))
+            environ = dict(os.environ)
+            if self._devices:
+                environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
+                variables["CUDA_VISIBLE_DEVICES"] = environ["CUDA_VISIBLE_DEVICES"]
+            variables.update(rank_environment(group, worker, restarts, environ))
         variables[FOLDER_VARIABLE] = str(process.folder)
         variables[TORCH_ERROR_FILE_VARIABLE] = str(process.folder / _ELASTIC_ERROR_FILE_NAME)
         if process.evidence_memory is not None:
@@ -506,6 +522,7 @@ class Agent(api.SimpleElasticAgent):
             if attempt.world_size == 1 and attempt.running:
                 self._watch_spawned_ranks(attempt)
             self._announce_deleted_logs(attempt)
+            self._watch_late_exits(attempt)
             if _runs_on_after_exception(attempt):
                 return True
         self._snapshot_exchange.answer()
@@ -631,8 +648,45 @@ class Agent(api.SimpleElasticAgent):
             if has_stored_rounds:
                 end_signal = signal.SIGKILL
         self._end_ranks(end_signal, before_restart=True)
+        self._leave_out_held_devices(self.attempts[-1], worker_group.spec)
         # The rendezvous that follows may wait for minutes.
         self._announce_restart(lost_machines, restarts_left)
+
+    def _leave_out_held_devices(self, attempt: Attempt, spec: api.WorkerSpec) -> None:
+        """Takes the devices of ranks that have not ended out of the next attempt.
+
+        Args:
+            attempt: the last attempt.
+            spec: says torch elastic how many ranks this machine starts.
+
+        Raises:
+            LockstepError: the run may not go on with fewer ranks on this machine.
+        """
+        given_up = [process for process in attempt.processes if process.given_up]
+        variables = {**os.environ, **self._plan.environment}
+        uses_gpus = self._plan.gpus > 0 and variables.get("LOCKSTEP_DEVICE") != "cpu"
+        has_own_device = uses_gpus and self._plan.nproc <= self._plan.gpus
+        if not given_up or not has_own_device:
+            return
+        held = {process.local_rank for process in given_up}
+        num_left = self._plan.nproc - len(held)
+        nproc_asked = str(self._flags.nproc_per_node)
+        if nproc_asked not in ("auto", "gpu") or num_left == 0:
+            ranks = format_ranks(process.rank for process in given_up)
+            raise LockstepError(
+                f"--nproc {nproc_asked}",
+                f"the process of {ranks} has not ended and may hold its GPU",
+                "repair or restart the machine; with --nproc gpu the next start would take the "
+                "GPUs that are left, with --nnodes MIN:MAX the other machines",
+            )
+        devices = self._devices
+        if not devices:
+            every_number = ",".join(str(number) for number in range(self._plan.gpus))
+            devices = os.environ.get("CUDA_VISIBLE_DEVICES", every_number).split(",")
+        self._devices = [name for index, name in enumerate(devices) if index not in held]
+        self._plan = replace(self._plan, nproc=num_left)
+        spec.local_world_size = num_left
+        self._announce(f"this machine goes on with {count_noun(num_left, 'GPU')}")
 
     def _announce_restart(self, lost_machines: str, restarts_left: int) -> None:
         """Says why all ranks are started again, on the console and in the record of the run.
@@ -677,7 +731,12 @@ class Agent(api.SimpleElasticAgent):
         all_ended_well = all(process.code == 0 for process in attempt.processes)
         if before_restart or self.interrupted is not None or not all_ended_well:
             with self._delay_interrupts():
-                self._zygote.end_left_behind()
+                not_ended = self._zygote.end_left_behind()
+            for pid in not_ended:
+                self._announce(
+                    f"process {pid}, which ranks have left behind, does not end at SIGKILL: "
+                    f"{describe_state(pid)}"
+                )
         if self._keyboard_rank and self._keyboard_rank.pid:
             job_control.take_keyboard(self._keyboard_rank.pid)
         attempt.over = True
@@ -704,8 +763,57 @@ class Agent(api.SimpleElasticAgent):
             while attempt.running and time.monotonic() < deadline and not self._kill_at_once:
                 self._read_events(timeout=0.05)
         self._end_by_signal(attempt, signal.SIGKILL)
+        self._wait_for_killed(attempt)
+
+    def _wait_for_killed(self, attempt: Attempt) -> None:
+        """Waits for ranks that were sent SIGKILL, and gives up those that do not end."""
         while attempt.running:
-            self._read_events(timeout=1.0)
+            for process in attempt.running:
+                self._watch_end(process, "SIGKILL")
+            if attempt.running:
+                self._read_events(timeout=0.2)
+
+    def _watch_late_exits(self, attempt: Attempt) -> None:
+        """Watches ranks whose programs have ended, but whose processes have not.
+
+        At the end of a process the kernel closes its files, which may take as long as SIGKILL.
+        """
+        for process in attempt.running:
+            if process.pid is not None and exit_code_of_ending(process.pid) is not None:
+                self._watch_end(process, "its program's end")
+
+    def _watch_end(self, process: Process, since: str) -> None:
+        """Gives up a rank whose process does not end, and says once that it ends late.
+
+        Args:
+            process: a rank that has to end.
+            since: what should have ended it, when this was called first.
+        """
+        pid = process.pid
+        if pid is None:  # it has not been started yet
+            return
+        late_end = self._late_ends.setdefault(pid, LateEnd(pid))
+        is_given_up = late_end.is_given_up()
+        if not is_given_up and not late_end.is_late:
+            return
+        text = (
+            f"process {pid} has not ended {late_end.waited_s:.0f} s after {since}: "
+            f"{describe_state(pid)}"
+        )
+        if not is_given_up:
+            if not late_end.is_announced:
+                late_end.is_announced = True
+                self._announce(
+                    f"rank {process.rank}: {text}; it is still busy, perhaps freeing memory"
+                )
+            return
+        # From now on it counts as ended.
+        code = exit_code_of_ending(pid)
+        process.code = -signal.SIGKILL if code is None else code
+        process.ended_at = time.time()
+        process.given_up = text
+        self._zygote.give_up(process.local_rank)
+        self._announce(f"rank {process.rank}: {text}; it is not waited for any longer")
 
     def _end_by_signal(self, attempt: Attempt, number: int) -> None:
         """Sends a signal that is to end the running ranks, and notes in what state they were."""

@@ -57,6 +57,8 @@ class LaunchPlan:
 
     nproc: int
     """Processes on this machine."""
+    gpus: int
+    """Visible accelerators of this machine."""
     one_node: bool
     """True if the run is on this machine only."""
     environment: Mapping[str, str]
@@ -193,6 +195,7 @@ def make_plan(
         flags.append("--module")
     return LaunchPlan(
         nproc=nproc,
+        gpus=machine.gpus,
         one_node=one_node,
         environment=environment,
         has_gpus=machine.gpus > 0,

@@ -76,6 +76,9 @@ class Process:
     """True if a signal or a debugger had stopped it when it was sent one of these signals."""
     peak_bytes: int | None = None
     """Its highest resident memory; None: not known."""
+    given_up: str = ""
+    """Why it was given up although it has not ended. Its `code` is then the one that it would have
+    ended with."""
     fork_server_end: str = ""
     """How the zygote ended, if that is why the rank was killed."""
     evidence_memory: EvidenceMemory | None = None
@@ -256,7 +259,8 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
         host=socket.gethostname(),
         time=process.ended_at,
         code=code,
-        how=process.fork_server_end or describe_exit_code(code),
+        how=process.given_up or process.fork_server_end or describe_exit_code(code),
+        given_up=process.given_up,
         with_fork_server=bool(process.fork_server_end),
         error=error,
         oom=oom,

@@ -18,6 +18,9 @@ launcher asks for the same after a failure, after Ctrl-C and before it starts th
 ranks leave behind that have all ended well is not touched. When the zygote goes, the kernel kills
 the ranks (PR_SET_PDEATHSIG).
 
+Some processes end at no signal, see `late_end`. The zygote waits for none of them for ever. The
+launcher decides when a rank is *given up*; when the zygote goes, it leaves that to init.
+
 To fork a process that has imported torch takes 10 ms or more. So the ranks of the first attempt are
 forked as spares before they are asked for, while the launcher still imports what it needs itself.
 """
@@ -73,6 +76,9 @@ _LEFT_BEHIND_TIMEOUT_S = 10.0
 _LAUNCHER_GONE_GRACE_S = 2.0
 _KILL_TIMEOUT_S = 2.0
 _RECHECK_S = 0.1
+_ZYGOTE_TIMEOUT_S = 15.0
+"""The launcher waits this long for the end of the zygote, which has to end the ranks first."""
+_MAX_POLL_S = 0.02
 
 
 class Event(NamedTuple):
@@ -85,7 +91,8 @@ class Event(NamedTuple):
     code: int | None = None
     """Its exit code, or minus the number of the signal that ended it; None: it runs."""
     reason: str = ""
-    """Why the system makes no process."""
+    """Why the system makes no process. Of what ranks have left behind: the process ids of those
+    that do not end."""
 
 
 class Zygote:
@@ -161,10 +168,18 @@ class Zygote:
         with contextlib.suppress(OSError):  # the zygote is gone, and the ranks with it
             self._socket.send(json.dumps(request).encode())
 
-    def end_left_behind(self) -> None:
+    def give_up(self, rank: int) -> None:
+        """Tells the zygote that a rank does not end: it is not waited for any more."""
+        with contextlib.suppress(OSError):  # the zygote is gone
+            self._socket.send(json.dumps({"give_up": rank}).encode())
+
+    def end_left_behind(self) -> list[int]:
         """Ends the processes that ranks have left behind, and waits until they have ended.
 
         To be called when no rank runs.
+
+        Returns:
+            The process ids of those that have not ended although they were killed.
         """
         with contextlib.suppress(OSError, ChildProcessError):  # the zygote is gone
             self._socket.send(json.dumps({"left_behind": True}).encode())
@@ -172,8 +187,10 @@ class Zygote:
             while time.monotonic() < deadline:
                 events = self.events(timeout=0.1)
                 # The zygote answers by an event with this number in place of a rank's.
-                if any(event.rank == _LEFT_BEHIND for event in events):
-                    return
+                for event in events:
+                    if event.rank == _LEFT_BEHIND:
+                        return [int(pid) for pid in event.reason.split()]
+        return []
 
     def events(self, timeout: float = 0.0) -> list[Event]:
         """Returns what has happened since the last call.
@@ -205,15 +222,35 @@ class Zygote:
             self.wait()
 
     def wait(self) -> int:
-        """Waits until the zygote has ended.
+        """Waits until the zygote has ended. One that does not end in time is killed.
 
         Returns:
-            Its exit code, or minus the number of the signal that ended it.
+            Its exit code, or minus the number of the signal that ended it. If it does not end even
+            then, it counts as killed.
         """
-        if self._code is None:
-            _, status = os.waitpid(self.pid, 0)
-            self._code = os.waitstatus_to_exitcode(status)
-        return self._code
+        if not self._ends_within(_ZYGOTE_TIMEOUT_S):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self._ends_within(_KILL_TIMEOUT_S)
+        return -signal.SIGKILL if self._code is None else self._code
+
+    def _ends_within(self, timeout: float) -> bool:
+        """Returns True if the zygote has ended within some seconds, and notes its exit code."""
+        deadline = time.monotonic() + timeout
+        interval_s = 0.0005
+        while self._code is None:
+            self._code = self._poll()
+            if self._code is None:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(interval_s)
+                interval_s = min(2 * interval_s, _MAX_POLL_S)
+        return True
+
+    def _poll(self) -> int | None:
+        """Returns the zygote's exit code as `wait`; None: it has not ended."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        return None if pid == 0 else os.waitstatus_to_exitcode(status)
 
 
 class FreshZygote(Zygote):
@@ -244,9 +281,8 @@ class FreshZygote(Zygote):
         self.pid = self._process.pid
         self._socket = launchers_end
 
-    def wait(self) -> int:
-        """Waits until the zygote has ended; returns as `Zygote.wait`."""
-        return self._process.wait()
+    def _poll(self) -> int | None:
+        return self._process.poll()
 
 
 def serve(control: int, work: Work) -> NoReturn:
@@ -278,6 +314,8 @@ class Server:
         """Sockets to the processes that wait until they are asked to be a rank, by process id."""
         self.running: dict[int, int] = {}
         """The numbers of the ranks that run, by process id."""
+        self.given_up: set[int] = set()
+        """The process ids of ranks that do not end, and are not waited for."""
         self.non_python_pids: set[int] = set()
         """Process ids of the ranks that are programs other than Python."""
         self.ignored: set[int] = set()
@@ -331,8 +369,14 @@ class Server:
             return True
         request = json.loads(data)
         if "left_behind" in request:
-            self._end_left_behind(_LEFT_BEHIND_TERM_GRACE_S)
-            self._report(Event(rank=_LEFT_BEHIND, pid=None))
+            remaining = self._end_left_behind(_LEFT_BEHIND_TERM_GRACE_S)
+            pids = " ".join(str(pid) for pid in remaining)
+            self._report(Event(rank=_LEFT_BEHIND, pid=None, reason=pids))
+        elif "give_up" in request:
+            for pid, rank in list(self.running.items()):
+                if rank == request["give_up"]:
+                    del self.running[pid]
+                    self.given_up.add(pid)
         else:
             self._signal(request["signal"], set(request["ranks"]))
         return True
@@ -458,13 +502,14 @@ class Server:
         # Empties the pipe that SIGCHLD writes to. The pipe may be empty already.
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_reader, 4096)
-        while self.running or self.spares:
+        while self.running or self.spares or self.given_up:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:  # all others still run
                 return
+            self.given_up.discard(pid)
             rank = self.running.pop(pid, None)
             if rank is not None:
                 # Loader workers of a rank that was killed may be left in its process group.
@@ -496,7 +541,10 @@ class Server:
                 _signal_group(pid, signal.SIGCONT)
 
     def _end_all(self) -> None:
-        """Ends all ranks and spares, by SIGTERM and after some seconds by SIGKILL."""
+        """Ends all ranks and spares, by SIGTERM and after some seconds by SIGKILL.
+
+        What has not ended some seconds later is left to init.
+        """
         was_running = bool(self.running)
         self._signal(signal.SIGTERM, set(self.running.values()))
         deadline = time.monotonic() + _LAUNCHER_GONE_GRACE_S
@@ -506,27 +554,29 @@ class Server:
         self._signal(signal.SIGKILL, set(self.running.values()))
         for channel in self.spares.values():
             channel.close()  # a spare ends when its channel is closed
-        for pid in (*self.running, *self.spares):
-            with contextlib.suppress(ChildProcessError):  # a spare that has ended earlier
-                os.waitpid(pid, 0)
+        self.given_up |= _wait_for_ends({*self.running, *self.spares}, _KILL_TIMEOUT_S)
         self.running.clear()
         self.spares.clear()
         if was_running:
             self._end_left_behind(0.0)
 
-    def _end_left_behind(self, term_grace_s: float) -> None:
+    def _end_left_behind(self, term_grace_s: float) -> list[int]:
         """Ends what ranks have left behind, by SIGTERM and after some seconds by SIGKILL.
 
         These processes are looked for again and again, as they may start others meanwhile.
 
         Args:
             term_grace_s: seconds between SIGTERM and SIGKILL.
+
+        Returns:
+            The process ids of those that have not ended some seconds after SIGKILL.
         """
         import psutil
 
         kill_at = time.monotonic() + term_grace_s
         deadline = kill_at + _KILL_TIMEOUT_S
         terminated: set[psutil.Process] = set()
+        processes: list[psutil.Process] = []
         while time.monotonic() < deadline:
             children = self._children_left_behind()
             processes = list(children)
@@ -534,7 +584,7 @@ class Server:
                 with contextlib.suppress(psutil.Error):
                     processes += child.children(recursive=True)
             if not processes:
-                return
+                break
             is_time_to_kill = time.monotonic() >= kill_at
             for process in processes:
                 with contextlib.suppress(psutil.Error):
@@ -546,15 +596,26 @@ class Server:
             terminated.update(processes)
             # A process can wait only for its own children. Grandchildren become its children when
             # their parents have ended.
-            psutil.wait_procs(children, timeout=_RECHECK_S)
+            _wait_for_ends({child.pid for child in children}, _RECHECK_S)
+            time.sleep(_MAX_POLL_S)  # also if none of them is a child of this process
+        return [process.pid for process in processes if process.is_running()]
 
     def _children_left_behind(self) -> list[psutil.Process]:
-        """Returns the children of this process that are neither ranks nor spares."""
+        """Returns the children of this process that are neither ranks nor spares.
+
+        A rank that is given up keeps its children, which are returned in its place. Those that
+        have ended are left out: a rank that does not end takes no notice of it.
+        """
         import psutil
 
         children = []
         for child in psutil.Process().children():
-            if child.pid not in self.running and child.pid not in self.spares:
+            if child.pid in self.given_up:
+                with contextlib.suppress(psutil.Error):
+                    for helper in child.children():
+                        if helper.status() != psutil.STATUS_ZOMBIE:
+                            children.append(helper)
+            elif child.pid not in self.running and child.pid not in self.spares:
                 children.append(child)
         return children
 
@@ -570,6 +631,28 @@ def _execute(command: list[str]) -> NoReturn:
     except OSError as error:
         os.write(2, f"{command[0]}: {error.strerror}\n".encode())
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _wait_for_ends(pids: set[int], timeout: float) -> set[int]:
+    """Waits for children of this process, some seconds at most; returns those that have not ended.
+
+    `psutil.wait_procs` is not used: it waits without limit for a process that a debugger holds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        pids = {pid for pid in pids if not _has_ended(pid)}
+        if not pids or time.monotonic() >= deadline:
+            return pids
+        time.sleep(_MAX_POLL_S)
+
+
+def _has_ended(pid: int) -> bool:
+    """Returns True if a process has ended, or is no child of this one; a child is then reaped."""
+    try:
+        ended_pid, _ = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:  # it was reaped before
+        return True
+    return ended_pid == pid
 
 
 def _signal_group(pid: int, number: int) -> None:

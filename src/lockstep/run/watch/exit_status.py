@@ -26,6 +26,8 @@ class ExitStatus:
     """Its exit code, or minus the number of the signal that ended it."""
     how: str
     """The code as a text: `exit code 3`, `killed by SIGKILL`."""
+    given_up: str = ""
+    """Why it was given up although its process has not ended; empty: it has ended."""
     with_fork_server: bool = False
     """True if the kernel has killed it because the process that had started it ended."""
     error: ErrorRecord | None = None

@@ -91,6 +91,11 @@ BY_KIND = {
     "node_lost": "look at that machine: switched off, restarted, or its launcher was killed; "
     "and at the network between it and this one",
 }
+GIVEN_UP = (
+    "about the process that has not ended: look at the kernel's log (dmesg) for a lost GPU (Xid), "
+    "or a file server or disk that does not answer; until that is repaired, often by a restart of "
+    "the machine, the process holds its memory and its device"
+)
 _NETWORK = (
     "no rank had ended before: look at the network between the machines (cable, firewall, "
     "interface), and whether a rank came to its collective within the timeout"

@@ -36,6 +36,8 @@ def render_failure(failure: FirstFailure) -> str:
         consequences.append(f"ended by lockstep: {format_ranks(failure.ended_by_lockstep)}")
     if consequences:
         lines.append(_shorten("consequences: " + ", ".join(consequences)))
+    for text in failure.given_up[:_MAX_FAILURES_SHOWN]:
+        lines.append(f"not ended: {text}")
     if failure.folder:
         lines.append(f"traceback and logs: {failure.folder}")
     return "\n".join(lines)

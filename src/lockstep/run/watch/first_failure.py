@@ -25,7 +25,7 @@ from typing import Literal
 from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK
 from lockstep.run.watch.error_record import ErrorRecord
 from lockstep.run.watch.exit_status import ExitStatus, Interruption
-from lockstep.run.watch.failure_advice import BY_KIND, advise
+from lockstep.run.watch.failure_advice import BY_KIND, GIVEN_UP, advise
 from lockstep.run.watch.lost_peer import find_lost_peer_text
 from lockstep.run.watch.messages import detail_lines
 from lockstep.run.watch.verdict import Verdict
@@ -75,6 +75,8 @@ class FirstFailure:
     consequences: tuple[str, ...] = ()
     ended_by_lockstep: tuple[int, ...] = ()
     """The ranks that Lockstep has ended because of it."""
+    given_up: tuple[str, ...] = ()
+    """The ranks whose processes have not ended, each with the state of its process."""
     folder: str = ""
     """The folder of logs and snapshots."""
 
@@ -153,8 +155,12 @@ def first_failure(
     if not roots:
         return None
 
+    first = _first_of_roots(roots, explained)
+    given_up = _describe_given_up(exits)
+    if given_up:
+        first = replace(first, given_up=given_up, advice=(*first.advice, GIVEN_UP))
     return replace(
-        _first_of_roots(roots, explained),
+        first,
         ended_by_lockstep=tuple(sorted(end.rank for end in ends.ended_by_lockstep)),
         folder=folder,
     )
@@ -289,6 +295,15 @@ def _describe_followers(followers: Sequence[ExitStatus]) -> list[str]:
         text = _lost_peer_text(end) or ""  # it is what makes it a follower, so it is not None
         ranks_by_text[text].append(end.rank)
     return [f"{format_ranks(ranks)} ({text})" for text, ranks in ranks_by_text.items()]
+
+
+def _describe_given_up(exits: Iterable[ExitStatus]) -> tuple[str, ...]:
+    """Returns a text for each rank whose process has not ended, with its host."""
+    texts = []
+    for end in sorted(exits, key=lambda end: end.rank):
+        if end.given_up:
+            texts.append(f"rank {end.rank} on host {end.host}: {end.given_up}")
+    return tuple(texts)
 
 
 # --- The roots

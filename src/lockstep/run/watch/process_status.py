@@ -20,10 +20,22 @@ _PROC = Path("/proc")
 # Places of the fields of /proc/PID/stat, counted from the state (the third field).
 _STATE = 0
 _PARENT = 1
+_FLAGS = 6
 _USER_TICKS = 11
 _SYSTEM_TICKS = 12
 _ENDED_CHILDREN_USER_TICKS = 13
 _ENDED_CHILDREN_SYSTEM_TICKS = 14
+_EXIT_CODE = 49
+
+_PF_EXITING = 0x4
+"""A flag of the kernel (include/linux/sched.h): the thread has begun to end."""
+_STATE_MEANINGS = {
+    "D": "in the kernel, where no signal reaches it",
+    "R": "computing",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "ended, but its parent has not been told",
+}
 
 
 class ProcessStatus(NamedTuple):
@@ -82,6 +94,76 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
 def _has_signal(mask: int, number: int) -> bool:
     """True if a signal is in a mask, whose lowest bit stands for signal 1."""
     return (mask >> (number - 1)) & 1 == 1
+
+
+def exit_code_of_ending(pid: int, root: Path = _PROC) -> int | None:
+    """Returns the exit code of a process that has begun to end.
+
+    Args:
+        pid: the process.
+        root: the folder `/proc`.
+
+    Returns:
+        The exit code, or minus the number of the signal that ends it; None: the process runs or is
+        gone, or the kernel does not say.
+    """
+    try:
+        for thread in (root / str(pid) / "task").iterdir():
+            flags = int(_stat_fields(thread / "stat")[_FLAGS])
+            if not flags & _PF_EXITING:
+                return None
+        status = int(_stat_fields(root / str(pid) / "stat")[_EXIT_CODE])
+        return os.waitstatus_to_exitcode(status)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def describe_state(pid: int, root: Path = _PROC) -> str:
+    """Returns the state of a process in words: `state D (in the kernel, ..., in nfs_wait)`.
+
+    Args:
+        pid: the process.
+        root: the folder `/proc`.
+
+    Returns:
+        The state of its main thread. If that has ended, or if another thread is in state D, the
+        process is kept by that other thread, whose state is returned.
+    """
+    state = ""
+    kernel_function = ""
+    with contextlib.suppress(OSError, IndexError):
+        for thread in sorted((root / str(pid) / "task").iterdir()):
+            state_of_thread = _stat_fields(thread / "stat")[_STATE]
+            if state in ("", "Z") or state_of_thread == "D":
+                state = state_of_thread
+                kernel_function = _kernel_function(thread)
+    if not state:
+        return "gone by now"
+    meanings = []
+    tracer = _tracer(root / str(pid))
+    if state == "Z" and tracer:
+        meanings.append(f"ended, but held by process {tracer}, which traces it")
+    elif state in _STATE_MEANINGS:
+        meanings.append(_STATE_MEANINGS[state])
+    if kernel_function:
+        meanings.append(f"in {kernel_function}")
+    return f"state {state} ({', '.join(meanings)})" if meanings else f"state {state}"
+
+
+def _kernel_function(thread: Path) -> str:
+    """Returns the kernel's function in which a thread sleeps; empty: in none, or not told."""
+    with contextlib.suppress(OSError):
+        name = (thread / "wchan").read_text().strip()
+        if name != "0":
+            return name
+    return ""
+
+
+def _tracer(process: Path) -> int:
+    """Returns the process id of the debugger that traces a process; 0: there is none."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(_status_field((process / "status").read_text(), "TracerPid"))
+    return 0
 
 
 def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, float]:
