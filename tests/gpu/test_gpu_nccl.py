@@ -40,7 +40,7 @@ from lockstep.session.extension import Place
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
 from lockstep.settings import Settings
-from lockstep.strategies import DDP, FSDP, sync_batchnorm
+from lockstep.strategies import DDP, FSDP, fused_batchnorm, sync_batchnorm
 from lockstep.strategies.base import PreparedModule, Strategy
 from lockstep.strategies.ddp import ExactDDP, _StepsUnderDDP
 from lockstep.strategies.moving_buffers import MovingBuffers
@@ -130,8 +130,15 @@ def batchnorm(device: torch.device) -> list[float]:
     expected = torch.nn.functional.batch_norm(whole[0], None, None, *whole[1:], training=True)
     expected.backward(dy)
     own = [t.to(device).requires_grad_() for t in (x, weight, bias)]
-    moments = sync_batchnorm._global_moments(own[0], None)
-    y = sync_batchnorm._Normalize.apply(*own, moments, 1e-5, None)
+    # Not by the layer itself, which is torch's own BatchNorm on one rank.
+    if device.type == "cuda":
+        row = fused_batchnorm.make_row(own[0].detach(), 1e-5, counts=True)
+        rows = sync_batchnorm._gather_rows(row, None)
+        mean, invstd = fused_batchnorm.combine_rows(rows, None, None, 0.0, 1e-5)
+        y = fused_batchnorm.FusedNormalize.apply(*own, mean, invstd, rows[:, -1], None, False)
+    else:
+        moments = sync_batchnorm._global_moments(own[0], None)
+        y = sync_batchnorm._Normalize.apply(*own, moments, 1e-5, None)
     y.backward(dy.to(device))
     pairs = [(y, expected), *((a.grad, b.grad) for a, b in zip(own, whole, strict=True))]
     return [float((a.cpu() - b).abs().max() / b.abs().max()) for a, b in pairs]

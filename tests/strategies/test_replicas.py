@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
 from lockstep import BalancedDataParallel
 from lockstep.checkpoint.modules import load_plain, plain_state_dict, unwrap
+from lockstep.distributed import torch_compat
 from lockstep.errors import DataError, SettingError, UsageError
 from lockstep.strategies.data_parallel import parallel_apply, replicate
 from lockstep.strategies.data_parallel.module import DataParallel
@@ -621,6 +623,46 @@ def test_gradients_that_come_from_other_devices(monkeypatch):
     close(tensors[0].grad, torch.full((3,), 5.0, dtype=torch.float64))
     close(tensors[1].grad, 2 * tensors[1].detach())
     assert tensors[2].grad is None
+
+
+class AddsAndCopies(TorchDispatchMode):
+    """Counts the additions and joins of whole tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"add": 0, "cat": 0}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in self.counts:
+            self.counts[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("bucket_bytes", "buckets"), [(2**20, 2), (500, 4)])
+def test_gradients_from_other_devices_are_summed_in_buckets(monkeypatch, bucket_bytes, buckets):
+    monkeypatch.setattr(replicate, "BUCKET_BYTES", bucket_bytes)
+    shapes = [(3, 4), (), (0, 2), (5, 1, 2), (100, 2), (7,), (100, 2), (1,)]
+    given: list[list[Tensor]] = [[torch.randn(shape) for _ in range(3)] for shape in shapes]
+    given += [[torch.randn(4, dtype=torch.bfloat16) for _ in range(3)] for _ in range(20)]
+    given[3] = [each.to(memory_format=torch.contiguous_format).mT for each in given[3]]
+    expected = [(first + second) + third for first, second, third in given]
+    # Some replica has not used one, none has used another, and a third is sparse.
+    given += [[torch.ones(2)], [], [torch.ones(3).to_sparse()] * 2]
+    with torch.no_grad(), AddsAndCopies() as counted:  # as in a backward pass
+        found = replicate.sum_gradients(given, torch.device("cpu"))
+    *sums, alone, none, sparse = found
+    for each, wanted in zip(sums, expected, strict=True):
+        assert each.shape == wanted.shape
+        assert torch.equal(each, wanted)
+    assert torch.equal(alone, torch.ones(2))
+    assert none is None
+    assert torch.equal(sparse.to_dense(), torch.full((3,), 2.0))
+    assert counted.counts["add"] == 2 * buckets + 1
+    # Each is written to for itself.
+    before = torch_compat.write_counts(sums)
+    sums[0].mul_(2)
+    assert torch_compat.write_counts(sums[1:]) == before[1:]
 
 
 def test_copies_with_parameters_of_their_own_work_as_modules():

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import made_up_kernels
 import pytest
 import torch
 import torch.distributed as dist
@@ -114,10 +115,65 @@ def exactness() -> None:
     check_exact(shares, (2, 3, 2), memory_format=torch.channels_last_3d)
     check_exact(shares, (3, 5), dtype=torch.float32, tolerance=2e-6)
     check_mean_far_from_zero(shares)
-    sync_batchnorm._two_pass_moments = sync_batchnorm._one_pass_moments  # what CUDA tensors take
-    check_exact(shares, (3, 5))
+
+
+@in_gloo_group
+def exactness_of_fused_kernels() -> list[str]:
+    """What CUDA tensors take; the kernels are made up."""
+    called = made_up_kernels.install()
+    torch.manual_seed(0)
+    all_shares = shares_of(dist.get_world_size())
+    for shares in all_shares:
+        check_exact(shares, (3, 5))
+    shares = all_shares[0]
+    for inner in INNER:
+        check_exact(shares, inner)
+    for options in (
+        {"momentum": None},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"eps": 0.1, "momentum": 0.5},
+    ):
+        check_exact(shares, (3, 5), **options)
+    check_without_bias(shares)
     check_exact(shares, (3, 5), memory_format=torch.channels_last)
-    check_exact(shares, (), dtype=torch.float32, tolerance=2e-6)
+    check_exact(shares, (2, 3, 2), memory_format=torch.channels_last_3d)
+    check_exact(shares, (3, 5), dtype=torch.float32, tolerance=2e-6)
+    check_mean_far_from_zero(shares, 1e-3)  # the mean is rounded to float32
+    check_halves()
+    check_placeholder()
+    del called[:]
+    layer = SyncBatchNorm(CHANNELS)
+    layer(torch.randn(2, CHANNELS, 4, requires_grad=True)).sum().backward()
+    return called
+
+
+def check_placeholder() -> None:
+    """A rank without samples computes one that counts for nothing."""
+    torch.manual_seed(0)
+    shares = (5, 0) if dist.get_world_size() == 2 else (0, 5, 0)
+    bn = SyncBatchNorm(CHANNELS, dtype=torch.float64)
+    whole = torch.randn(5, CHANNELS, 4, dtype=torch.float64)
+    factor = torch.randn_like(whole)
+    sync_batchnorm.placeholder.computed = shares[dist.get_rank()] == 0
+    x = own_part(whole, shares)
+    if sync_batchnorm.placeholder.computed:
+        x = torch.randn(1, CHANNELS, 4, dtype=torch.float64)
+        factor = torch.ones_like(x)
+    x = x.clone().requires_grad_()
+    y = bn(x)
+    (y * factor).sum().backward()
+    wanted_bn = nn.BatchNorm1d(CHANNELS, dtype=torch.float64)
+    wanted = wanted_bn(whole)
+    close(bn.running_mean, wanted_bn.running_mean, 1e-12, "placeholder: running mean")
+    close(bn.running_var, wanted_bn.running_var, 1e-12, "placeholder: running variance")
+    if sync_batchnorm.placeholder.computed:
+        assert not x.grad.any()
+        assert not bn.weight.grad.any()
+        assert not bn.bias.grad.any()
+    else:
+        close(y, wanted, 1e-12, "beside a placeholder")
+    sync_batchnorm.placeholder.computed = False
 
 
 def check_without_bias(shares: tuple[int, ...]) -> None:
@@ -130,11 +186,11 @@ def check_without_bias(shares: tuple[int, ...]) -> None:
     close(y, own_part(wanted, shares), 1e-12, "without bias")
 
 
-def check_mean_far_from_zero(shares: tuple[int, ...]) -> None:
+def check_mean_far_from_zero(shares: tuple[int, ...], tolerance: float = 1e-5) -> None:
     whole = torch.randn(sum(shares), CHANNELS, 50) + 30_000
     wanted = nn.functional.batch_norm(whole.double(), None, None, training=True).float()
     y = SyncBatchNorm(CHANNELS)(own_part(whole, shares))
-    close(y, own_part(wanted, shares), 1e-5, "mean far from zero")
+    close(y, own_part(wanted, shares), tolerance, "mean far from zero")
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -142,14 +198,36 @@ def test_equals_one_process_over_the_whole_batch(size: int) -> None:
     run_ranks(exactness, size)
 
 
+def test_the_mean_over_all_batches_has_the_bits_that_a_number_as_weight_gives() -> None:
+    layer = nn.BatchNorm1d(1000, momentum=None)
+    expected = layer.running_mean.clone()
+    for number in range(1, 100):
+        mean = torch.randn(1000, dtype=torch.float64)
+        sync_batchnorm.update_running_stats(layer, mean, mean.square(), torch.tensor(9.0).double())
+        expected.lerp_(mean.float(), 1.0 / number)
+        assert torch.equal(layer.running_mean, expected)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_so_do_the_kernels_of_gpus_with_one_all_gather_a_layer(size: int) -> None:
+    forward = ["stats", "all-gather", "gather_stats_with_counts", "elemt"]
+    for called in run_ranks(exactness_of_fused_kernels, size):
+        assert called == [*forward, "backward_reduce", "backward_elemt"]
+
+
 @in_gloo_group
 def half_precision() -> None:
     torch.manual_seed(0)
-    shares = (5, 2)
+    check_halves()
+
+
+def check_halves() -> None:
+    shares = (5, 2) if dist.get_world_size() == 2 else (5, 2, 1)
+    with_empty = (5, 0) if dist.get_world_size() == 2 else (0, 5, 0)
     for dtype in (torch.bfloat16, torch.float16):
         for memory_format in (torch.contiguous_format, torch.channels_last):
             check_half(shares, dtype, memory_format, torch.float32)
-        check_half((5, 0), dtype, torch.contiguous_format, torch.float32)
+        check_half(with_empty, dtype, torch.contiguous_format, torch.float32)
         check_half(shares, dtype, torch.contiguous_format, dtype)
     conv = nn.Conv2d(2, CHANNELS, 3)
     with torch.autocast("cpu", torch.bfloat16):
@@ -188,7 +266,9 @@ def test_half_precision() -> None:
 
 
 @in_gloo_group
-def edges() -> list[str]:
+def edges(fused: bool) -> list[str]:
+    if fused:
+        made_up_kernels.install()
     rank, size = dist.get_rank(), dist.get_world_size()
     bn = SyncBatchNorm(CHANNELS)
     errors = [refusal(DataError, lambda: bn(torch.ones(int(rank == 1), CHANNELS)))]
@@ -235,8 +315,9 @@ def refusal(error: type[Exception], call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def test_edges() -> None:
-    one_value, channels, dims, *outside = run_ranks(edges, 3)[2]
+@pytest.mark.parametrize("fused", [False, True])
+def test_edges(fused: bool) -> None:
+    one_value, channels, dims, *outside = run_ranks(edges, 3, fused)[2]
     assert "Expected more than 1 value per channel when training" in one_value
     assert "3 ranks" in one_value
     assert "(2, 4)" in channels
@@ -258,7 +339,9 @@ class Net(nn.Module):
 
 
 @in_gloo_group
-def train_with_ddp(shares: tuple[int, ...]) -> dict[str, Tensor]:
+def train_with_ddp(shares: tuple[int, ...], fused: bool) -> dict[str, Tensor]:
+    if fused:
+        made_up_kernels.install()
     net = new_net()
     convert(net)
     model = DistributedDataParallel(net)
@@ -285,15 +368,22 @@ def batches(size: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("shares", [(4, 1), (5, 2, 0)])
-def test_training_under_ddp_equals_one_process(shares: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shares", "fused"),
+    [
+        ((4, 1), False),
+        ((5, 2, 0), False),
+        pytest.param((5, 2, 0), True, marks=pytest.mark.thorough),
+    ],
+)
+def test_training_under_ddp_equals_one_process(shares: tuple[int, ...], fused: bool) -> None:
     net = new_net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     for x, y in batches(sum(shares)):
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(x), y).backward()
         optimizer.step()
-    found = run_ranks(train_with_ddp, len(shares), shares)
+    found = run_ranks(train_with_ddp, len(shares), shares, fused)
     for name, wanted in net.state_dict().items():
         close(torch.as_tensor(found[0][name]), wanted, 1e-11, name)
         for other in found[1:]:

@@ -173,7 +173,29 @@ def all_gather(rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = N
     if len(rows) > MAX_RING_RANKS and _is_small(tensor):
         traffic.block(partial(_all_gather_by_first_rank, rows, tensor, group))
         return
+    if _gathers_into_one_tensor(rows, group):
+        # Given a list, NCCL gathers into a tensor of its own, and then copies row after row.
+        traffic.block(partial(_all_gather_into_one_tensor, rows, tensor, group))
+        return
     traffic.block(partial(dist.all_gather, list(rows), tensor, group))
+
+
+def _gathers_into_one_tensor(rows: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Returns True if NCCL sends tensors like `rows`, and they are one piece of memory."""
+    is_on_gpu = rows.device.type != "cpu"
+    return is_on_gpu and rows.is_contiguous() and carrier_device(rows.device, group) == rows.device
+
+
+def _all_gather_into_one_tensor(
+    rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None
+) -> None:
+    """Gathers the tensors of all ranks into one contiguous tensor."""
+    if hasattr(dist, "all_gather_single"):
+        gather = dist.all_gather_single
+    else:
+        gather = dist.all_gather_into_tensor  # its name before torch 2.13
+    # One after the other, not stacked: all backends can do that.
+    gather(rows.view(-1), tensor.reshape(-1), group=group)
 
 
 def _is_small(tensor: Tensor) -> bool:

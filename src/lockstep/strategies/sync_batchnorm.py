@@ -16,6 +16,8 @@ It is linear in the ranks' losses: whatever factor each rank's loss has, the sum
 gradients is the gradient of the sum of the scaled losses. The gradients of weight and bias are
 left as local sums, so they are averaged over ranks like those of every other parameter.
 
+So it is on the CPU. On GPUs torch's own kernels do the same in float32, see `fused_batchnorm`.
+
 Every rank must run the layer, forward and backward, equally often; a rank without samples takes
 part with an input of shape (0, C, ...).
 """
@@ -38,6 +40,7 @@ from lockstep.distributed.process_group import blocked_reason
 from lockstep.distributed.torch_compat import BatchNorm, outside_compiled_code
 from lockstep.errors import DataError, UsageError
 from lockstep.settings import Choice
+from lockstep.strategies import fused_batchnorm
 
 _TORCH_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -128,25 +131,86 @@ class SyncBatchNorm(BatchNorm):
     def _forward_over_ranks(self, x: Tensor, num_ranks: int) -> Tensor:
         """Normalises `x` by the moments of all ranks' samples."""
         self._check_input_dim(x)
+        if fused_batchnorm.takes(x):
+            return self._forward_by_fused_kernels(x, num_ranks)
         moments = _global_moments(x, self.process_group)
-        # Fewer than two values over all ranks are an error, or nothing to do. That needs `total` on
-        # the host, which waits for the device. A rank with two values or more knows without it.
-        channels = x.shape[1]
-        if x.numel() <= channels:
-            total = int(moments.total)
-            if total == 0:  # as in torch: an empty output, and unchanged statistics
-                return super().forward(x)
-            if total == 1:
-                raise one_value_error(
-                    f"batch normalisation in training over a global batch on {num_ranks} ranks",
-                    f"got input size {x.shape} here and 1 value per channel over all ranks",
-                )
+        if self._no_rank_has_values(x, moments.total, num_ranks):
+            return super().forward(x)
         if self.track_running_stats:
             update_running_stats(self, moments.mean, moments.variance, moments.total)
         output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, moments, self.eps, self.process_group
         )
         return output
+
+    def _forward_by_fused_kernels(self, x: Tensor, num_ranks: int) -> Tensor:
+        """Normalises `x` by the statistics of all ranks' samples, on a GPU."""
+        group = self.process_group
+        x = fused_batchnorm.in_dense_format(x)
+        # Autograd's graph has none of this: `FusedNormalize` knows the gradient through it.
+        row = fused_batchnorm.make_row(x.detach(), self.eps, counts=not placeholder.computed)
+        rows = _gather_rows(row, group)
+        counts = rows[:, -1]
+        if self._no_rank_has_values(x, counts.sum(), num_ranks):
+            return super().forward(x)
+        mean, invstd = self._combine_and_track(rows)
+        output: Tensor = fused_batchnorm.FusedNormalize.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias, mean, invstd, counts, group, placeholder.computed
+        )
+        return output
+
+    def _combine_and_track(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the mean and 1 / sqrt(variance + eps) of all ranks; updates running statistics.
+
+        Args:
+            rows: what all ranks have sent.
+        """
+        running_mean = None
+        running_var = None
+        # The kernel updates running statistics of the dtype that it computes in, if their weight is
+        # known here: without momentum it depends on a number that is on the device.
+        kernel_updates = (
+            self.track_running_stats
+            and self.momentum is not None
+            and self.running_mean is not None
+            and self.running_mean.dtype == rows.dtype
+        )
+        if kernel_updates:
+            running_mean = self.running_mean
+            running_var = self.running_var
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+        mean, invstd = fused_batchnorm.combine_rows(
+            rows, running_mean, running_var, self.momentum or 0.0, self.eps
+        )
+        if self.track_running_stats and not kernel_updates:
+            variance = invstd.double().pow(-2) - self.eps
+            update_running_stats(self, mean, variance, rows[:, -1].double().sum())
+        return mean, invstd
+
+    def _no_rank_has_values(self, x: Tensor, total: Tensor, num_ranks: int) -> bool:
+        """Returns True if there is nothing to do: an empty output, and unchanged statistics.
+
+        Fewer than two values per channel over all ranks are that, or an error. To know it, the host
+        must wait for the device. A rank with two values or more knows without waiting.
+
+        Args:
+            x: this rank's input.
+            total: (), the number of values per channel of all ranks.
+            num_ranks: the number of ranks.
+
+        Raises:
+            DataError: there is one value per channel.
+        """
+        if x.numel() > x.shape[1]:
+            return False
+        values_of_all_ranks = int(total)
+        if values_of_all_ranks == 1:
+            raise one_value_error(
+                f"batch normalisation in training over a global batch on {num_ranks} ranks",
+                f"got input size {x.shape} here and 1 value per channel over all ranks",
+            )
+        return values_of_all_ranks == 0
 
     def _check_input_dim(self, x: Tensor) -> None:
         check_input(self, x)
@@ -191,17 +255,24 @@ def update_running_stats(layer: BatchNorm, mean: Tensor, variance: Tensor, total
         variance: (C,), biased.
         total: (), values per channel, float64.
     """
-    weight_of_batch = layer.momentum or 0.0  # the momentum may be None
+    weight_of_batch: float | Tensor = layer.momentum or 0.0  # the momentum may be None
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
         if layer.momentum is None:  # the running statistics are the mean over all batches
-            weight_of_batch = 1.0 / float(layer.num_batches_tracked)
-    # running = (1 - weight_of_batch) * running + weight_of_batch * statistic of the batch
+            # A tensor: as a number, the host would wait for the device.
+            weight_of_batch = 1.0 / layer.num_batches_tracked.double()
     if layer.running_mean is not None:
-        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), weight_of_batch)
+        _update_running(layer.running_mean, mean, weight_of_batch)
     if layer.running_var is not None:
         unbiased = variance * (total / (total - 1))
-        layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), weight_of_batch)
+        _update_running(layer.running_var, unbiased, weight_of_batch)
+
+
+def _update_running(running: Tensor, statistic: Tensor, weight: float | Tensor) -> None:
+    """Sets a running statistic to `(1 - weight) * running + weight * statistic`."""
+    if isinstance(weight, Tensor):
+        weight = weight.to(running.dtype)
+    running.lerp_(statistic.to(running.dtype), weight)
 
 
 class _CentredInput(NamedTuple):
@@ -220,8 +291,7 @@ class _LocalMoments(NamedTuple):
     """(C,)"""
     sum_of_squares: Tensor
     """(C,), of the deviations from the mean (M2)."""
-    centred: _CentredInput | None
-    """None if torch's kernel computed the moments, which makes no such tensor."""
+    centred: _CentredInput
 
 
 class _GlobalMoments(NamedTuple):
@@ -234,7 +304,7 @@ class _GlobalMoments(NamedTuple):
     total: Tensor
     """(), values per channel."""
     centred: _CentredInput | None
-    """This rank's input minus its mean, if `_two_pass_moments` was used on this rank."""
+    """This rank's input minus its mean; None if no value of this rank counts."""
 
 
 @torch.no_grad()
@@ -250,16 +320,13 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoment
     # A rank sends a row of 1 + 2 C numbers: how many values per channel it has, their C means, and
     # the C sums of their squared deviations from the mean. A rank without samples sends zeros.
     if x.numel() and not placeholder.computed:
-        local = _one_pass_moments(x) if x.is_cuda else _two_pass_moments(x)
+        local = _two_pass_moments(x)
         centred = local.centred
         count = torch.full((1,), x.numel() // channels, dtype=torch.float64, device=x.device)
         row = torch.cat([count, local.mean, local.sum_of_squares])
     else:
         row = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
-    row = row.to(carrier_device(x.device, group))
-    rows = row.new_empty(dist.get_world_size(group), row.numel())
-    routing.all_gather(rows, row, group)
-    rows = rows.to(x.device)
+    rows = _gather_rows(row, group)
     counts = rows[:, :1]  # (ranks, 1)
     means = rows[:, 1 : 1 + channels]  # (ranks, C)
     sums_of_squares = rows[:, 1 + channels :]  # (ranks, C)
@@ -274,14 +341,12 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoment
     return _GlobalMoments(mean, variance, total, centred)
 
 
-def _one_pass_moments(x: Tensor) -> _LocalMoments:
-    """Computes the mean, (C,), and the sum of squared deviations from it, by torch's kernel.
-
-    It reads `x` once, and makes no tensor of the deviations.
-    """
-    variance, mean = torch.var_mean(x.to(statistics_dtype(x)), all_but_channels(x), correction=0)
-    count = x.numel() // x.shape[1]
-    return _LocalMoments(mean, variance * count, None)
+def _gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns the rows of all ranks, `(ranks, length)`, on the device of `row`."""
+    sent = row.to(carrier_device(row.device, group))
+    rows = sent.new_empty(dist.get_world_size(group), sent.numel())
+    routing.all_gather(rows, sent, group)
+    return rows.to(row.device)
 
 
 def _two_pass_moments(x: Tensor) -> _LocalMoments:
@@ -343,8 +408,8 @@ class _Normalize(torch.autograd.Function):
         """Returns `xhat * weight + bias`, where `xhat` is `(x - mean) / sqrt(variance + eps)`.
 
         The `moments` of all ranks are float64: `mean` and `variance`, (C,), and `total`, the number
-        of values per channel. On the CPU, `moments.centred` has `deviations`: `x - centre`, where
-        `centre` is the mean of this rank's samples. The output is computed in their memory.
+        of values per channel. `moments.centred` has `deviations`: `x - centre`, where `centre` is
+        the mean of this rank's samples. The output is computed in their memory.
         """
         dtype = statistics_dtype(x)
         invstd = (moments.variance + eps).rsqrt()
@@ -357,7 +422,7 @@ class _Normalize(torch.autograd.Function):
         if not x.numel():
             return torch.empty_like(x)
         if moments.centred is None:
-            # There are no deviations to begin with: torch's kernel computes everything in one pass.
+            # A placeholder has no deviations to begin with: torch's kernel computes everything.
             weight = None if weight is None else weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
             return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps)

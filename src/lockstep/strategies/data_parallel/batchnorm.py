@@ -133,7 +133,8 @@ def normalise_over_replicas(inputs: Sequence[tuple[Any, Tensor]]) -> list[Tensor
     squares = [deviation.square().sum(dims) for deviation in deviations]
     variance = _sum_on(x.device, squares) / num_values
     if first_layer.training and first_layer.track_running_stats:
-        total = torch.tensor(num_values, dtype=torch.float64, device=x.device)
+        # Filled by a kernel. A tensor made of a number would be copied to the GPU, and waited for.
+        total = torch.full((), num_values, dtype=torch.float64, device=x.device)
         sync_batchnorm.update_running_stats(first_layer, mean.detach(), variance.detach(), total)
     inverse_std = (variance + first_layer.eps).rsqrt()
 

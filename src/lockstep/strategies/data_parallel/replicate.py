@@ -33,6 +33,8 @@ from lockstep.strategies.base import may_set_attributes
 from lockstep.strategies.data_parallel.batchnorm import BatchNormOverReplicas
 
 broadcast_coalesced: Any = comm.broadcast_coalesced
+BUCKET_BYTES = 25 * 2**20
+"""About as much goes from one device to another at a time, as in DDP."""
 
 
 def parameters_and_buffers(module: nn.Module) -> list[Tensor]:
@@ -240,17 +242,84 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Returns, for each tensor, the sum of the gradients of its copies."""
-        sums: list[Tensor | None] = []
+        gradients_of_tensors: list[list[Tensor]] = []
         for index in range(ctx.num_tensors):
-            total = None
-            # The copies of a tensor are `num_tensors` apart: one on each device.
-            for gradient in gradients[index :: ctx.num_tensors]:
-                if gradient is None:  # the replica has not used the copy
-                    continue
-                # Added from device to device, so that home never holds more than one summand.
-                total = gradient if total is None else total.to(gradient.device) + gradient
-            sums.append(None if total is None else total.to(ctx.home))
-        return None, *sums
+            # The copies of a tensor are `num_tensors` apart: one on each device. A gradient is None
+            # if the replica has not used the copy.
+            of_copies = gradients[index :: ctx.num_tensors]
+            gradients_of_tensors.append([each for each in of_copies if each is not None])
+        return None, *sum_gradients(gradients_of_tensors, ctx.home)
+
+
+def sum_gradients(
+    gradients_of_tensors: Sequence[Sequence[Tensor]], home: torch.device
+) -> list[Tensor | None]:
+    """Returns the sum of the gradients of each tensor at home; None if it has none.
+
+    A transfer takes time however short it is. So gradients on the same devices are put into
+    buckets, and each bucket goes from device to device as one tensor. The sums have the same bits
+    as those of single tensors.
+
+    Args:
+        gradients_of_tensors: for each tensor its gradients, on different devices.
+        home: where the sums are to be.
+    """
+    sums: list[Tensor | None] = [None] * len(gradients_of_tensors)
+    buckets: dict[Any, list[int]] = {}  # indices of tensors
+    for index, gradients in enumerate(gradients_of_tensors):
+        if not gradients:
+            continue
+        if any(gradient.layout != torch.strided for gradient in gradients):  # sparse ones
+            sums[index] = _sum_from_device_to_device(gradients).to(home)
+            continue
+        devices = tuple(gradient.device for gradient in gradients)
+        key = (devices, gradients[0].dtype)
+        bucket = buckets.setdefault(key, [])
+        bucket.append(index)
+        if sum(gradients_of_tensors[member][0].nbytes for member in bucket) >= BUCKET_BYTES:
+            _sum_bucket(gradients_of_tensors, bucket, home, sums)
+            del buckets[key]
+    for bucket in buckets.values():
+        _sum_bucket(gradients_of_tensors, bucket, home, sums)
+    return sums
+
+
+def _sum_bucket(
+    gradients_of_tensors: Sequence[Sequence[Tensor]],
+    bucket: Sequence[int],
+    home: torch.device,
+    sums: list[Tensor | None],
+) -> None:
+    """Writes the sums of the tensors in a bucket into `sums`.
+
+    Args:
+        gradients_of_tensors: as in `sum_gradients`.
+        bucket: indices of tensors whose gradients are on the same devices, with one dtype.
+        home: where the sums are to be.
+        sums: by the index of the tensor.
+    """
+    flat_gradients: list[Tensor] = []
+    num_copies = len(gradients_of_tensors[bucket[0]])
+    for copy_index in range(num_copies):
+        parts = [gradients_of_tensors[index][copy_index].reshape(-1) for index in bucket]
+        flat_gradients.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+    total = _sum_from_device_to_device(flat_gradients).to(home)
+    shapes = [gradients_of_tensors[index][0].shape for index in bucket]
+    pieces = torch.split(total, [shape.numel() for shape in shapes])
+    for index, shape, piece in zip(bucket, shapes, pieces, strict=True):
+        # Torch counts the writes to a tensor and all its views as one number. By `data`, each
+        # gradient has a number of its own. If a gradient of the gradients is wanted, it is the
+        # view itself, which has a graph.
+        own = piece if torch.is_grad_enabled() else piece.data
+        sums[index] = own.view(shape)
+
+
+def _sum_from_device_to_device(summands: Sequence[Tensor]) -> Tensor:
+    """Adds up tensors on several devices, so that none holds more than one besides its own."""
+    total = summands[0]
+    for summand in summands[1:]:
+        total = total.to(summand.device) + summand
+    return total
 
 
 AttributesOfPart = dict[str, dict[str, Any]]

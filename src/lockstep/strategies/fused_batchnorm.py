@@ -1,0 +1,185 @@
+"""The kernels for BatchNorm over several ranks that torch has for CUDA (and ROCm).
+
+torch's own `SyncBatchNorm` is made of them. They read half-precision inputs without a copy in
+float32, and combine the statistics of all ranks and update the running statistics in one kernel.
+All statistics have the *statistics dtype*: float64 for inputs in float64, else float32.
+
+Unlike torch's layer, this one waits for the device in no step: torch removes the rows of ranks
+without samples, whose number only the device knows.
+
+Each rank sends a row of 2 C + 1 numbers (C: channels): C means, C inverse standard deviations
+`1 / sqrt(variance + eps)`, and the number of values per channel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lockstep.communication import routing
+from lockstep.communication.routing import carrier_device
+
+# A count that divides without being 0, and adds nothing to a count of values.
+SMALLEST_COUNT = 1e-30
+
+
+def takes(x: Tensor) -> bool:
+    """Returns True if these kernels are implemented for a tensor."""
+    return x.is_cuda and x.is_floating_point()
+
+
+def make_row(x: Tensor, eps: float, *, counts: bool) -> Tensor:
+    """Returns the row that this rank sends: means, inverse standard deviations and the count.
+
+    Args:
+        x: the layer's input.
+        eps: of the layer.
+        counts: False: the samples of `x` count for nothing. So it is, too, if there are none.
+    """
+    channels = x.shape[1]
+    if x.numel() and counts:
+        mean, invstd = torch.batch_norm_stats(x, eps)
+        num_values = mean.new_full((1,), x.numel() // channels)
+    else:
+        mean = x.new_zeros(channels, dtype=torch.promote_types(x.dtype, torch.float32))
+        invstd = torch.ones_like(mean)  # the kernel that combines all rows divides by it
+        num_values = mean.new_zeros(1)
+    return torch.cat([mean, invstd, num_values])
+
+
+def combine_rows(
+    rows: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Returns the mean and the inverse standard deviation, (C,), of the values of all ranks.
+
+    Args:
+        rows: `(ranks, 2 C + 1)`, of `make_row`. They have at least two values together.
+        running_mean: updated in place; None or of the statistics dtype.
+        running_var: likewise.
+        momentum: weight of these values in the running statistics.
+        eps: of the layer.
+    """
+    channels = rows.shape[1] // 2
+    means, invstds, counts = torch.split(rows, [channels, channels, 1], dim=1)
+    # For each rank the kernel divides by the number of values up to that rank. It must not be 0.
+    counts = counts.reshape(-1).clamp(min=SMALLEST_COUNT)
+    # From its first argument the kernel takes the dtype of `counts`, and whether it needs integers
+    # of 64 bits. The number of values of all ranks may need them where the input of none does, so
+    # this is a tensor with more elements than 32 bits count, all in one place of memory.
+    large = rows.new_empty(()).expand(2**31)
+    mean, invstd = torch.batch_norm_gather_stats_with_counts(
+        large, means, invstds, running_mean, running_var, momentum, eps, counts
+    )
+    return mean, invstd
+
+
+class FusedNormalize(torch.autograd.Function):
+    """Normalises by the statistics of all ranks, with the gradient through the statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        invstd: Tensor,
+        counts: Tensor,
+        group: dist.ProcessGroup | None,
+        is_placeholder: bool,
+    ) -> Tensor:
+        """Returns `(x - mean) * invstd * weight + bias`.
+
+        Args:
+            ctx: what the backward pass needs.
+            x: contiguous, or with the channels last.
+            weight: (C,), or None.
+            bias: (C,), or None.
+            mean: (C,), of all ranks.
+            invstd: (C,), of all ranks.
+            counts: (ranks,), how many values per channel each rank has.
+            group: the ranks.
+            is_placeholder: the statistics do not depend on `x`.
+        """
+        # The kernels take parameters of the input's dtype or of the statistics dtype.
+        weight_for_kernel = None if weight is None else weight.to(mean.dtype)
+        bias_for_kernel = None if bias is None else bias.to(mean.dtype)
+        ctx.save_for_backward(x, weight_for_kernel, mean, invstd, counts.to(torch.int32))
+        ctx.weight_dtype = mean.dtype if weight is None else weight.dtype
+        ctx.group = group
+        ctx.is_placeholder = is_placeholder
+        if not x.numel():
+            return torch.empty_like(x)
+        unused_eps = 0.0
+        output: Tensor = torch.batch_norm_elemt(
+            x, weight_for_kernel, bias_for_kernel, mean, invstd, unused_eps
+        )
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of `x`, weight and bias; the other arguments have none."""
+        x, weight, mean, invstd, counts = ctx.saved_tensors
+        needs_dx, needs_d_weight, needs_d_bias = ctx.needs_input_grad[:3]
+        dy = gradients[0]
+        if dy.stride() != x.stride():  # the kernels want both in the same memory format
+            dy = torch.empty_like(x).copy_(dy)
+        d_weight = None
+        if x.numel() and not ctx.is_placeholder:
+            # The sums over this rank's values, per channel, of dy and of dy * (x - mean).
+            sum_dy, sum_dy_xmu, d_weight, _ = torch.batch_norm_backward_reduce(
+                dy,
+                x,
+                mean,
+                invstd,
+                weight,
+                True,  # the sums are wanted
+                needs_d_weight,
+                False,  # the gradient of the bias is `sum_dy`
+            )
+        else:
+            sum_dy = torch.zeros_like(mean)
+            sum_dy_xmu = torch.zeros_like(mean)
+            if needs_d_weight:
+                d_weight = torch.zeros_like(mean)
+
+        dx = None
+        if needs_dx:
+            sums = torch.stack([sum_dy, sum_dy_xmu]).to(carrier_device(x.device, ctx.group))
+            routing.all_reduce(sums, group=ctx.group)  # now they are sums over all ranks
+            if ctx.is_placeholder or not x.numel():
+                dx = torch.zeros_like(x)
+            else:
+                total_dy, total_dy_xmu = sums.to(x.device)
+                dx = torch.batch_norm_backward_elemt(
+                    dy, x, mean, invstd, weight, total_dy, total_dy_xmu, counts
+                )
+
+        # Like those of every other parameter, these are gradients of this rank's loss alone, which
+        # are averaged over the ranks later.
+        if d_weight is not None:
+            d_weight = d_weight.to(ctx.weight_dtype)
+        d_bias = sum_dy.to(ctx.weight_dtype) if needs_d_bias else None
+        return dx, d_weight, d_bias, None, None, None, None, None
+
+
+def in_dense_format(x: Tensor) -> Tensor:
+    """Returns `x` contiguous or with the channels last; copies it if it is neither."""
+    formats = [torch.contiguous_format]
+    if x.dim() == 4:
+        formats.append(torch.channels_last)
+    if x.dim() == 5:
+        formats.append(torch.channels_last_3d)
+    for memory_format in formats:
+        if x.is_contiguous(memory_format=memory_format):
+            return x
+    return x.contiguous()
