@@ -41,6 +41,7 @@ BESIDE = {"run"}
 """It must start fast and survive what it watches, so it sees itself and what is listed."""
 SEEN_FROM_BESIDE = {
     "errors",
+    "distributed.control_groups",
     "distributed.interface",
     "distributed.network",
     "distributed.topology",

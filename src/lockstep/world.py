@@ -408,6 +408,7 @@ class World:
         best: Literal["min", "max"] | None = None,
         busy: Literal["wait", "skip"] = "wait",
         asynchronous: bool = True,
+        memory: bool | None = None,
         **state: Any,
     ) -> Checkpoint:
         """Returns an object that saves and resumes: `.save()`, `.step()`, `.resume()`, `.wait()`.
@@ -419,6 +420,9 @@ class World:
             best: keeps the checkpoint with the smallest or largest `.save(metric=...)` too.
             busy: what a save does while an earlier one is being written.
             asynchronous: False if `.save()` is to return when everything is on disk.
+            memory: True to keep each step in memory of the launcher too, whatever it costs, so that
+                a rank that fails costs the step under way; False not to. By default steps are kept
+                if `lockstep run` may start the ranks again, as often as costs little.
             **state: what belongs to the training: `model=`, `optimizer=`, `loader=`, ...
         """
         from lockstep.checkpoint.schedule import Policy  # not all scripts save
@@ -439,6 +443,8 @@ class World:
             virtual_ranks=self._preparer.virtual_ranks,
             common_stream=self._preparer.streams,
             rounds_in_memory=is_first,
+            memory=memory,
+            unsettled_world_state=self._unsettled_state_dict,
         )
 
     def _warn_of_unsaved_schedulers(self, folder: str | Path, state: dict[str, Any]) -> None:
@@ -462,6 +468,13 @@ class World:
         sent yet.
         """
         self._run.extensions.settle()
+        return self._unsettled_state_dict()
+
+    def _unsettled_state_dict(self) -> dict[str, Any]:
+        """Returns what `state_dict` does, without asking checks for errors that they hold back.
+
+        Those may have to wait for the device, which is too much in every step.
+        """
         state: dict[str, Any] = {
             "epoch": self._epochs.next,
             "step": self._run.step.number,

@@ -71,7 +71,7 @@ def test_without_a_machine_the_latest_round_of_the_others_is_chosen() -> None:
 
 def alone(memory: Memory, folder: str) -> Rounds:
     files = tuple(memory[0]["LOCKSTEP_MEMORY"].split())
-    return Rounds(Path(folder), Collectives(Topology(memory=files), torch.device("cpu")))
+    return Rounds(Path(folder), Collectives(Topology(round_memory=files), torch.device("cpu")))
 
 
 def keep(kept: Rounds, step: int) -> None:

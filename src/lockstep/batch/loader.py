@@ -255,6 +255,8 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         self.passes_begun += 1
         if torch.is_grad_enabled():
+            if not self._step.in_training_loop:
+                self._step.extensions.batch_is_done()  # a loop may have left a pass by `break`
             epoch = self._epochs_begun
             start = self.start
             self._epochs_begun += 1
@@ -430,6 +432,8 @@ class Loader:
                 step.enter_phase(working_phase)
                 yield batch
                 step.enter_phase(reading_phase)
+                if training:
+                    step.extensions.batch_is_done()
             exhausted = True
             if not training_pass.ever_stepped:
                 self.evaluated += 1

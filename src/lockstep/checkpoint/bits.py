@@ -43,7 +43,7 @@ def _numerics(device: torch.device) -> dict[str, str]:
 
 
 def check_virtual_ranks(
-    path: Path, manifest: Mapping[str, Any], num_virtual_ranks: int | None
+    path: Path | str, manifest: Mapping[str, Any], num_virtual_ranks: int | None
 ) -> None:
     """Checks that a run has as many virtual ranks as the one that has saved a checkpoint.
 
@@ -52,7 +52,7 @@ def check_virtual_ranks(
     contradicts it. Two numbers contradict each other.
 
     Args:
-        path: the path of the checkpoint.
+        path: the path of the checkpoint, or a description of where it was.
         manifest: the manifest of the checkpoint.
         num_virtual_ranks: how many virtual ranks this run has; None: it has none.
 

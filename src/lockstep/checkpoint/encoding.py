@@ -119,7 +119,7 @@ def encode(
     Raises:
         CheckpointError: the state holds something else; the message says where.
     """
-    encoder = _Encoder(inside, to_host or on_cpu, main)
+    encoder = Encoder(inside, to_host or on_cpu, main)
     tree = encoder.encode(state, ())
     return EncodedState(tree, encoder.tensors, encoder.boxes)
 
@@ -210,7 +210,7 @@ def with_own_storage(tensor: Tensor, storages_in_use: set[int]) -> Tensor:
     return tensor
 
 
-class _Encoder:
+class Encoder:
     """Encodes one state, and collects the tensors that it meets. Args: those of `encode`."""
 
     def __init__(self, inside: str, to_host: Callable[[Tensor], Tensor], main: bool) -> None:
@@ -313,12 +313,8 @@ class _Encoder:
         view = view_key(value)  # equal for tied tensors; None if it has no memory
         if view in self._tree_of_view:
             return self._tree_of_view[view]
-        # The box is the region of the whole tensor that this rank has.
-        if is_dtensor:
-            box = Box(*local_box(value))
-        else:
-            box = Box(offsets=(0,) * value.dim(), sizes=tuple(value.shape))
-        is_whole = box.sizes == value.shape
+        box = self._box_to_store(value)
+        is_whole = box is not None and box.sizes == value.shape
         # For a DTensor that is replicated over some ranks: one of these ranks stores it.
         another_rank_stores_it = is_replicated_copy(value)
         if self._main and is_whole and not another_rank_stores_it:
@@ -326,7 +322,8 @@ class _Encoder:
         else:
             # The tree names the tensor even if this rank has no elements of it to store.
             name = self._free_name(path)
-            if local.numel() and not another_rank_stores_it:
+            has_elements = box is not None and 0 not in box.sizes
+            if box is not None and has_elements and not another_rank_stores_it:
                 self._store(name, self._to_host(local))
                 self.boxes[name] = box
             tree = {
@@ -337,6 +334,12 @@ class _Encoder:
         if view is not None:
             self._tree_of_view[view] = tree
         return tree
+
+    def _box_to_store(self, value: Any) -> Box | None:
+        """Returns the region of a tensor that this rank stores; None: another rank stores it."""
+        if is_sharded(value):
+            return Box(*local_box(value))
+        return Box(offsets=(0,) * value.dim(), sizes=tuple(value.shape))
 
     def _encode_numpy(self, value: Any, path: KeyPath) -> Tree:
         """Stores an array or a number of numpy as a tensor; returns the tensor's tree."""

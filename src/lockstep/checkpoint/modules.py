@@ -47,6 +47,34 @@ def plain_state_dict(module: nn.Module) -> OrderedDict[str, Any]:
     return plain_state
 
 
+class PlainState:
+    """The state of one module under plain names, asked for in every step.
+
+    To find the plain names takes longer than all the rest, so they are kept until the module has
+    others.
+
+    Args:
+        module: whose state it is.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._names: list[str] = []
+        self._plain: OrderedDict[str, Any] = OrderedDict()
+        """The state when the names were last found."""
+
+    def take(self) -> OrderedDict[str, Any]:
+        """Returns the state; its tensors are those of the module, parameters included."""
+        state = self._module.state_dict(keep_vars=True)
+        names = list(state)
+        if names != self._names:
+            self._plain = plain_state_dict(self._module)
+            self._names = names
+        taken = OrderedDict(zip(self._plain, state.values(), strict=True))
+        set_state_dict_metadata(taken, state_dict_metadata(self._plain))
+        return taken
+
+
 def plain_names(module: nn.Module) -> Callable[[str], str]:
     """Returns a function that turns names of a module's parameters and buffers into plain names."""
     child_of_wrapper = _find_wrappers(module)

@@ -49,11 +49,15 @@ class RandomStates:
         """True if there is one stream for all ranks."""
         return self._common_stream is not None
 
+    def state(self) -> dict[str, Any]:
+        """Returns the state that is saved for this rank."""
+        if self._common_stream is None:
+            return seeding.rng_state(self._collectives.device)
+        return self._common_stream.common
+
     def to_text(self) -> str:
         """Returns the state that is saved for this rank, as text."""
-        if self._common_stream is None:
-            return rng_state_to_text(seeding.rng_state(self._collectives.device))
-        return rng_state_to_text(self._common_stream.common)
+        return rng_state_to_text(self.state())
 
     def check_common(self, states_of_ranks: Sequence[str]) -> None:
         """Warns once if the common stream is not the same on all ranks. The first one is saved.

@@ -170,7 +170,7 @@ class Rounds:
         self._folder = str(folder.absolute())
         self._collectives = collectives
         # The launcher holds two files in memory for each rank.
-        self._files = [Path(name) for name in collectives.topology.memory]
+        self._files = [Path(name) for name in collectives.topology.round_memory]
 
     def store(self, facts: Facts, shared: Any, virtual_ranks: Mapping[int, Any]) -> None:
         """Writes a round over the older of the two rounds that this rank keeps in its files.

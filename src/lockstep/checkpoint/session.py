@@ -44,7 +44,16 @@ from lockstep.checkpoint.find_latest import (
 )
 from lockstep.checkpoint.formats.reading import read_stored
 from lockstep.checkpoint.host_copies import HostCopies
-from lockstep.checkpoint.modules import load_plain, plain_state_dict
+from lockstep.checkpoint.kept_layout import Section, sections_of
+from lockstep.checkpoint.kept_reading import (
+    RANDOM,
+    KeptStep,
+    PartReport,
+    choose_step,
+    read_step,
+)
+from lockstep.checkpoint.kept_steps import KeptSteps, TakenState
+from lockstep.checkpoint.modules import PlainState, load_plain, plain_state_dict
 from lockstep.checkpoint.optimizer_state import load_saved_state, saved_parameter_dtypes
 from lockstep.checkpoint.preemption import SignalRequests
 from lockstep.checkpoint.random_states import CommonStream, RandomStates
@@ -57,6 +66,7 @@ from lockstep.checkpoint.rank_parts import (
 from lockstep.checkpoint.rounds import Rounds, StoredRound, choose_round
 from lockstep.checkpoint.save import RankPart, RankReports, write_checkpoint
 from lockstep.checkpoint.schedule import Policy, SaveSchedule
+from lockstep.checkpoint.sharding import without_meta
 from lockstep.checkpoint.writer import Writer
 from lockstep.distributed.collectives import (
     check_same_metric,
@@ -175,6 +185,10 @@ class Checkpoint:
         virtual_ranks: the states of virtual ranks that train apart; None: the run has none.
         common_stream: the random stream of all ranks, if virtual ranks train one model.
         rounds_in_memory: keep rounds in memory, if the launcher holds memory for that.
+        memory: True to keep each step in memory, and to fail where that is not possible; False not
+            to keep any. None: as the launcher says.
+        unsettled_world_state: returns what `world.state_dict` does, without asking checks for what
+            they hold back, which may take as long as a step.
 
     Raises:
         UsageError: there is nothing to save, or something that has no state.
@@ -191,6 +205,8 @@ class Checkpoint:
         virtual_ranks: VirtualRanks | None = None,
         common_stream: CommonStream | None = None,
         rounds_in_memory: bool = False,
+        memory: bool | None = None,
+        unsettled_world_state: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         check_state(state)
         self.folder = Path(folder)
@@ -208,6 +224,7 @@ class Checkpoint:
             if isinstance(value, Loader):
                 _ = value.fingerprint  # read before the training: some datasets change in it
         self._world = world
+        self._unsettled_world_state = unsettled_world_state or world.state_dict
         self._virtual_ranks = virtual_ranks
         self._action = f"saving a checkpoint in {self.folder}"
         self._damaged_names: tuple[str, ...] = ()
@@ -217,14 +234,40 @@ class Checkpoint:
         self._writer = Writer(self.folder, run.collectives)
         self._rounds: Rounds | None = None
         """None unless rounds are kept in memory, which needs files that the launcher holds."""
-        if rounds_in_memory and virtual_ranks is not None and run.topology.memory:
+        if rounds_in_memory and virtual_ranks is not None and run.topology.round_memory:
             self._rounds = Rounds(self.folder, run.collectives)
+        self._kept = self._make_kept_steps(run, memory)
+        self._has_resumed = False
+        self._plain_states: dict[str, PlainState] = {}
+        self._bits: dict[str, Any] | None = None
+        """What the manifest says about bits, once it was asked for; it takes long to find out."""
         requests = SignalRequests()
         self._schedule = SaveSchedule(policy.every, run.collectives, requests)
         self._last_step_called = 0
         """The optimizer steps that were done when `step` was last called."""
         # The run gets an object of its own, because this one would keep the state alive.
         run.extensions.add(_EndOfRun(self._writer, requests), Place.OBSERVER)
+
+    def _make_kept_steps(self, run: Run, memory: bool | None) -> KeptSteps | None:
+        """Returns what keeps each step in memory; None: no step is kept.
+
+        Args:
+            run: the run.
+            memory: as in `Checkpoint`.
+        """
+        topology = run.topology
+        if memory is False or not topology.memory or topology.local_size != topology.size:
+            return None
+        if self._virtual_ranks is not None:
+            return None
+        return KeptSteps(
+            self.folder,
+            run.collectives,
+            run.step,
+            self._take_state,
+            self._world.print,
+            every_step=memory is True or topology.keeps_every_step,
+        )
 
     @_in_checkpoint_phase
     def save(self, metric: float | Tensor | None = None) -> Path | None:
@@ -421,6 +464,8 @@ class Checkpoint:
         if number == self._last_step_called:
             return None  # in the middle of a global batch, where the optimizer has not stepped
         self._last_step_called = number
+        if self._kept is not None and not self._progress.in_training_loop:
+            self._kept.batch_is_done()  # no loader says it
         if self._rounds is not None and self._virtual_ranks is not None:
             if self._virtual_ranks.round_is_over:
                 self._store_round(self._rounds, self._virtual_ranks)
@@ -457,6 +502,20 @@ class Checkpoint:
         if self._rounds is not None and self._virtual_ranks is not None:
             if self._resume_round(self._rounds, self._virtual_ranks):
                 return True
+        if self._kept is None:
+            return self._resume_from_disk()
+        self._attach(self._kept)
+        attempt, resumed, note = self._resume_kept_step(self._kept)
+        found = resumed is not None or self._resume_from_disk(note)
+        self._kept.start(attempt, resumed)
+        return found
+
+    def _resume_from_disk(self, more: str = "") -> bool:
+        """Resumes the latest sound checkpoint of the folder; returns False if it has none.
+
+        Args:
+            more: the end of the sentence that says what was resumed.
+        """
         action = f"resuming from {self.folder}"
         # Each rank tells the others what it sees in the folder. Only rank 0 reads all files, to
         # find out whether a checkpoint is sound.
@@ -467,7 +526,7 @@ class Checkpoint:
         self._damaged_names = tuple(chosen.passed_over)
         check_views(self.folder, views)
         if chosen.name is None:
-            self.last_resume_note = f"nothing to resume in {self.folder}"
+            self.last_resume_note = f"nothing to resume in {self.folder}{more}"
             return False
         path = self.folder / chosen.name
         # If any rank cannot read its states, no rank loads any.
@@ -475,7 +534,7 @@ class Checkpoint:
             self._collectives, action, lambda: self._read_states(path, chosen.id)
         )
         note = run_on_all_ranks(self._collectives, action, lambda: self._load_states(path, loaded))
-        self._announce_resumed(note + chosen.describe_problems())
+        self._announce_resumed(note + chosen.describe_problems() + more)
         return True
 
     @_in_checkpoint_phase
@@ -617,6 +676,121 @@ class Checkpoint:
             "replicas": {"shared": shared["replicas"], "state": states},
         }
 
+    # Steps in memory
+
+    def _resume_kept_step(self, kept: KeptSteps) -> tuple[int, KeptStep | None, str]:
+        """Resumes the last step in memory, unless a checkpoint on disk is of a later step.
+
+        Returns:
+            A random number for this attempt, the same on all ranks; the step that was resumed, or
+            None; and if there was one that was not resumed, the end of a sentence that says why.
+        """
+        action = "resuming from memory"
+        answers = gather_answers(self._collectives, action, lambda: self._report_memory(kept))
+        attempt = int(answers[0]["attempt"])
+        reports = []
+        for answer in answers:
+            reports += [PartReport(**part) for part in answer["parts"]]
+        chosen = choose_step(reports, kept.folder)
+        if chosen is None:
+            return attempt, None, ""
+        step_on_disk = answers[0]["disk"]
+        if step_on_disk > chosen.step:
+            return attempt, None, f"; it is newer than step {chosen.step} in memory"
+        where = f"step {chosen.step} in memory"
+        try:
+            loaded = run_on_all_ranks(
+                self._collectives, action, lambda: read_step(chosen, self._module_names())
+            )
+        except CheckpointError as error:
+            return attempt, None, f"; {where} cannot be read: {error.found}"
+
+        def load() -> str:
+            """Loads the states if they fit; returns a sentence for the user."""
+            check_virtual_ranks(where, loaded["manifest"], self._num_virtual_ranks)
+            check_fits(where, self._state, loaded)
+            return self._load_states(where, loaded)
+
+        note = run_on_all_ranks(self._collectives, action, load)
+        if step_on_disk < 0:
+            note += "; there is no checkpoint on disk"
+        else:
+            note += f"; the last checkpoint on disk is of step {step_on_disk}"
+        self._announce_resumed(note)
+        return attempt, chosen, ""
+
+    def _report_memory(self, kept: KeptSteps) -> dict[str, Any]:
+        """Returns what this rank tells the others before they choose a step in memory.
+
+        Returns:
+            "parts" has the parts that it has looked at (`PartReport`), "disk" the step of the
+            latest checkpoint that it sees, -1 if it sees none, "attempt" a random number.
+        """
+        latest = layout.latest(self.folder)
+        kept.open()
+        # Once the training goes on, memory has nothing that it would go back to.
+        is_first = not self._has_resumed
+        self._has_resumed = True
+        return {
+            "parts": kept.report() if is_first else [],
+            "disk": -1 if latest is None else layout.step_of(latest),
+            "attempt": secrets.randbits(63),
+        }
+
+    def _attach(self, kept: KeptSteps) -> None:
+        """Has the run notify `kept`. Of several checkpoints the last that was resumed keeps steps.
+
+        Args:
+            kept: of this checkpoint.
+        """
+        others = self._extensions.of_type(KeptSteps)
+        if others is kept:
+            return
+        if others is not None:
+            self._extensions.remove(others)
+            others.release()
+        self._extensions.add(kept, Place.OBSERVER)
+
+    def _take_state(self) -> TakenState:
+        """Returns what `save` would save now, without a copy of it."""
+        self._extensions.saving_begins()
+        try:
+            objects = self._objects()
+            states: dict[str, Any] = {"world": self._unsettled_world_state()}
+            for name, value in objects.items():
+                if isinstance(value, nn.Module):
+                    if name not in self._plain_states:
+                        self._plain_states[name] = PlainState(value)
+                    states[name] = self._plain_states[name].take()
+                else:
+                    states[name] = value.state_dict()
+            partial_names = list(keys_of_partial_states(states, objects))
+            facts = {
+                "step": int(states["world"]["step"]),
+                "epoch": self._epoch(states),
+                "strategy": self._world.strategy,
+                **self._facts_about_bits(),
+            }
+            for name in self._module_names():
+                if name in partial_names:
+                    states[name] = without_meta(states[name])
+            sections = sections_of(
+                states,
+                module_names=self._module_names(),
+                optimizer_names=[n for n, value in objects.items() if isinstance(value, Optimizer)],
+                partial_names=partial_names,
+            )
+            sections.append(Section(RANDOM, ("state",), self._random_states.state(), True, False))
+            return TakenState(facts, sections)
+        finally:
+            self._extensions.saving_ended()
+
+    def _facts_about_bits(self) -> dict[str, Any]:
+        """Returns what the manifest says about bits."""
+        if self._bits is None:
+            self._bits = facts_about_bits(self._num_virtual_ranks, self._collectives.device)
+        return self._bits
+
     # Reading and loading a checkpoint
 
     def _read_states(self, path: Path, checkpoint_id: str | None) -> dict[str, Any]:
@@ -675,8 +849,10 @@ class Checkpoint:
 
     def _describe(self, path: Path | str, manifest: Mapping[str, Any]) -> str:
         """Returns what was resumed: where it was, epoch, step, strategy and number of ranks."""
+        is_kept_step = isinstance(path, str) and path != ROUND_IN_MEMORY
+        where = f"from {path}" if is_kept_step else path
         return (
-            f"resumed {path} (epoch {manifest['epoch']}, step {manifest['step']}, "
+            f"resumed {where} (epoch {manifest['epoch']}, step {manifest['step']}, "
             f"strategy {manifest['strategy']}, {count_noun(manifest['world_size'], 'rank')})"
         )
 

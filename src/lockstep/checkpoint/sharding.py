@@ -41,6 +41,13 @@ def is_meta(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
+def without_meta(state: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Returns the state of a module with None in place of the tensors that other ranks have."""
+    kept = OrderedDict((key, None if is_meta(value) else value) for key, value in state.items())
+    set_state_dict_metadata(kept, state_dict_metadata(state))
+    return kept
+
+
 def is_replicated_copy(tensor: Any) -> bool:
     """Returns True if this rank's shard of a DTensor is a copy of one that another rank stores.
 

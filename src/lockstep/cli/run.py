@@ -256,6 +256,12 @@ def known_strategy(ctx: click.Context, param: click.Parameter, value: str | None
     help="Fork the ranks from a process that has imported torch, or start an interpreter for each.",
 )
 @click.option(
+    "--keep-in-memory/--no-keep-in-memory",
+    default=None,
+    help="Keep each step in memory, for a restart, or none.  [default: with --max-restarts, as "
+    "often as costs little]",
+)
+@click.option(
     "--on-hang",
     type=click.Choice(["stop", "report"]),
     default="stop",
@@ -286,6 +292,7 @@ def command(
     module: bool,
     dry_run: bool,
     warm: bool,
+    keep_in_memory: bool | None,
     on_hang: str,
     hang_after: float,
     local_rank_argument: str | None,
@@ -340,6 +347,7 @@ def command(
         settings={name: value for name, value in settings.items() if value is not None},
         torchrun=torchrun_flags,
         warm=warm,
+        keep_in_memory=keep_in_memory,
         hang=HangRules(on_hang, parse_seconds("--hang-after", hang_after)),
         local_rank_argument=local_rank_argument,
     )

@@ -80,8 +80,13 @@ class Topology:
     """True if the launcher serves a store at the master's address; rank 0 must not open another."""
     source: str = "one process"
     """What the place was read from, for messages: `torchrun`, `Slurm`, ..."""
-    memory: tuple[str, ...] = ()
+    round_memory: tuple[str, ...] = ()
     """Two files in memory that the launcher keeps open for this rank and its successors."""
+    memory: tuple[str, ...] = ()
+    """Files in memory that the launcher keeps open: two for each rank that it has started on this
+    machine, in the order of their local ranks."""
+    keeps_every_step: bool = False
+    """True if the user has asked the launcher that each step is kept in memory."""
     unknown: frozenset[str] = frozenset()
     """Which of `local_rank`, `local_size` and `node_rank` the environment does not say. Until the
     ranks have met (`with_hosts`) they have the values of a rank that is alone on its machine, or
@@ -227,7 +232,9 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         master_port=port(environ),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         source=source,
-        memory=tuple(environ.get("LOCKSTEP_MEMORY", "").split()),
+        round_memory=tuple(environ.get("LOCKSTEP_MEMORY", "").split()),
+        memory=tuple(environ.get("LOCKSTEP_STEP_MEMORY", "").split()),
+        keeps_every_step=environ.get("LOCKSTEP_KEEP_EVERY_STEP") == "1",
         unknown=frozenset(unknown),
     )
     if local_size > size or rank < local_rank:

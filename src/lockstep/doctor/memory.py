@@ -7,30 +7,12 @@ A control group is Linux's limit for a container or a job. `gather` reads facts 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
+from lockstep.distributed.control_groups import available_in_group
 from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding, gib, verdict
-from lockstep.run.start.machine import own_cgroups, read_field
 
 MIN_FOR_A_MODEL = 2 * 2**30  # bytes
 MIN_FOR_TORCH = 2**28  # bytes
-
-
-class GroupFiles(NamedTuple):
-    """Where a control group tells of its memory."""
-
-    limit: str
-    usage: str
-    cache_field: str
-    """The field of `memory.stat` for the part of the usage that caches files, which the kernel
-    gives back when memory is needed."""
-
-
-FILES_OF_VERSION = {
-    1: GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: GroupFiles("memory.max", "memory.current", "inactive_file"),
-}
-"""By the version of Linux's control groups."""
 
 
 def gather(folder: Path) -> Facts:
@@ -43,32 +25,6 @@ def gather(folder: Path) -> Facts:
         "available": memory.available,
         "group": available_in_group(Path("/")),
     }
-
-
-def available_in_group(root: Path) -> int | None:
-    """Returns how many bytes the tightest control group of this process leaves.
-
-    Args:
-        root: the root of the file system.
-
-    Returns:
-        The bytes, or None if no group sets a limit.
-    """
-    available = []
-    for version, folder in own_cgroups("memory", root):
-        files = FILES_OF_VERSION[version]
-        try:
-            limit = int((folder / files.limit).read_text())
-            usage = int((folder / files.usage).read_text())
-        except (OSError, ValueError):  # there is no such group, or its limit is "max"
-            continue
-        # The kernel gives back what caches files, so it is available as well:
-        #     available = limit - usage + freeable
-        cached = read_field(folder / "memory.stat", files.cache_field) or 0
-        # The files are not read at the same moment, so more may be cached than was used before.
-        freeable = min(usage, cached)
-        available.append(limit - usage + freeable)
-    return min(available, default=None)
 
 
 def judge(facts: Facts) -> Finding:

@@ -151,6 +151,11 @@ class Extension:
     def global_batch_trained(self) -> None:
         """An optimizer has stepped for a whole global batch, and `after_step` was called."""
 
+    def batch_is_done(self) -> None:
+        """A training loop asks a loader for its next micro-batch, or for a pass: it has done all
+        that it does with the micro-batch before.
+        """
+
     def pass_ended(self) -> None:
         """A training loop has left a loader."""
 
@@ -323,6 +328,10 @@ class Extensions(Extension):
 
     def global_batch_trained(self) -> None:
         for tell in self.listeners["global_batch_trained"]:
+            tell()
+
+    def batch_is_done(self) -> None:
+        for tell in self.listeners["batch_is_done"]:
             tell()
 
     def pass_ended(self) -> None:

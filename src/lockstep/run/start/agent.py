@@ -55,6 +55,7 @@ from lockstep.run.start.process import (
 from lockstep.run.start.process_memory import peak_memory, read_oom_counts
 from lockstep.run.start.rank_environment import rank_environment
 from lockstep.run.start.round_memory import RoundMemory
+from lockstep.run.start.step_memory import step_memory_for
 from lockstep.run.start.system_limits import can_hold_evidence, explain_scarcity
 from lockstep.run.start.torchrun_flags import rendezvous_parameters, shutdown_timeout
 from lockstep.run.start.zygote import Event, Zygote
@@ -126,9 +127,11 @@ def launch_agent(
         explain_scarcity(plan.nproc),
         console_for(flags, plan.nproc) as console,
         contextlib.closing(RoundMemory(num_ranks_with_memory)) as round_memory,
+        contextlib.closing(step_memory_for(plan, may_restart=may_restart)) as step_memory,
         open_rendezvous(parameters, console.announce) as rendezvous,
     ):
         variables = _variables_of_all_ranks(plan, console, rendezvous)
+        variables.update(step_memory.variables)
         agent = Agent(plan, flags, zygote, folder, variables, console, rendezvous, round_memory)
         handlers: dict[int, Callable[[int], object]] = {
             signal.SIGUSR1: agent.signal_ranks,  # asks scripts for a checkpoint

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.distributed.control_groups import own_cgroups
 from lockstep.run.start.cuda_state import count_gpus
 
 
@@ -71,43 +71,6 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     return min(quotas, default=None)
 
 
-def own_cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
-    """Yields the folders of the control groups that may limit this process.
-
-    Args:
-        controller: such as `cpu` or `memory`.
-        root: stands for the root of the file system.
-
-    Yields:
-        The version (2 or 1) of control groups, and the folder of this process's group or of one of
-        its parents. The folder need not exist.
-    """
-    mount_point = root / "sys/fs/cgroup"
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    # Each line is HIERARCHY:CONTROLLERS:PATH, such as "0::/job/step" (version 2) or
-    # "4:cpu,cpuacct:/job/step" (version 1).
-    for line in lines:
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if hierarchy == "0":
-            version = 2
-            mounts = [mount_point, mount_point / "unified"]
-        elif controller in controllers.split(","):
-            version = 1
-            mounts = [mount_point / controllers, mount_point / controller]
-        else:
-            continue
-        parts = Path(path.lstrip("/")).parts
-        # In a container the path may be the host's, while the mount starts at the container's own
-        # group. So some of these folders do not exist; the top of the mount is always one of them.
-        for mount in dict.fromkeys(mounts):
-            for depth in range(len(parts) + 1):
-                yield version, mount.joinpath(*parts[:depth])
-
-
 def _read_cpu_quota(folder: Path) -> float | None:
     """Returns the CPU quota of one control group in cores; None if it has none."""
     try:
@@ -128,24 +91,4 @@ def loopback_name() -> str | None:
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):
             return name
-    return None
-
-
-def read_field(path: Path, name: str) -> int | None:
-    """Returns a number from a file of lines `NAME NUMBER`, as the kernel writes them.
-
-    Args:
-        path: such as `/proc/vmstat` or a cgroup's `memory.events`.
-        name: the first word of the line, such as `oom_kill`.
-
-    Returns:
-        The number in the first such line; None if the file cannot be read or has no such line.
-    """
-    try:
-        for line in path.read_text().splitlines():
-            words = line.split()
-            if words and words[0] == name:
-                return int(words[1])
-    except (OSError, ValueError, IndexError):
-        pass
     return None

@@ -46,6 +46,9 @@ class LaunchSpec:
     warm: bool = True
     """True if ranks may be copies of a process that has imported torch."""
     hang: HangRules = HangRules()
+    keep_in_memory: bool | None = None
+    """True: each step is kept in memory; False: none is. None: as often as costs little, if the
+    ranks may be started again."""
     local_rank_argument: str | None = None
     """`local_rank` or `local-rank`: the script is given that argument. `none`: it is given none.
     None: it is given the one that its source defines."""
@@ -76,6 +79,8 @@ class LaunchPlan:
     command: Command = _NO_COMMAND
     """What a rank executes; empty: it is a copy of a process that knows its work."""
     hang: HangRules = HangRules()
+    keep_in_memory: bool | None = None
+    """As in `LaunchSpec`."""
     timeout: float | None = None
     """Seconds from the start of the ranks after which they are ended; None: no limit."""
     keyboard: bool = True
@@ -203,4 +208,5 @@ def make_plan(
         flags=tuple(flags),
         script=spec.script,
         hang=spec.hang,
+        keep_in_memory=spec.keep_in_memory,
     )

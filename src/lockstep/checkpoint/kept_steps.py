@@ -1,0 +1,403 @@
+"""Keeps each step in memory that outlives the ranks, so that a failure costs the step under way.
+
+What is kept is what `world.checkpoint(...)` would save. It lies in memory of the launcher, two
+*areas* for each rank (`memory_area`); the ranks that it starts after a failure read it like a
+checkpoint on disk (`kept_reading`). Nothing is written to a disk, and nothing is sent.
+
+When it is kept: when the training loop asks a loader for its next micro-batch, and an optimizer has
+stepped since it last asked. All that the loop does with a batch is done then, also what follows on
+the optimizer's step (schedulers, averages of weights, counters), and the position in the data is
+that between two global batches. A loop that has its batches from elsewhere calls
+`checkpoint.step()`, which keeps too.
+
+A rank overwrites the older of its areas, and only when all ranks of the machine have sealed the
+newer one. Otherwise a rank that is ahead could overwrite its part of the last complete step while
+another, which is then killed, still writes its part of the next. So at every moment there is a
+complete step, and after a failure it is the last one or, if a rank was killed while it wrote, the
+one before.
+
+On the CPU everything is copied at once. A core copies 20 GB a second, so that a copy takes a
+hundredth of a step; in a thread it would take the same time from the same cores.
+
+What it costs is measured in the first steps. If it is more than `MAX_COST` of a step, every k-th
+step is kept, unless the user wants every one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lockstep.checkpoint.kept_layout import KeptLayout, Section
+from lockstep.checkpoint.kept_reading import KeptStep, report_parts
+from lockstep.checkpoint.memory_area import Area, Seal
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.control_groups import available_memory
+from lockstep.distributed.torch_compat import copy_to_each
+from lockstep.errors import CheckpointError, LockstepError, warn
+from lockstep.session.extension import Extension
+from lockstep.session.step import Step
+from lockstep.units import format_bytes
+
+MAX_COST = 0.02
+"""The part of a step's time that keeping it may take."""
+MAX_SHARE_OF_FREE_MEMORY = 0.8
+"""Keeping steps may take this part of the free memory: the script needs some of the rest."""
+AREAS_PER_RANK = 2
+NUM_WARM_UP_STEPS = 3
+"""The first steps are slow, and in the second the layout may change: they are not measured."""
+NUM_MEASURED_STEPS = 8
+"""After so many steps more, the ranks decide how often a step is kept."""
+MAX_WAIT_FOR_PEERS_S = 1.0
+"""How long a rank waits for the others to seal the step before. They have taken part in the step
+since, so they are about to; longer, only a rank that has died or that keeps nothing any more."""
+POLL_INTERVAL_S = 20e-6
+
+
+class TakenState(NamedTuple):
+    """The state of the training at this moment."""
+
+    facts: dict[str, Any]
+    """What the manifest of a checkpoint would say, with `step`."""
+    sections: list[Section]
+
+
+class KeptSteps(Extension):
+    """Keeps steps in the areas of this rank.
+
+    Args:
+        folder: of the checkpoints that the kept steps belong to.
+        collectives: of the run.
+        step: of the run.
+        take_state: returns the present state.
+        say: prints a line on rank 0.
+        every_step: True to keep every step whatever it costs, and to fail where memory is short.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        collectives: Collectives,
+        step: Step,
+        take_state: Callable[[], TakenState],
+        say: Callable[[str], None],
+        *,
+        every_step: bool,
+    ) -> None:
+        topology = collectives.topology
+        self.folder = str(folder.absolute())
+        self._collectives = collectives
+        self._topology = topology
+        self._step = step
+        self._take_state = take_state
+        self._say = say
+        self._every_step = every_step
+        self._layout = KeptLayout(topology.local_rank, topology.local_size)
+        self._slots: list[list[Area]] = []
+        """The two areas of each rank that the launcher has started in any attempt, by local rank.
+        Empty before `open`."""
+        self._own: list[Area] = []
+        self._places: dict[int, list[torch.Tensor]] = {}
+        """Where the values are copied to, by the number of the area."""
+        self._version_of_places: dict[int, int] = {}
+        self._attempt = 0
+        self._serial = 0
+        """See `memory_area.Seal`."""
+        self._last_area = 0
+        """The number of the area that was sealed last."""
+        self._protected: tuple[str, ...] = ()
+        """The areas with the step that was resumed, until a later one is complete."""
+        self._is_on = False
+        self._num_kept = 0
+        """Times that this attempt has kept a step."""
+        self._every = 1
+        """Every so many steps, one is kept."""
+        self._last_number = -1
+        """The optimizer steps that were done when a step was last kept, or passed over."""
+        self._last_time_s = 0.0
+        self._costs_s: list[float] = []
+        self._step_times_s: list[float] = []
+
+    # After a start
+
+    def open(self) -> None:
+        """Opens the areas of all ranks of this machine; a second call does nothing.
+
+        Raises:
+            OSError: the launcher is gone, or in another container.
+        """
+        if self._slots:
+            return
+        areas = [Area(path) for path in self._topology.memory]
+        for begin in range(0, len(areas), AREAS_PER_RANK):
+            self._slots.append(areas[begin : begin + AREAS_PER_RANK])
+        self._own = self._slots[self._topology.local_rank]
+
+    def report(self) -> list[dict[str, Any]]:
+        """Returns the reports of the areas that this rank looks after."""
+        return report_parts([area for slot in self._looked_after() for area in slot])
+
+    def _looked_after(self) -> list[list[Area]]:
+        """Returns the slots that this rank looks after: its own, and some that no rank has now."""
+        return self._slots[self._topology.local_rank :: self._topology.local_size]
+
+    def start(self, attempt: int, resumed: KeptStep | None) -> None:
+        """Begins to keep steps; to be called when the training has its state.
+
+        Args:
+            attempt: a random number, the same on all ranks.
+            resumed: the step that was resumed. None: the training goes on from elsewhere, so what
+                lies in the areas is worthless.
+        """
+        self._attempt = attempt
+        self._serial = 0 if resumed is None else resumed.serial
+        self._protected = () if resumed is None else resumed.paths
+        for slot in self._looked_after():
+            for area in slot:
+                if area.path not in self._protected:
+                    area.break_seal()
+        self._last_number = self._step.number
+        self._last_time_s = time.perf_counter()
+        self._is_on = True
+
+    def stop(self) -> None:
+        """Keeps nothing from now on. What is kept stays, until the launcher ends."""
+        self._is_on = False
+
+    def release(self) -> None:
+        """Lets the state of the training and the areas go, at the end of the run."""
+        self._is_on = False
+        self._slots = []
+        self._own = []
+        self._places = {}
+        self._layout = KeptLayout(0, 1)
+        self._take_state = _nothing_to_take
+
+    # In each step
+
+    def batch_is_done(self) -> None:
+        """Keeps the step, if an optimizer has stepped since this was last called."""
+        if self._is_on and self._step.number != self._last_number:
+            self.keep()
+
+    def keep(self) -> None:
+        """Keeps the present step, unless it is one of those that are passed over."""
+        number = self._step.number
+        begun_at_s = time.perf_counter()
+        step_time_s = begun_at_s - self._last_time_s
+        self._last_number = number
+        if number % self._every == 0:
+            phase_before = self._step.enter_phase("checkpoint")
+            try:
+                self._keep(number)
+            finally:
+                self._step.enter_phase(phase_before)
+        self._last_time_s = time.perf_counter()
+        if self._is_measuring:
+            self._note_times(step_time_s, self._last_time_s - begun_at_s)
+
+    def _keep(self, number: int) -> None:
+        """Copies the present state to an area, and seals it.
+
+        Args:
+            number: the optimizer steps that are done.
+        """
+        problem: Exception | None = None
+        facts: dict[str, Any] = {}
+        try:
+            facts, sections = self._take_state()
+            self._layout.update(sections)
+        except Exception as error:
+            problem = error
+        if self._num_kept == 0:
+            self._check_memory(problem)
+        elif problem is not None:
+            self._give_up(problem)
+        if self._is_on:
+            self._copy(number, facts)
+            self._num_kept += 1
+
+    def _copy(self, number: int, facts: dict[str, Any]) -> None:
+        """Copies what the layout names to an area, and seals it."""
+        self._serial += 1
+        topology = self._topology
+        all_facts = {
+            **facts,
+            "folder": self.folder,
+            "rank": topology.rank,
+            "world_size": topology.size,
+        }
+        facts_text = json.dumps(all_facts)
+        sections_text = self._layout.header_sections
+        header = f'{{"facts": {facts_text}, "sections": {sections_text}}}'.encode()
+        place = self._area_to_overwrite()
+        area = self._own[place]
+        is_other_memory = area.begin(len(header), self._layout.num_bytes)
+        if is_other_memory or self._version_of_places.get(place) != self._layout.version:
+            self._places[place] = self._layout.places(area)
+            self._version_of_places[place] = self._layout.version
+        if self._layout.sources:
+            copy_to_each(self._places[place], self._layout.sources)
+        area.set_seal(self._attempt, self._serial, number, header)
+        self._last_area = place
+
+    def _area_to_overwrite(self) -> int:
+        """Returns the number of the area that is written next: not that of a complete step.
+
+        Waits until the other ranks of the machine have sealed the step before.
+        """
+        is_first = self._num_kept == 0
+        if is_first:
+            for number, area in enumerate(self._own):
+                if area.path not in self._protected:
+                    return number
+        deadline = time.perf_counter() + MAX_WAIT_FOR_PEERS_S
+        while not self._last_is_complete():
+            if time.perf_counter() > deadline:
+                return self._last_area  # the other one has the last complete step
+            time.sleep(POLL_INTERVAL_S)
+        if self._protected:
+            self._protected = ()
+            self._free_unused_slots()
+        return 1 - self._last_area
+
+    def _last_is_complete(self) -> bool:
+        """Returns True if all ranks of this machine have sealed what this rank has sealed last."""
+        serial = self._serial - 1
+        for slot in self._slots[: self._topology.local_size]:
+            seals = [area.seal for area in slot]
+            if not any(_is_of(seal, self._attempt, serial) for seal in seals):
+                return False
+        return True
+
+    def _free_unused_slots(self) -> None:
+        """Frees the areas of ranks that are not there any more."""
+        if self._topology.local_rank == 0:
+            for slot in self._slots[self._topology.local_size :]:
+                for area in slot:
+                    area.free()
+
+    # What it costs
+
+    def _check_memory(self, problem: Exception | None) -> None:
+        """Keeps nothing if memory is short on any machine, or a state cannot be stored; says so.
+
+        All ranks call it when they keep something for the first time. One exchange of text.
+
+        Args:
+            problem: why the state of this rank cannot be stored.
+
+        Raises:
+            CheckpointError: it is short, or a state cannot be stored, and every step was asked for.
+        """
+        needed = AREAS_PER_RANK * self._layout.num_bytes
+        held = sum(area.file_bytes for area in self._own)
+        answers = self._collectives.exchange(
+            {
+                "needed": needed,
+                "new": max(0, needed - held),
+                "available": available_memory(),
+                "machine": self._topology.node_rank,
+                "problem": None if problem is None else str(problem),
+            }
+        )
+        problems = [answer["problem"] for answer in answers if answer["problem"] is not None]
+        if problems:
+            if self._every_step and isinstance(problem, LockstepError):
+                raise problem
+            self._refuse(problems[0], "let state_dict() return what a checkpoint can store")
+            return
+        for machine in sorted({answer["machine"] for answer in answers}):
+            on_machine = [answer for answer in answers if answer["machine"] == machine]
+            new = sum(answer["new"] for answer in on_machine)
+            available = on_machine[0]["available"]
+            if available is not None and new > MAX_SHARE_OF_FREE_MEMORY * available:
+                self._refuse(
+                    f"it takes {format_bytes(new)} of memory on a machine, and "
+                    f"{format_bytes(available)} are free",
+                    "use fsdp, which divides the state, start fewer processes, or free some memory",
+                )
+                return
+        most = max(answer["needed"] for answer in answers)
+        first = [answer for answer in answers if answer["machine"] == answers[0]["machine"]]
+        total = sum(answer["needed"] for answer in first)
+        if self._serial > 0:
+            return  # an earlier attempt has said it
+        self._say(
+            f"every step is kept in memory: two copies, {format_bytes(most)} for a rank at most, "
+            f"{format_bytes(total)} on its machine"
+        )
+
+    def _refuse(self, found: str, advice: str) -> None:
+        """Keeps nothing from now on, because of something that all ranks know.
+
+        Raises:
+            CheckpointError: the user has asked for every step to be kept.
+        """
+        self._is_on = False
+        if self._every_step:
+            raise CheckpointError("keeping each step in memory", found, advice)
+        self._say(f"steps are not kept in memory: {found}")
+
+    def _give_up(self, problem: Exception) -> None:
+        """Keeps nothing from now on, because the state of this rank cannot be kept any more.
+
+        Raises:
+            Exception: the problem, if the user has asked for every step to be kept.
+        """
+        self._is_on = False
+        if self._every_step:
+            raise problem
+        warn(
+            "steps are not kept in memory from here on",
+            f"{type(problem).__name__}: {problem}",
+            "let state_dict() return what a checkpoint can store",
+            on_this_rank=True,
+        )
+
+    @property
+    def _is_measuring(self) -> bool:
+        """True in the first steps that are kept."""
+        return self._is_on and not self._every_step and len(self._costs_s) < NUM_MEASURED_STEPS
+
+    def _note_times(self, step_time_s: float, cost_s: float) -> None:
+        """Notes how long a step took, and how long it took to keep it.
+
+        When enough are known, the ranks decide how often a step is kept.
+        """
+        if self._num_kept <= NUM_WARM_UP_STEPS:
+            return
+        self._step_times_s.append(step_time_s)
+        self._costs_s.append(cost_s)
+        if len(self._costs_s) == NUM_MEASURED_STEPS:
+            self._choose_every()
+
+    def _choose_every(self) -> None:
+        """Decides on all ranks alike how often a step is kept. One exchange of text."""
+        own = [statistics.median(self._costs_s), statistics.median(self._step_times_s)]
+        answers = self._collectives.exchange(own)
+        cost_s = max(answer[0] for answer in answers)
+        step_time_s = max(answer[1] for answer in answers)
+        self._every = max(1, math.ceil(cost_s / (MAX_COST * step_time_s)))
+        if self._every > 1:
+            self._say(
+                f"every {self._every} steps, one is kept in memory: that takes "
+                f"{1000 * cost_s:.2g} ms, and a step takes {1000 * step_time_s:.2g} ms"
+            )
+
+
+def _nothing_to_take() -> TakenState:
+    """Takes the place of the function that returns the state, when the run is over."""
+    return TakenState({}, [])
+
+
+def _is_of(seal: Seal | None, attempt: int, serial: int) -> bool:
+    """Returns True if an area is sealed with this attempt and serial number."""
+    return seal is not None and seal.attempt == attempt and seal.serial == serial

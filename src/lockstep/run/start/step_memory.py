@@ -1,0 +1,86 @@
+"""Memory of the launcher in which the last steps outlive the ranks that made them.
+
+A rank copies its state there after each step (`lockstep.checkpoint.kept_steps`). The launcher holds
+the memory, so ranks that it starts again after a failure find the last complete step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from lockstep.errors import SettingError
+from lockstep.run.start.plan import LaunchPlan
+
+AREAS_PER_RANK = 2
+"""While one is being written, the other one holds the step before."""
+AREA_BYTES_AT_FIRST = 4096
+"""Ranks make an area larger as they need."""
+
+
+class StepMemory:
+    """Two areas of memory for each rank of this machine.
+
+    They are not in /dev/shm, which containers make small, and where files stay when a launcher is
+    killed. They are anonymous files (memfd_create(2)) of this process, which its ranks open as
+    `/proc/PID/fd/NUMBER`.
+
+    Args:
+        nproc: how many ranks get such areas.
+        keeps_every_step: True if the user has asked that each step is kept.
+    """
+
+    def __init__(self, nproc: int, *, keeps_every_step: bool = False) -> None:
+        self._keeps_every_step = keeps_every_step
+        self._descriptors = []
+        for _ in range(AREAS_PER_RANK * nproc):
+            descriptor = os.memfd_create("lockstep-step")
+            os.ftruncate(descriptor, AREA_BYTES_AT_FIRST)
+            self._descriptors.append(descriptor)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that tell of the areas; empty: there are none.
+
+        A rank may need all of them: the ranks of the next attempt may be fewer.
+        """
+        if not self._descriptors:
+            return {}
+        paths = [f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in self._descriptors]
+        variables = {"LOCKSTEP_STEP_MEMORY": " ".join(paths)}
+        if self._keeps_every_step:
+            variables["LOCKSTEP_KEEP_EVERY_STEP"] = "1"
+        return variables
+
+    def close(self) -> None:
+        """Frees the memory."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+def step_memory_for(plan: LaunchPlan, *, may_restart: bool) -> StepMemory:
+    """Returns the memory for the ranks of this machine; without areas if nobody would read them.
+
+    Args:
+        plan: what is started here.
+        may_restart: True if the ranks may be started again.
+
+    Raises:
+        SettingError: the user has asked for it, and it is of no use or not possible.
+    """
+    is_possible = sys.platform == "linux"
+    if plan.keep_in_memory is True:
+        if not may_restart:
+            raise SettingError(
+                "--keep-in-memory",
+                "nothing would read what is kept: ranks that fail are not started again",
+                "add --max-restarts 3, for example",
+            )
+        if not is_possible:
+            raise SettingError(
+                "--keep-in-memory", "this system has no memfd_create(2)", "leave it out"
+            )
+        return StepMemory(plan.nproc, keeps_every_step=True)
+    if plan.keep_in_memory is None and may_restart and is_possible:
+        return StepMemory(plan.nproc)
+    return StepMemory(0)

@@ -1,0 +1,414 @@
+"""Each step is kept in memory of the launcher: ranks that fail cost the step under way."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from launched import launch
+from ranks import rank_environment, run_ranks
+from saved import full_state_dict
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.checkpoint.kept_layout import KeptLayout, Section, sections_of
+from lockstep.checkpoint.kept_reading import (
+    RANDOM,
+    KeptStep,
+    PartReport,
+    choose_step,
+    read_step,
+    report_parts,
+)
+from lockstep.checkpoint.memory_area import Area
+from lockstep.checkpoint.modules import plain_state_dict
+from lockstep.checkpoint.sharding import copy_to_memory
+from lockstep.distributed.torch_compat import copy_to_each
+from lockstep.extensions.ledger.judge import judge
+from lockstep.run.start.step_memory import StepMemory
+from lockstep.strategies import HSDP, Pipeline
+
+pytestmark = pytest.mark.launcher
+THOROUGH = pytest.mark.thorough
+
+
+@pytest.fixture
+def memory() -> Iterator[dict[str, str]]:
+    """The variables of three ranks, whose areas this process holds."""
+    with closing(StepMemory(3)) as held:
+        yield held.variables
+
+
+def areas_of(memory: dict[str, str]) -> list[Area]:
+    return [Area(path) for path in memory["LOCKSTEP_STEP_MEMORY"].split()]
+
+
+# An area
+
+
+def write(area: Area, serial: int, value: int) -> None:
+    area.begin(header_bytes=100, values_bytes=64)
+    area.view(area.values_at, torch.int64, (8,)).fill_(value)
+    area.set_seal(1, serial, 10 * serial, b'{"facts": {"rank": 0, "world_size": 1, "folder": "x"}}')
+
+
+def test_what_is_damaged_is_not_taken_for_a_step(memory: dict[str, str]) -> None:
+    area = areas_of(memory)[0]
+    assert area.seal is None
+    write(area, serial=3, value=5)
+    seal = Area(area.path).seal  # as another process sees it
+    assert seal is not None
+    assert (seal.serial, seal.step) == (3, 30)
+    assert len(report_parts([area])) == 1
+    places = {"seal": 20, "header": 4096 + 5, "values": area.values_at + 9}
+    for place, offset in places.items():
+        with open(area.path, "r+b") as file:
+            file.seek(offset)
+            byte = file.read(1)
+            file.seek(offset)
+            file.write(bytes([byte[0] ^ 4]))
+            file.flush()
+            assert report_parts([area]) == [], place
+            file.seek(offset)
+            file.write(byte)
+    assert len(report_parts([area])) == 1
+    area.begin(header_bytes=100, values_bytes=64)  # and then it is killed
+    assert report_parts([area]) == []
+    area.free()
+    assert os.stat(area.path).st_size == 4096
+
+
+def report(path: str, serial: int, rank: int, size: int = 2, attempt: int = 1) -> PartReport:
+    return PartReport(path, attempt, serial, 10 * serial, rank, size, "folder")
+
+
+def test_the_newest_step_of_which_all_parts_are_there_is_chosen() -> None:
+    parts = [report("a", 4, 0), report("b", 5, 0), report("c", 4, 1), report("d", 3, 1)]
+    chosen = choose_step(parts, "folder")
+    assert chosen == KeptStep(attempt=1, serial=4, step=40, paths=("a", "c"))
+    assert choose_step(parts, "another folder") is None
+    # A part of another attempt makes no step complete.
+    others = [report("a", 5, 1), report("b", 5, 0, attempt=2)]
+    assert choose_step(others, "folder") is None
+
+
+# The layout
+
+
+def odd_state() -> dict[str, Any]:
+    """What a checkpoint may hold."""
+    tied = torch.randn(3, 4)
+    model = OrderedDict(
+        first=torch.randn(7, 3), tied=tied, again=tied, none=torch.empty(0, 4),
+        number=torch.tensor(3), half=torch.randn(5, 2).bfloat16(), turned=torch.randn(4, 6).t(),
+        odd=torch.randn(3, dtype=torch.complex128), many=torch.arange(9).to(torch.uint16),
+    )  # fmt: skip
+    optimizer = {
+        "state": {0: {"step": torch.tensor(4.0), "mean": torch.randn(7, 3)}, 1: {"count": 3}},
+        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}],
+    }
+    mine = {"array": np.arange(5.0), "scalar": np.float32(2.5), "nan": float("nan"), "x": (1, None)}
+    return {
+        "world": {"step": 3, "scaler": None},
+        "model": model,
+        "optimizer": optimizer,
+        "me": mine,
+    }
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        for pair in zip(one, other, strict=True):
+            assert_equal(*pair)
+    elif isinstance(one, Tensor):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    else:
+        np.testing.assert_equal(one, other)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_state_divided_between_ranks_is_read_as_one(memory: dict[str, str], size: int) -> None:
+    """Also after it has changed: values, tensors in place of others, other shapes, other names."""
+    state = odd_state()
+    areas = areas_of(memory)[:size]
+    layouts = [KeptLayout(rank, size) for rank in range(size)]
+
+    def replace() -> None:
+        state["optimizer"]["state"][0]["mean"] = torch.randn(7, 3)
+
+    def grow() -> None:
+        state["optimizer"]["state"][1] = {"mean": torch.randn(11, 3)}
+
+    def untie() -> None:
+        state["model"]["again"] = state["model"]["tied"] + 1
+
+    def retype() -> None:
+        state["model"]["first"] = torch.randint(9, (7, 3), dtype=torch.int32)
+
+    def change_values() -> None:
+        state["model"]["first"] += 1
+        state["me"]["array"] = np.arange(5.0) + 3
+        state["world"]["step"] += 1
+
+    changes: list[Callable[[], object]] = [
+        *(change_values, replace, grow, untie, retype, change_values),
+    ]
+    versions = []
+    for serial, change in enumerate(changes, 1):
+        change()
+        for rank, layout in enumerate(layouts):
+            sections = sections_of(state, ["model"], ["optimizer"], [])
+            sections.append(Section(RANDOM, ("state",), {"rank": rank}, True, False))
+            layout.update(sections)
+            facts = f'{{"rank": {rank}, "world_size": {size}, "folder": "x"}}'
+            header = f'{{"facts": {facts}, "sections": {layout.header_sections}}}'.encode()
+            areas[rank].begin(len(header), layout.num_bytes)
+            copy_to_each(layout.places(areas[rank]), layout.sources)
+            areas[rank].set_seal(1, serial, serial, header)
+        reports = [PartReport(**part) for part in report_parts(areas)]
+        chosen = choose_step(reports, "x")
+        assert chosen is not None
+        saved = copy_to_memory(read_step(chosen, ["model"]))
+        assert [each["rank"] for each in saved.pop("random")] == list(range(size))
+        saved.pop("manifest")
+        assert saved.keys() == state.keys()
+        for name, value in state.items():
+            assert_equal(saved[name], value)
+        if change is not untie:
+            assert (saved["model"]["again"] is saved["model"]["tied"]) == (serial < 4)
+        versions.append(layouts[-1].version)
+    # What only has other values stays where it is.
+    assert versions[1] == versions[0]
+    assert versions[5] == versions[4]
+    sizes = [layout.num_bytes for layout in layouts]
+    assert max(sizes) < 1.6 * sum(sizes) / size
+
+
+# Trainings that go on
+
+BATCH, SAMPLES = 12, 40
+STEPS_AN_EPOCH = 4
+STRATEGIES: dict[str, Any] = {
+    "single": "single",
+    "ddp": "ddp",
+    "fsdp": "fsdp",
+    "hsdp": HSDP(shard_size=1),
+    "pipeline": Pipeline(num_micro_batches=3),
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(2)
+    norm = nn.BatchNorm1d(8).eval()  # statistics that stay, and would be missed
+    for statistics in (norm.running_mean, norm.running_var):
+        assert statistics is not None
+        statistics.uniform_(0.5, 1.5)
+    first = [nn.Linear(5, 8), norm, nn.Tanh()]
+    return nn.Sequential(*first, nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(3, (SAMPLES,), generator=generator))
+
+
+def train(strategy: str, folder: str, until: int) -> tuple[dict[str, Tensor], str]:
+    """Goes on from memory, and stops in the middle of the step after `until`."""
+    with lockstep.init(STRATEGIES[strategy], seed=5, device="cpu") as world:
+        made = model()
+        groups = [{"params": list(made[:2].parameters())}, {"params": list(made[2:].parameters())}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+        prepared, optimizer, scheduler = world.prepare(made, optimizer, scheduler)
+        loader = world.loader(data(), BATCH, shuffle=True)
+        state = {"model": prepared, "optimizer": optimizer, "scheduler": scheduler}
+        checkpoint = world.checkpoint(folder, **state, loader=loader, memory=True)
+        checkpoint.resume()
+        for _epoch in world.epochs(100):
+            for x, y in loader:
+                if world.step == until and world.is_last_micro_batch:
+                    world.barrier()  # a rank of a pipeline may be ahead of another
+                    whole = full_state_dict(plain_state_dict(prepared))
+                    found = {n: v.detach().clone() for n, v in whole.items() if not v.is_meta}
+                    return found, checkpoint.last_resume_note
+                world.backward(F.cross_entropy(prepared(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+        raise AssertionError("the loop has ended early")
+
+
+FEW_PIECES = [("fsdp", 3), ("ddp", 2)]
+MANY_PIECES = [
+    *(("ddp", 2), ("fsdp", 3), ("pipeline", 2), ("single", 1), ("hsdp", 2), ("ddp", 3)),
+    *(("fsdp", 2), ("pipeline", 3), ("fsdp", 1), ("hsdp", 3), ("single", 1)),
+]
+
+
+@pytest.mark.parametrize("pieces", [FEW_PIECES, pytest.param(MANY_PIECES, marks=THOROUGH)], ids=len)
+def test_any_strategy_goes_on_from_what_any_other_has_kept(
+    memory: dict[str, str], tmp_path: Path, pieces: list[tuple[str, int]]
+) -> None:
+    """On other numbers of ranks, at the end of an epoch and in its middle; nothing is on disk."""
+    folder = str(tmp_path / "checkpoints")
+    until = 0
+    for number, (strategy, size) in enumerate(pieces):
+        before = until
+        until += 3
+        store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        parts = run_ranks(
+            train,
+            size,
+            *(strategy, folder, until),
+            environment=lambda rank, s=size, p=store.port: {
+                **rank_environment(rank, s, p),
+                **memory,
+            },
+        )
+        weights: dict[str, Tensor] = {}
+        for found, note in parts:
+            weights |= found
+            if number > 0:
+                assert f"resumed from step {before} in memory" in note
+                assert note.endswith("; there is no checkpoint on disk")
+    assert not os.path.exists(folder)
+    ((expected, _),) = run_ranks(train, 1, "single", folder, until, environment=alone)
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
+
+
+def alone(rank: int) -> dict[str, str]:
+    return {}
+
+
+# Ranks that are killed
+
+KILLED = """
+import hashlib, os, signal, sys
+import torch, torch.nn.functional as F, lockstep
+from torch.utils.data import DataLoader, TensorDataset
+from lockstep.checkpoint.memory_area import Area
+
+random = torch.Generator().manual_seed(0)
+data = TensorDataset(
+    torch.randn(60, 8, generator=random), torch.randint(3, (60,), generator=random)
+)
+# In each attempt: the step in which the last rank ends, and how.
+plan = [each.split(":") for each in sys.argv[1].split(",") if each]
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+step, how = plan[attempt] if attempt < len(plan) else (-1, "")
+
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+with lockstep.init(seed=0, device="cpu", precision=sys.argv[2]) as world:
+    size = int(sys.argv[3])
+    layers = [torch.nn.Linear(8, size), torch.nn.BatchNorm1d(size), torch.nn.ReLU()]
+    model = torch.nn.Sequential(*layers, torch.nn.Dropout(0.1), torch.nn.Linear(size, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 15)
+    workers = {"num_workers": 1, "multiprocessing_context": "fork"}
+    loader = DataLoader(data, batch_size=12, shuffle=True, **workers)
+    model, optimizer, schedule, loader = world.prepare(model, optimizer, schedule, loader)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
+    checkpoint = world.checkpoint("checkpoints", every=4, memory=True, **state)
+    checkpoint.resume()
+    for epoch in world.epochs(3):
+        for x, y in loader:
+            ends = world.step == int(step) and world.rank == world.size - 1
+            if ends and how == "raises":
+                raise RuntimeError("as the test wants it")
+            world.backward(F.cross_entropy(model(x), y))
+            if ends and how == "killed":
+                killed()
+            if ends and how == "copying":  # its part of this step is copied, and not sealed
+                Area.set_seal = killed
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            checkpoint.step()
+    found = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        found.update(whole.numpy().tobytes())
+    world.print("WEIGHTS", found.hexdigest())
+"""
+
+
+def steps_of(plan: str) -> list[int]:
+    """The steps of a plan such as "5:killed,10:copying"."""
+    return [int(each.partition(":")[0]) for each in plan.split(",") if each]
+
+
+def run_killed(
+    folder: Path, size: int, strategy: str, plan: str, precision: str = "fp32"
+) -> tuple[str, list[str]]:
+    """Returns a hash of the last weights, and what each attempt has resumed.
+
+    Args:
+        folder: where it runs.
+        size: how many ranks there are.
+        strategy: of the run.
+        plan: the steps in which the last rank ends, in the order of the attempts, and how.
+        precision: of the run.
+    """
+    folder.mkdir()
+    (folder / "script.py").write_text(KILLED)
+    flags = [f"--nproc={size}", f"--strategy={strategy}", "--virtual-ranks=3", "--ledger=ledger"]
+    restarts = f"--max-restarts={max(1, len(steps_of(plan)))}"
+    done = launch(["run", *flags, restarts, "script.py", plan, precision, "16"], folder)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    (weights,) = [line.split()[-1] for line in lines if "WEIGHTS" in line]
+    resumed = [line.partition("resumed from ")[2] for line in lines if "resumed from" in line]
+    notes = [line.partition(" (")[0] + line.partition(")")[2] for line in resumed]
+    found = judge(folder / "ledger")
+    assert found.findings == []
+    # What is trained again is the step under way, if anything is.
+    assert [each["first"] for each in found.attempts] == [0, *steps_of(plan)]
+    return weights, notes
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy", "plan"),
+    [
+        (2, "ddp", "5:killed,5:copying,10:copying"),
+        pytest.param(3, "fsdp", "2:killed,5:raises,5:copying,10:killed", marks=THOROUGH),
+        pytest.param(3, "ddp", "1:copying,4:killed,14:raises", marks=THOROUGH),
+    ],
+    ids=str,
+)
+def test_a_rank_that_is_lost_costs_the_step_under_way(
+    tmp_path: Path, size: int, strategy: str, plan: str
+) -> None:
+    """However it ends: the weights are equal in every bit to those of a run without failures."""
+    lost, resumed = run_killed(tmp_path / "lost", size, strategy, plan)
+    on_disk = 0
+    for note, step in zip(resumed, steps_of(plan), strict=True):
+        # The disk has every fourth step, as the script wants it.
+        on_disk = max(on_disk, 4 * (step // 4))
+        disk = f"the last checkpoint on disk is of step {on_disk}"
+        if on_disk == 0:
+            disk = "there is no checkpoint on disk"
+        assert note == f"step {step} in memory; {disk}"
+    whole, resumed = run_killed(tmp_path / "whole", 1, "single", "")
+    assert resumed == []
+    assert lost == whole
