@@ -73,10 +73,11 @@ def test_every_group_of_every_strategy_has_the_timeout_of_the_run():
             assert {"default_pg", "between machines"} <= {name_of(group) for group in groups}
             for group, timeout in groups.items():
                 assert timeout == TIMEOUT_S, (name, group)
+        messages = {"activations of model 0", "gradients 0 of model 0"}
         for name, expected in (
             ("hsdp", {"replicate", "shard"}),
-            ("pipeline", {"activations 0", "gradients 0", "replicas"}),
-            ("pipeline, one copy", {"activations 0", "gradients 0", "alone"}),
+            ("pipeline", {*messages, "gradients 1 of model 0", "replicas"}),
+            ("pipeline, one copy", {*messages, "alone"}),
             ("diloco", {"replica", "across replicas"}),
         ):
             assert expected <= {name_of(group) for group in found[name]}, name

@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.session.step import StepKey
 from lockstep.strategies.pipeline.input_kind import Arguments, InputKind
 from lockstep.strategies.pipeline.schedule import Action
-from lockstep.strategies.pipeline.wire import PostedReceive
+from lockstep.strategies.pipeline.wire import PostedMessage
 
 
 class ModelCall(NamedTuple):
@@ -58,7 +58,7 @@ class GlobalBatch:
     boundary_tensors: dict[tuple[int, int], BoundaryTensors] = field(default_factory=dict)
     """The tensors of each forward pass that waits for its backward pass, by stage and
     micro-batch."""
-    posted_gradients: dict[int, list[PostedReceive]] = field(default_factory=dict)
+    posted_gradients: dict[int, PostedMessage] = field(default_factory=dict)
     """Receives of gradients that were started ahead of time, by micro-batch."""
 
     def is_ready(self, action: Action) -> bool:

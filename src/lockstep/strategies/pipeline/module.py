@@ -29,17 +29,13 @@ from lockstep.optim.precision import Precision
 from lockstep.strategies.base import EqualTensors, ModuleWrapper
 from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.strategies.pipeline.global_batch import BoundaryTensors, GlobalBatch, ModelCall
-from lockstep.strategies.pipeline.gradient_message import (
-    decode_gradient,
-    encode_gradient,
-    gradient_message_spec,
-)
+from lockstep.strategies.pipeline.gradient_message import gradient_message, gradient_message_spec
 from lockstep.strategies.pipeline.input_kind import Arguments, InputKind, signature
 from lockstep.strategies.pipeline.place import PipelinePlace
 from lockstep.strategies.pipeline.schedule import Action, order
 from lockstep.strategies.pipeline.shapes import map_tensors
 from lockstep.strategies.pipeline.stage import SAVE_WHOLE_MODEL_ADVICE, StagedModel
-from lockstep.strategies.pipeline.wire import PostedReceive, Wire
+from lockstep.strategies.pipeline.wire import PostedMessage, Wire
 from lockstep.strategies.replication import average_gradients
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.wording import count_noun
@@ -54,6 +50,18 @@ class ForwardResult(NamedTuple):
     """What the model's forward returned; the model's output in the last stage."""
 
 
+class Wires(NamedTuple):
+    """What carries the messages of one model: for each cut a wire of each kind.
+
+    The wires between the stages n and n + 1 have the index n.
+    """
+
+    activations: list[Wire]
+    gradients: list[Wire]
+    outputs: list[Wire]
+    """They carry the model's output back in evaluation."""
+
+
 class PipelinedModule(ModuleWrapper):
     """What the user calls instead of the model.
 
@@ -61,13 +69,16 @@ class PipelinedModule(ModuleWrapper):
         model: the user's model, which is cut already.
         place: of this rank.
         schedule: `gpipe` or `1f1b`.
-        run: the run, with open process groups for activations and gradients.
+        run: the run.
+        wires: for the messages of this model alone.
     """
 
     wraps_module: ClassVar[bool] = True
     """Checkpoints hold the names of the user's module, without a prefix."""
 
-    def __init__(self, model: StagedModel, place: PipelinePlace, schedule: str, run: Run) -> None:
+    def __init__(
+        self, model: StagedModel, place: PipelinePlace, schedule: str, run: Run, wires: Wires
+    ) -> None:
         super().__init__()
         self.module = model.module
         self.place = place
@@ -79,11 +90,9 @@ class PipelinedModule(ModuleWrapper):
             self._moving_buffers = MovingBuffers(self.module, run.step, self.replica_group)
         self._model = model
         self._schedule = schedule
-        # Two tags for each prepared module, so that their messages are told apart.
-        tag = 2 * len(run.prepared)
-        self._activation_wires = self._open_wires("activations", tag=tag)
-        self._gradient_wires = self._open_wires("gradients", tag=tag)
-        self._output_wires = self._open_wires("activations", tag=tag + 1)
+        self._activation_wires = wires.activations
+        self._gradient_wires = wires.gradients
+        self._output_wires = wires.outputs
         self._copies: WeakSet[PipelinedModule] = WeakSet([self])
         """This module, and copies of it that the user has made."""
         self._all_parameters = list(self.module.parameters())
@@ -337,25 +346,6 @@ class PipelinedModule(ModuleWrapper):
         self._gradient_wires.clear()
         self._output_wires.clear()
 
-    def _open_wires(self, name: str, *, tag: int) -> list[Wire]:
-        """Returns a wire for each cut; that between the stages n and n + 1 has the index n.
-
-        Messages between two ranks arrive in the order in which they were sent. With one stage per
-        rank all cuts share a process group. With several, two cuts may lie between the same ranks,
-        so each has a group of its own.
-
-        Args:
-            name: of the groups in `run.groups`, without a number.
-            tag: of the messages.
-        """
-        # The groups "NAME 0", "NAME 1", ...: either one for all cuts, or one for each cut.
-        groups = [group for key, group in self.run.groups.items() if key.startswith(name)]
-        wires: list[Wire] = []
-        for cut in range(self.place.last_stage):
-            group = groups[0] if len(groups) == 1 else groups[cut]
-            wires.append(Wire(group, self.run.device, tag))
-        return wires
-
     def _do_next_action(self, batch: GlobalBatch) -> Any:
         """Does the next action of this rank, and removes it from `batch.actions`.
 
@@ -481,9 +471,11 @@ class PipelinedModule(ModuleWrapper):
                 if outputs and not drop:
                     torch.autograd.backward(outputs, gradients)
             if stage > 0:
-                to_send = [encode_gradient(t) for t in tensors.received if t.requires_grad]
+                message = gradient_message([t for t in tensors.received if t.requires_grad])
                 destination = self.place.rank_of_stage(stage - 1)
-                self._gradient_wires[stage - 1].send_known(to_send, destination)
+                self._gradient_wires[stage - 1].send_known(
+                    message.tensors, destination, message.marks
+                )
 
     def _receive_gradients(
         self, batch: GlobalBatch, action: Action, sent: list[Tensor]
@@ -499,14 +491,15 @@ class PipelinedModule(ModuleWrapper):
             Those of the tensors that have a gradient, and their gradients.
         """
         posted = batch.posted_gradients.pop(action.micro_batch, None)
-        if not posted:  # `_post_gradients_early` has not started to receive them
+        if posted is None:  # `_post_gradients_early` has not started to receive them
             posted = self._post_gradients(action.stage, sent)
-        messages = self._gradient_wires[action.stage].take(posted)
+        message = self._gradient_wires[action.stage].take(posted)
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
-        for message, tensor in zip(messages, sent, strict=True):
-            gradient = decode_gradient(message, tensor)
-            if gradient is not None:
+        for tensor, has_gradient, gradient in zip(
+            sent, message.marks, message.tensors, strict=True
+        ):
+            if has_gradient:
                 outputs.append(tensor)
                 gradients.append(gradient)
         return outputs, gradients
@@ -526,15 +519,14 @@ class PipelinedModule(ModuleWrapper):
             sent = batch.boundary_tensors[stage, micro_batch].sent
             batch.posted_gradients[micro_batch] = self._post_gradients(stage, sent)
 
-    def _post_gradients(self, stage: int, sent: list[Tensor]) -> list[PostedReceive]:
+    def _post_gradients(self, stage: int, sent: list[Tensor]) -> PostedMessage:
         """Starts to receive the gradients of tensors that were sent to the next stage.
 
         Returns:
-            The receives that were started, which are waited for later.
+            The message whose receives were started, which are waited for later.
         """
-        specs = [gradient_message_spec(tensor) for tensor in sent]
         source = self.place.rank_of_stage(stage + 1)
-        return self._gradient_wires[stage].post_receives(source, specs)
+        return self._gradient_wires[stage].post_receives(source, gradient_message_spec(sent))
 
     def _finish_global_batch(self, batch: GlobalBatch, *, drop: bool = False) -> None:
         """Ends a global batch: runs the backward passes that are left, and waits for all messages.

@@ -54,6 +54,35 @@ class PipelinePlace:
         """The number of the model's last stage."""
         return self.num_positions * self.stages_per_rank - 1
 
+    @property
+    def num_gradient_groups(self) -> int:
+        """The number of process groups that carry the gradients of a pipeline."""
+        return 1 + max(self.gradient_group(cut) for cut in range(self.last_stage))
+
+    def gradient_group(self, cut: int) -> int:
+        """Returns the number of the process group that carries the gradients of a cut.
+
+        Each rank sends gradients to the position before its own and receives them from the position
+        after it. NCCL executes the operations of a group one after the other, in the order in which
+        a rank has started them, and a send may last until its receiver comes to it. In a common
+        group a receive would wait for the sends before it.
+
+        With one stage on each rank that does no harm: the gradients of one micro-batch after the
+        other go from the last position to the first. With several, a rank may wait in this way for
+        a gradient that its neighbour sends only after it has received from this rank. So the two
+        neighbours of a rank have different groups: links take turns with two groups, and in a ring
+        of an odd number the last link has a third. In each group a rank then only sends or only
+        receives.
+
+        Args:
+            cut: the one between the stages `cut` and `cut + 1`.
+        """
+        if self.stages_per_rank == 1:
+            return 0
+        link = cut % self.num_positions
+        is_odd_one_out = self.num_positions % 2 == 1 and link == self.num_positions - 1
+        return 2 if is_odd_one_out else link % 2
+
     def rank_of_stage(self, stage: int) -> int:
         """Returns the rank of this pipeline that has a stage; the inverse of `of_rank`."""
         position = stage % self.num_positions

@@ -92,6 +92,7 @@ class _SimulatedRank:
     def __init__(self, position: int, positions: int, last_stage: int, num_micro_batches: int):
         stages = list(range(position, last_stage + 1, positions))
         self.highest_stage = stages[-1]
+        self._last_stage_of_model = last_stage
         self.forward_passes: deque[Action] = deque()
         """Forward passes that are not done yet, in the order in which they must be done."""
         self.backward_passes: list[Action] = []
@@ -105,6 +106,9 @@ class _SimulatedRank:
                 self.backward_passes.append(
                     Action(forward=False, stage=stage, micro_batch=micro_batch)
                 )
+        self.received_gradients: deque[Action] = deque()
+        """The backward passes for which gradients were sent to this rank, in the order in which
+        they were sent, and which are not done yet."""
         self.actions: list[Action] = []
         """What it has done, in order."""
         self.busy_until = 0
@@ -122,8 +126,20 @@ class _SimulatedRank:
         if self.forward_passes:
             candidates.append(self.forward_passes[0])
         if schedule == "1f1b" or not self.forward_passes:
-            candidates += self.backward_passes
+            for action in self.backward_passes:
+                if self._has_its_gradient_next(action):
+                    candidates.append(action)
         return candidates
+
+    def _has_its_gradient_next(self, action: Action) -> bool:
+        """Returns True if the next gradient that this rank receives is that of a backward pass.
+
+        Gradients of several cuts come from the same rank. NCCL gives them to this rank in the order
+        in which they were sent, whatever it waits for. The last stage begins at the loss instead.
+        """
+        if action.stage == self._last_stage_of_model:
+            return True
+        return bool(self.received_gradients) and self.received_gradients[0] == action
 
     def meeting_point_of(self, action: Action) -> int:
         """Returns the next meeting point that this rank comes to after an action.
@@ -191,6 +207,11 @@ def _interleaved_orders(
                 in_time = _Finished(tick, rank.meeting_point_of(action))
                 if _are_finished(required, finished, in_time):
                     finished[action] = rank.do(action, tick)
+                    if not action.forward and action.stage < last_stage:
+                        rank.received_gradients.popleft()
+                    if not action.forward and action.stage > 0:
+                        next_pass = action._replace(stage=action.stage - 1)
+                        ranks[next_pass.stage % positions].received_gradients.append(next_pass)
                     break
         tick += 1
     return [rank.actions for rank in ranks]

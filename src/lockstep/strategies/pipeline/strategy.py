@@ -43,12 +43,13 @@ from lockstep.strategies.base import (
     plan_for,
     refuse_virtual_ranks,
 )
-from lockstep.strategies.pipeline.module import PipelinedModule
+from lockstep.strategies.pipeline.module import PipelinedModule, Wires
 from lockstep.strategies.pipeline.place import PipelinePlace
 from lockstep.strategies.pipeline.split import Split, balanced, split, units
 from lockstep.strategies.pipeline.stage import StagedModel
 from lockstep.strategies.pipeline.training import PipelineSteps
 from lockstep.strategies.pipeline.unit_costs import UnitCosts, measure
+from lockstep.strategies.pipeline.wire import Wire
 from lockstep.strategies.replication import norm_over_ranks, take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 from lockstep.wording import count_noun
@@ -133,9 +134,9 @@ class Pipeline(Strategy):
                 "use precision='bf16', which needs none",
             )
         place = self._place(run.topology)
-        if place.num_positions > 1:
+        if place.num_positions > 1 and place.num_pipelines > 1:
             # Already here, because BatchNorm may be given the group of equal stages.
-            self._open_groups(run, place)
+            open_group(run, "replicas", _table_of_ranks(run, place))
         return replace(
             plan_for(run, DataParallelRank(place.pipeline, place.num_pipelines)),
             num_micro_batches=self._num_micro_batches(run),
@@ -160,7 +161,8 @@ class Pipeline(Strategy):
         cuts, reason = self._cut(module, run, place)
         check_compiled_parts(module, cuts)
         model = StagedModel(module, cuts, place.stages, run.device)
-        pipelined = PipelinedModule(model, place, self.schedule, run)
+        wires = self._open_wires(run, place)
+        pipelined = PipelinedModule(model, place, self.schedule, run, wires)
         side_by_side = ""
         if place.num_pipelines > 1:
             side_by_side = f", {place.num_pipelines} of them side by side"
@@ -282,19 +284,26 @@ class Pipeline(Strategy):
         num_positions = self._num_positions(topology)
         return PipelinePlace.of_rank(topology.rank, topology.size, num_positions, self.interleave)
 
-    def _open_groups(self, run: Run, place: PipelinePlace) -> None:
-        """Opens the groups for activations and gradients, and that of the ranks of equal stages."""
-        # Shape (positions, pipelines): a row has the ranks at one position, with equal stages; a
-        # column has those of one pipeline. `open_group` makes a group of each row.
-        ranks = torch.arange(run.topology.size).view(place.num_positions, place.num_pipelines)
-        # With several stages on a rank each cut has a group of its own, as two cuts may lie between
-        # the same two ranks.
-        num_groups = 1 if self.interleave == 1 else place.last_stage
-        for name in ("activations", "gradients"):
-            for number in range(num_groups):
-                open_group(run, f"{name} {number}", ranks.T)
-        if place.num_pipelines > 1:
-            open_group(run, "replicas", ranks)
+    def _open_wires(self, run: Run, place: PipelinePlace) -> Wires:
+        """Opens the process groups of one model, and returns the wires that use them.
+
+        Every model has groups of its own, as NCCL does not tell the messages of two models apart.
+        """
+        ranks = _table_of_ranks(run, place)
+        model = len(run.prepared)
+        # `open_group` makes a group of each row: the ranks of a pipeline.
+        activations = open_group(run, f"activations of model {model}", ranks.T)
+        gradients: list[dist.ProcessGroup] = []
+        for number in range(place.num_gradient_groups):
+            gradients.append(open_group(run, f"gradients {number} of model {model}", ranks.T))
+        wires = Wires([], [], [])
+        for cut in range(place.last_stage):
+            # Gloo posts receives ahead of time, so messages of several cuts need tags there.
+            group = gradients[place.gradient_group(cut)]
+            wires.activations.append(Wire(activations, run.device, tag=cut))
+            wires.gradients.append(Wire(group, run.device, tag=cut))
+            wires.outputs.append(Wire(activations, run.device, tag=place.last_stage + cut))
+        return wires
 
     def _set_statistics_groups(self, module: nn.Module, run: Run) -> None:
         """Restricts SyncBatchNorm layers to the ranks that have the same stages.
@@ -364,6 +373,14 @@ class Pipeline(Strategy):
         percentages = " + ".join(f"{cost / total:.0%}" for cost in costs_of_stages)
         cuts = [names[index] for index in first_units]
         return split(module, cuts), f"{percentages} {unit_costs.reason}"
+
+
+def _table_of_ranks(run: Run, place: PipelinePlace) -> Tensor:
+    """Returns the ranks of all pipelines, shape `(positions, pipelines)`.
+
+    A row has the ranks at one position, with equal stages; a column has those of one pipeline.
+    """
+    return torch.arange(run.topology.size).view(place.num_positions, place.num_pipelines)
 
 
 def _choose_first_units(names: Sequence[str], unit_costs: UnitCosts, num_stages: int) -> list[int]:

@@ -1,16 +1,21 @@
 """What the stages of a pipeline send each other: messages of tensors whose *specs* both sides know.
 
-A *spec* is the shape and dtype of a tensor. Each tensor is one point-to-point operation. Before
-the first message for an *input kind* (`input_kind`) its specs are sent. A *posted* receive is one
-that was started (`irecv`) and is waited for later. A *flag* ahead of a message says if it has the
-known specs.
+The *spec* of a tensor is its shape and dtype. Before the first message for an *input kind*
+(`input_kind`) the specs of its tensors are sent. A *posted* message is one whose receives were
+started (`irecv`) and are waited for later. *Marks* are bytes ahead of the tensors of a message that
+tell the receiving side how to understand them.
 
 The specs may also depend on the values of the inputs: transformers makes no attention mask for a
 batch without padding, so one tensor less is sent. Every rank of a pipeline has the inputs, but only
-the sender learns the specs. So if inputs hold whole numbers or booleans, a flag of one byte goes
-ahead of each message of a known kind. It says whether the message has the known specs. If not,
-tensors of zeros complete the receives that are posted, and the new specs and the real tensors
-follow.
+the sender learns the specs. So if inputs hold whole numbers or booleans, each message of a known
+kind has a mark, which says whether the message has the known specs. If not, tensors of zeros
+complete the receives that are posted, and the new specs and the real tensors follow.
+
+Specs and marks travel as CPU tensors, so over Gloo, also where the tensors travel from GPU to GPU
+over NCCL. Python reads them. To read a value from the GPU would make this process wait until the
+GPU has done all that was queued before, and the GPU would be idle until more is queued.
+
+The tensors of a message are one batch of point-to-point operations: with NCCL, one launch for all.
 
 Activations and gradients have process groups of their own. In a common group NCCL would process
 them in the order in which they were started, and two neighbours that both send first would wait
@@ -26,7 +31,7 @@ one, zeros complete the posted receives first.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,18 +70,29 @@ class TensorSpec(NamedTuple):
         return cls(dtype, tuple(tensor.shape), tensor.requires_grad)
 
 
-FLAG_SPEC = TensorSpec("uint8", (1,))
-"""The flag ahead of a message: 1 if the message has the specs that are known of its kind."""
+class MessageSpec(NamedTuple):
+    """The form of a message."""
+
+    tensors: tuple[TensorSpec, ...]
+    num_marks: int = 0
 
 
-class PostedReceive(NamedTuple):
-    """A receive that was started and is not waited for yet."""
+class PostedMessage(NamedTuple):
+    """A message whose receives were started and are not waited for yet."""
 
-    spec: TensorSpec
-    data: Tensor
-    """The bytes of the tensor, once `work` is done."""
-    work: dist.Work | None
-    """None for a tensor without elements, which is not sent."""
+    spec: MessageSpec
+    marks: Tensor
+    """One byte for each mark, once all of `works` are done; on the CPU."""
+    data: list[Tensor]
+    """The bytes of the tensors, once all of `works` are done."""
+    works: list[dist.Work]
+
+
+class Message(NamedTuple):
+    """A message that was received."""
+
+    marks: list[bool]
+    tensors: list[Tensor]
 
 
 class Wire:
@@ -85,7 +101,8 @@ class Wire:
     Args:
         group: of the pipeline's ranks.
         device: where received tensors are needed.
-        tag: of the messages; other models that use the same group have other tags.
+        tag: of the messages; other wires that use the same group have other tags. NCCL knows no
+            tags: there, messages must be received in the order in which they were sent.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, tag: int) -> None:
@@ -93,16 +110,16 @@ class Wire:
         self._device = device
         self._tag = tag
         self._carrier = carrier_device(device, group)
-        """The device of the data that is sent."""
-        self._sends: list[tuple[dist.Work, Tensor]] = []
+        """The device of the tensors that are sent."""
+        self._sends: list[tuple[dist.Work, list[Tensor]]] = []
         """Sends that may still run, with their data."""
-        self._specs_of_kind: dict[Hashable, list[TensorSpec]] = {}
+        self._specs_of_kind: dict[Hashable, tuple[TensorSpec, ...]] = {}
         """Both sides remember and forget the same kinds at the same time."""
-        self._previous_specs: list[TensorSpec] | None = None
-        """The specs of the message before, without a flag."""
-        self._posted_by_receiver: list[TensorSpec] | None = None
+        self._previous_specs: tuple[TensorSpec, ...] | None = None
+        """The specs of the message before."""
+        self._posted_by_receiver: MessageSpec | None = None
         """Sending side: what the receiving side has posted ahead of time."""
-        self._posted: list[PostedReceive] = []
+        self._posted: PostedMessage | None = None
         """Receiving side: what it has posted ahead of time."""
 
     def send(
@@ -125,62 +142,52 @@ class Wire:
             UsageError: the specs are not the known ones, and the input's values cannot be the
                 reason.
         """
-        specs = [TensorSpec.of(tensor) for tensor in tensors]
+        specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
         known_specs = self._specs_of_kind.get(kind)
-        expected = None if known_specs is None else _with_flag(known_specs, kind)
+        expected = None if known_specs is None else _spec_of_known_kind(known_specs, kind)
         # The receiver may have posted receives for a message like the one before. If this one is
         # different, zeros complete them.
         if self._posted_by_receiver is not None and self._posted_by_receiver != expected:
             self._send_zeros(self._posted_by_receiver, to)
 
-        if known_specs is None:  # the first message of this kind
+        marks: list[bool] = []
+        if expected is None:  # the first message of this kind
             self._send_specs(specs, to, kind)
-        elif _has_flag(kind):
-            self._send_flag(specs, known_specs, to, kind)
+        elif _has_mark(kind):
+            has_known_specs = specs == known_specs
+            if has_known_specs:
+                marks = [True]
+            else:
+                # The mark is False, as the zeros are for the tensors and the mark.
+                self._send_zeros(expected, to)
+                self._send_specs(specs, to, kind)
         elif specs != known_specs:
             raise UsageError(
                 "a pipeline between whose stages the form of activations changes",
-                f"the same kind of input first gave {_describe(known_specs)}, "
+                f"the same kind of input first gave {_describe(expected.tensors)}, "
                 f"now {_describe(specs)}",
                 "let the shapes of activations depend on the shapes of inputs alone, and "
                 "freeze or unfreeze parameters between two global batches",
             )
-        self.send_known(tensors, to)
+        self.send_known(tensors, to, marks)
 
         self._posted_by_receiver = None
         if self._posts_next_message(specs, more):
-            self._posted_by_receiver = _with_flag(specs, kind)
+            self._posted_by_receiver = _spec_of_known_kind(specs, kind)
         self._previous_specs = specs
 
-    def _send_flag(
-        self,
-        specs: list[TensorSpec],
-        known_specs: list[TensorSpec],
-        to: int,
-        kind: InputKind | None,
-    ) -> None:
-        """Sends the flag that says whether the tensors that follow have the known specs.
-
-        If they have not, the receiver still waits for tensors of the known specs. So zeros complete
-        these receives, and the new specs follow.
+    def send_known(self, tensors: Sequence[Tensor], to: int, marks: Sequence[bool] = ()) -> None:
+        """Starts to send a message whose form the other side knows.
 
         Args:
-            specs: of the tensors that follow.
-            known_specs: of the last message of this kind.
+            tensors: any number.
             to: the rank that receives.
-            kind: of the input.
+            marks: of the message.
         """
-        has_known_specs = specs == known_specs
-        flag = torch.full((1,), int(has_known_specs), dtype=torch.uint8, device=self._carrier)
-        self._start_send(flag, to)
-        if not has_known_specs:
-            self._send_zeros(known_specs, to)
-            self._send_specs(specs, to, kind)
-
-    def send_known(self, tensors: Sequence[Tensor], to: int) -> None:
-        """Starts to send tensors whose specs the other side knows."""
-        for tensor in tensors:
-            self._start_send(tensor_bytes.to_bytes(tensor).to(self._carrier), to)
+        self._send_from_cpu(torch.tensor(marks, dtype=torch.uint8), to)
+        self._send_batch(
+            [tensor_bytes.to_bytes(tensor).to(self._carrier) for tensor in tensors], to
+        )
         # Sends that are done need their data no longer.
         self._sends = [(work, data) for work, data in self._sends if not work.is_completed()]
 
@@ -203,7 +210,7 @@ class Wire:
 
         # The next message will most likely have the same specs, so it is waited for already.
         if self._posts_next_message(specs, more):
-            self._posted = self.post_receives(source, _with_flag(specs, kind))
+            self._posted = self.post_receives(source, _spec_of_known_kind(specs, kind))
         self._previous_specs = specs
         for tensor, spec in zip(tensors, specs, strict=True):
             if spec.requires_grad and torch.is_grad_enabled():
@@ -211,38 +218,36 @@ class Wire:
         return tensors
 
     def _receive_of_known_kind(
-        self, source: int, kind: InputKind | None, known_specs: list[TensorSpec]
-    ) -> tuple[list[TensorSpec], list[Tensor]]:
+        self, source: int, kind: InputKind | None, known_specs: tuple[TensorSpec, ...]
+    ) -> tuple[tuple[TensorSpec, ...], list[Tensor]]:
         """Receives a message of a kind that came before; returns its specs and its tensors.
 
-        They are the known specs, unless a flag ahead of the tensors says that they are others.
+        They are the known specs, unless the mark says that they are others.
 
         Args:
             source: the rank that sends.
             kind: of the input.
             known_specs: of the last message of this kind.
         """
-        expected = _with_flag(known_specs, kind)
-        if [receive.spec for receive in self._posted] != expected:
+        expected = _spec_of_known_kind(known_specs, kind)
+        if self._posted is None or self._posted.spec != expected:
             self._drop_posted()
             self._posted = self.post_receives(source, expected)
         posted = self._posted
-        self._posted = []
-        tensors = self.take(posted)
-        if not _has_flag(kind):
-            return known_specs, tensors
-        flag = tensors.pop(0)
-        if flag:  # 1: the tensors have the known specs
-            return known_specs, tensors
+        self._posted = None
+        message = self.take(posted)
+        if all(message.marks):  # the one mark is True, or there is none
+            return known_specs, message.tensors
         # These tensors are zeros. The new specs and the real tensors follow.
         return self._receive_with_specs(source, kind)
 
     def _receive_with_specs(
         self, source: int, kind: InputKind | None
-    ) -> tuple[list[TensorSpec], list[Tensor]]:
+    ) -> tuple[tuple[TensorSpec, ...], list[Tensor]]:
         """Receives a message whose specs are sent ahead; returns its specs and its tensors."""
         specs = self._receive_specs(source, kind)
-        return specs, self.take(self.post_receives(source, specs))
+        message = self.take(self.post_receives(source, MessageSpec(specs)))
+        return specs, message.tensors
 
     def _drop_posted(self) -> None:
         """Waits for the receives that were posted for a message like the one before.
@@ -250,10 +255,11 @@ class Wire:
         The message that comes is a different one, so the sender completes them with zeros.
         """
         posted = self._posted
-        self._posted = []
-        self.take(posted)
+        self._posted = None
+        if posted is not None:
+            self.take(posted)
 
-    def _posts_next_message(self, specs: list[TensorSpec], more: bool) -> bool:
+    def _posts_next_message(self, specs: tuple[TensorSpec, ...], more: bool) -> bool:
         """Returns True if the receiving side posts the receives of the next message now.
 
         It does so if the next message will most likely have the same specs: this one has those of
@@ -273,26 +279,33 @@ class Wire:
         """
         return self._carrier.type == "cpu"
 
-    def post_receives(self, source: int, specs: Sequence[TensorSpec]) -> list[PostedReceive]:
-        """Starts to receive tensors of known specs, in the order in which they are sent."""
-        posted: list[PostedReceive] = []
-        for spec in specs:
-            data = torch.empty(spec.num_bytes, dtype=torch.uint8, device=self._carrier)
-            work = None
-            if spec.num_bytes:
-                work = dist.irecv(data, source, self._group, self._tag)
-            posted.append(PostedReceive(spec, data, work))
-        return posted
+    def post_receives(self, source: int, spec: MessageSpec) -> PostedMessage:
+        """Starts to receive a message of known form."""
+        marks = torch.empty(spec.num_marks, dtype=torch.uint8)
+        data: list[Tensor] = []
+        for tensor_spec in spec.tensors:
+            data.append(torch.empty(tensor_spec.num_bytes, dtype=torch.uint8, device=self._carrier))
+        works: list[dist.Work] = []
+        if spec.num_marks:
+            work = dist.irecv(marks, source, self._group, self._tag)
+            assert work is not None  # this rank is in the group
+            works.append(work)
+        works += self._start_batch(dist.irecv, data, source)
+        return PostedMessage(spec, marks, data, works)
 
-    def take(self, posted: Sequence[PostedReceive]) -> list[Tensor]:
-        """Waits for receives, and returns the tensors."""
+    def take(self, posted: PostedMessage) -> Message:
+        """Waits for the receives of a message, and returns it.
+
+        Over NCCL this process itself waits for the marks alone. The GPU waits for the tensors.
+        """
+        for work in posted.works:
+            work.wait()
+        marks = [bool(mark) for mark in posted.marks.tolist()]
         tensors: list[Tensor] = []
-        for spec, data, work in posted:
-            if work is not None:
-                work.wait()
+        for spec, data in zip(posted.spec.tensors, posted.data, strict=True):
             dtype: torch.dtype = getattr(torch, spec.dtype)
             tensors.append(tensor_bytes.from_bytes(data.to(self._device), dtype, spec.shape))
-        return tensors
+        return Message(marks, tensors)
 
     def wait(self) -> None:
         """Returns when everything is sent."""
@@ -300,17 +313,17 @@ class Wire:
             work.wait()
         self._sends.clear()
 
-    def _send_specs(self, specs: list[TensorSpec], to: int, kind: InputKind | None) -> None:
+    def _send_specs(self, specs: tuple[TensorSpec, ...], to: int, kind: InputKind | None) -> None:
         """Sends the specs of the tensors that follow; both sides then remember them.
 
         They are sent as JSON: first its length in bytes, then the bytes.
         """
         text = torch.tensor(list(json.dumps(specs).encode()), dtype=torch.uint8)
-        self._start_send(torch.tensor([len(text)]), to)
-        self._start_send(text, to)
+        self._send_from_cpu(torch.tensor([len(text)]), to)
+        self._send_from_cpu(text, to)
         remember(self._specs_of_kind, kind, specs)
 
-    def _receive_specs(self, source: int, kind: InputKind | None) -> list[TensorSpec]:
+    def _receive_specs(self, source: int, kind: InputKind | None) -> tuple[TensorSpec, ...]:
         """Receives what `_send_specs` sends."""
         length = torch.empty(1, dtype=torch.int64)
         dist.recv(length, source, self._group, self._tag)
@@ -319,34 +332,63 @@ class Wire:
         specs: list[TensorSpec] = []
         for dtype, shape, requires_grad in json.loads(bytes(text.tolist())):
             specs.append(TensorSpec(dtype, tuple(shape), requires_grad))
-        remember(self._specs_of_kind, kind, specs)
-        return specs
+        remember(self._specs_of_kind, kind, tuple(specs))
+        return tuple(specs)
 
-    def _send_zeros(self, specs: Sequence[TensorSpec], to: int) -> None:
-        """Completes receives that the other side has posted, where other tensors are to follow."""
-        for spec in specs:
-            zeros = torch.zeros(spec.num_bytes, dtype=torch.uint8, device=self._carrier)
-            self._start_send(zeros, to)
+    def _send_zeros(self, spec: MessageSpec, to: int) -> None:
+        """Completes receives that the other side has posted, where another message is to follow."""
+        zeros: list[Tensor] = []
+        for tensor_spec in spec.tensors:
+            zeros.append(
+                torch.zeros(tensor_spec.num_bytes, dtype=torch.uint8, device=self._carrier)
+            )
+        self._send_from_cpu(torch.zeros(spec.num_marks, dtype=torch.uint8), to)
+        self._send_batch(zeros, to)
 
-    def _start_send(self, data: Tensor, to: int) -> None:
-        """Starts to send bytes. Nothing is sent for a tensor without any."""
+    def _send_from_cpu(self, data: Tensor, to: int) -> None:
+        """Starts to send a tensor that is on the CPU on both sides. Without elements, it is not."""
         if len(data) == 0:
             return
         work = dist.isend(data, to, self._group, self._tag)
-        if work is not None:  # None: this rank is not in the group
+        assert work is not None  # this rank is in the group
+        self._sends.append((work, [data]))
+
+    def _send_batch(self, data: list[Tensor], to: int) -> None:
+        """Starts to send the tensors of a message."""
+        for work in self._start_batch(dist.isend, data, to):
             self._sends.append((work, data))
 
+    def _start_batch(
+        self, operation: Callable[..., object], data: list[Tensor], peer: int
+    ) -> list[dist.Work]:
+        """Starts to send or receive the tensors of a message, except those without elements.
 
-def _has_flag(kind: InputKind | None) -> bool:
-    """Returns True if a flag goes ahead of each message of a kind, once its specs are known."""
+        Args:
+            operation: `dist.isend` or `dist.irecv`.
+            data: of the tensors.
+            peer: the rank that receives or sends them.
+
+        Returns:
+            What is to be waited for: one object for all tensors (NCCL) or one for each (Gloo).
+        """
+        operations: list[dist.P2POp] = []
+        for tensor in data:
+            if len(tensor):
+                operations.append(dist.P2POp(operation, tensor, peer, self._group, self._tag))
+        if not operations:
+            return []
+        # NCCL runs an operation outside of a batch by itself, and torch warns of that.
+        return dist.batch_isend_irecv(operations)
+
+
+def _has_mark(kind: InputKind | None) -> bool:
+    """Returns True if each message of a kind has a mark, once its specs are known."""
     return kind is not None and kind.depends_on_values
 
 
-def _with_flag(specs: Sequence[TensorSpec], kind: InputKind | None) -> list[TensorSpec]:
-    """Returns the specs of a whole message of a known kind: with the flag, if it has one."""
-    if _has_flag(kind):
-        return [FLAG_SPEC, *specs]
-    return list(specs)
+def _spec_of_known_kind(specs: tuple[TensorSpec, ...], kind: InputKind | None) -> MessageSpec:
+    """Returns the form of a message of a known kind: with a mark, if it has one."""
+    return MessageSpec(specs, num_marks=1 if _has_mark(kind) else 0)
 
 
 def _describe(specs: Sequence[TensorSpec]) -> str:
