@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -64,6 +67,37 @@ def compare_with_uninterrupted(stage: Stage, found: dict[str, dict[str, Any]]) -
         assert values["relative_difference"] < MAX_DRIFT, values
 
 
+def launch_copies(stage: Stage, nvml_check: str) -> None:
+    """A notebook's way: copies of a process that has asked torch for GPUs.
+
+    Args:
+        stage: this stage.
+        nvml_check: value of the variable that `import lockstep` would set to 1. With 0, torch
+            initializes CUDA when it is asked.
+    """
+    with stage.check(f"launch of copies, PYTORCH_NVML_BASED_CUDA_CHECK={nvml_check}") as values:
+        done = subprocess.run(
+            [sys.executable, str(PROGRAMS / "launch_copies.py"), stage.device],
+            env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": nvml_check},
+            capture_output=True,
+            text=True,
+            timeout=stage.seconds_left - 2,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        values.update(json.loads(done.stdout.splitlines()[-1]))
+        computed = [stage.device, 1000.0]
+        assert values["gpu_is_available"] is stage.on_gpu, values
+        if not stage.on_gpu:
+            assert values["first"] == values["second"] == computed, values
+            return
+        if nvml_check == "1":
+            assert values["first"] == computed, values
+        else:
+            assert "torch has asked CUDA for its devices" in values["first"], values
+        assert "torch has used a GPU" in values["second"], values
+
+
 def main() -> None:
     stage = Stage("product")
     one = ("--nproc", "1", "--precision", "bf16")
@@ -77,6 +111,8 @@ def main() -> None:
             partial(train, stage, found, PLAIN, one, []),
             partial(train, stage, found, KILLED, killed, kill),
             partial(train, stage, found, "two ranks over Gloo on one device", two, []),
+            partial(launch_copies, stage, "1"),
+            partial(launch_copies, stage, "0"),
         ]
     )
     compare_with_uninterrupted(stage, found)

@@ -4,8 +4,15 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from lockstep.distributed.manifest import collect, mismatches, shared_arguments
+from lockstep.distributed.manifest import (
+    collect,
+    cuda_version,
+    mismatches,
+    nccl_version,
+    shared_arguments,
+)
 from lockstep.wording import format_ranks
 
 pytestmark = pytest.mark.unit
@@ -85,3 +92,16 @@ def test_another_script_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: ob
         records.append(collect({}))
     (line,) = mismatches(records)
     assert line.startswith("script: rank 0 has 'sha256 ca978112")
+
+
+def test_rocm_has_versions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4.2")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 22, 3))
+    manifest = collect({})
+    assert manifest["CUDA"] == "ROCm 6.4.2"
+    assert manifest["NCCL"] == "2.22.3"
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert cuda_version() == "none"
+    assert nccl_version() == "none"

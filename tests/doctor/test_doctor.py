@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from lockstep import doctor
@@ -30,7 +31,7 @@ GPU = {"name": "H100", "error": None, "difference": 1e-6, "total": 80, "free": 8
        "processes": [], "ecc": 0, "throttled": 0}  # fmt: skip
 SOUND: dict[str, dict[str, Any]] = {
     "software": {"python": "3.12.1", "lockstep": "0.1.0", "torch": "2.13.0+cu128", "cuda": "12.8",
-                 "nccl": "2.27.3", "driver": "570.1", "available": True},
+                 "rocm": None, "nccl": "2.27.3", "driver": "570.1", "available": True},
     "gpus": {"gpus": [GPU, GPU], "nvml": None},
     "cores": {"machine": 16, "allowed": 16, "quota": None, "load": 3.0},
     "memory": {"total": 64 << 30, "available": 60 << 30, "group": None},
@@ -127,6 +128,26 @@ def test_a_fault_is_found(name: str, fault: dict[str, Any], level: str, words: s
     others = {other: finding for other, finding in findings.items() if other != name}
     assert {finding.level for finding in others.values()} == {OK}
     assert doctor.exit_code(findings) == (1 if level == ERROR else 0)
+
+
+def test_rocm_and_its_nccl_are_named() -> None:
+    rocm = {"cuda": None, "rocm": "6.4.2", "nccl": "2.22.3", "driver": None}
+    finding = import_module("lockstep.doctor.software").judge(SOUND["software"] | rocm)
+    assert finding.level == OK
+    assert "ROCm 6.4.2, RCCL 2.22.3" in finding.found
+    assert "CUDA" not in finding.found
+
+
+def test_visible_gpus_that_cuda_cannot_use_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # so says NVML
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    software = import_module("lockstep.doctor.software")
+    assert software.gather(Path())["available"] is False
+    assert gpus.gather(Path())["gpus"] == []
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -194,6 +195,9 @@ def test_nccl_is_not_refused_where_ranks_share_the_gpu(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, "")  # so that it is put back
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    gpu = SimpleNamespace(name="H100", pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     topology = Topology(rank=1, size=2, local_rank=1, local_size=2)
 
     def texts_of_machine(text: str) -> list[str]:

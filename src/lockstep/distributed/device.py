@@ -1,7 +1,10 @@
 """Chooses the device that this process computes on, and advises when it runs out of memory.
 
 A *visible* GPU is one that CUDA shows to this process: CUDA_VISIBLE_DEVICES lists some of the
-*physical* GPUs and numbers them from 0. By default local rank r takes visible GPU r.
+*physical* GPUs and numbers them from 0. By default local rank r takes visible GPU r. AMD's GPUs
+under ROCm are called `cuda` in torch, and so they are here; HIP_VISIBLE_DEVICES lists them.
+
+A *MIG slice* is a part of an NVIDIA GPU that counts as a GPU of its own.
 """
 
 from __future__ import annotations
@@ -10,13 +13,17 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lockstep.distributed.topology import Topology
 from lockstep.errors import LockstepError, SettingError, add_note_once
 from lockstep.session.step import Step
 from lockstep.wording import count_noun
+
+SUPPORTED_DEVICES = "Lockstep computes on CPUs and on CUDA devices, which those of ROCm are too"
 
 
 def choose_device(
@@ -38,45 +45,50 @@ def choose_device(
             texts of all; called if there are fewer visible GPUs than processes.
 
     Raises:
-        SettingError: no such device, or fewer GPUs than processes.
+        SettingError: no such device, one of a kind that is not supported, a GPU that does not work,
+            or fewer GPUs than processes.
     """
+    given = None if wanted is None else _parse_device(wanted)
+    if given is not None and given.type == "cpu":
+        return given, "as set"
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0  # visible ones
-    # 1. Nothing is wanted, and there is no GPU.
-    if wanted is None and num_gpus == 0:
-        return torch.device("cpu"), "no CUDA device is visible"
-    # 2. A device is wanted that is no GPU, or is a certain GPU.
-    if wanted is not None:
-        try:
-            device = torch.device(wanted)
-        except RuntimeError:
-            raise SettingError(
-                f"device={wanted!r}", "torch knows no such device", "use cpu, cuda or cuda:0"
-            ) from None
-        if device.type != "cuda":
-            return device, "as set"
-        if num_gpus == 0:
-            raise SettingError(
-                f"device={wanted!r}",
-                "no CUDA device is visible" + _format_cuda_visible_devices(environ),
-                "use device='cpu', or install a CUDA build of torch and check the driver",
-            )
-        if device.index is not None:
-            _check_given_gpu(device, topology, num_gpus)
-            return device, "as set" + _format_physical_gpu(device.index, environ)
-    # 3. Any GPU: each process of the machine takes one, by its local rank.
+    if num_gpus == 0:
+        if given is None:
+            return torch.device("cpu"), "no CUDA device is visible" + _format_unused_accelerator()
+        raise SettingError(
+            f"device={wanted!r}",
+            "no CUDA device is visible" + _format_visible_devices(environ),
+            "use device='cpu', or install a build of torch for CUDA or ROCm and check the driver",
+        )
+    _check_cuda_works(num_gpus, environ)
+    if given is not None and given.index is not None:
+        _check_given_gpu(given, topology, num_gpus)
+        return given, "as set" + _format_physical_gpu(given.index, environ)
+    # Any GPU: each process of the machine takes one, by its local rank.
     index = topology.local_rank % num_gpus
     reason = f"local rank {topology.local_rank}"
-    if topology.local_size > num_gpus and not may_share:
+    too_few = topology.local_size > num_gpus
+    # Enough slices may be visible, and be those of one GPU.
+    has_slices = topology.local_size > 1 and any(map(_is_mig_slice, range(num_gpus)))
+    if (too_few or has_slices) and not may_share and not _nccl_shares_gpus(environ):
         if not _every_process_sees_another_gpu(index, on_this_machine):
-            visible_gpus = count_noun(num_gpus, "visible GPU")
-            raise SettingError(
-                f"{topology.local_size} processes on this machine",
-                f"{visible_gpus}{_format_cuda_visible_devices(environ)}; NCCL needs one for each",
-                f"start {num_gpus}, or use device='cpu', or backend='gloo' to share GPUs",
-            )
-        # Although each process sees too few GPUs for all, it sees others than the other processes.
-        reason = "the one that this process is shown"
+            raise _too_few_gpus_error(topology, num_gpus, environ, has_slices=has_slices)
+        if too_few:  # and yet each process sees another one than the others
+            reason = "the one that this process is shown"
     return torch.device("cuda", index), reason + _format_physical_gpu(index, environ)
+
+
+def _parse_device(wanted: str) -> torch.device:
+    """Returns the device that a setting names; raises SettingError if it is not supported."""
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise SettingError(
+            f"device={wanted!r}", "torch knows no such device", "use cpu, cuda or cuda:0"
+        ) from None
+    if device.type not in ("cpu", "cuda"):
+        raise SettingError(f"device={wanted!r}", SUPPORTED_DEVICES, "use cpu, cuda or cuda:0")
+    return device
 
 
 def _every_process_sees_another_gpu(
@@ -93,8 +105,93 @@ def _every_process_sees_another_gpu(
         on_this_machine: exchanges a text with the other processes of this machine and returns the
             texts of all.
     """
-    gpu_uuids = on_this_machine(str(torch.cuda.get_device_properties(index).uuid))
-    return len(set(gpu_uuids)) == len(gpu_uuids)
+    # NCCL tells GPUs apart by this address, too. Slices of one GPU have the same.
+    pci_addresses = on_this_machine(_pci_address(index))
+    return len(set(pci_addresses)) == len(pci_addresses)
+
+
+def _pci_address(index: int) -> str:
+    """Returns the domain, bus and device numbers of a visible GPU, such as "0000:3b:00"."""
+    gpu: Any = torch.cuda.get_device_properties(index)  # torch's annotations leave these out
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
+
+
+def _is_mig_slice(index: int) -> bool:
+    """Returns True if a visible GPU is a MIG slice, such as "NVIDIA A100-SXM4-40GB MIG 1g.5gb"."""
+    return " MIG " in torch.cuda.get_device_properties(index).name
+
+
+def _nccl_shares_gpus(environ: Mapping[str, str]) -> bool:
+    """Returns True if NCCL lets several ranks use one GPU, which it does since 2.30 if it is told.
+
+    Source: NCCL's "Environment Variables", NCCL_MULTI_RANK_GPU_ENABLE.
+    """
+    is_told = environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return is_told and _nccl_can_share_gpus()
+
+
+def _nccl_can_share_gpus() -> bool:
+    """Returns True if this NCCL knows the variable NCCL_MULTI_RANK_GPU_ENABLE; RCCL does not."""
+    if torch.version.hip is not None or not dist.is_nccl_available():
+        return False
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return version >= (2, 30)
+
+
+def _too_few_gpus_error(
+    topology: Topology, num_gpus: int, environ: Mapping[str, str], *, has_slices: bool
+) -> SettingError:
+    """Returns the error for processes of a machine that would share a GPU, which NCCL refuses."""
+    found = f"{count_noun(num_gpus, 'visible GPU')}{_format_visible_devices(environ)}; "
+    if has_slices:
+        found += "MIG slices are among them, and NCCL takes slices of one GPU for one GPU"
+        do = (
+            "use slices of different GPUs, one for each process, or device='cpu', or "
+            "backend='gloo' to share GPUs"
+        )
+    else:
+        found += "NCCL needs one for each"
+        do = f"start {num_gpus}, or use device='cpu', or backend='gloo' to share GPUs"
+    if _nccl_can_share_gpus():
+        do += "; this NCCL shares GPUs, too, with NCCL_MULTI_RANK_GPU_ENABLE=1"
+    return SettingError(f"{topology.local_size} processes on this machine", found, do)
+
+
+def why_cuda_fails() -> str | None:
+    """Returns why CUDA cannot be used although GPUs are visible; None if it can.
+
+    `torch.cuda.is_available()` asks NVIDIA's management library alone, since `import lockstep` sets
+    PYTORCH_NVML_BASED_CUDA_CHECK. That does not see whether the driver is too old for this torch.
+    """
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+def _check_cuda_works(num_gpus: int, environ: Mapping[str, str]) -> None:
+    """Raises SettingError if CUDA cannot be used.
+
+    Args:
+        num_gpus: the number of visible GPUs.
+        environ: for the variable that lists the visible GPUs.
+    """
+    problem = why_cuda_fails()
+    if problem is not None:
+        raise SettingError(
+            f"{count_noun(num_gpus, 'visible GPU')}{_format_visible_devices(environ)}",
+            f"CUDA does not work: {problem}",
+            "mend that, or use device='cpu'",
+        )
+
+
+def _format_unused_accelerator() -> str:
+    """Returns "; Lockstep computes on ... and does not use mps" if torch has such a device."""
+    accelerator = torch.accelerator.current_accelerator()  # of this build of torch
+    if accelerator is None or accelerator.type == "cuda" or not torch.accelerator.is_available():
+        return ""
+    return f"; {SUPPORTED_DEVICES}, not on {accelerator.type}"
 
 
 def _check_given_gpu(device: torch.device, topology: Topology, num_gpus: int) -> None:
@@ -109,18 +206,19 @@ def _check_given_gpu(device: torch.device, topology: Topology, num_gpus: int) ->
         raise SettingError(
             f"device='{device}'",
             f"{count_noun(num_gpus, 'visible GPU')}, numbered from 0",
-            "choose a lower number; CUDA_VISIBLE_DEVICES renumbers the GPUs it lists from 0",
+            f"choose a lower number; {_visible_devices_variable({})} renumbers the GPUs it lists "
+            "from 0",
         )
 
 
 def _format_physical_gpu(index: int, environ: Mapping[str, str]) -> str:
-    """Returns " (physical GPU 2)" if CUDA_VISIBLE_DEVICES renumbers the GPUs; else "".
+    """Returns " (physical GPU 2)" if a variable such as CUDA_VISIBLE_DEVICES renumbers the GPUs.
 
     Args:
         index: the number of a GPU as this process sees it.
         environ: with CUDA_VISIBLE_DEVICES="2,3", GPU 0 of the process is physical GPU 2.
     """
-    value = environ.get("CUDA_VISIBLE_DEVICES")
+    value = environ.get(_visible_devices_variable(environ))
     if not value:
         return ""
     visible_gpus = value.split(",")
@@ -130,12 +228,25 @@ def _format_physical_gpu(index: int, environ: Mapping[str, str]) -> str:
     return f" (physical GPU {physical_gpu})" if physical_gpu else ""
 
 
-def _format_cuda_visible_devices(environ: Mapping[str, str]) -> str:
+def _format_visible_devices(environ: Mapping[str, str]) -> str:
     """Returns " (CUDA_VISIBLE_DEVICES=0,1)" if the variable is set; else ""."""
-    value = environ.get("CUDA_VISIBLE_DEVICES")
+    variable = _visible_devices_variable(environ)
+    value = environ.get(variable)
     if value is None:
         return ""
-    return f" (CUDA_VISIBLE_DEVICES={value})"
+    return f" ({variable}={value})"
+
+
+def _visible_devices_variable(environ: Mapping[str, str]) -> str:
+    """Returns the name of the variable that lists the visible GPUs.
+
+    Under ROCm that is HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES if only that is set.
+    """
+    if torch.version.hip is None:
+        return "CUDA_VISIBLE_DEVICES"
+    if "CUDA_VISIBLE_DEVICES" in environ and "HIP_VISIBLE_DEVICES" not in environ:
+        return "CUDA_VISIBLE_DEVICES"
+    return "HIP_VISIBLE_DEVICES"
 
 
 # What to do when memory runs out

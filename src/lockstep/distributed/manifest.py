@@ -48,7 +48,7 @@ def collect(settings: Mapping[str, object]) -> dict[str, str]:
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "platform": platform.machine(),
         "torch": torch.__version__,
-        "CUDA": torch.version.cuda or "none",
+        "CUDA": cuda_version(),
         "NCCL": nccl_version(),
         "numpy": _package_version("numpy"),
         "lockstep": _package_version("torch-lockstep"),
@@ -112,9 +112,20 @@ def shared_arguments(argv: Sequence[str]) -> list[str]:
     return shared
 
 
+def cuda_version() -> str:
+    """Returns the version of CUDA or ROCm that torch was built for, such as `12.8` or `ROCm 6.4`.
+
+    `none` if torch was built for neither.
+    """
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    return torch.version.cuda or "none"
+
+
 def nccl_version() -> str:
-    """Returns the version of NCCL, such as `2.27.5`, or `none`."""
-    if torch.version.cuda is None or not dist.is_nccl_available():
+    """Returns the version of NCCL, or of RCCL under ROCm, such as `2.27.5`; `none` without it."""
+    is_built_for_gpus = torch.version.cuda is not None or torch.version.hip is not None
+    if not is_built_for_gpus or not dist.is_nccl_available():
         return "none"
     numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return ".".join(str(number) for number in numbers)

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.manifest import cuda_version
 from lockstep.wording import format_ranks, group_by_key
 
 VARIABLES = (
@@ -78,7 +79,7 @@ def read_numerics(device: torch.device) -> dict[str, str]:
         numerics["GPU"] = (
             f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
         )
-        numerics["CUDA"] = str(torch.version.cuda)
+        numerics["CUDA"] = cuda_version()
         numerics["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
     numerics["float32 matmul precision"] = torch.get_float32_matmul_precision()
     for part in FP32_PRECISIONS.get(device.type, ()):

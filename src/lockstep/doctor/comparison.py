@@ -17,7 +17,7 @@ from lockstep.distributed.network import is_loopback_address
 from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING, Facts, Finding, verdict
 from lockstep.wording import count_noun
 
-VERSIONS = ("python", "torch", "cuda", "nccl", "lockstep")
+VERSIONS = ("python", "torch", "cuda", "rocm", "nccl", "lockstep")
 MAX_SHOWN_DIFFERENCES = 5
 MAX_SHOWN_MACHINES = 3
 MAX_CLOCK_OFFSET_S = 1.0

@@ -35,7 +35,10 @@ def gather(folder: Path) -> Facts:
     """
     import torch
 
-    if not torch.cuda.is_available():
+    from lockstep.distributed.device import why_cuda_fails
+
+    # If CUDA does not work, the check of the software says so.
+    if not torch.cuda.is_available() or why_cuda_fails() is not None:
         return {"gpus": [], "nvml": None}
     nvml, why_no_nvml = _load_nvml()
     gpus = []
@@ -74,6 +77,10 @@ def _difference_from_cpu(index: int) -> float:
 
 def _load_nvml() -> tuple[Any, str | None]:
     """Returns the module of NVML and None, or None and why it cannot be used."""
+    import torch
+
+    if torch.version.hip is not None:
+        return None, "NVML knows NVIDIA's GPUs alone"
     try:
         import pynvml
 

@@ -23,7 +23,8 @@ def gather(folder: Path) -> Facts:
     """Reads the versions.
 
     If torch cannot be imported, `torch` is None and `problem` says why; the facts of torch's
-    libraries are then missing. `cuda`, `nccl` and `driver` are None if there are none.
+    libraries are then missing. `cuda`, `rocm`, `nccl` and `driver` are None if there are none.
+    Under ROCm `nccl` is the version of RCCL. `driver` is NVIDIA's.
     """
     packages = {}
     for distribution in metadata.distributions():
@@ -41,6 +42,7 @@ def gather(folder: Path) -> Facts:
     try:
         import torch
 
+        from lockstep.distributed.device import why_cuda_fails
         from lockstep.distributed.manifest import nccl_version
 
         nccl = nccl_version()
@@ -49,8 +51,9 @@ def gather(folder: Path) -> Facts:
         return facts
     facts["torch"] = torch.__version__
     facts["cuda"] = torch.version.cuda
+    facts["rocm"] = torch.version.hip
     facts["nccl"] = None if nccl == "none" else nccl
-    facts["available"] = torch.cuda.is_available()
+    facts["available"] = torch.cuda.is_available() and why_cuda_fails() is None
     return facts
 
 
@@ -83,7 +86,9 @@ def judge(facts: Facts) -> Finding:
         problems.append(Finding(ERROR, found, "install torch anew in this environment"))
         return verdict(", ".join(versions), problems)
     versions.append(f"torch {facts['torch']}")
-    for library, name in (("cuda", "CUDA"), ("nccl", "NCCL"), ("driver", "driver")):
+    nccl_name = "RCCL" if facts["rocm"] else "NCCL"
+    names = {"cuda": "CUDA", "rocm": "ROCm", "nccl": nccl_name, "driver": "driver"}
+    for library, name in names.items():
         if facts[library]:
             versions.append(f"{name} {facts[library]}")
     if _major_and_minor(facts["torch"]) < MIN_TORCH:
