@@ -564,6 +564,71 @@ def test_a_gpu_waits_for_the_rank_that_has_not_come() -> None:
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("left", True, (1,))
 
 
+STAGES = (Group("0", "default_pg", (0, 1, 2)), Group("4", "activations of model 0", (0, 1, 2)))
+
+
+def find_verdict_on_stages(*of_ranks: tuple[str, ...], **of_last_rank: object) -> Verdict | None:
+    """The main threads spin in lines of their own, as they wait for their GPUs over NCCL.
+
+    Each rank has called batches of sends and receives, such as "recv 2, send 0", of which none is
+    completed.
+    """
+    ranks = []
+    for rank, batches in enumerate(of_ranks):
+        calls = []
+        for seq, batch in enumerate(batches, 1):
+            for call in batch.split(", "):
+                op, _, peer = call.partition(" ")
+                calls.append(
+                    make_call(op, seq, 4, p2p=True, peer=int(peer), backend="nccl", group="4")
+                )
+        is_last = rank == len(of_ranks) - 1
+        fields = of_last_rank if is_last else {}
+        ranks.append(rank_state(rank, stack_at(30 + rank), *calls, groups=STAGES, **fields))
+    working = range(len(of_ranks) - bool(of_last_rank))
+    return find(*make_snapshots(*ranks, working=working), 8.0)
+
+
+def test_a_gpu_waits_for_the_stage_that_has_not_sent() -> None:
+    for ops, awaited in (
+        ((("recv 1",), ()), 1),  # rank 1 has not called the send
+        ((("recv 1",), ("recv 0", "send 0")), None),  # both receive first
+        ((("recv 1",), ("recv 2", "send 0"), ()), 2),  # the send of rank 1 is behind a receive
+        ((("recv 1",), ("recv 2, send 0",), ()), 2),  # it is in one batch with the receive
+    ):
+        verdict = find_verdict_on_stages(*ops)
+        assert verdict is not None
+        assert not verdict.fatal
+        if awaited is None:
+            assert (verdict.kind, verdict.ranks) == ("deadlock", (0, 1))
+            assert "wait in recv, for each other" in verdict.headline
+        else:
+            assert (verdict.kind, verdict.ranks) == ("working", (awaited,))
+            assert "waits in recv of 4 float" in verdict.rows[awaited - 1].does
+    # In the last case rank 1 has come to the send for which rank 0 waits.
+    verdict = find_verdict_on_stages(("recv 1",), ("recv 2, send 0",), ())
+    assert verdict is not None
+    assert "works on" in verdict.rows[0].does
+    verdict = find_verdict_on_stages(("recv 1",), (), state="T")
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("stopped", (1,))
+
+
+def test_a_gpu_that_may_compute_waits_for_nobody() -> None:
+    # The GPU of rank 1 has work before its send; it computes while it sends.
+    assert find_verdict_on_stages(("recv 1",), ("send 0",)) is None
+    assert find_verdict_on_stages(("send 1",), ()) is None
+    # A rank whose receive was not known in the first snapshot has gone on since.
+    receives = make_call("recv", 1, 4, p2p=True, peer=1, backend="nccl", group="4")
+    ranks = (
+        rank_state(0, stack_at(30), receives, groups=STAGES),
+        rank_state(1, stack_at(31), groups=STAGES),
+    )
+    earlier, later = make_snapshots(*ranks, working=(0, 1))
+    earlier = replace(earlier, ranks=(replace(earlier.ranks[0], calls=None), earlier.ranks[1]))
+    assert find(earlier, later, 8.0) is None
+
+
 def test_a_mismatch_says_since_when_the_lines_differ() -> None:
     same, other = (script_frame(20),), (script_frame(50),)
     before = [make_call("broadcast", seq, 8, frames=same) for seq in (1, 2, 3)]

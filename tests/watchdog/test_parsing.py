@@ -113,6 +113,45 @@ def test_records_of_two_recorders_are_put_in_the_order_of_time() -> None:
     ]  # fmt: skip
 
 
+def nccl_entry(name: str, number: int, **fields: Any) -> dict[str, Any]:
+    entry = json.loads(JSON_RECORD)["entries"][0]
+    entry |= {"profiling_name": f"nccl:{name}", "time_created_ns": number, "op_id": number}
+    return entry | fields
+
+
+@pytest.mark.parametrize("says_p2p", [False, True])
+def test_the_sends_and_receives_of_a_batch_have_its_state(says_p2p: bool) -> None:
+    """As ProcessGroupNCCL records `batch_isend_irecv`: the state is that of the last entry."""
+    p2p = {"is_p2p": True, "p2p_seq_id": 1, "collective_seq_id": 7}
+    second = {**p2p, "p2p_seq_id": 2}
+    record = json.loads(JSON_RECORD)
+    record["entries"] = [
+        nccl_entry("all_reduce", 1, collective_seq_id=7, state="completed"),
+        nccl_entry("recv 1<-0", 2, **p2p),
+        nccl_entry("send 1->2", 3, **p2p),
+        nccl_entry("coalesced", 3, **{**p2p, "is_p2p": says_p2p, "state": "completed"}),
+        nccl_entry("recv 1<-0", 4, **second),
+        nccl_entry("coalesced", 4, **{**second, "is_p2p": says_p2p}),
+        nccl_entry("send 1->0", 5, **{**p2p, "p2p_seq_id": 3}),
+        nccl_entry("_reduce_scatter_base", 6, collective_seq_id=8),
+        nccl_entry("coalesced", 6, collective_seq_id=8, p2p_seq_id=3),
+    ]
+    record["pg_status"]["0"]["last_completed_collective"] = "9"  # a number of sends and receives
+    state = with_answer(ASKED, answer(record), 0)
+    assert [(c.op, c.seq, c.peer, c.state) for c in state.calls or ()] == [
+        ("all_reduce", 7, None, "completed"),
+        ("recv", 1, 0, "completed"),
+        ("send", 1, 2, "completed"),
+        ("recv", 2, 0, "scheduled"),
+        ("send", 3, 0, "scheduled"),
+        ("_reduce_scatter_base", 8, None, "scheduled"),
+        ("coalesced", 8, None, "scheduled"),
+    ]
+    assert [c.op for c in state.pending_calls()] == [
+        "recv", "send", "_reduce_scatter_base", "coalesced",
+    ]  # fmt: skip
+
+
 def test_calls_of_a_group_that_is_gone_are_left_out() -> None:
     record = json.loads(JSON_RECORD)
     old, other = record["entries"]

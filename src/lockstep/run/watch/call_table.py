@@ -8,6 +8,7 @@ A collective is identified by its *key* (`backend:group`) and its number `seq`: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -57,7 +58,7 @@ def signature(call: CollectiveCall) -> Signature:
 
 
 class CallTable:
-    """Every rank's collectives by group and number. Sends and receives are not in it."""
+    """Every rank's collectives by group and number, and the sends and receives that are pending."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.calls: dict[str, dict[int, dict[int, CollectiveCall]]] = {}
@@ -71,6 +72,8 @@ class CallTable:
         self._ranks_without_record: set[int] = set()
         self._missing_ranks: dict[tuple[str, int], set[int]] = {}
         """What `missing_ranks` has already computed, by key and number."""
+        self._pending_p2p: dict[tuple[str, int], list[CollectiveCall]] = {}
+        """The pending sends and receives of a rank, the oldest first, by key and rank."""
         for state in snapshot.ranks:
             for group in state.groups or ():
                 self._groups[group.name] = group
@@ -78,6 +81,9 @@ class CallTable:
                 self._ranks_without_record.add(state.rank)
             for call in state.calls or ():
                 self._add(state.rank, call)
+            for call in state.pending_calls():
+                if call.p2p:
+                    self._pending_p2p.setdefault((call.key, state.rank), []).append(call)
 
     def _add(self, rank: int, call: CollectiveCall) -> None:
         """Adds one call of a rank to `calls` and its number to `_numbers`.
@@ -131,6 +137,30 @@ class CallTable:
             self._missing_ranks[key_and_number] = missing
         return self._missing_ranks[key_and_number]
 
+    def awaited_sender(self, rank: int, call: CollectiveCall) -> int | None:
+        """Returns the rank that has not come to the send which a pending receive waits for.
+
+        A GPU executes the sends and receives of a group in order. So the receive goes on once its
+        send is the first of the sender's that is pending in this group; those of a batch are
+        executed together.
+
+        Args:
+            rank: which has called the receive.
+            call: the receive.
+
+        Returns:
+            None if the sender has come to it, or if it is not known who sends.
+        """
+        members = sorted(self.members(call.key))
+        if call.op != "recv" or call.peer is None or call.peer >= len(members):
+            return None
+        sender = members[call.peer]
+        pending = self._pending_p2p.get((call.key, sender), [])
+        for other_call in first_batch(pending):
+            if other_call.op == "send" and other_call.peer == members.index(rank):
+                return None
+        return sender
+
     @cached_property
     def mismatched_calls(self) -> set[tuple[str, int]]:
         """Key and number of all calls that differ between ranks.
@@ -174,6 +204,11 @@ class CallTable:
             return True
         oldest_kept = numbers[0]
         return seq >= oldest_kept
+
+
+def first_batch(pending_p2p: Sequence[CollectiveCall]) -> list[CollectiveCall]:
+    """Returns the oldest of a group's pending sends and receives, and those of the same batch."""
+    return [call for call in pending_p2p if call.seq == pending_p2p[0].seq]
 
 
 def find_mismatch(table: CallTable, ranks: set[int]) -> Mismatch | None:

@@ -90,11 +90,12 @@ def _with_present_lines(mismatch: Mismatch, waiting: Mapping[int, Activity]) -> 
 def _is_deadlock_of_sends(case: Case, waiting: Mapping[int, Activity]) -> bool:
     """True if ranks, some of which are in a send or receive, wait for each other in vain.
 
-    It is not known whom a send or receive waits for, and its data may be under way. So it is a
-    deadlock only if nothing is under way, or if a rank is in a mismatched collective.
+    Mostly it is not known whom a send or receive waits for, and its data may be under way. Then it
+    is a deadlock only if nothing is under way, or if a rank is in a mismatched collective.
     """
     has_mismatched_rank = bool(case.graph.mismatched & waiting.keys())
-    return case.nothing_in_transit or has_mismatched_rank
+    all_partners_are_known = case.graph.partners_unknown.isdisjoint(waiting)
+    return case.nothing_in_transit or has_mismatched_rank or all_partners_are_known
 
 
 def _is_deadlock_of_collectives(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> bool:

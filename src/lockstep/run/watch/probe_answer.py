@@ -7,13 +7,19 @@ calls. Its *entries* are the calls. Its *status* says which call of each group c
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lockstep.run.watch.dataclass_json import from_values
 from lockstep.run.watch.snapshot import CollectiveCall, Group, NewGroup, RankState
 from lockstep.run.watch.stacks import Frame, Stack
+
+# What NCCL's recorder writes of a send or receive, such as "send 0->1" or "recv 1<-0": first the
+# number of the rank itself in the group, then that of its peer.
+SEND_OR_RECEIVE = re.compile(r"(?P<op>send|recv) \d+(->|<-)(?P<peer>\d+)")
+BATCH_OP = "coalesced"
 
 
 def with_answer(state: RankState, text: str, main_thread: int) -> RankState:
@@ -91,16 +97,49 @@ def _read_record(
     for entry in record.get("entries") or ():
         calls_with_group_id.append((_read_call(entry), str(entry["pg_id"])))
     calls_with_group_id.sort(key=lambda pair: pair[0].time_s)
+    calls_with_group_id = _with_states_of_batches(calls_with_group_id)
     present_group_ids: dict[str, str] = {}  # by key; the latest call decides, as it comes last
     for call, group_id in calls_with_group_id:
         present_group_ids[call.key] = group_id
     for call, group_id in calls_with_group_id:
         if group_id == present_group_ids[call.key]:
             calls.append(call)
+    # With NCCL the status is the number of the call that was completed last, be it a collective or
+    # a send or receive, which are numbered apart. The states of its calls say more.
+    without_status = {call.key for call in calls if call.p2p and call.backend == "nccl"}
     status = record.get("pg_status") or {}  # by torch's group id
     for key, group_id in present_group_ids.items():
-        if group_id in status:
+        if group_id in status and key not in without_status:
             completed[key] = int(status[group_id]["last_completed_collective"])
+
+
+def _with_states_of_batches(
+    calls_with_group_id: Sequence[tuple[CollectiveCall, str]],
+) -> list[tuple[CollectiveCall, str]]:
+    """Gives the sends and receives of each batch the state of the batch.
+
+    Of a batch of sends and receives (`batch_isend_irecv`) NCCL's recorder keeps an entry for each,
+    whose state never changes, and after them one for the batch, `coalesced`, which has the state.
+    The latter is left out here: it has the number of a collective that came before.
+
+    Args:
+        calls_with_group_id: the calls of a record with torch's id of their group, by time.
+    """
+    result: list[tuple[CollectiveCall, str]] = []
+    indices_of_group: dict[tuple[str, str], list[int]] = {}  # where the calls of a group stand
+    for call, group_id in calls_with_group_id:
+        indices = indices_of_group.setdefault((call.key, group_id), [])
+        last_call = result[indices[-1]][0] if indices else None
+        if call.op != BATCH_OP or last_call is None or not last_call.p2p:
+            indices.append(len(result))
+            result.append((call, group_id))
+            continue
+        for index in reversed(indices):
+            call_of_batch, _ = result[index]
+            if not call_of_batch.p2p or call_of_batch.seq != last_call.seq:
+                break
+            result[index] = (replace(call_of_batch, state=call.state), group_id)
+    return result
 
 
 def _read_call(entry: Mapping[str, Any]) -> CollectiveCall:
@@ -110,6 +149,11 @@ def _read_call(entry: Mapping[str, Any]) -> CollectiveCall:
     texts. `frames`, `thread_id` and `timeout_ms` may be missing.
     """
     backend, _, op = entry["profiling_name"].rpartition(":")  # "gloo:all_reduce"
+    peer = None
+    between_ranks = SEND_OR_RECEIVE.fullmatch(op)
+    if between_ranks is not None:
+        op = between_ranks["op"]
+        peer = int(between_ranks["peer"])
     is_p2p = bool(entry["is_p2p"])
     seq = entry["p2p_seq_id"] if is_p2p else entry["collective_seq_id"]
     thread = str(entry.get("thread_id", ""))
@@ -129,6 +173,7 @@ def _read_call(entry: Mapping[str, Any]) -> CollectiveCall:
         output_sizes=tuple(tuple(size) for size in entry["output_sizes"]),
         dtypes=tuple(str(dtype).lower() for dtype in entry["input_dtypes"]),
         p2p=is_p2p,
+        peer=peer,
         state=entry["state"],
         time_s=int(entry["time_created_ns"]) / 1e9,
         thread=int(thread) if thread.isdigit() else None,

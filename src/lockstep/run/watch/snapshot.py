@@ -47,7 +47,10 @@ class CollectiveCall:
     dtypes: tuple[str, ...] = ()
     """The types of the inputs."""
     p2p: bool = False
-    """True for a send or receive. Their `seq` counts the calls of each pair of ranks."""
+    """True for a send or receive. Their `seq` is a number of its own; those of a batch share it."""
+    peer: int | None = None
+    """The number, in the group, of the rank that a send goes to or a receive comes from; None if it
+    is not known. NCCL's record has it."""
     state: str = "scheduled"
     """`scheduled`, `started` or `completed`. Gloo's calls stay `scheduled`."""
     time_s: float

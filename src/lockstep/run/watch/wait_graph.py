@@ -26,11 +26,11 @@ from dataclasses import replace
 
 from lockstep.run.watch import stacks
 from lockstep.run.watch.activity import Activity, Kind, place
-from lockstep.run.watch.call_table import CallTable
+from lockstep.run.watch.call_table import CallTable, first_batch
 from lockstep.run.watch.snapshot import CollectiveCall, RankState
 
-# Ranks in a send or receive are all assumed to wait for the same ranks, as it is not known for
-# which: they share this one key.
+# Ranks in a send or receive of which it is not known for whom they wait are all assumed to wait for
+# the same ranks: they share this one key.
 _SEND_OR_RECEIVE = object()
 
 
@@ -83,9 +83,10 @@ class WaitGraph:
             if rank in excluded or activity.kind not in (Kind.WAITING, Kind.PERHAPS_WAITING):
                 continue
             calls = _calls_waited_in(activity)  # the call it waits in is one of them, if known
-            if not calls:
+            sender = _sender_waited_for(activity, table)
+            if not calls and sender is None:
                 self.partners_unknown.add(rank)
-            key = _identify_wait(activity, calls)
+            key = _identify_wait(activity, calls, sender)
             if key not in awaited_by_key:
                 awaited = frozenset(_awaited_ranks(activity, activities, table))
                 if awaited not in unique_sets:
@@ -151,15 +152,33 @@ def _calls_waited_in(activity: Activity) -> list[CollectiveCall]:
     return calls
 
 
-def _identify_wait(activity: Activity, calls: Sequence[CollectiveCall]) -> object:
+def _sender_waited_for(activity: Activity, table: CallTable) -> int | None:
+    """Returns the rank for whose send a waiting rank's GPU waits; None if it is not known.
+
+    If the stack shows that the rank itself waits, not its GPU, it may do so in another call than
+    the recorded one: what travels over Gloo is not recorded.
+    """
+    process_waits = activity.wait.op != ""
+    if not activity.p2p or activity.call is None or process_waits:
+        return None
+    return table.awaited_sender(activity.state.rank, activity.call)
+
+
+def _identify_wait(
+    activity: Activity, calls: Sequence[CollectiveCall], sender: int | None
+) -> object:
     """Returns a key that is equal for all ranks that wait for the same ranks.
 
     Args:
         activity: what a waiting rank does.
         calls: the calls that it waits in; empty if they are not known.
+        sender: the rank for whose send it waits; None if it waits in another call, or if that is
+            not known.
     """
     if calls:  # a call is known by its group's key and its number in the group
         return tuple((call.key, call.seq) for call in calls)
+    if sender is not None:
+        return (_SEND_OR_RECEIVE, sender)
     if activity.p2p:  # one key for all, as they are all assumed to wait for the same ranks
         return _SEND_OR_RECEIVE
     if activity.created_group is not None:  # it waits to create this process group
@@ -183,6 +202,9 @@ def _awaited_ranks(
         for call in calls:
             awaited |= table.missing_ranks(call)
         return awaited
+    sender = _sender_waited_for(activity, table)
+    if sender is not None:
+        return {sender}
     if activity.p2p:
         return set(activities)  # it waits for one of them, and it is not known for which
     awaited = {
@@ -219,7 +241,8 @@ def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable)
     NCCL's recorder knows which calls a GPU has started only if torch measures their times, which
     slows training down. But a GPU executes the calls of a group in order, and completes the oldest
     one when all ranks have come to it. So the rank waits if its oldest pending call is the same in
-    both snapshots, and cannot complete yet.
+    both snapshots, and cannot complete yet. Of sends and receives only the latter are looked at: a
+    GPU may compute while it sends.
 
     Args:
         earlier: the rank's state in the first snapshot.
@@ -235,6 +258,13 @@ def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable)
         is_the_same = key in oldest_before and oldest_before[key].seq == call.seq
         if is_the_same and (table.missing_ranks(call) or table.is_mismatched(call)):
             return replace(activity, kind=Kind.WAITING, call=call)
+    p2p_before = _oldest_nccl_p2p(earlier)
+    for key, batch in _oldest_nccl_p2p(activity.state).items():
+        is_the_same = key in p2p_before and p2p_before[key][0].seq == batch[0].seq
+        for call in batch:
+            sender = table.awaited_sender(activity.state.rank, call)
+            if is_the_same and sender is not None:
+                return replace(activity, kind=Kind.WAITING, call=call)
     return activity
 
 
@@ -245,6 +275,15 @@ def _oldest_nccl_calls(state: RankState) -> dict[str, CollectiveCall]:
         if call.backend == "nccl" and not call.p2p and call.key not in oldest:
             oldest[call.key] = call
     return oldest
+
+
+def _oldest_nccl_p2p(state: RankState) -> dict[str, list[CollectiveCall]]:
+    """Returns the oldest pending batch of NCCL sends and receives of each group, by key."""
+    pending: dict[str, list[CollectiveCall]] = defaultdict(list)
+    for call in state.pending_calls():
+        if call.backend == "nccl" and call.p2p:
+            pending[call.key].append(call)
+    return {key: first_batch(calls) for key, calls in pending.items()}
 
 
 def recognize_possible_progress(
