@@ -219,10 +219,10 @@ class Settings:
     )
     """Folder where every rank writes down hashes of what it computes; None: nowhere."""
     journal_every: int = _setting(
-        1,
+        10,
         reader=whole_number_from_1,
         metavar="STEPS",
-        help="Steps from one in the journal to the next.",
+        help="Steps from one whose hashes are in the journal to the next.",
     )
     init_method: str | None = _setting(None, reader=str, agreement=Agreement.NONE)
     collective_timeout_s: float | None = _setting(

@@ -600,7 +600,8 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
             by default nothing is written.
         journal: a folder in which every rank writes down hashes of what each step computes, for
             `lockstep journal`; by default nothing is written.
-        journal_every: how many steps there are from one in the journal to the next (default: 1).
+        journal_every: how many steps there are from one whose hashes are in the journal to the next
+            (default: 10). Of the others it has the losses.
         join_timeout: how many seconds the ranks wait for each other here (default: 30).
         collective_timeout: how many seconds a collective may take (default: torch's).
         measure_link: False to leave out the measurement of the network between machines, which

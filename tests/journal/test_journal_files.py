@@ -19,6 +19,7 @@ from lockstep.errors import SettingError
 from lockstep.extensions.journal.file_format import (
     TensorTable,
     json_record,
+    loss_content,
     step_head,
     table_record,
 )
@@ -35,7 +36,12 @@ NUM_PARAMETERS = 2
 
 
 def step_record(
-    number: int, rank: int, changes: Mapping[str, int], virtual_ranks: Sequence[int]
+    number: int,
+    rank: int,
+    changes: Mapping[str, int],
+    virtual_ranks: Sequence[int],
+    *,
+    has_hashes: bool = True,
 ) -> bytes:
     """A step in which rank 0 has written all but half of the weights, which rank 1 has.
 
@@ -44,6 +50,7 @@ def step_record(
         rank: 0 or 1.
         changes: added to the hash of a name: "gradient 3 b", "weights a", "state b", "loss 3".
         virtual_ranks: which this rank has computed.
+        has_hashes: False if only the losses are written down.
     """
     losses = []
     gradients = []
@@ -55,7 +62,9 @@ def step_record(
     state = []
     if rank == 0:
         state = [number + changes.get(f"state {name}", 0) for name in NAMES[:NUM_PARAMETERS]]
-    head = step_head(number, len(virtual_ranks)) + np.array(virtual_ranks, "<i8").tobytes()
+    if not has_hashes:
+        return record_bytes(loss_content(number, virtual_ranks, losses))
+    head = step_head(number, virtual_ranks)
     hashes = np.array([*gradients, *weights, *state], np.uint64)
     return record_bytes(head + np.array(losses, "<f8").tobytes() + hashes.tobytes())
 
@@ -68,6 +77,7 @@ def write_start(
     begins_at: int | None = None,
     changes: Mapping[int, Mapping[str, int]] | None = None,
     virtual_ranks: int | None = 4,
+    every: int = 1,
     manifest: Mapping[str, str] | None = None,
     weights_at_beginning: Mapping[str, int] | None = None,
 ) -> list[Path]:
@@ -76,8 +86,8 @@ def write_start(
     paths = []
     for rank in range(2):
         header = {
-            "journal": 1, "rank": rank, "ranks": 2, "virtual_ranks": virtual_ranks, "every": 1,
-            "time": 0.0,
+            "journal": 2, "rank": rank, "ranks": 2, "virtual_ranks": virtual_ranks,
+            "every": every, "time": 0.0,
         }  # fmt: skip
         state = tuple(range(NUM_PARAMETERS)) if rank == 0 else ()
         table = TensorTable(NAMES, NUM_PARAMETERS, tuple(range(len(NAMES))), state)
@@ -98,7 +108,9 @@ def write_start(
         half = (virtual_ranks or 0) // 2
         parts = range(half * rank, half * (rank + 1)) if virtual_ranks else [rank]
         for number in steps:
-            records.append(step_record(number, rank, (changes or {}).get(number, {}), parts))
+            changes_of_step = (changes or {}).get(number, {})
+            has_hashes = number % every == 0
+            records.append(step_record(number, rank, changes_of_step, parts, has_hashes=has_hashes))
         path = folder / f"{start:020d}-00.rank{rank}.journal"
         path.write_bytes(b"".join(records))
         paths.append(path)
@@ -203,6 +215,70 @@ def test_steps_between_those_that_both_have(tmp_path: Path) -> None:
     ) in output
 
 
+ADVICE = (
+    "  of steps without hashes only losses are known: to see what parted before, train both again "
+    "with --journal-every 1"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {13: {"loss 3": 1}, 14: {"loss 0": 1}, 20: {"weights a": 1}},
+            [
+                "step 13: the loss parted first; equal up to step 10, and losses up to step 12",
+                "  loss: virtual rank 3, 0.5 in A and 1.5 in B",
+                ADVICE,
+            ],
+        ),
+        (
+            {20: {"gradient 1 a": 1, "weights a": 1}},
+            [
+                "step 20: the gradient parted first; equal up to step 10, and losses up to step 19",
+                "  gradient: virtual rank 1, a",
+                "  weights after the step: a",
+                ADVICE,
+            ],
+        ),
+        (
+            {11: {"loss 0": 1}},
+            [
+                "step 11: the loss parted first; equal up to step 10",
+                "  loss: virtual rank 0, 0.5 in A and 1.5 in B",
+                ADVICE,
+            ],
+        ),
+        (
+            {0: {"gradient 1 a": 1}},
+            ["step 0: the gradient parted first", "  gradient: virtual rank 1, a"],
+        ),
+    ],
+)
+def test_steps_of_which_one_has_losses_only(
+    changes: dict[int, dict[str, int]], expected: list[str], tmp_path: Path
+) -> None:
+    """Changes in the other hashes of steps between are not written down in A."""
+    write_start(tmp_path / "a", 1, range(25), every=10)
+    write_start(tmp_path / "b", 1, range(25), changes={12: {"weights a": 1}, **changes})
+    exit_code, output = diff(tmp_path)
+    assert exit_code == 1
+    assert output.splitlines()[2:] == [*expected, "the manifests are equal"]
+
+
+def test_journals_with_losses_only(tmp_path: Path) -> None:
+    """The steps that both have begin after the first one with hashes."""
+    write_start(tmp_path / "a", 1, range(1, 5), every=10)
+    write_start(tmp_path / "b", 1, range(1, 5))
+    exit_code, output = diff(tmp_path)
+    assert exit_code == 0
+    assert "equal losses: 4 steps, of which not both have hashes\n" in output
+    write_start(tmp_path / "b", 1, range(1, 5), virtual_ranks=2)
+    exit_code, output = diff(tmp_path)
+    assert exit_code == 2
+    assert "of no step both have hashes" in output
+
+
 def test_later_attempts_replace_steps(tmp_path: Path) -> None:
     """Start 1 trains to step 9; start 2 begins at step 4, and ends before it has trained as far.
     What start 1 has trained after step 4 has no part in the result."""
@@ -263,8 +339,8 @@ def test_other_numbers_of_virtual_ranks(tmp_path: Path) -> None:
         (lambda paths: paths[0].write_bytes(b""), "no start of the run got as far"),
         (lambda paths: [path.write_bytes(b"x" * 50) for path in paths], "no start of the run"),
         (
-            lambda paths: paths[0].write_bytes(record_bytes(json_record({"journal": 2}))),
-            "is of version 2, and 1 is read here",
+            lambda paths: paths[0].write_bytes(record_bytes(json_record({"journal": 3}))),
+            "is of version 3, and 2 is read here",
         ),
     ],
 )
@@ -286,6 +362,7 @@ def test_journals_without_a_common_step(tmp_path: Path) -> None:
 
 def train(folder: Path, learning_rate: float = 0.1, **options: Any) -> None:
     """Four steps of a model with a buffer, on one process without virtual ranks."""
+    options = {"journal_every": 1, **options}
     with lockstep.init(device="cpu", journal=folder, **options) as world:
         loader = DataLoader(TensorDataset(torch.arange(8.0).view(8, 1)), batch_size=2)
         model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4))
@@ -318,11 +395,28 @@ def test_runs_without_virtual_ranks(tmp_path: Path) -> None:
 def test_every_second_step(tmp_path: Path) -> None:
     train(tmp_path / "a", journal_every=2)
     train(tmp_path / "b")
-    assert read_journal(tmp_path / "a").steps == [0, 2]
+    journal = read_journal(tmp_path / "a")
+    assert [journal.read_step(number).has_hashes for number in journal.steps] == [True, False] * 2
     exit_code, output = diff(tmp_path)
     assert exit_code == 0
-    assert "4 steps, 0 to 3" in output
-    assert "2 steps, 0 to 2, every 2" in output
+    assert "4 steps, 0 to 3; 1 process" in output
+    assert "4 steps, 0 to 3; hashes every 2 steps; 1 process" in output
+    assert (
+        "equal in every bit: 2 steps; equal losses: 2 steps between them, of which not both have "
+        "hashes"
+    ) in output
+    (tmp_path / "c").mkdir()
+    train(tmp_path / "c", learning_rate=0.2, journal_every=4)
+    result = CliRunner().invoke(main, ["journal", "diff", str(tmp_path / "a"), str(tmp_path / "c")])
+    # Step 0 has parted the weights, but none of those before it have hashes.
+    assert "step 0: the weights parted first\n" in result.output
+    assert "--journal-every 1" not in result.output
+    result = CliRunner().invoke(main, ["journal", "show", str(tmp_path / "a"), "--last", "2"])
+    step_2, step_3 = result.stdout.splitlines()[-2:]
+    assert step_2.startswith("step 2: losses ")
+    assert "weights" in step_2
+    assert step_3.startswith("step 3: losses ")
+    assert "weights" not in step_3
 
 
 def hashes_of(model: torch.nn.Module) -> list[int]:
@@ -336,7 +430,7 @@ def hashes_of(model: torch.nn.Module) -> list[int]:
 def test_weights_are_those_after_the_last_optimizer(has_loader: bool, tmp_path: Path) -> None:
     """One optimizer steps for each batch, and after it another for every second one."""
     expected = []
-    with lockstep.init(device="cpu", journal=tmp_path) as world:
+    with lockstep.init(device="cpu", journal=tmp_path, journal_every=1) as world:
         model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Linear(4, 1))
         often = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
         rarely = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)

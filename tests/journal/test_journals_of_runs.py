@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def train(
         large: the model has a large weight.
         **options: of `lockstep.init`.
     """
-    options = {"virtual_ranks": NUM_VIRTUAL_RANKS, "seed": 3, **options}
+    options = {"virtual_ranks": NUM_VIRTUAL_RANKS, "seed": 3, "journal_every": 1, **options}
     with lockstep.init(journal=journal, **options) as world:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -215,3 +216,73 @@ def test_a_resumed_run_is_told_from_what_it_trains_again(
     assert "equal in every bit: 6 steps" in output
     assert "2 starts, 2 steps trained again" in output
     assert "start 1, rank 0: the last record is incomplete and left out" in output
+
+
+def train_two_networks(world: lockstep.World, steps_of: str, scale: float = 1.0) -> None:
+    """Trains two layers, each with an optimizer of its own, on six global batches.
+
+    Args:
+        world: of the run.
+        steps_of: "in turns": one of the optimizers steps for each global batch. "every second":
+            both step after two global batches, whose gradients add up.
+        scale: of the loss in the third global batch.
+    """
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(32, 4), nn.Tanh(), nn.Linear(4, 3))
+    optimizers = [
+        torch.optim.AdamW(model[0].parameters(), lr=0.01),
+        torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9),
+    ]
+    model, *optimizers = world.prepare(model, *optimizers)
+    loader = world.loader(samples(), batch_size=6, shuffle=False)
+    number = 0
+    for images, labels in loader:
+        loss = F.cross_entropy(model(images.flatten(1)), labels)
+        world.backward(loss * scale if number == 2 else loss)
+        chosen = optimizers
+        if steps_of == "in turns":
+            chosen = [optimizers[number % 2]]
+        elif number % 2 == 0:
+            chosen = []
+        for optimizer in chosen:
+            optimizer.step()
+        for optimizer in chosen:
+            optimizer.zero_grad()
+        number += world.is_last_micro_batch
+
+
+def journals_of_rare_steps(folder: Path) -> None:
+    for steps_of in ("in turns", "every second"):
+        for name, scale in (("a", 1.0), ("b", 1.0 + 2**-20)):
+            journal = folder / f"{name}, {steps_of}"
+            with lockstep.init(virtual_ranks=3, journal=journal, journal_every=1) as world:
+                train_two_networks(world, steps_of, scale)
+
+
+def test_journals_of_optimizers_that_step_rarely(tmp_path: Path) -> None:
+    run_ranks(journals_of_rare_steps, 1, tmp_path / "alone")
+    run_ranks(journals_of_rare_steps, 2, tmp_path / "two")
+    for steps_of, num_steps, changed_step in (("in turns", 6, 2), ("every second", 3, 1)):
+        for name in "ab":
+            together = compare(
+                tmp_path / "alone" / f"{name}, {steps_of}", tmp_path / "two" / f"{name}, {steps_of}"
+            )
+            assert not together.differs, together.lines()
+            assert together.num_compared == num_steps
+        # The third global batch has another gradient. If the optimizers step after the fourth one,
+        # it is found in the gradients that belong to their step, whose last losses are equal.
+        changed = compare(
+            tmp_path / "alone" / f"a, {steps_of}", tmp_path / "two" / f"b, {steps_of}"
+        )
+        found = changed.first_difference
+        assert found is not None
+        assert found.step == changed_step
+        assert set(found.gradients) == {0, 1, 2}
+        assert bool(found.losses) == (steps_of == "in turns")
+        journal = read_journal(tmp_path / "two" / f"a, {steps_of}")
+        steps = [journal.read_step(number) for number in journal.steps]
+        for before, after in itertools.pairwise(steps):
+            moved = [bool(moved) for moved in before.weights != after.weights]
+            first_moves = steps_of == "every second" or after is steps[2] or after is steps[4]
+            second_moves = steps_of == "every second" or not first_moves
+            assert moved == [first_moves] * 2 + [second_moves] * 2

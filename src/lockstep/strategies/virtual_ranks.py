@@ -15,6 +15,7 @@ number of virtual ranks, is the gradient of the mean loss over the global batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,17 @@ Gradients = list[Tensor | None]
 """A gradient for each trained parameter; None if it was not used."""
 
 
+class _ViewsOfBucket(NamedTuple):
+    """The gradients of a bucket of DDP."""
+
+    buffer: Tensor
+    views: list[Tensor]
+    """As `gradients_of_bucket` returns them."""
+    parameters: list[Tensor]
+    places: list[int]
+    """Of the parameters, among those of the module."""
+
+
 class VirtualRankGradients(Extension):
     """Keeps the gradients of a module's virtual ranks apart, and adds them in the tree.
 
@@ -107,6 +119,8 @@ class VirtualRankGradients(Extension):
         self._nodes: list[Gradients] = []
         """The partial sums of this process's virtual ranks before the present one; a stack."""
         self._place = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._views: dict[int, _ViewsOfBucket] = {}
+        """By the number of the bucket."""
         self._previous: MicroBatch | None = None
         """The micro-batch before the present one, if it is of the same global batch."""
         self._backward_left_gradients = False
@@ -184,9 +198,7 @@ class VirtualRankGradients(Extension):
             # Most often a process has one virtual rank, whose gradient the bucket holds.
             nodes = [total] if has_leaf(micro_batch) else []
             return sums.start(nodes, total, scale=scale)
-        views = gradients_of_bucket(bucket)
-        parameters = bucket.parameters()
-        places = [self._place[id(parameter)] for parameter in parameters]
+        _, views, parameters, places = self._views_of_bucket(bucket)
         # The stack has partial sums over the virtual ranks before the last one of this process, and
         # the bucket has the gradient of the last one. The partial sums with which the tree merges
         # it are added to it there. The others stay as they are.
@@ -204,6 +216,20 @@ class VirtualRankGradients(Extension):
         for node in unmerged_nodes:
             flat_nodes.append(_like_bucket(total, views, [node[place] for place in places]))
         return sums.start([*flat_nodes, *nodes], total, scale=scale)
+
+    def _views_of_bucket(self, bucket: dist.GradBucket) -> _ViewsOfBucket:
+        """Returns the gradients of a bucket, which are found once for each buffer."""
+        buffer = bucket.buffer()
+        known = self._views.get(bucket.index())
+        if known is None or known.buffer.data_ptr() != buffer.data_ptr():
+            # While the views are kept, no other buffer has this address.
+            if bucket.index() == 0:
+                self._views.clear()  # torch has made other buckets
+            parameters = bucket.parameters()
+            places = [self._place[id(parameter)] for parameter in parameters]
+            known = _ViewsOfBucket(buffer, gradients_of_bucket(bucket), parameters, places)
+            self._views[bucket.index()] = known
+        return known
 
     def _push_gradients(self, micro_batch: MicroBatch) -> None:
         """Takes the gradients of a micro-batch's virtual rank, and adds them to those before it.

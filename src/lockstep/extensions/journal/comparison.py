@@ -29,8 +29,12 @@ class StepDifferences:
     """What two runs have computed differently in a step."""
 
     step: int
+    has_hashes: bool = False
+    """True if hashes were compared, and not only losses."""
     step_before: int | None = None
     """The step before it that was compared; None: it is the first."""
+    hashes_before: int | None = None
+    """The last step before it whose hashes were compared; None: there is none."""
     losses: dict[int, tuple[float, float]] = field(default_factory=dict)
     """By virtual rank, or by rank: the loss in A and in B."""
     gradients: dict[int, list[str]] = field(default_factory=dict)
@@ -41,6 +45,8 @@ class StepDifferences:
     """The parameters and buffers that differ after the step."""
     gradients_are_known: bool = False
     """True if gradients were compared."""
+    has_losses: bool = False
+    """True if losses were compared."""
 
     @property
     def is_empty(self) -> bool:
@@ -65,7 +71,9 @@ class JournalComparison:
 
     journals: list[Journal]
     num_compared: int = 0
-    """Steps that both have and that were compared."""
+    """Steps whose hashes were compared."""
+    num_compared_losses: int = 0
+    """Other steps, of which only the losses were compared."""
     weights_at_beginning: list[str] = field(default_factory=list)
     """The names of the weights that differ before the first step."""
     first_difference: StepDifferences | None = None
@@ -91,8 +99,8 @@ class JournalComparison:
             lines.append(f"the weights differ before the first step: {names}")
         if self.first_difference is not None:
             lines += self._describe_first_difference(self.first_difference)
-        elif self.num_compared:
-            lines.append(f"equal in every bit: {count_noun(self.num_compared, 'step')}")
+        else:
+            lines.append(self._describe_equal_steps())
         if self.manifest:
             lines.append("the manifests differ:")
             for name, (value_a, value_b) in self.manifest.items():
@@ -100,6 +108,16 @@ class JournalComparison:
         elif self.differs:
             lines.append("the manifests are equal")
         return lines
+
+    def _describe_equal_steps(self) -> str:
+        """Returns a line about steps that are all equal."""
+        others = count_noun(self.num_compared_losses, "step")
+        if not self.num_compared:
+            return f"equal losses: {others}, of which not both have hashes"
+        text = f"equal in every bit: {count_noun(self.num_compared, 'step')}"
+        if self.num_compared_losses:
+            text += f"; equal losses: {others} between them, of which not both have hashes"
+        return text
 
     def _describe_first_difference(self, found: StepDifferences) -> list[str]:
         """Returns lines about the first step that differs."""
@@ -109,7 +127,13 @@ class JournalComparison:
         if self.weights_at_beginning:
             first_line = f"step {found.step}: the {found.parted_first} differs, too"
         if found.step_before is not None:
-            first_line += f"; equal up to step {found.step_before}"
+            if found.hashes_before == found.step_before:
+                first_line += f"; equal up to step {found.step_before}"
+            elif found.hashes_before is None:
+                first_line += f"; equal losses up to step {found.step_before}"
+            else:
+                first_line += f"; equal up to step {found.hashes_before}"
+                first_line += f", and losses up to step {found.step_before}"
             if found.step_before < found.step - 1:
                 first_line += ", the steps between were not written down by both"
         lines = [first_line]
@@ -132,6 +156,11 @@ class JournalComparison:
             lines.append(f"  optimizer state after the step: {_some_names(found.state)}")
         if found.weights:
             lines.append(f"  weights after the step: {_some_names(found.weights)}")
+        if found.hashes_before != found.step_before or not found.has_hashes:
+            lines.append(
+                "  of steps without hashes only losses are known: to see what parted before, train "
+                "both again with --journal-every 1"
+            )
         return lines
 
     def as_json(self) -> dict[str, Any]:
@@ -140,6 +169,7 @@ class JournalComparison:
         return {
             "equal": not self.differs,
             "compared_steps": self.num_compared,
+            "steps_with_compared_losses": self.num_compared_losses,
             "weights_at_beginning": self.weights_at_beginning,
             "parted_first": None if found is None else found.parted_first,
             "first_difference": None if found is None else asdict(found),
@@ -184,14 +214,29 @@ def compare_journals(journal_a: Journal, journal_b: Journal) -> JournalCompariso
             "optimizer state"
         )
     step_before = None
+    hashes_before = None
     for step in common_steps:
         differences = _compare_step(journal_a, journal_b, step)
-        comparison.num_compared += 1
+        if differences.has_hashes:
+            comparison.num_compared += 1
+        elif differences.has_losses:
+            comparison.num_compared_losses += 1
+        else:
+            continue
         if not differences.is_empty:
             differences.step_before = step_before
+            differences.hashes_before = hashes_before
             comparison.first_difference = differences
             break
         step_before = step
+        if differences.has_hashes:
+            hashes_before = step
+    if not comparison.num_compared and not comparison.num_compared_losses:
+        raise CheckpointError(
+            f"the journals {journal_a.folder} and {journal_b.folder}",
+            "of no step both have hashes, and their losses are of other parts of the batch",
+            "train both with --journal-every 1",
+        )
     return comparison
 
 
@@ -200,17 +245,22 @@ def _compare_step(journal_a: Journal, journal_b: Journal, step: int) -> StepDiff
     a = journal_a.read_step(step)
     b = journal_b.read_step(step)
     differences = StepDifferences(step)
+    differences.has_hashes = a.has_hashes and b.has_hashes
     parameters_a = a.names[: a.num_parameters]
     parameters_b = b.names[: b.num_parameters]
     has_same_parts = journal_a.virtual_ranks == journal_b.virtual_ranks
     if journal_a.virtual_ranks is None:  # the parts are ranks
         has_same_parts = has_same_parts and set(a.losses) == set(b.losses)
+    differences.has_losses = has_same_parts
     if has_same_parts:
         for number in sorted(set(a.losses) | set(b.losses)):
             loss_a = a.losses.get(number, 0.0)
             loss_b = b.losses.get(number, 0.0)
             if _bits(loss_a) != _bits(loss_b):
                 differences.losses[number] = (loss_a, loss_b)
+    if not differences.has_hashes:
+        return differences
+    if has_same_parts:
         differences.gradients_are_known = journal_a.virtual_ranks is not None
         for number in sorted(set(a.gradients) | set(b.gradients)):
             names = _differing_names(parameters_a, _row(a, number), parameters_b, _row(b, number))
@@ -263,7 +313,7 @@ def describe_journal(journal: Journal) -> str:
     if steps:
         text += f", {steps[0]} to {steps[-1]}"
     if journal.every > 1:
-        text += f", every {journal.every}"
+        text += f"; hashes every {journal.every} steps"
     if journal.virtual_ranks is not None:
         text += f"; {count_noun(journal.virtual_ranks, 'virtual rank')}"
     text += f"; {count_noun(journal.num_ranks, 'process')}"

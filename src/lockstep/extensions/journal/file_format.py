@@ -3,13 +3,13 @@
 A *start* is the first start of a run or a restart. A folder holds one file for each rank and each
 start, named `<start>.rank<rank>.journal`. A file is a sequence of *records*, which are only ever
 appended, in the frames of the sample ledger: 4 bytes length and 4 bytes CRC-32 of the content, then
-the content. The content is `J` and a JSON object, or `S` and an optimizer step. Numbers are
-little-endian.
+the content. The content is `J` and a JSON object, or `S` and an optimizer step, or `L` and a step
+of which only the losses were written down. Numbers are little-endian.
 
 The JSON objects, by their first key:
 
 - `journal`: the version of the format, with `rank` and `ranks`, `virtual_ranks` (null: none),
-  `every` and `time`. The first record.
+  `every` (steps from one with hashes to the next) and `time`. The first record.
 - `manifest`: texts that say how the rank computed, such as `{"torch": "2.13.0", ...}`.
 - `begins_at`: the number of the step that this start begins with, and `weights`: hashes of all
   weights before it, by name.
@@ -21,6 +21,7 @@ A step is its number, the number of its *parts*, and 64-bit integers: the number
 loss of each part (the bits of a float64), for each part the hashes of its gradients, one for each
 parameter, and then the hashes of weights and of optimizer state. With virtual ranks the parts are
 those that the rank has computed; without, the rank is the only part, and there are no gradients.
+A step without hashes ends after the losses.
 
 A hash covers what the rank has of a tensor. That of the whole tensor is the sum over all ranks,
 modulo 2**64 (see `hashing`).
@@ -43,7 +44,9 @@ import numpy.typing as npt
 from lockstep.errors import CheckpointError
 from lockstep.extensions.ledger.file_format import FRAME, JSON_RECORD, STEP_RECORD
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+LOSS_RECORD = b"L"
+"""How the content of a record begins that has only the losses of a step."""
 RANK_INFIX = ".rank"
 JOURNAL_SUFFIX = ".journal"
 
@@ -68,7 +71,8 @@ class TensorTable(NamedTuple):
 class RankStep(NamedTuple):
     """What the file of a rank says about a step."""
 
-    table: TensorTable
+    table: TensorTable | None
+    """None: the file has only the losses of the step."""
     losses: dict[int, float]
     """By the number of the part."""
     gradients: dict[int, Hashes]
@@ -89,11 +93,11 @@ class RankFile:
     begins_at: int | None = None
     """The number of the first step of this start; None: there was none."""
     weights_at_beginning: dict[str, int] = field(default_factory=dict)
-    steps_by_attempt: list[dict[int, tuple[int, int, TensorTable]]] = field(
+    steps_by_attempt: list[dict[int, tuple[int, int, TensorTable | None]]] = field(
         default_factory=lambda: [{}]
     )
-    """Where the content of each step begins and ends. A new dict begins where the run went back to
-    an earlier step."""
+    """Where the content of each step begins and ends, and which tensors its hashes belong to. A new
+    dict begins where the run went back to an earlier step."""
     is_cut_off: bool = False
     """True if the last record is incomplete."""
     is_damaged: bool = False
@@ -110,9 +114,27 @@ class RankFile:
         return self.header.get("virtual_ranks") is not None
 
 
-def step_head(number: int, num_parts: int) -> bytes:
-    """Returns how the content of a step begins; 64-bit integers follow."""
-    return STEP_RECORD + STEP_FIELDS.pack(number, num_parts)
+def step_head(number: int, parts: Sequence[int]) -> bytes:
+    """Returns how the content of a step begins. Losses and hashes follow, as 64-bit integers.
+
+    Args:
+        number: of the step.
+        parts: the numbers of its parts.
+    """
+    count = len(parts)
+    return STEP_RECORD + STEP_FIELDS.pack(number, count) + struct.pack(f"<{count}q", *parts)
+
+
+def loss_content(number: int, parts: Sequence[int], losses: Sequence[float]) -> bytes:
+    """Returns the content of a step without hashes.
+
+    Args:
+        number: of the step.
+        parts: the numbers of its parts.
+        losses: of the parts; empty if they are still to be added.
+    """
+    head = LOSS_RECORD + step_head(number, parts)[len(STEP_RECORD) :]
+    return head + struct.pack(f"<{len(losses)}d", *losses)
 
 
 def read_file(path: Path) -> RankFile:
@@ -134,13 +156,14 @@ def read_file(path: Path) -> RankFile:
         ) from error
     table = TensorTable((), 0, (), ())
     for begin, end in _find_records(file):
-        if file.data[begin : begin + 1] == STEP_RECORD:
+        kind = file.data[begin : begin + 1]
+        if kind in (STEP_RECORD, LOSS_RECORD):
             number, _ = STEP_FIELDS.unpack_from(file.data, begin + 1)
             steps = file.steps_by_attempt[-1]
             if steps and number <= next(reversed(steps)):  # the run went back to an earlier step
                 steps = {}
                 file.steps_by_attempt.append(steps)
-            steps[number] = (begin + 1, end, table)
+            steps[number] = (begin + 1, end, table if kind == STEP_RECORD else None)
             continue
         values = json.loads(file.data[begin + 1 : end])
         if "journal" in values:
@@ -180,7 +203,7 @@ def _find_records(file: RankFile) -> Iterator[tuple[int, int]]:
         if end > len(file.data):
             file.is_cut_off = True
             return
-        is_known = file.data[begin : begin + 1] in (JSON_RECORD, STEP_RECORD)
+        is_known = file.data[begin : begin + 1] in (JSON_RECORD, STEP_RECORD, LOSS_RECORD)
         if not is_known or zlib.crc32(memoryview(file.data)[begin:end]) != checksum:
             file.is_damaged = True
             return
@@ -188,12 +211,15 @@ def _find_records(file: RankFile) -> Iterator[tuple[int, int]]:
         place = end
 
 
-def _parse_step(content: bytes, table: TensorTable, has_gradients: bool) -> RankStep:
+def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) -> RankStep:
     """Returns what the content of a step says, without the letter that it begins with."""
     _, num_parts = STEP_FIELDS.unpack_from(content)
     numbers = np.frombuffer(content, "<u8", offset=STEP_FIELDS.size)
-    num_gradients = table.num_parameters if has_gradients else 0
-    lengths = [num_parts, num_parts, num_parts * num_gradients, len(table.weights)]
+    if table is None:
+        has_gradients = False
+    num_gradients = table.num_parameters if has_gradients and table is not None else 0
+    num_weights = len(table.weights) if table is not None else 0
+    lengths = [num_parts, num_parts, num_parts * num_gradients, num_weights]
     parts, losses, gradients, weights, state = np.split(numbers, np.cumsum(lengths))
     rows = gradients.reshape(num_parts, num_gradients)
     part_numbers = parts.tolist()

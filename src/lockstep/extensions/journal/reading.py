@@ -20,6 +20,7 @@ from lockstep.extensions.journal.file_format import (
     RANK_INFIX,
     Hashes,
     RankFile,
+    TensorTable,
     read_file,
 )
 from lockstep.wording import count_noun, format_ranks, group_by_key
@@ -28,6 +29,8 @@ from lockstep.wording import count_noun, format_ranks, group_by_key
 class JournalStep(NamedTuple):
     """What a run computed in a step, on all ranks together."""
 
+    has_hashes: bool
+    """False if only the losses were written down. Then there are no tensors."""
     names: tuple[str, ...]
     """Of the tensors: first of parameters that are trained, then of buffers."""
     num_parameters: int
@@ -61,7 +64,7 @@ class Journal:
     virtual_ranks: int | None
     """Of the last start."""
     every: int
-    """Steps from one that was written down to the next, in the last start."""
+    """Steps from one whose hashes were written down to the next, in the last start."""
     manifest: dict[str, str]
     """Of the last start, for all ranks."""
     begins_at: int | None
@@ -87,6 +90,9 @@ class Journal:
         for file in attempt.files.values():
             steps.append(file.read_step(attempt.number_in_files, number))
         table = steps[0].table
+        has_hashes = table is not None
+        if table is None:
+            table = TensorTable((), 0, (), ())
         losses: dict[int, float] = {}
         gradients: dict[int, Hashes] = {}
         # Hashes of parts of a tensor are added up to that of the tensor.
@@ -95,9 +101,12 @@ class Journal:
         for step in steps:
             losses.update(step.losses)
             gradients.update(step.gradients)
-            weights[list(step.table.weights)] += step.weights
-            state[list(step.table.state)] += step.state
-        return JournalStep(table.names, table.num_parameters, losses, gradients, weights, state)
+            if step.table is not None:
+                weights[list(step.table.weights)] += step.weights
+                state[list(step.table.state)] += step.state
+        return JournalStep(
+            has_hashes, table.names, table.num_parameters, losses, gradients, weights, state
+        )
 
 
 def read_journal(folder: Path) -> Journal:

@@ -6,6 +6,8 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from lockstep.extensions.journal.comparison import describe_journal
 from lockstep.extensions.journal.file_format import Hashes
 from lockstep.extensions.journal.reading import read_journal
@@ -30,15 +32,20 @@ def summary_lines(folder: Path, num_steps: int) -> list[str]:
     for number in journal.steps[first_listed:]:
         step = journal.read_step(number)
         parameters = step.names[: step.num_parameters]
-        text = f"step {number}:"
+        parts = [f"loss {part}" for part in step.losses]
+        losses = np.array(list(step.losses.values()), "<f8").view("<u8")
+        text = f"step {number}: losses {_joined_hash(parts, losses):016x}"
+        if not step.has_hashes:
+            lines.append(text)
+            continue
         if step.gradients:
             gradients = 0
             for virtual_rank, hashes in step.gradients.items():
                 names = [f"{virtual_rank} {name}" for name in parameters]
                 gradients += _joined_hash(names, hashes)
-            text += f" gradients {gradients % 2**64:016x},"
-        text += f" weights {_joined_hash(step.names, step.weights):016x},"
-        text += f" optimizer state {_joined_hash(parameters, step.state):016x}"
+            text += f", gradients {gradients % 2**64:016x}"
+        text += f", weights {_joined_hash(step.names, step.weights):016x}"
+        text += f", optimizer state {_joined_hash(parameters, step.state):016x}"
         lines.append(text)
     return lines
 

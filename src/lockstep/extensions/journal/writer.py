@@ -2,15 +2,17 @@
 
 What is written is described in `file_format`, and a hash in `hashing`. With virtual ranks there is
 a hash of each gradient, before it is added to others; always there are hashes of weights and of
-optimizer state after the step. No rank sends anything for the journal, and none waits for its GPU:
-numbers that are on their way to the host are written a step later.
+optimizer state after the step. Of steps between those that are hashed there are the losses, which
+cost nearly nothing and say in which step two runs have parted. No rank sends anything for the
+journal, and none waits for its GPU: numbers that are on their way to the host are written a step
+later.
 """
 
 from __future__ import annotations
 
 import io
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +29,7 @@ from lockstep.extensions.journal.file_format import (
     RANK_INFIX,
     TensorTable,
     json_record,
+    loss_content,
     step_head,
     table_record,
 )
@@ -62,14 +65,6 @@ def check_strategy(name: str) -> None:
         )
 
 
-class LeafHashes(NamedTuple):
-    """Hashes of some gradients of a virtual rank."""
-
-    columns: Any
-    """The numbers of the parameters."""
-    hashes: Any
-
-
 class _LeafHasher(NamedTuple):
     """Hashes the gradients of some parameters."""
 
@@ -94,7 +89,7 @@ class Journal(Extension):
 
     Args:
         folder: where the file is written; made if it does not exist.
-        every: steps from one that is written down to the next.
+        every: steps from one that is hashed to the next. Of all others the losses are written down.
         run: of this process.
         strategy: its name.
 
@@ -126,8 +121,9 @@ class Journal(Extension):
         self._weights = HashedTensors(rank, run.device)
         self._state = HashedTensors(rank, run.device)
         # What is known of the present step.
-        self._leaves: dict[int, list[LeafHashes]] = {}
-        """By the number of the virtual rank."""
+        self._gradients: dict[int, Any] = {}
+        """By the number of the virtual rank, a hash of the gradient of each parameter. Those of all
+        global batches are added up that the optimizer steps for."""
         self._losses: dict[int, Any] = {}
         self._finished_step: int | None = None
         """The number of a step that is over and not written yet."""
@@ -167,7 +163,6 @@ class Journal(Extension):
         if not micro_batch.first:
             return
         self._finish_step()
-        self._leaves.clear()
         self._find_tensors()
 
     def leaf_gradient(
@@ -177,16 +172,21 @@ class Journal(Extension):
         gradients: Sequence[Tensor | None],
     ) -> None:
         """Hashes gradients of a virtual rank."""
-        if self._step.number % self._every:
+        if not self._is_hashed(self._step.number):
             return
         assert micro_batch.virtual_rank is not None
         key = tuple([id(parameter) for parameter in parameters])
         if key not in self._leaf_hashers:
             self._leaf_hashers[key] = self._make_leaf_hasher(parameters)
         hasher, places, columns = self._leaf_hashers[key]
-        hashes = hasher.hashes([gradients[place] for place in places])
-        leaves = self._leaves.setdefault(micro_batch.virtual_rank.number, [])
-        leaves.append(LeafHashes(columns, hashes))
+        number = micro_batch.virtual_rank.number
+        if number not in self._gradients:
+            self._gradients[number] = self._zeros(len(self._parameters))
+        self._gradients[number][columns] += hasher.hashes([gradients[place] for place in places])
+
+    def clear_gradients(self) -> None:
+        """Forgets the gradients of a global batch that was broken off."""
+        self._gradients.clear()
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Writes down the step before, if this optimizer has made it: another one begins."""
@@ -196,15 +196,17 @@ class Journal(Extension):
 
     def step_finished(self, number: int) -> None:
         """Notes the losses of the step, before another one replaces them."""
-        if number % self._every:
+        training_pass = self._step.training_pass
+        if self._has_virtual_ranks:
+            losses: dict[int, Any] = dict(training_pass.loss_of_virtual_rank)
+        else:
+            losses = {self._run.topology.rank: training_pass.loss}
+        if not self._is_hashed(number):
+            self._write_losses(number, losses)
             return
         self._finished_step = number
         self._stepped.clear()
-        training_pass = self._step.training_pass
-        if self._has_virtual_ranks:
-            self._losses = dict(training_pass.loss_of_virtual_rank)
-        else:
-            self._losses = {self._run.topology.rank: training_pass.loss}
+        self._losses = losses
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Writes down the step after the last optimizer's, if all of them make it."""
@@ -236,6 +238,10 @@ class Journal(Extension):
         self._flush()
         close_rank_file(self._file)
 
+    def _is_hashed(self, number: int) -> bool:
+        """Returns True if hashes of the step of this number are written down."""
+        return number % self._every == 0
+
     # Tensors
 
     def _find_tensors(self) -> None:
@@ -246,6 +252,8 @@ class Journal(Extension):
             return
         self._are_tensors_known = True
         self._tensors = collect_tensors(self._modules)
+        if len(self._tensors.trained) != len(self._parameters):
+            self._gradients.clear()
         self._parameters = list(self._tensors.trained.values())
         self._names = (*self._tensors.trained, *self._tensors.buffers)
         sizes = [parameter.nbytes for parameter in self._parameters]
@@ -309,12 +317,22 @@ class Journal(Extension):
         parts = sorted(self._losses)
         numbers = [self._as_numbers([self._losses[part] for part in parts])]
         if self._has_virtual_ranks:
-            numbers += [self._gradients(self._leaves.get(part, ())) for part in parts]
+            no_gradients = self._zeros(len(self._parameters))
+            numbers += [self._gradients.get(part, no_gradients) for part in parts]
         numbers += [weights, hashes_of_state]
-        head = step_head(number, len(parts)) + np.array(parts, "<i8").tobytes()
-        self._leaves.clear()
+        self._gradients.clear()
         self._losses = {}
-        self._write_numbers(head, numbers)
+        self._write_numbers(step_head(number, parts), numbers)
+
+    def _write_losses(self, number: int, losses: Mapping[int, Any]) -> None:
+        """Writes down a step of which only the losses are kept, by the numbers of its parts."""
+        parts = sorted(losses)
+        if self._device.type == "cpu":  # without numpy, whose calls would be noticed in short steps
+            values = [float(losses[part]) for part in parts]
+            self._write(loss_content(number, parts, values), wait=True)
+            return
+        head = loss_content(number, parts, [])
+        self._write_numbers(head, [self._as_numbers([losses[part] for part in parts])])
 
     def _write_table(self) -> None:
         """Writes down which tensors the hashes of a step belong to, if that has changed."""
@@ -326,16 +344,11 @@ class Journal(Extension):
             self._written_table = table
             self._write(table_record(table))
 
-    def _gradients(self, leaves: Sequence[LeafHashes]) -> Any:
-        """Returns the hashes of the gradient of a virtual rank, one for each parameter."""
-        num_parameters = len(self._parameters)
+    def _zeros(self, count: int) -> Any:
+        """Returns as many hashes of zeros."""
         if self._device.type == "cpu":
-            row: Any = np.zeros(num_parameters, np.int64)
-        else:
-            row = torch.zeros(num_parameters, dtype=torch.int64, device=self._device)
-        for leaf in leaves:
-            row[leaf.columns] = leaf.hashes
-        return row
+            return np.zeros(count, np.int64)
+        return torch.zeros(count, dtype=torch.int64, device=self._device)
 
     def _as_numbers(self, losses: Sequence[Any]) -> Any:
         """Returns the bits of losses in float64, as integers."""
