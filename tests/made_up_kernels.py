@@ -82,6 +82,7 @@ def elemt(
 ) -> Tensor:
     assert is_dense(x)
     check_parameters(x, weight, bias)
+    check_pieces(mean, invstd)
     assert mean.dtype == invstd.dtype == accumulated(x.dtype)
     xhat = (x - nd(mean, x)) * nd(invstd, x)
     return affine(xhat, weight, bias).to(x.dtype)
@@ -122,6 +123,7 @@ def backward_elemt(
     counts: Tensor,
 ) -> Tensor:
     assert counts.dtype == torch.int32
+    check_pieces(mean, invstd, weight, sum_dy, sum_dy_xmu, counts)
     assert dy.stride() == x.stride()
     assert weight is None or weight.dtype == mean.dtype
     assert mean.dtype == invstd.dtype == sum_dy.dtype == sum_dy_xmu.dtype == accumulated(x.dtype)
@@ -141,6 +143,11 @@ def check_parameters(x: Tensor, *parameters: Tensor | None) -> None:
     """They have the dtype of the input, or in half precision that of the statistics."""
     dtypes = {parameter.dtype for parameter in parameters if parameter is not None}
     assert dtypes <= {x.dtype} or dtypes <= {accumulated(x.dtype)}
+
+
+def check_pieces(*vectors: Tensor | None) -> None:
+    """The kernels for channels last read from a pointer on."""
+    assert all(vector.is_contiguous() for vector in vectors if vector is not None)
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:

@@ -139,6 +139,9 @@ def exactness_of_fused_kernels() -> list[str]:
     check_exact(shares, (3, 5), memory_format=torch.channels_last)
     check_exact(shares, (2, 3, 2), memory_format=torch.channels_last_3d)
     check_exact(shares, (3, 5), dtype=torch.float32, tolerance=2e-6)
+    in_pieces = SyncBatchNorm(CHANNELS)
+    in_pieces.weight = nn.Parameter(torch.ones(CHANNELS, 2)[:, 0])
+    in_pieces(torch.randn(2, CHANNELS, requires_grad=True)).sum().backward()
     check_mean_far_from_zero(shares, 1e-3)  # the mean is rounded to float32
     check_halves()
     check_placeholder()

@@ -109,9 +109,8 @@ class FusedNormalize(torch.autograd.Function):
             group: the ranks.
             is_placeholder: the statistics do not depend on `x`.
         """
-        # The kernels take parameters of the input's dtype or of the statistics dtype.
-        weight_for_kernel = None if weight is None else weight.to(mean.dtype)
-        bias_for_kernel = None if bias is None else bias.to(mean.dtype)
+        weight_for_kernel = _for_kernels(weight, mean.dtype)
+        bias_for_kernel = _for_kernels(bias, mean.dtype)
         ctx.save_for_backward(x, weight_for_kernel, mean, invstd, counts.to(torch.int32))
         ctx.weight_dtype = mean.dtype if weight is None else weight.dtype
         ctx.group = group
@@ -170,6 +169,11 @@ class FusedNormalize(torch.autograd.Function):
             d_weight = d_weight.to(ctx.weight_dtype)
         d_bias = sum_dy.to(ctx.weight_dtype) if needs_d_bias else None
         return dx, d_weight, d_bias, None, None, None, None, None
+
+
+def _for_kernels(parameter: Tensor | None, statistics_dtype: torch.dtype) -> Tensor | None:
+    """Returns a weight or bias as the kernels take it; some of them read it as one piece."""
+    return None if parameter is None else parameter.to(statistics_dtype).contiguous()
 
 
 def in_dense_format(x: Tensor) -> Tensor:
