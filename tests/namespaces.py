@@ -51,6 +51,19 @@ class Machine:
             _ip("-n", str(self.name), "link", "set", interface, "up")
 
     @contextlib.contextmanager
+    def with_container(self) -> Iterator[None]:
+        """Within it the machine has a pair of interfaces such as those to containers."""
+        on = ("-n", str(self.name))
+        _ip(*on, *["link", "add", "veth1", "type", "veth", "peer", "name", "veth2"])
+        try:
+            _ip(*on, *["addr", "add", "172.30.0.1/24", "dev", "veth1"])
+            for interface in ("veth1", "veth2"):
+                _ip(*on, "link", "set", interface, "up")
+            yield
+        finally:
+            _ip(*on, "link", "del", "veth1")
+
+    @contextlib.contextmanager
     def losing_packets(self, other: Machine) -> Iterator[None]:
         """Within it nothing arrives of what it sends to another machine, or that one to it."""
         pairs = (self, other), (other, self)
@@ -263,6 +276,14 @@ class _Orders:
         dist.barrier()
         dist.destroy_process_group()
         return total.item(), seen
+
+    def nccl_interfaces(self) -> str | None:
+        """What ranks would be told to take for NCCL; None: NCCL chooses."""
+        from lockstep.distributed.interface import choose_nccl_interfaces
+        from lockstep.distributed.network import running_interfaces
+
+        chosen = choose_nccl_interfaces({}, running_interfaces(), self._rendezvous.interface)
+        return chosen[0] if chosen else None
 
     def listening(self) -> set[tuple[str, int]]:
         return listening()

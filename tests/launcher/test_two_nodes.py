@@ -78,6 +78,11 @@ def test_a_run_listens_on_loopback_and_at_the_gate_alone(
     for machine, (total, with_gloo) in zip(machines, both(pair, "gloo"), strict=True):
         assert total == 3.0
         assert {address for address, _ in with_gloo} <= {"127.0.0.1", machine.address}
+
+    assert both(pair, "nccl_interfaces") == [None, None]
+    with machines[0].with_container():
+        # NCCL would take both interfaces of the first machine.
+        assert both(pair, "nccl_interfaces") == ["=lan", None]
         assert any(address == machine.address for address, _ in with_gloo)
 
     for rank, launcher in enumerate(pair):
