@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.checkpoint import background_copy, kept_steps
 from lockstep.checkpoint.kept_layout import KeptLayout, Section, sections_of
 from lockstep.checkpoint.kept_reading import (
     RANDOM,
@@ -303,12 +306,15 @@ KILLED = """
 import hashlib, os, signal, sys
 import torch, torch.nn.functional as F, lockstep
 from torch.utils.data import DataLoader, TensorDataset
+from lockstep.checkpoint import kept_steps
 from lockstep.checkpoint.memory_area import Area
 
 random = torch.Generator().manual_seed(0)
 data = TensorDataset(
     torch.randn(60, 8, generator=random), torch.randint(3, (60,), generator=random)
 )
+if sys.argv[3:]:  # as from a GPU
+    kept_steps.BACKGROUND_DEVICES = ("cpu",)
 # In each attempt: the step in which the last rank ends, and how.
 plan = [each.split(":") for each in sys.argv[1].split(",") if each]
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -320,7 +326,7 @@ def killed(*_):
 
 
 with lockstep.init(seed=0, device="cpu", precision=sys.argv[2]) as world:
-    size = int(sys.argv[3])
+    size = 16
     layers = [torch.nn.Linear(8, size), torch.nn.BatchNorm1d(size), torch.nn.ReLU()]
     model = torch.nn.Sequential(*layers, torch.nn.Dropout(0.1), torch.nn.Linear(size, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -359,7 +365,7 @@ def steps_of(plan: str) -> list[int]:
 
 
 def run_killed(
-    folder: Path, size: int, strategy: str, plan: str, precision: str = "fp32"
+    folder: Path, size: int, strategy: str, plan: str, *options: str
 ) -> tuple[str, list[str]]:
     """Returns a hash of the last weights, and what each attempt has resumed.
 
@@ -368,13 +374,13 @@ def run_killed(
         size: how many ranks there are.
         strategy: of the run.
         plan: the steps in which the last rank ends, in the order of the attempts, and how.
-        precision: of the run.
+        options: of the script.
     """
     folder.mkdir()
     (folder / "script.py").write_text(KILLED)
     flags = [f"--nproc={size}", f"--strategy={strategy}", "--virtual-ranks=3", "--ledger=ledger"]
     restarts = f"--max-restarts={max(1, len(steps_of(plan)))}"
-    done = launch(["run", *flags, restarts, "script.py", plan, precision, "16"], folder)
+    done = launch(["run", *flags, restarts, "script.py", plan, *options], folder)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     (weights,) = [line.split()[-1] for line in lines if "WEIGHTS" in line]
@@ -388,19 +394,26 @@ def run_killed(
 
 
 @pytest.mark.parametrize(
-    ("size", "strategy", "plan"),
+    ("size", "strategy", "plan", "options"),
     [
-        (2, "ddp", "5:killed,5:copying,10:copying"),
-        pytest.param(3, "fsdp", "2:killed,5:raises,5:copying,10:killed", marks=THOROUGH),
-        pytest.param(3, "ddp", "1:copying,4:killed,14:raises", marks=THOROUGH),
+        (2, "ddp", "5:killed,5:copying,10:copying", ["fp32"]),
+        *(
+            pytest.param(*given, marks=THOROUGH)
+            for given in (
+                (3, "fsdp", "2:killed,5:raises,5:copying,10:killed", ["fp32"]),
+                (3, "ddp", "1:copying,4:killed,14:raises", ["bf16"]),
+                (2, "ddp", "1:copying,4:killed,14:raises", ["fp16", "as from a GPU"]),
+                (3, "fsdp", "1:copying,4:killed,14:raises", ["bf16", "as from a GPU"]),
+            )
+        ),
     ],
     ids=str,
 )
 def test_a_rank_that_is_lost_costs_the_step_under_way(
-    tmp_path: Path, size: int, strategy: str, plan: str
+    tmp_path: Path, size: int, strategy: str, plan: str, options: list[str]
 ) -> None:
     """However it ends: the weights are equal in every bit to those of a run without failures."""
-    lost, resumed = run_killed(tmp_path / "lost", size, strategy, plan)
+    lost, resumed = run_killed(tmp_path / "lost", size, strategy, plan, *options)
     on_disk = 0
     for note, step in zip(resumed, steps_of(plan), strict=True):
         # The disk has every fourth step, as the script wants it.
@@ -409,6 +422,170 @@ def test_a_rank_that_is_lost_costs_the_step_under_way(
         if on_disk == 0:
             disk = "there is no checkpoint on disk"
         assert note == f"step {step} in memory; {disk}"
-    whole, resumed = run_killed(tmp_path / "whole", 1, "single", "")
+    whole, resumed = run_killed(tmp_path / "whole", 1, "single", "", options[0])
     assert resumed == []
     assert lost == whole
+
+
+# What changes while it is copied as from a GPU
+
+
+def train_with_noise(folder: str) -> tuple[list[int], list[bool]]:
+    """Changes a parameter between the steps of the optimizer, while it is copied.
+
+    Returns:
+        The steps in memory, and for each step whether the run had noticed it before.
+    """
+    kept_steps.BACKGROUND_DEVICES = ("cpu",)
+    changed = threading.Event()
+
+    def copy_slowly(places: list[Tensor], sources: list[Tensor]) -> None:
+        assert changed.wait(timeout=60)
+        copy_to_each(places, sources)
+
+    background_copy.copy_to_each = copy_slowly
+    with lockstep.init(seed=5, device="cpu") as world:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        loader = world.loader(torch.utils.data.TensorDataset(torch.ones(16, 4)), 4)
+        checkpoint = world.checkpoint(folder, model=model, optimizer=optimizer, memory=True)
+        checkpoint.resume()
+        kept = checkpoint._kept
+        assert kept is not None
+        noticed = []
+        for (x,) in loader:
+            noticed.append(kept._was_changed)
+            with torch.no_grad():
+                model.weight += 1
+            changed.set()
+            kept._background._thread and kept._background._thread.join()
+            with torch.no_grad():
+                model.weight -= 1
+            world.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            changed.clear()
+        changed.set()
+        kept._wait_for_copy()
+        reports = [PartReport(**part) for part in kept.report()]
+        steps = sorted(report.step for report in reports)
+        chosen = choose_step(reports, kept.folder)
+        assert chosen is not None
+        saved = copy_to_memory(read_step(chosen, ["model"]))
+        assert torch.equal(saved["model"]["weight"], model.weight.detach())
+        return steps, noticed
+
+
+def test_what_has_changed_while_it_was_copied_is_not_kept(
+    memory: dict[str, str], tmp_path: Path
+) -> None:
+    def environment(rank: int) -> dict[str, str]:
+        return {**rank_environment(rank, 1, 1), **memory}
+
+    ((steps, noticed),) = run_ranks(train_with_noise, 1, str(tmp_path), environment=environment)
+    # The copy of step 1 is worthless. From then on all is copied before the next forward pass.
+    assert noticed == [False, False, True, True]
+    assert steps == [3, 4]
+
+
+# How often, and whether at all
+
+
+class Brief(NamedTuple):
+    """What a training of 24 steps has come to."""
+
+    error: str
+    kept: list[int]
+    """The steps that were kept."""
+    said: str
+
+
+def train_briefly(folder: str, state: Any = None, **options: Any) -> Brief:
+    """Trains on two ranks; ends early if a step cannot be kept."""
+    kept: list[int] = []
+    said: list[str] = []
+    error = ""
+    set_seal = Area.set_seal
+
+    def note_step(area: Area, *given: Any) -> None:
+        kept.append(given[2])
+        set_seal(area, *given)
+
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        warnings.catch_warnings(record=True) as warned,
+        lockstep.init(seed=5, device="cpu") as world,
+    ):
+        warnings.simplefilter("always")
+        patched.setattr(Area, "set_seal", note_step)
+        patched.setattr(lockstep.World, "print", lambda _, line: said.append(line))
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, optimizer = world.prepare(net, optimizer)
+        loader = world.loader(TensorDataset(torch.ones(96, 4)), 4)
+        more = {} if state is None else {"mine": state}
+        checkpoint = world.checkpoint(folder, model=net, optimizer=optimizer, **more, **options)
+        checkpoint.resume()
+        try:
+            for (x,) in loader:
+                world.backward(net(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        except lockstep.errors.CheckpointError as raised:
+            error = str(raised)
+    return Brief(error, kept, "\n".join([*said, *(str(each.message) for each in warned)]))
+
+
+class Odd:
+    """Has a state that a checkpoint cannot hold, after so many uses."""
+
+    def __init__(self, lasts: int) -> None:
+        self.lasts = lasts
+
+    def state_dict(self) -> dict[str, Any]:
+        self.lasts -= 1
+        return {"value": 1 if self.lasts >= 0 else {1, 2}}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+def train_variants(folder: str) -> list[Brief]:
+    found = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kept_steps, "available_memory", lambda: 2000)
+        found.append(train_briefly(f"{folder}/0"))
+        found.append(train_briefly(f"{folder}/1", memory=True))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kept_steps.math, "ceil", lambda _: 5)
+        found.append(train_briefly(f"{folder}/2"))
+        found.append(train_briefly(f"{folder}/3", memory=True))
+    found.append(train_briefly(f"{folder}/4", memory=False))
+    # One rank alone gives up: the other goes on, and all decide together how often.
+    state = Odd(lasts=3 if os.environ["RANK"] == "1" else 1000)
+    found.append(train_briefly(f"{folder}/5", state))
+    return found
+
+
+def test_how_often_steps_are_kept(memory: dict[str, str], tmp_path: Path) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def environment(rank: int) -> dict[str, str]:
+        return {**rank_environment(rank, 2, store.port), **memory}
+
+    by_rank = run_ranks(train_variants, 2, str(tmp_path), environment=environment)
+    for short, fails, seldom, insists, off, _ in by_rank:
+        assert [each.error for each in (short, seldom, insists, off)] == [""] * 4
+        assert [each.kept for each in (short, fails, off)] == [[]] * 3
+        assert "keeping each step in memory" in fails.error
+        assert "of memory on a machine, and 2.0 KiB are free" in fails.error
+        assert seldom.kept == [*range(1, 12), 15, 20]
+        assert insists.kept == list(range(1, 25))
+    short, _, seldom, insists, _, _ = by_rank[0]
+    assert "steps are not kept in memory: it takes" in short.said
+    assert "every 5 steps, one is kept in memory: that takes" in seldom.said
+    assert "every step is kept in memory: two copies" in insists.said
+    gave_up = by_rank[1][-1]
+    assert gave_up.kept == [1, 2, 3]
+    assert "steps are not kept in memory from here on" in gave_up.said

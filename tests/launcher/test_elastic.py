@@ -51,18 +51,18 @@ def weights(folder: Path, dies: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_that_is_killed_costs_its_round(tmp_path: Path, size: int) -> None:
+def test_a_rank_that_is_killed_costs_the_step_under_way(tmp_path: Path, size: int) -> None:
     (tmp_path / "script.py").write_text(TRAINS)
     run = ["run", f"--strategy=diloco:replicas={size},every=4"]
     more = [f"--nproc={size}", "--ledger=ledger", "--max-restarts=1"]
     lost = launch([*run, *more, "script.py", str(size - 1), "6"], tmp_path)
     assert lost.returncode == 0, lost.stderr
     assert f"FIRST FAILURE: rank {size - 1}" in lost.stderr
-    assert "resumed the last round, from memory (epoch 0, step 4" in lost.stdout
+    assert "resumed from step 5 in memory (epoch 0, step 5" in lost.stdout
     assert not (tmp_path / "checkpoints").exists()
     report = judge(tmp_path / "ledger")
     assert report.findings == []
-    assert [each["first"] for each in report.attempts] == [0, 4]
+    assert [each["first"] for each in report.attempts] == [0, 5]
 
     whole = launch([*run, "--nproc=1", "script.py", "-1", "0"], tmp_path)
     assert whole.returncode == 0, whole.stderr

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ranks import HANG_S, LEAVE_S, in_clean_process
 from torch import nn
 
+import lockstep
 import lockstep.run.start.plan
 from lockstep.errors import RankFailedError, SettingError, UsageError
 from lockstep.run.start import spawn
@@ -289,6 +290,32 @@ def test_what_the_ranks_print_is_passed_on(capfd: pytest.CaptureFixture[str]) ->
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["[rank 0] hello", "[rank 1] hello"]
     assert sorted(err.splitlines()) == ["[rank 0] a warning", "[rank 1] a warning"]
+
+
+def train_through_a_failure(folder: str) -> str:
+    with lockstep.init(seed=0, device="cpu") as world:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        loader = world.loader(torch.utils.data.TensorDataset(torch.ones(32, 4)), 4)
+        checkpoint = world.checkpoint(folder, model=model, optimizer=optimizer, loader=loader)
+        resumed = checkpoint.resume()
+        for (x,) in loader:
+            if world.step == 3 and world.rank == 1 and not resumed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            world.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return checkpoint.last_resume_note
+
+
+@pytest.mark.thorough
+def test_processes_are_started_again_and_find_what_they_have_kept(tmp_path: Path) -> None:
+    for function in (train_through_a_failure, lambda folder: train_through_a_failure(folder)):
+        notes = launch(function, (str(tmp_path / "none"),), nproc=2, max_restarts=1)
+        assert all(note.startswith("resumed from step 3 in memory") for note in notes)
+    with pytest.raises(SettingError, match="max_restarts=-1"):
+        launch(train_through_a_failure, ("",), nproc=2, max_restarts=-1)
 
 
 @in_clean_process

@@ -97,15 +97,23 @@ class _Known:
     placements: list[Placement]
     tree: str | None
     """The tree as JSON; None if another rank of the machine has it."""
+    leaves: list[Any]
+    locals: list[Tensor]
+    """See `_Taken`."""
+    has_shards: bool
+    """True if some leaves are DTensors."""
+    has_arrays: bool
+    """True if some leaves are values of numpy, which are copied from step to step."""
+    addresses: list[int]
+    """Where the leaves are."""
+    pattern: list[int]
+    """Which of them are tied, see `_pattern`."""
+    sources: list[Tensor]
+    """What is copied, for each placement."""
     offsets: list[int] = field(default_factory=list)
     """Where each placement is in the values."""
     text: str = ""
     """The description of the section in the header; empty until the offsets are known."""
-    leaves: list[Any] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    pattern: list[int] = field(default_factory=list)
-    sources: list[Tensor] = field(default_factory=list)
-    """What is copied, for each placement."""
 
 
 class KeptLayout:
@@ -124,19 +132,26 @@ class KeptLayout:
         """The leaves of all divided sections, when they were last divided."""
         self._rows: dict[tuple[str, KeyPath], list[Rows | None]] = {}
         """What this rank copies of the leaves of each divided section."""
+        self._to_divide_anew: set[tuple[str, KeyPath]] = set()
+        """The sections of which this rank copies other rows from now on."""
         self.version = 0
         """Counts the changes of what is where."""
         self.num_bytes = 0
         """How much memory the values take."""
         self.sources: list[Tensor] = []
         """What is copied."""
-        self.source_sections: list[Section] = []
-        """The section of each source."""
 
     @property
     def header_sections(self) -> str:
         """The descriptions of all sections, as a list in JSON."""
         return "[" + ", ".join(known.text for known in self._known.values()) + "]"
+
+    def leaves(self) -> list[Any]:
+        """Returns the tensor of the state that each of `sources` is, or is a part of."""
+        leaves = []
+        for known in self._known.values():
+            leaves += [known.leaves[placement.leaf] for placement in known.placements]
+        return leaves
 
     def places(self, area: Area) -> list[Tensor]:
         """Returns where in an area each of `sources` is to be copied."""
@@ -154,8 +169,9 @@ class KeptLayout:
         Raises:
             CheckpointError: something in the state cannot be stored.
         """
-        taken: list[_Taken] = [_Taken(section) for section in sections]
+        taken = [_Taken(section, self._known.get(section.key)) for section in sections]
         divided_kinds = [each.kinds for each in taken if each.section.is_divided]
+        self._to_divide_anew = set()
         if divided_kinds != self._divided_kinds:
             self._divide(taken)
             self._divided_kinds = divided_kinds
@@ -167,13 +183,11 @@ class KeptLayout:
         if self._placements() != placements_before:
             self._place_all()
         self.sources = []
-        self.source_sections = []
         for each in taken:
             section_known = known[each.section.key]
             if not section_known.text:
                 section_known.text = _text_of(each.section, section_known)
             self.sources += section_known.sources
-            self.source_sections += [each.section] * len(section_known.sources)
 
     def _placements(self) -> list[list[Placement]]:
         """Returns the placements of each section."""
@@ -193,50 +207,46 @@ class KeptLayout:
 
     def _update_section(self, taken: _Taken) -> _Known:
         """Returns what is known of a section, encoded anew if it has changed."""
-        known = self._known.get(taken.section.key)
-        rows = self._rows.get(taken.section.key)
-        if known is None or known.skeleton != taken.skeleton or known.kinds != taken.kinds:
-            return self._encode(taken, rows, known)
-        addresses = [leaf.data_ptr() for leaf in taken.locals]
-        is_same = addresses == known.addresses and not taken.has_arrays
-        # The leaves may be other objects at the same addresses; those that were there may be freed.
-        if is_same and all(map(_is, taken.leaves, known.leaves)):
+        known = taken.known
+        has_other_rows = taken.section.key in self._to_divide_anew
+        if known is None or has_other_rows:
+            return self._encode(taken)
+        if taken.is_unchanged:
             return known
+        if known.skeleton != taken.skeleton or known.kinds != taken.kinds:
+            return self._encode(taken)
+        addresses = _addresses(taken.locals)
         if _pattern(addresses) != known.pattern:  # other tensors than before are tied
-            return self._encode(taken, rows, known)
-        known.addresses = addresses
+            return self._encode(taken)
         known.leaves = taken.leaves
+        known.locals = taken.locals
+        known.addresses = addresses
         known.sources = _sources(known.placements, taken.locals)
         return known
 
-    def _encode(
-        self, taken: _Taken, rows: list[Rows | None] | None, before: _Known | None
-    ) -> _Known:
-        """Returns a section, encoded.
-
-        Args:
-            taken: the section as it is now.
-            rows: what this rank copies of each leaf; None: the section is not divided.
-            before: what was known of it before.
-        """
+    def _encode(self, taken: _Taken) -> _Known:
+        """Returns a section, encoded."""
         section = taken.section
         is_main = self._local_rank == 0
-        encoder = _LayoutEncoder(section, is_main=is_main, rows=rows)
+        encoder = _LayoutEncoder(section, is_main=is_main, rows=self._rows.get(section.key))
         tree = encoder.encode(section.value, section.path)
         has_tree = is_main or section.is_partial
-        addresses = [leaf.data_ptr() for leaf in taken.locals]
+        addresses = _addresses(taken.locals)
         known = _Known(
             skeleton=taken.skeleton,
             kinds=taken.kinds,
             placements=encoder.placements,
             tree=json.dumps(tree, allow_nan=False) if has_tree else None,
             leaves=taken.leaves,
+            locals=taken.locals,
+            has_shards=any(kind.is_sharded for kind in taken.kinds),
+            has_arrays=any(kind.device is None for kind in taken.kinds),
             addresses=addresses,
             pattern=_pattern(addresses),
             sources=_sources(encoder.placements, taken.locals),
         )
-        if before is not None:
-            known.offsets = before.offsets  # if placements have changed, they are given anew
+        if taken.known is not None:
+            known.offsets = taken.known.offsets  # if placements have changed, they are given anew
         return known
 
     def _divide(self, taken: Sequence[_Taken]) -> None:
@@ -246,8 +256,7 @@ class KeptLayout:
         """
         self._rows = {}
         divided = [each for each in taken if each.section.is_divided]
-        for each in divided:
-            self._known.pop(each.section.key, None)  # is encoded anew
+        self._to_divide_anew = {each.section.key for each in divided}
         if self._local_size == 1:
             return
         total = sum(each.num_divided_bytes for each in divided)
@@ -268,27 +277,47 @@ class KeptLayout:
 
 
 class _Taken:
-    """A section as it is in this step: its skeleton and its leaves."""
+    """A section as it is in this step.
 
-    def __init__(self, section: Section) -> None:
+    Args:
+        section: the section.
+        known: what is known of it; None: it was not encoded yet.
+    """
+
+    def __init__(self, section: Section, known: _Known | None) -> None:
         self.section = section
+        self.known = known
         self.leaves: list[Any] = []
         self.skeleton = _skeleton(section.value, self.leaves)
-        self.has_arrays = False
         self.locals: list[Tensor] = []
         """The leaves as plain tensors; of a DTensor this rank's shard."""
         self.kinds: list[LeafKind] = []
+        self.is_unchanged = known is not None and self._is_as(known)
+        if known is not None and self.is_unchanged:
+            self.locals = known.locals
+            self.kinds = known.kinds
+        else:
+            self._read_leaves()
+
+    def _is_as(self, known: _Known) -> bool:
+        """Returns True if the section has the same tensors as before, in the same memory."""
+        if self.skeleton != known.skeleton or known.has_arrays:
+            return False
+        if not all(map(_is, self.leaves, known.leaves)):
+            return False
+        # A tensor may have been given other memory, as by `parameter.data = ...`.
+        present = self.leaves
+        if known.has_shards:
+            present = [_local(leaf) for leaf in self.leaves]
+        return _addresses(present) == known.addresses
+
+    def _read_leaves(self) -> None:
+        """Finds out what the leaves are."""
         for leaf in self.leaves:
-            if isinstance(leaf, np.ndarray | np.generic):
-                self.has_arrays = True
-                local = torch.from_numpy(np.array(leaf))
-                kind = LeafKind(local.dtype, leaf.shape, None, False)
-            elif is_sharded(leaf):
-                local = leaf.to_local()
-                kind = LeafKind(local.dtype, local.shape, local.device, True)
-            else:
-                local = leaf
-                kind = LeafKind(leaf.dtype, leaf.shape, leaf.device, False)
+            local = _local(leaf)
+            is_array = isinstance(leaf, np.ndarray | np.generic)
+            device = None if is_array else local.device
+            kind = LeafKind(local.dtype, tuple(local.shape), device, is_sharded(leaf))
             self.locals.append(local)
             self.kinds.append(kind)
 
@@ -413,6 +442,22 @@ def _sources(placements: Sequence[Placement], leaves: Sequence[Tensor]) -> list[
             source = to_bytes(source)
         sources.append(source)
     return sources
+
+
+def _local(leaf: Any) -> Tensor:
+    """Returns a leaf as a plain tensor; of a DTensor this rank's shard. Shares memory if it can."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return torch.from_numpy(np.array(leaf))
+    if is_sharded(leaf):
+        local: Tensor = leaf.to_local()
+        return local
+    plain: Tensor = leaf
+    return plain
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns where tensors are in memory."""
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def _pattern(addresses: Sequence[int]) -> list[int]:

@@ -16,8 +16,10 @@ another, which is then killed, still writes its part of the next. So at every mo
 complete step, and after a failure it is the last one or, if a rank was killed while it wrote, the
 one before.
 
-On the CPU everything is copied at once. A core copies 20 GB a second, so that a copy takes a
-hundredth of a step; in a thread it would take the same time from the same cores.
+On the CPU everything is copied at once. A core copies 20 GB a second; in a thread it would take the
+same time from the same cores. From a GPU a thread copies while the next step computes
+(`background_copy`). What the forward pass may change, such as buffers, is copied on the GPU before,
+and the optimizer's step waits until the rest is copied.
 
 What it costs is measured in the first steps. If it is more than `MAX_COST` of a step, every k-th
 step is kept, unless the user wants every one.
@@ -29,12 +31,15 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lockstep.checkpoint.background_copy import BackgroundCopy
 from lockstep.checkpoint.kept_layout import KeptLayout, Section
 from lockstep.checkpoint.kept_reading import KeptStep, report_parts
 from lockstep.checkpoint.memory_area import Area, Seal
@@ -59,6 +64,8 @@ MAX_WAIT_FOR_PEERS_S = 1.0
 """How long a rank waits for the others to seal the step before. They have taken part in the step
 since, so they are about to; longer, only a rank that has died or that keeps nothing any more."""
 POLL_INTERVAL_S = 20e-6
+BACKGROUND_DEVICES = ("cuda",)
+"""The types of devices from which a thread copies while the next step computes."""
 
 
 class TakenState(NamedTuple):
@@ -77,6 +84,7 @@ class KeptSteps(Extension):
         collectives: of the run.
         step: of the run.
         take_state: returns the present state.
+        steady_ids: returns the ids of tensors that only a prepared optimizer changes, in its step.
         say: prints a line on rank 0.
         every_step: True to keep every step whatever it costs, and to fail where memory is short.
     """
@@ -87,6 +95,7 @@ class KeptSteps(Extension):
         collectives: Collectives,
         step: Step,
         take_state: Callable[[], TakenState],
+        steady_ids: Callable[[], set[int]],
         say: Callable[[str], None],
         *,
         every_step: bool,
@@ -97,6 +106,10 @@ class KeptSteps(Extension):
         self._topology = topology
         self._step = step
         self._take_state = take_state
+        self._steady_ids = steady_ids
+        self._background: BackgroundCopy | None = None
+        if collectives.device.type in BACKGROUND_DEVICES:
+            self._background = BackgroundCopy(collectives.device)
         self._say = say
         self._every_step = every_step
         self._layout = KeptLayout(topology.local_rank, topology.local_size)
@@ -104,7 +117,7 @@ class KeptSteps(Extension):
         """The two areas of each rank that the launcher has started in any attempt, by local rank.
         Empty before `open`."""
         self._own: list[Area] = []
-        self._places: dict[int, list[torch.Tensor]] = {}
+        self._places: dict[int, list[Tensor]] = {}
         """Where the values are copied to, by the number of the area."""
         self._version_of_places: dict[int, int] = {}
         self._attempt = 0
@@ -115,13 +128,19 @@ class KeptSteps(Extension):
         self._protected: tuple[str, ...] = ()
         """The areas with the step that was resumed, until a later one is complete."""
         self._is_on = False
-        self._num_kept = 0
-        """Times that this attempt has kept a step."""
+        self._has_given_up = False
+        """True if this rank keeps nothing any more. It still takes part in what ranks decide."""
+        self._num_steps = 0
+        """Steps of this attempt, kept or passed over."""
         self._every = 1
         """Every so many steps, one is kept."""
         self._last_number = -1
         """The optimizer steps that were done when a step was last kept, or passed over."""
         self._last_time_s = 0.0
+        self._was_changed = False
+        """True if tensors have changed that only a prepared optimizer was to change."""
+        self._waited_s = 0.0
+        """How long the training has waited for the last copy."""
         self._costs_s: list[float] = []
         self._step_times_s: list[float] = []
 
@@ -173,12 +192,14 @@ class KeptSteps(Extension):
 
     def release(self) -> None:
         """Lets the state of the training and the areas go, at the end of the run."""
+        self._wait_for_copy()
         self._is_on = False
         self._slots = []
         self._own = []
         self._places = {}
         self._layout = KeptLayout(0, 1)
         self._take_state = _nothing_to_take
+        self._steady_ids = set
 
     # In each step
 
@@ -190,18 +211,22 @@ class KeptSteps(Extension):
     def keep(self) -> None:
         """Keeps the present step, unless it is one of those that are passed over."""
         number = self._step.number
+        self._wait_for_copy()
         begun_at_s = time.perf_counter()
         step_time_s = begun_at_s - self._last_time_s
+        cost_before_s = self._waited_s
+        self._waited_s = 0.0
         self._last_number = number
-        if number % self._every == 0:
+        if number % self._every == 0 and not self._has_given_up:
             phase_before = self._step.enter_phase("checkpoint")
             try:
                 self._keep(number)
             finally:
                 self._step.enter_phase(phase_before)
         self._last_time_s = time.perf_counter()
+        self._num_steps += 1
         if self._is_measuring:
-            self._note_times(step_time_s, self._last_time_s - begun_at_s)
+            self._note_times(step_time_s, cost_before_s + self._last_time_s - begun_at_s)
 
     def _keep(self, number: int) -> None:
         """Copies the present state to an area, and seals it.
@@ -216,13 +241,16 @@ class KeptSteps(Extension):
             self._layout.update(sections)
         except Exception as error:
             problem = error
-        if self._num_kept == 0:
+        if self._num_steps == 0:
             self._check_memory(problem)
         elif problem is not None:
             self._give_up(problem)
-        if self._is_on:
+        if not self._is_on or self._has_given_up:
+            return
+        try:
             self._copy(number, facts)
-            self._num_kept += 1
+        except Exception as error:
+            self._give_up(error)
 
     def _copy(self, number: int, facts: dict[str, Any]) -> None:
         """Copies what the layout names to an area, and seals it."""
@@ -243,24 +271,72 @@ class KeptSteps(Extension):
         if is_other_memory or self._version_of_places.get(place) != self._layout.version:
             self._places[place] = self._layout.places(area)
             self._version_of_places[place] = self._layout.version
-        if self._layout.sources:
-            copy_to_each(self._places[place], self._layout.sources)
-        area.set_seal(self._attempt, self._serial, number, header)
         self._last_area = place
+        seal = partial(area.set_seal, self._attempt, self._serial, number, header)
+        if self._background is None:
+            copy_to_each(self._places[place], self._layout.sources)
+            seal()
+        else:
+            self._copy_in_background(self._background, self._places[place], seal)
+
+    def _copy_in_background(
+        self, background: BackgroundCopy, places: Sequence[Tensor], seal: Callable[[], None]
+    ) -> None:
+        """Starts to copy what is on the GPU, and copies everything else.
+
+        What the next forward pass may change, such as buffers, is copied on the GPU first.
+
+        Args:
+            background: copies in a thread.
+            places: where the sources are copied to.
+            seal: is called when all is copied.
+        """
+        steady_ids = self._steady_ids()
+        now: tuple[list[Tensor], list[Tensor]] = ([], [])
+        later: tuple[list[Tensor], list[Tensor]] = ([], [])
+        leaves = self._layout.leaves()
+        for place, source, leaf in zip(places, self._layout.sources, leaves, strict=True):
+            is_here = source.device.type not in BACKGROUND_DEVICES
+            chosen = now if is_here else later
+            is_steady = id(leaf) in steady_ids and not self._was_changed
+            chosen[0].append(place)
+            chosen[1].append(source if is_here or is_steady else source.clone())
+        copy_to_each(*now)
+        background.start(*later, seal)
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Waits until what the optimizer is about to change is copied."""
+        self._wait_for_copy()
+
+    def _wait_for_copy(self) -> None:
+        """Waits for the copy of the last step that was kept.
+
+        If something has changed meanwhile that was to be steady, everything is copied on the GPU
+        first from now on.
+        """
+        if self._background is None:
+            return
+        begun_at_s = time.perf_counter()
+        try:
+            if not self._background.wait():
+                self._was_changed = True
+        except Exception as error:
+            self._give_up(error)
+        self._waited_s += time.perf_counter() - begun_at_s
 
     def _area_to_overwrite(self) -> int:
         """Returns the number of the area that is written next: not that of a complete step.
 
         Waits until the other ranks of the machine have sealed the step before.
         """
-        is_first = self._num_kept == 0
+        is_first = self._num_steps == 0
         if is_first:
             for number, area in enumerate(self._own):
                 if area.path not in self._protected:
                     return number
         deadline = time.perf_counter() + MAX_WAIT_FOR_PEERS_S
         while not self._last_is_complete():
-            if time.perf_counter() > deadline:
+            if time.perf_counter() > deadline or self._a_peer_has_given_up():
                 return self._last_area  # the other one has the last complete step
             time.sleep(POLL_INTERVAL_S)
         if self._protected:
@@ -276,6 +352,11 @@ class KeptSteps(Extension):
             if not any(_is_of(seal, self._attempt, serial) for seal in seals):
                 return False
         return True
+
+    def _a_peer_has_given_up(self) -> bool:
+        """Returns True if another rank of this machine writes nothing any more."""
+        present_slots = self._slots[: self._topology.local_size]
+        return any(slot[0].given_up_in == self._attempt for slot in present_slots)
 
     def _free_unused_slots(self) -> None:
         """Frees the areas of ranks that are not there any more."""
@@ -352,7 +433,8 @@ class KeptSteps(Extension):
         Raises:
             Exception: the problem, if the user has asked for every step to be kept.
         """
-        self._is_on = False
+        self._has_given_up = True
+        self._own[0].give_up(self._attempt)
         if self._every_step:
             raise problem
         warn(
@@ -372,7 +454,7 @@ class KeptSteps(Extension):
 
         When enough are known, the ranks decide how often a step is kept.
         """
-        if self._num_kept <= NUM_WARM_UP_STEPS:
+        if self._num_steps <= NUM_WARM_UP_STEPS:
             return
         self._step_times_s.append(step_time_s)
         self._costs_s.append(cost_s)

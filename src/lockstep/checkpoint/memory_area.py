@@ -41,6 +41,8 @@ _CRC = struct.Struct("<I")
 _SEALED_AT = 8
 """The offset of the number that says whether an area is sealed."""
 _CRC_AT = _PREFIX.size + _SEAL.size
+_GIVEN_UP_AT = PAGE_BYTES - 8
+"""The offset of the attempt whose rank writes nothing any more."""
 _HEADER_AT = PAGE_BYTES
 
 
@@ -153,7 +155,16 @@ class Area:
         words = np.frombuffer(self._view[begin : begin + num_bytes], np.uint64)
         return int(words.sum(dtype=np.uint64))
 
+    @property
+    def given_up_in(self) -> int:
+        """The attempt in which the rank of this area has given up: it writes nothing any more."""
+        return int.from_bytes(self._view[_GIVEN_UP_AT : _GIVEN_UP_AT + 8], "little")
+
     # Writing
+
+    def give_up(self, attempt: int) -> None:
+        """Tells the other ranks that nothing more is written here in this attempt."""
+        self._view[_GIVEN_UP_AT : _GIVEN_UP_AT + 8] = attempt.to_bytes(8, "little")
 
     def break_seal(self) -> None:
         """Makes the area one that holds nothing."""

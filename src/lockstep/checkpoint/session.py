@@ -234,9 +234,10 @@ class Checkpoint:
         self._writer = Writer(self.folder, run.collectives)
         self._rounds: Rounds | None = None
         """None unless rounds are kept in memory, which needs files that the launcher holds."""
-        if rounds_in_memory and virtual_ranks is not None and run.topology.round_memory:
-            self._rounds = Rounds(self.folder, run.collectives)
         self._kept = self._make_kept_steps(run, memory)
+        is_possible = rounds_in_memory and bool(run.topology.round_memory)
+        if is_possible and virtual_ranks is not None and self._kept is None:
+            self._rounds = Rounds(self.folder, run.collectives)
         self._has_resumed = False
         self._plain_states: dict[str, PlainState] = {}
         self._bits: dict[str, Any] | None = None
@@ -258,13 +259,12 @@ class Checkpoint:
         topology = run.topology
         if memory is False or not topology.memory or topology.local_size != topology.size:
             return None
-        if self._virtual_ranks is not None:
-            return None
         return KeptSteps(
             self.folder,
             run.collectives,
             run.step,
             self._take_state,
+            self._steady_ids,
             self._world.print,
             every_step=memory is True or topology.keeps_every_step,
         )
@@ -784,6 +784,19 @@ class Checkpoint:
             return TakenState(facts, sections)
         finally:
             self._extensions.saving_ended()
+
+    def _steady_ids(self) -> set[int]:
+        """Returns the ids of the tensors that only a prepared optimizer changes, in its step."""
+        ids: set[int] = set()
+        for value in self._state.values():
+            is_prepared = isinstance(value, Optimizer) and hasattr(value, "load_saved_state")
+            if not is_prepared:
+                continue
+            for group in value.param_groups:
+                ids.update(id(parameter) for parameter in group["params"])
+            for entry in value.state.values():
+                ids.update(id(item) for item in entry.values())
+        return ids
 
     def _facts_about_bits(self) -> dict[str, Any]:
         """Returns what the manifest says about bits."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-Purpose = Literal["copies of batches", "sums of logged values"]
+Purpose = Literal["copies of batches", "sums of logged values", "kept steps"]
 """What a stream is used for. Streams of two purposes do not wait for each other: a batch must not
 wait for the other ranks, as a sum over the ranks does."""
 

@@ -255,7 +255,8 @@ def copy_to_each(tensors: list[Tensor], sources: list[Tensor]) -> None:
     """Copies one source to each tensor: one call for all of them."""
     import torch
 
-    torch._foreach_copy_(tensors, sources)
+    if tensors:  # torch refuses empty lists
+        torch._foreach_copy_(tensors, sources)
 
 
 def multiply_each(tensors: list[Tensor], factor: float) -> None:

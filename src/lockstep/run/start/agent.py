@@ -157,6 +157,11 @@ def launch_agent(
         else:
             events.record(agent.get_event_succeeded(), flags.event_log_handler)
             rendezvous.shutdown()
+        if step_memory.is_wanted_and_unused:
+            console.announce(
+                "--keep-in-memory: the script has kept nothing; it needs world.checkpoint(...), "
+                "and resume() before the loop"
+            )
         # If this machine leaves before the end of the run, the other launchers are told why.
         if agent.failure is not None:
             rendezvous.close(agent.failure.headline)

@@ -32,7 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lockstep.errors import RankFailedError, UsageError
+from lockstep.errors import RankFailedError, SettingError, UsageError
 from lockstep.run.start import worker
 from lockstep.run.start.cuda_state import cuda_is_initialised
 from lockstep.run.start.machine import read_machine
@@ -55,8 +55,8 @@ RESULT_NAME = "result.pickle"
 
 _SHUTDOWN_TIMEOUT_S = 3.0
 """A rank that was asked to end is killed after this time."""
-_ONE_START_FLAGS = ("--standalone", "--nnodes=1", "--max-restarts=0")
-"""torchrun's flags for one machine and no restarts; its `PET_` variables may say otherwise."""
+_ONE_MACHINE_FLAGS = ("--standalone", "--nnodes=1")
+"""torchrun's flags for one machine; its `PET_` variables may say otherwise."""
 _FRESH_ZYGOTE_PROGRAM = """\
 import json, sys
 sys.path = json.loads(sys.argv[1])
@@ -79,6 +79,7 @@ def launch(
     *,
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
+    max_restarts: int = 0,
 ) -> list[Any]:
     """Runs `fn(*args)` on `nproc` processes of this machine and returns what each returned.
 
@@ -101,8 +102,11 @@ def launch(
         args: the arguments.
         nproc: a number of processes; `gpu`: one a GPU; `cpu`: one a core; `auto`: one a GPU, or
             one a core if there is no GPU.
-        timeout: seconds after which the run is ended with an error; None: no limit.
+        timeout: seconds from a start of the processes after which the run is ended with an error;
+            None: no limit.
         env: environment variables of the processes, in addition to those of this one.
+        max_restarts: how many times all processes are started again when one has failed. Steps that
+            they have kept in memory (`World.checkpoint`) are still there then.
 
     Returns:
         The returned values, by rank.
@@ -110,11 +114,17 @@ def launch(
     Raises:
         RankFailedError: a process failed, all wait for each other, or the time is over. The others
             have been ended. Logs and evidence are kept in a folder, which the message names.
-        SettingError: `nproc` is not a number of processes.
+        SettingError: `nproc` is not a number of processes, or `max_restarts` not one of starts.
         UsageError: called inside a rank; from a script without the `__main__` guard; or CUDA was
             initialised in this process and `fn` can only be run by fork.
     """
     _refuse_inside_a_rank()
+    if type(max_restarts) is not int or max_restarts < 0:
+        raise SettingError(
+            f"launch(max_restarts={max_restarts!r})",
+            "it is how many times the processes are started again",
+            "give a whole number, such as 3",
+        )
     machine = read_machine()
     size = choose_nproc(nproc, machine.cores, machine.gpus)
     name = getattr(fn, "__qualname__", repr(fn))
@@ -126,7 +136,9 @@ def launch(
         _check_copies_can_use_gpus(was_set, why_not_pickled, machine.gpus, users_variables)
     short_name = name.rpartition(".")[2]
     script = worker.Script(path=short_name if short_name.isidentifier() else "launch")
-    spec = LaunchSpec(script=script, torchrun=_ONE_START_FLAGS)
+    spec = LaunchSpec(
+        script=script, torchrun=(*_ONE_MACHINE_FLAGS, f"--max-restarts={max_restarts}")
+    )
     plan = make_plan(spec, machine, {**os.environ, **users_variables}, size, one_node=True)
     environment = {**plan.environment, **users_variables}
     if pickled_call is None:

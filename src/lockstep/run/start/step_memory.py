@@ -52,6 +52,12 @@ class StepMemory:
             variables["LOCKSTEP_KEEP_EVERY_STEP"] = "1"
         return variables
 
+    @property
+    def is_wanted_and_unused(self) -> bool:
+        """True if the user has asked that each step is kept, and the ranks have kept nothing."""
+        sizes = [os.fstat(descriptor).st_size for descriptor in self._descriptors]
+        return self._keeps_every_step and max(sizes, default=0) <= AREA_BYTES_AT_FIRST
+
     def close(self) -> None:
         """Frees the memory."""
         while self._descriptors:
@@ -68,19 +74,27 @@ def step_memory_for(plan: LaunchPlan, *, may_restart: bool) -> StepMemory:
     Raises:
         SettingError: the user has asked for it, and it is of no use or not possible.
     """
-    is_possible = sys.platform == "linux"
-    if plan.keep_in_memory is True:
-        if not may_restart:
-            raise SettingError(
-                "--keep-in-memory",
-                "nothing would read what is kept: ranks that fail are not started again",
-                "add --max-restarts 3, for example",
-            )
-        if not is_possible:
-            raise SettingError(
-                "--keep-in-memory", "this system has no memfd_create(2)", "leave it out"
-            )
-        return StepMemory(plan.nproc, keeps_every_step=True)
-    if plan.keep_in_memory is None and may_restart and is_possible:
-        return StepMemory(plan.nproc)
-    return StepMemory(0)
+    problem = _why_nothing_is_kept(plan, may_restart=may_restart)
+    if plan.keep_in_memory is True and problem is not None:
+        found, advice = problem
+        raise SettingError("--keep-in-memory", found, advice)
+    if plan.keep_in_memory is False or problem is not None:
+        return StepMemory(0)
+    return StepMemory(plan.nproc, keeps_every_step=plan.keep_in_memory is True)
+
+
+def _why_nothing_is_kept(plan: LaunchPlan, *, may_restart: bool) -> tuple[str, str] | None:
+    """Returns why steps cannot be kept, or why that would be of no use, and what to do."""
+    if not may_restart:
+        return (
+            "nothing would read what is kept: ranks that fail are not started again",
+            "add --max-restarts 3, for example",
+        )
+    if not plan.one_node:
+        return (
+            "steps are kept where all ranks are on one machine, and this run may have several",
+            "leave it out: save often, such as world.checkpoint(..., every=100)",
+        )
+    if sys.platform != "linux":
+        return "this system has no memfd_create(2)", "leave it out"
+    return None
