@@ -7,7 +7,8 @@ gradients. What is compared:
 - the weights in the end with those of the training that is not compiled;
 - compilations that have begun after the third step (there should be none);
 - graph breaks with those of the same model in plain torch: `torch.autocast` around the call,
-  `DistributedDataParallel`, `fully_shard` of each block and of the model.
+  `DistributedDataParallel`, `fully_shard` of each block and of the model, in half precision by its
+  `MixedPrecisionPolicy`.
 
     python benchmarks/bench_compile.py [--backend inductor] [--strategy ddp] [--precision bf16]
         [--out benchmarks/results/compile.json]
@@ -170,11 +171,13 @@ def with_plain_torch(strategy: str, precision: str, way: str, backend: str) -> d
     torch.manual_seed(3)
     model = compiled_before(Net(), way, backend)
     if strategy == "fsdp":
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        dtype = DTYPES.get(precision)
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=None if dtype is None else torch.float32)
         for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
     if strategy == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -189,7 +192,9 @@ def with_plain_torch(strategy: str, precision: str, way: str, backend: str) -> d
 
         def lower() -> Any:
             dtype = DTYPES.get(precision)
-            return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+            if dtype is None or strategy == "fsdp":
+                return nullcontext()
+            return torch.autocast("cpu", dtype)
 
         with lower():
             output = call(x)

@@ -303,7 +303,8 @@ def train_large_layers(world: Any, kind: str, width: int) -> dict[str, float]:
     model: Any = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LARGE_LAYERS)))
     step: Any = torch.autograd.backward
     if kind == "fsdp2":
-        model = sharded_by_torch(model.to(world.device))
+        model = model.to(world.device)
+        mesh = shard_by_torch(model, model)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
     if kind == "lockstep":
         model, optimizer = world.prepare(model, optimizer)
@@ -324,12 +325,20 @@ def train_large_layers(world: Any, kind: str, width: int) -> dict[str, float]:
         if on_gpu:
             found["peak"] = round(torch.cuda.max_memory_allocated() / unit, 3)
     if kind == "fsdp2":
-        torch_compat.drop_fsdp_groups([*model, model], next(model.parameters()).device_mesh)
+        torch_compat.drop_fsdp_groups([*model, model], mesh)
     return found
 
 
-def sharded_by_torch(model: Any) -> Any:
-    """FSDP2 with parameters gathered as bf16 and gradients reduced in fp32."""
+def shard_by_torch(layers: Any, model: Any) -> Any:
+    """Shards a model by FSDP2, with parameters gathered as bf16 and gradients reduced in fp32.
+
+    Args:
+        layers: the submodules that are gathered as units.
+        model: the model, on its device.
+
+    Returns:
+        The mesh.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -338,20 +347,25 @@ def sharded_by_torch(model: Any) -> Any:
     device_type = next(model.parameters()).device.type
     mesh = DeviceMesh.from_group(dist.group.WORLD, device_type)  # it opens no group of its own
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    for unit in (*layers, model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    return mesh
 
 
 def check_peak_memory(stage: Stage, backend: str) -> None:
     """How much an FSDP rank holds in bf16, beside torch's own FSDP2."""
     width = 4096 if stage.on_gpu else 256
+    peaks = {}
     for kind in ("fsdp2", "lockstep"):
         with stage.check(f"peak memory in bf16 of 8 layers, {kind}") as values:
             [found, _] = on_ranks(peak_memory_of_fsdp, 2, stage.device, backend, kind, width)
             values["backend"] = backend
             values["in_layers_of_fp32"] = found or "measured on a GPU alone"
             values["shards_of_a_rank_in_layers"] = LARGE_LAYERS / 2
+            if found:
+                peaks[kind] = found["peak"]
+            if len(peaks) == 2:
+                values["ratio"] = round(peaks["lockstep"] / peaks["fsdp2"], 4)
 
 
 def main() -> None:

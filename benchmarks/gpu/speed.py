@@ -2,7 +2,7 @@
 
 Contestants train the same model on the same batches in one process and take turns, block by block;
 the medians of the blocks are compared. Times of several ranks that share one GPU say nothing, so
-only SyncBatchNorm is measured with two, against torch's own in the same place.
+only SyncBatchNorm and FSDP are measured with two, against torch's own in the same place.
 """
 
 from __future__ import annotations
@@ -260,6 +260,88 @@ def sync_batchnorm(device_name: str, backend: str, kind: str) -> float:
     return found["step_us"]
 
 
+def fsdp_step(device_name: str, backend: str, autocast: bool) -> dict[str, float]:
+    """A step of a GPT in bf16 on two ranks, by Lockstep and by FSDP2 with the policy of bf16.
+
+    Args:
+        device_name: `cuda` or `cpu`.
+        backend: over which the ranks talk.
+        autocast: of the strategy.
+    """
+    import gc
+
+    import lockstep
+    from lockstep.strategies import FSDP
+
+    strategy = FSDP(autocast=autocast)
+    options = init_options(device_name, backend)
+    with lockstep.init(strategy, precision="bf16", seed=0, **options) as world:
+        found = compare_with_fsdp2(world)
+        gc.collect()  # torch's model must be gone before the process group is closed
+    return found
+
+
+def compare_with_fsdp2(world: Any) -> dict[str, float]:
+    """Times and memory of a step; see `fsdp_step`.
+
+    Memory is the most that a step takes beside what was there before it, in units of the model's
+    parameters in fp32.
+    """
+    import torch
+    import torch.nn.functional as F
+    from torch.utils.data import TensorDataset
+
+    from benchmarks.gpu.models import GPT
+    from benchmarks.gpu.nccl import shard_by_torch
+    from lockstep.distributed import torch_compat
+
+    on_gpu = world.device.type == "cuda"
+    width, layers, heads = (512, 8, 8) if on_gpu else (256, 4, 4)
+    words, length, batch = (8192, 256, 8) if on_gpu else (512, 32, 4)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, words, (batch * 4, length), generator=generator)
+    prepared: Any = GPT(words, length, width, layers, heads)
+    num_bytes = sum(parameter.nbytes for parameter in prepared.parameters())
+    optimizer: Any = torch.optim.AdamW(prepared.parameters(), lr=1e-4)
+    prepared, optimizer = world.prepare(prepared, optimizer)
+    batches = endless(world.loader(TensorDataset(tokens), batch))
+    plain: Any = GPT(words, length, width, layers, heads).to(world.device)
+    mesh = shard_by_torch(plain.blocks.layers, plain)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
+    x = tokens[:batch].chunk(world.size)[world.rank].to(world.device)
+
+    def loss_of(logits: Any, inputs: Any) -> Any:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), inputs[:, 1:].flatten())
+
+    def step_of_torch() -> None:
+        loss_of(plain(x), x).backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+
+    def step_of_lockstep() -> None:
+        (inputs,) = next(batches)
+        world.backward(loss_of(prepared(inputs), inputs))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    contestants = {"torch": step_of_torch, "lockstep": step_of_lockstep}
+    times = medians_of_blocks(contestants, 3, world.device, blocks=7)
+    found = {f"{name}_us": time_us for name, time_us in times.items()}
+    found["ratio"] = round(times["lockstep"] / times["torch"], 4)
+    if on_gpu:
+        for name, step in contestants.items():
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step()
+            taken = torch.cuda.max_memory_allocated() - before
+            found[f"{name}_memory"] = round(taken / num_bytes, 4)
+        memory_ratio = found["lockstep_memory"] / found["torch_memory"]
+        found["ratio_of_memory"] = round(memory_ratio, 4)
+    batches.close()
+    torch_compat.drop_fsdp_groups([*plain.blocks.layers, plain], mesh)
+    return found
+
+
 def measure(stage: Stage, name: str, fn: Callable[..., dict[str, Any]], *arguments: Any) -> None:
     """Runs a measurement in a process of its own and writes what it found."""
     with stage.check(name) as values:
@@ -286,6 +368,11 @@ def main() -> None:
             raise NotRun("torch's SyncBatchNorm takes CUDA tensors alone, here over NCCL")
         values["torch_us"] = on_ranks(sync_batchnorm, 2, stage.device, backend, "torch")[0]
         values["ratio"] = round(values["lockstep_us"] / values["torch_us"], 3)
+    for name, autocast in {"fsdp in bf16": False, "fsdp in bf16 under autocast": True}.items():
+        with stage.check(f"a step of {name}, two ranks on one device") as values:
+            backend = backend_for_several_ranks(stage)
+            values["backend"] = backend
+            values.update(on_ranks(fsdp_step, 2, stage.device, backend, autocast)[0])
     with stage.check("a step of a compiled GPT in bf16") as values:
         # In this process: what compiles leaves threads behind, which forked ranks may not.
         values.update(gpt_step(stage.device, True))

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousStoreInfo,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
@@ -139,6 +139,57 @@ def test_an_fsdp_model_has_a_root_and_lets_go_of_its_groups(tmp_path):
         assert not getattr(mesh, "_pg_registry", {})
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         assert "process_group" in repr(list(vars(groups[0].mesh_info)))
+    finally:
+        dist.destroy_process_group()
+
+
+class TwoLayers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+
+    def forward(self, x, number):
+        return self.layers[number](x)
+
+
+def test_an_fsdp_unit_in_half_precision_adds_up_gradients_in_fp32(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        model = TwoLayers()
+        model.requires_grad_(False)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        assert torch_compat.gathered_dtype(model) == torch.bfloat16
+        torch_compat.make_fsdp_root(model)
+        [parameters] = torch_compat._parameter_groups(model)
+        assert (parameters._orig_dtype, parameters._reduce_dtype) == (None, None)
+        torch_compat.set_dtypes_of_frozen_unit(model)
+        assert (parameters._orig_dtype, parameters._reduce_dtype) == (torch.float32,) * 2
+        model.requires_grad_(True)
+        x = torch.ones(1, 2)
+
+        model.set_requires_gradient_sync(False)
+        model(x, 0).sum().backward()
+        shapes = [tuple(p.shape) for p in torch_compat.with_accumulated_gradients(model)]
+        assert shapes == [(2, 2), (2,)]
+        torch_compat.drop_accumulated_gradients(model)
+        assert torch_compat.with_accumulated_gradients(model) == []
+
+        for zeros_if_unused in (False, True):
+            model.set_requires_gradient_sync(False)
+            model(x, 0).sum().backward()
+            model.set_requires_gradient_sync(True)
+            hooks = torch_compat.accumulate_late_gradients(model, zeros_if_unused=zeros_if_unused)
+            assert len(hooks) == (0 if zeros_if_unused else 2)
+            model(x, 1).sum().backward()
+            for parameter in model.parameters():
+                assert parameter.grad.to_local().tolist() == torch.ones(parameter.shape).tolist()
+                parameter.grad = None
+            for hook in hooks:
+                hook.remove()
+        torch_compat.drop_fsdp_groups([model], mesh)
     finally:
         dist.destroy_process_group()
 

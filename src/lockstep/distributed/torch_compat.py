@@ -30,6 +30,7 @@ from lockstep.errors import SettingError
 if TYPE_CHECKING:
     from types import FrameType
 
+    import torch
     from torch import Tensor, nn
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils import _pytree
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils.hooks import RemovableHandle
 
     BatchNorm: TypeAlias = batchnorm._BatchNorm
     NormBase: TypeAlias = batchnorm._NormBase
@@ -209,6 +211,97 @@ def shards_in_reduction_order(unit: FSDPModule) -> list[nn.Parameter]:
         for fsdp_parameter in parameter_group.fsdp_params:
             shards.append(fsdp_parameter.sharded_param)
     return shards
+
+
+def gathered_dtype(unit: FSDPModule) -> torch.dtype | None:
+    """Returns the dtype in which an FSDP unit gathers its parameters; None: in their own."""
+    dtype: torch.dtype | None = unit._get_fsdp_state()._mp_policy.param_dtype
+    return dtype
+
+
+def set_dtypes_of_frozen_unit(unit: FSDPModule) -> None:
+    """Tells torch the dtypes of a unit whose parameters are all frozen; they may be trained later.
+
+    Torch takes them from the parameters that are trained when the unit runs first. Without them a
+    gradient in half precision would not fit its parameter in fp32.
+    """
+    for parameter_group in _parameter_groups(unit):
+        if parameter_group._orig_dtype is not None:
+            continue
+        for fsdp_parameter in parameter_group.fsdp_params:
+            if fsdp_parameter.orig_dtype.is_floating_point:
+                parameter_group._orig_dtype = fsdp_parameter.orig_dtype
+                parameter_group._reduce_dtype = fsdp_parameter.reduce_dtype
+                break
+
+
+def with_accumulated_gradients(unit: FSDPModule) -> list[nn.Parameter]:
+    """Returns the gathered parameters whose gradients torch keeps beside them.
+
+    These are gradients of earlier micro-batches, if they are averaged in another dtype than
+    parameters are gathered in. `parameter.grad` is then None.
+    """
+    parameters: list[nn.Parameter] = []
+    for parameter_group in _parameter_groups(unit):
+        for fsdp_parameter in parameter_group.fsdp_params:
+            if fsdp_parameter.unsharded_accumulated_grad is not None:
+                parameters.append(fsdp_parameter.unsharded_param)
+    return parameters
+
+
+def drop_accumulated_gradients(unit: FSDPModule) -> None:
+    """Drops the gradients that `with_accumulated_gradients` is about."""
+    for parameter_group in _parameter_groups(unit):
+        for fsdp_parameter in parameter_group.fsdp_params:
+            fsdp_parameter.unsharded_accumulated_grad = None
+
+
+def accumulate_late_gradients(unit: FSDPModule, *, zeros_if_unused: bool) -> list[RemovableHandle]:
+    """Lets all gradients of a unit have one dtype, before the backward pass that averages them.
+
+    Torch has converted the gradients of earlier micro-batches to the dtype that they are averaged
+    in. A parameter that only the last micro-batch uses has a gradient in half precision, and torch
+    refuses to send both together. So this gradient is converted too.
+
+    Args:
+        unit: the unit.
+        zeros_if_unused: send zeros for parameters that no micro-batch uses.
+
+    Returns:
+        Hooks of the parameters that no micro-batch has used yet, to be removed after the pass.
+    """
+    hooks: list[RemovableHandle] = []
+    for parameter_group in _parameter_groups(unit):
+        without_gradient: list[Any] = []
+        for fsdp_parameter in parameter_group.fsdp_params:
+            if fsdp_parameter.unsharded_accumulated_grad is None:
+                without_gradient.append(fsdp_parameter)
+        if len(without_gradient) == len(parameter_group.fsdp_params):
+            continue
+        for fsdp_parameter in without_gradient:
+            whole = fsdp_parameter.unsharded_param
+            if not whole.requires_grad:
+                continue
+            dtype = fsdp_parameter.reduce_dtype
+            if zeros_if_unused:
+                zeros = whole.new_zeros(whole.shape, dtype=dtype)
+                fsdp_parameter.unsharded_accumulated_grad = zeros
+            else:
+                convert = partial(_accumulate_gradient, fsdp_parameter)
+                hooks.append(whole.register_post_accumulate_grad_hook(convert))
+    return hooks
+
+
+def _accumulate_gradient(fsdp_parameter: Any, whole: Tensor) -> None:
+    """Converts the gradient of a parameter to the dtype that it is averaged in.
+
+    Args:
+        fsdp_parameter: torch's object.
+        whole: the parameter that has the gradient.
+    """
+    assert whole.grad is not None
+    fsdp_parameter.unsharded_accumulated_grad = whole.grad.to(fsdp_parameter.reduce_dtype)
+    whole.grad = None
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:

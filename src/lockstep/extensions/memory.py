@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.batch.loader import Loader
-from lockstep.distributed.torch_compat import to_local
+from lockstep.distributed.torch_compat import gathered_dtype, to_local
 from lockstep.extensions.memory_steps import make_training_steps
 from lockstep.extensions.memory_table import REPLICA_PREFIX, DeviceMemory, Memory
 from lockstep.extensions.memory_tensors import bytes_by_device, state_bytes, storages
@@ -204,17 +204,22 @@ def _gathered_bytes(units: Sequence[nn.Module]) -> int:
     """
     counted_ids: set[int] = set()
     largest = 0
+    unit: Any  # each is an FSDPModule, too
     # Inner units first: a parameter belongs to the innermost unit that has it.
     for unit in reversed(units):
         num_bytes = 0
+        half_dtype = gathered_dtype(unit)
         for parameter in unit.parameters():
             if id(parameter) in counted_ids:
                 continue
             counted_ids.add(id(parameter))
+            gathered_bytes = parameter.nbytes  # the size of the whole one, if it is sharded
+            if half_dtype is not None and parameter.is_floating_point():
+                gathered_bytes = parameter.numel() * half_dtype.itemsize
             # The parameters of the outermost unit stay gathered and are counted as copies.
             if unit is not units[0]:
-                num_bytes += parameter.nbytes  # the size of the whole one, if it is sharded
+                num_bytes += gathered_bytes
             if parameter.requires_grad:
-                num_bytes += 2 * parameter.nbytes  # the gradient, and the buffer it is sent in
+                num_bytes += gathered_bytes + parameter.nbytes  # the gradient, and what is sent
         largest = max(largest, num_bytes)
     return largest

@@ -1,11 +1,13 @@
-"""Precision: fp32, bf16 and fp16 mixed precision by torch's autocast and gradient scaler, fp64.
+"""Precision: fp32, bf16 and fp16 mixed precision with torch's gradient scaler, fp64.
 
 Parameters, gradients and the optimizer stay in fp32. The model's forward pass runs under autocast
-and its floating-point outputs come back in fp32, so that losses are computed in fp32. Under fp64
-all of the model is in float64, and what it is called with is brought to that.
+and its floating-point outputs come back in fp32, so that losses are computed in fp32. A strategy
+that gives the model parameters in half precision takes the place of autocast: the inputs of the
+model are then brought to that dtype, and outputs come back in fp32 as well. Under fp64 all of the
+model is in float64, and what it is called with is brought to that.
 
 Autocast is entered and left in one function, which takes the place of the model's `forward`
-(`AutocastForward`). `torch.compile` can then trace it, or compile what it calls under the autocast
+(`HalfForward`). `torch.compile` can then trace it, or compile what it calls under the autocast
 that is on. Two forward hooks, one that enters and one that leaves, would not do: the compiler
 traces each hook apart from the forward pass between them.
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -39,12 +42,9 @@ from lockstep.errors import SettingError
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 
-_DTYPES: dict[str, torch.dtype | None] = {
-    "fp32": None,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
+HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtypes of the precisions that compute in half precision."""
+_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, **HALF_DTYPES, "fp64": torch.float64}
 _PARTS_OF_OTHER_NAMES = {
     "bf": "bf16",
     "64": "fp64",
@@ -92,18 +92,24 @@ class Precision:
         self.device = device
         self.dtype = _DTYPES[name]
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
-        self._autocasting: list[weakref.ref[nn.Module]] = []
-        """The modules whose forward pass runs under autocast."""
+        self._half_modules: list[tuple[weakref.ref[nn.Module], bool]] = []
+        """The modules whose forward pass runs in half precision, each with whether it is run under
+        autocast."""
         self._unscaled: set[int] = set()
         """The ids of optimizers whose gradients were unscaled since the scale was last updated."""
         self._used = False
         """True if the scaler has looked at gradients since the scale was last updated."""
 
-    def attach(self, module: nn.Module) -> None:
+    def attach(self, module: nn.Module, *, autocast: bool = True) -> None:
         """Makes a module's forward pass run in this precision.
 
         Under fp64 it converts the module in place, and its inputs before each forward pass. Under
         bf16 and fp16 it replaces the module's `forward` by one that runs under autocast.
+
+        Args:
+            module: the module.
+            autocast: False if the module has its parameters in half precision when it runs. Its
+                inputs are then converted under bf16 and fp16, and there is no autocast.
         """
         if self.dtype is None:
             return  # fp32: nothing is to be done
@@ -113,22 +119,23 @@ class Precision:
             module.double()
             module.register_forward_pre_hook(_inputs_in_double, with_kwargs=True)
             return
-        self._autocast(module, self.dtype)
-        self._autocasting.append(weakref.ref(module))
+        self._replace_forward(module, autocast)
+        self._half_modules.append((weakref.ref(module), autocast))
 
     def follow_forwards(self) -> None:
-        """Puts a `forward` that the user has set on a module since `attach` under autocast, too."""
-        for reference in self._autocasting:
+        """Makes a `forward` that the user has set on a module since `attach` run like that, too."""
+        for reference, autocast in self._half_modules:
             module = reference()
-            if module is None or self.dtype is None:
+            if module is None:
                 continue
-            if not isinstance(vars(module).get("forward"), AutocastForward):
-                self._autocast(module, self.dtype)
+            if not isinstance(vars(module).get("forward"), HalfForward):
+                self._replace_forward(module, autocast)
 
-    def _autocast(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Replaces the `forward` of a module by one that runs it under autocast."""
+    def _replace_forward(self, module: nn.Module, autocast: bool) -> None:
+        """Replaces the `forward` of a module by one that runs it in half precision."""
+        dtype = HALF_DTYPES[self.name]
         # Not by `Module.__setattr__`, which a user's class may have replaced.
-        vars(module)["forward"] = AutocastForward(module, self.device.type, dtype)
+        vars(module)["forward"] = HalfForward(module, self.device.type, dtype, autocast=autocast)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Runs the backward pass of a loss. Under fp16 it scales the loss before.
@@ -220,8 +227,8 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
-class AutocastForward:
-    """The forward pass of a module under autocast; its floating-point outputs come back in fp32.
+class HalfForward:
+    """The forward pass of a module in half precision; floating-point outputs come back in fp32.
 
     It takes the place of `module.forward`. The hooks of the module are called outside of it: they
     see the inputs as they were given, and outputs in fp32.
@@ -229,10 +236,15 @@ class AutocastForward:
     Args:
         module: the module whose `forward` is called, that of its class or one that was set on it.
         device_type: the type of the device of the tensors that are computed with.
-        dtype: the dtype of the operations that autocast knows to be safe in it.
+        dtype: bfloat16 or float16.
+        autocast: run under autocast, which computes in `dtype` where it knows that to be safe. If
+            False, floating-point inputs are converted to `dtype`: the module's parameters are in it
+            when it runs.
     """
 
-    def __init__(self, module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: nn.Module, device_type: str, dtype: torch.dtype, *, autocast: bool
+    ) -> None:
         self.module = module
         self.own: Callable[..., Any] | None = vars(module).get("forward")
         """The forward that was set on the object. None: `forward` is a method of the class, which
@@ -243,12 +255,13 @@ class AutocastForward:
             self.own = module.forward
         self.device_type = device_type
         self.dtype = dtype
+        self.autocast = autocast
         self.is_torchs = self.own is None and of_class.__module__.startswith("torch.")
         """True if the forward is one of torch's, such as that of `nn.Sequential`."""
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward that is called under autocast. `inspect.signature` reads it."""
+        """The forward that is called in half precision. `inspect.signature` reads it."""
         if self.own is not None:
             return self.own
         return MethodType(type(self.module).forward, self.module)
@@ -262,20 +275,21 @@ class AutocastForward:
     @run_as_it_is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward pass; returns its output with floating-point tensors in fp32."""
-        with torch.autocast(self.device_type, self.dtype):
+        context: Any = nullcontext()
+        if self.autocast:
+            context = torch.autocast(self.device_type, self.dtype)
+        else:
+            to_half = partial(_in_half, dtype=self.dtype)
+            args = tuple([_change_tensors(value, to_half) for value in args])
+            kwargs = {name: _change_tensors(value, to_half) for name, value in kwargs.items()}
+        with context:
             if self.own is not None:
                 output = self.own(*args, **kwargs)
             elif self.is_torchs:
                 output = _called(type(self.module).forward, self.module, *args, **kwargs)
             else:
                 output = type(self.module).forward(self.module, *args, **kwargs)
-        if isinstance(output, Tensor):  # the usual case, without looking through a nest
-            return output.float() if output.dtype == self.dtype else output
-        if torch.compiler.is_compiling():
-            return pytree.tree_map(partial(_traced_in_fp32, dtype=self.dtype), output)
-        # If the compiler is loaded, it would compile the conversion, function by function.
-        convert = _in_fp32_uncompiled if compiler_is_loaded() else _in_fp32
-        return convert(output, self.dtype)
+        return _change_tensors(output, partial(_in_fp32, dtype=self.dtype))
 
 
 def _called(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -294,7 +308,7 @@ class ForwardsSetLater(Extension):
         self._precision = precision
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Autocasts such a `forward` before the forward passes of a micro-batch."""
+        """Replaces such a `forward` before the forward passes of a micro-batch."""
         self._precision.follow_forwards()
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
@@ -302,23 +316,49 @@ class ForwardsSetLater(Extension):
         self._precision.follow_forwards()
 
 
-def _in_fp32(output: Any, dtype: torch.dtype) -> Any:
-    """Returns a nest of tensors (any containers) with those of this dtype converted to fp32."""
-    return map_tensors(output, lambda t: t.float() if t.dtype == dtype else t, opaque=None)
+@run_as_it_is
+def _in_half(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a floating-point tensor in half precision, and any other tensor itself."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _traced_in_fp32(leaf: Any, dtype: torch.dtype) -> Any:
-    """Converts one leaf of a torch pytree to fp32, in a way that the compiler can trace."""
+@run_as_it_is
+def _in_fp32(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor of this dtype in fp32, and any other tensor itself."""
+    return tensor.float() if tensor.dtype == dtype else tensor
+
+
+@run_as_it_is
+def _change_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a nest of tensors (any containers) with all tensors changed.
+
+    The compiler traces it as a part of a model, and never compiles it alone.
+    """
+    if isinstance(nest, Tensor):  # the usual case, without looking through a nest
+        return change(nest)
+    if torch.compiler.is_compiling():
+        return pytree.tree_map(partial(_traced, change=change), nest)
+    # If the compiler is loaded, it would compile the conversion, function by function.
+    change_nest = _change_nest_uncompiled if compiler_is_loaded() else _change_nest
+    return change_nest(nest, change)
+
+
+def _change_nest(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return map_tensors(nest, change, opaque=None)
+
+
+_change_nest_uncompiled = never_compiled(_change_nest, recursive=True)
+
+
+def _traced(leaf: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Changes one leaf of a torch pytree, in a way that the compiler can trace."""
     if isinstance(leaf, Tensor):
-        return leaf.float() if leaf.dtype == dtype else leaf
+        return change(leaf)
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return leaf
     # A container that torch's pytree does not know, such as a dataclass. It is converted outside of
     # the compiled graph, which ends here.
-    return _in_fp32_uncompiled(leaf, dtype)
-
-
-_in_fp32_uncompiled = never_compiled(_in_fp32, recursive=True)
+    return _change_nest_uncompiled(leaf, change)
 
 
 @outside_compiled_code

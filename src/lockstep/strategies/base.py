@@ -332,6 +332,13 @@ class Strategy(ABC):
         """
         return plan_for(run, DataParallelRank(run.topology.rank, run.topology.size))
 
+    def computes_in_half(self, module: nn.Module, run: Run) -> bool:
+        """Returns True if `wrap` will give a module parameters in half precision when it runs.
+
+        Under precision bf16 and fp16 its forward pass is then not run under autocast.
+        """
+        return False
+
     @abstractmethod
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
         """Moves a module to its device and prepares it for the run."""

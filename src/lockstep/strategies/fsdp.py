@@ -18,10 +18,16 @@ over the groups. Buffers that forward passes change are taken from rank 0 after 
 Micro-batches before the last send no gradients: whole gradients add up on every rank. That is fast
 and takes the memory of one whole gradient. With `accumulate_shards` they are averaged each time.
 
-Under precision bf16 parameters are gathered in fp32 and cast by autocast, exactly as under DDP.
-Torch's `MixedPrecisionPolicy` would gather half as many bytes. But it also gives bf16 parameters to
-operations that autocast computes in fp32 (normalisation, embeddings, sums along a residual stream),
-which gives other results, and errors about mixed types in some layers.
+Under precision bf16 and fp16 units are gathered and computed in half precision, without autocast
+(torch's `MixedPrecisionPolicy`): half as many bytes are sent, and no copy of the weights is left
+when a unit has run. Gradients are averaged in fp32, and the shards, which the optimizer updates,
+are in fp32. Under autocast the gathered parameters would be in fp32, and the copies in half
+precision that it makes of them would stay for the backward pass: those of the whole model, on every
+rank. But operations that autocast computes in fp32 (normalisation, softmax, losses inside of the
+model, sums along a residual stream) are computed in half precision, which gives other results than
+`ddp`, and errors about mixed dtypes in models that convert to fp32 inside. `FSDP(autocast=True)` is
+for these. Virtual ranks compute under autocast, because they promise the bits of `ddp`, and so do
+models that have BatchNorm layers of torch's own, which want parameters in fp32.
 """
 
 from __future__ import annotations
@@ -35,15 +41,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import swap_tensors
 
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import share_meshes_with_copies
+from lockstep.distributed.torch_compat import BatchNorm, share_meshes_with_copies
 from lockstep.errors import RanksDifferError, SettingError
 from lockstep.optim.module_filter import ModuleFilter
+from lockstep.optim.precision import HALF_DTYPES
 from lockstep.session.extension import Extension
 from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies.base import (
@@ -67,6 +79,7 @@ from lockstep.strategies.fsdp_outputs import UnitOutputs
 from lockstep.strategies.fsdp_virtual_ranks import ShardedVirtualRanks
 from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.strategies.replication import norm_over_ranks, take_from_first
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
 from lockstep.strategies.virtual_ranks import make_virtual_rank_tree
 from lockstep.units import format_bytes
@@ -99,6 +112,10 @@ class FSDP(Strategy):
     the statistics of InstanceNorm; not for sums, counts and codebooks."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in the memory of the host. GPUs only."""
+    autocast: bool = False
+    """Under precision bf16 and fp16, compute under autocast, with the numbers of `ddp`. It keeps a
+    half-precision copy of the model's weights on every rank from forward to backward. If False,
+    everything in the model is computed in half precision, and only shards are kept."""
 
     def plan(self, run: Run) -> StrategyPlan:
         """Returns a plan in which every rank computes a part of each batch.
@@ -141,6 +158,24 @@ class FSDP(Strategy):
             refuse_virtual_ranks(run, self.name, f"torch {torch.__version__} cannot do that")
         return replace(super().plan(run), evaluation_is_collective=True)
 
+    def computes_in_half(self, module: nn.Module, run: Run) -> bool:
+        """Returns True if the units of a module will be gathered and computed in half precision."""
+        if run.settings.precision not in HALF_DTYPES:
+            return False
+        is_sharded = run.topology.size > 1 and next(module.parameters(), None) is not None
+        return is_sharded and self._reason_for_autocast(module, run) == ""
+
+    def _reason_for_autocast(self, module: nn.Module, run: Run) -> str:
+        """Returns why a module is computed under autocast in half precision; empty: it is not."""
+        if self.autocast:
+            return "autocast=True: the numbers of ddp"
+        if run.settings.virtual_ranks is not None:
+            return "virtual ranks: the bits of ddp"
+        for layer in module.modules():
+            if isinstance(layer, BatchNorm) and not isinstance(layer, SyncBatchNorm):
+                return f"a {type(layer).__name__} that is not synchronised, and wants fp32 weights"
+        return ""
+
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
         """Replaces the parameters of a module by shards, unless there is only one process.
 
@@ -152,7 +187,8 @@ class FSDP(Strategy):
         """
         if run.topology.size == 1:
             prepared = on_one_process(module.to(run.device), run)
-            return replace(prepared, may_unfreeze=True)
+            choices = self._precision_choices(module, run)
+            return replace(prepared, may_unfreeze=True, choices=choices)
         if next(module.parameters(), None) is None:
             _take_from_first(list(module.buffers()), run.device)
             nothing = Choice(self.name, "not sharded", "no parameters")
@@ -167,6 +203,9 @@ class FSDP(Strategy):
         num_bytes = sum(parameter.nbytes for parameter in parameters_before.values())
         # Before sharding, because torch then changes the names of the blocks' classes.
         choices = [self._units_choice(blocks), self._shards_choice(run, num_bytes)]
+        choices += self._precision_choices(module, run)
+        in_half = self.computes_in_half(module, run)
+        half_dtype = HALF_DTYPES[run.settings.precision] if in_half else None
         _take_from_first(list(module.buffers()), run.device)
         mesh = self._make_mesh(run)
         outputs_of_units: list[UnitOutputs] = []
@@ -177,7 +216,13 @@ class FSDP(Strategy):
             # Forward hooks are called in the order in which they are registered. Torch's own is
             # registered by `fully_shard`, between these two.
             unit.register_forward_hook(outputs.before_torch)
-            self._shard(unit, mesh, run)
+            # Inputs of the whole model are converted by `Precision.attach`, in any container.
+            policy = MixedPrecisionPolicy(
+                param_dtype=half_dtype,
+                reduce_dtype=torch.float32 if in_half else None,
+                cast_forward_inputs=unit is not module,
+            )
+            self._shard(unit, mesh, run, policy)
             unit.register_forward_hook(outputs.after_torch)
         extensions: list[Extension] = []
         average: str | Sequence[str] = self.average_buffers
@@ -201,6 +246,7 @@ class FSDP(Strategy):
             keep_gathered=not self.reshard_after_forward,
             accumulate_shards=self.accumulate_shards,
             find_unused_parameters=self.find_unused_parameters,
+            half_dtype=half_dtype,
             moving_buffers=moving_buffers,
         )
         for outputs in outputs_of_units:
@@ -250,7 +296,9 @@ class FSDP(Strategy):
             groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
         )
 
-    def _shard(self, unit: nn.Module, mesh: DeviceMesh, run: Run) -> None:
+    def _shard(
+        self, unit: nn.Module, mesh: DeviceMesh, run: Run, policy: MixedPrecisionPolicy
+    ) -> None:
         """Replaces those parameters of a unit that are not sharded yet by shards of rank 0's."""
         parameters = [p for p in unit.parameters() if not isinstance(p, DTensor)]
         _take_from_first(parameters, run.device)
@@ -259,6 +307,7 @@ class FSDP(Strategy):
             mesh=mesh,
             # None frees a unit after its forward pass, but not the root: backward begins with it.
             reshard_after_forward=None if self.reshard_after_forward else False,
+            mp_policy=policy,
             offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         )
         for parameter in parameters:
@@ -287,6 +336,26 @@ class FSDP(Strategy):
         """Returns the line about the shards of a model whose parameters have this many bytes."""
         value = f"{format_bytes(num_bytes)} over {run.topology.size} ranks"
         return Choice("shards", value, "parameters, gradients and optimizer state")
+
+    def _precision_choices(self, module: nn.Module, run: Run) -> list[Choice]:
+        """Returns the lines about the precision of the units; none under fp32 and fp64."""
+        precision = run.settings.precision
+        if precision not in HALF_DTYPES:
+            return []
+        value = f"{precision} under autocast"
+        reason = self._reason_for_autocast(module, run)
+        if run.topology.size == 1:
+            if self.autocast or run.settings.virtual_ranks is not None:  # as on several ranks
+                return []
+            reason = "one process; on several norms and softmax are in it too (autocast=False)"
+        elif reason:
+            reason += "; copies of the weights stay on every rank until backward"
+        else:
+            value = f"{precision} in every unit"
+            reason = (
+                "also norms, softmax and losses in the model; gradients averaged, outputs in fp32"
+            )
+        return [Choice("precision", value, reason)]
 
     def _units_choice(self, blocks: Blocks) -> Choice:
         """Returns the line about the units."""

@@ -8,14 +8,16 @@ penalties on old parameters are 0, copies are not averaged. They are refused her
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.distributed import torch_compat
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError, add_note_once
 from lockstep.wording import join_first
 
 
@@ -125,6 +127,29 @@ def refuse_autograd_gradient(name: str, gradient: Tensor) -> None:
         gradient: what autograd brings.
     """
     raise outside_forward_error(f"{name} was a shard there, or made whole from shards")
+
+
+_ABOUT_DTYPES = re.compile(r"\bdtypes?\b|(scalar|same|bias|weight) type|promoting")
+"""What torch writes where the operands of an operation have several dtypes."""
+
+
+def note_mixed_dtypes(error: BaseException | None, half_dtype: torch.dtype) -> None:
+    """Adds a note to an error of a forward pass that is about dtypes, once.
+
+    Args:
+        error: None if there was none.
+        half_dtype: of the parameters in the forward pass.
+    """
+    if not isinstance(error, RuntimeError | ValueError) or isinstance(error, LockstepError):
+        return
+    if _ABOUT_DTYPES.search(str(error)):
+        add_note_once(
+            error,
+            "lockstep: parameters are in",
+            f" {half_dtype} in the forward pass, and there is no autocast that brings operands to "
+            "one dtype: convert them in the model, as by x.to(self.weight.dtype), or use "
+            "FSDP(autocast=True)",
+        )
 
 
 def outside_forward_error(found: str) -> UsageError:

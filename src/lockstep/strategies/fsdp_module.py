@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.distributed import torch_compat
 from lockstep.distributed.process_group import Run
@@ -30,6 +31,7 @@ from lockstep.session.step import StepKey, check_due
 from lockstep.strategies.base import EqualTensors, note_empty_part
 from lockstep.strategies.fsdp_misuse import (
     check_hooks,
+    note_mixed_dtypes,
     outside_forward_error,
     refuse_autograd_gradient,
     refuse_copies,
@@ -50,6 +52,7 @@ class ShardedModule(Extension):
         keep_gathered: gathered parameters stay until the last micro-batch has run backward.
         accumulate_shards: gradients are averaged in every micro-batch.
         find_unused_parameters: ranks may use different parameters.
+        half_dtype: the dtype of gathered parameters, if that is half precision.
         moving_buffers: keeps buffers that forward passes change equal on all ranks.
     """
 
@@ -62,12 +65,14 @@ class ShardedModule(Extension):
         keep_gathered: bool,
         accumulate_shards: bool,
         find_unused_parameters: bool,
+        half_dtype: torch.dtype | None,
         moving_buffers: MovingBuffers,
     ) -> None:
         self._mesh = mesh
         self._run = run
         self._keep_gathered = keep_gathered
         self._accumulate_shards = accumulate_shards
+        self._half_dtype = half_dtype
         self._moving_buffers = moving_buffers
         self._units: list[Any] = list(units.values())
         root = self._units[-1]
@@ -75,6 +80,8 @@ class ShardedModule(Extension):
         self.whole_parameters = _whole_parameters(units)
         """The parameters that forward passes use, by name."""
         torch_compat.make_fsdp_root(root)
+        for unit in self._units:
+            torch_compat.set_dtypes_of_frozen_unit(unit)
         self._shards: dict[str, DTensor] = dict(root.named_parameters())
         self._unused: UnusedParameters | None = None
         if find_unused_parameters:
@@ -92,6 +99,8 @@ class ShardedModule(Extension):
         """True if torch is set to average gradients in the next backward pass."""
         self._frees_after_backward = True
         """True if torch is set to free gathered parameters after the next backward pass."""
+        self._late_gradients: list[RemovableHandle] = []
+        """Hooks that convert gradients which come in the last micro-batch alone."""
         self._is_double_backward = False
         """True if units stay gathered because a backward pass will itself be differentiated."""
         self._forward_is_running = False
@@ -114,10 +123,18 @@ class ShardedModule(Extension):
         self._follow_micro_batch()
         if self._unused is not None:
             self._unused.before_backward()
+        if self._half_dtype is not None and micro_batch.last and not micro_batch.first:
+            for unit in self._units:
+                self._late_gradients += torch_compat.accumulate_late_gradients(
+                    unit, zeros_if_unused=self._unused is not None
+                )
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
         """Frees gathered units, and removes gradients of parameters that no rank has used."""
         self._end_double_backward()
+        for hook in self._late_gradients:
+            hook.remove()
+        self._late_gradients = []
         if self._unused is not None and self._averages_gradients:
             self._unused.end_round()
 
@@ -148,6 +165,8 @@ class ShardedModule(Extension):
         """Drops the gradients of a global batch that the loop left before its last micro-batch."""
         for parameter in self.whole_parameters.values():
             parameter.grad = None
+        for unit in self._units:
+            torch_compat.drop_accumulated_gradients(unit)
         if self._unused is not None:
             self._unused.forget_round()
 
@@ -190,9 +209,13 @@ class ShardedModule(Extension):
         self._check_failed()
         self._end_double_backward()
         self._reshard()
+        ids_with_gradients: set[int] = set()
+        if self._half_dtype is not None:
+            for unit in self._units:
+                ids_with_gradients.update(map(id, torch_compat.with_accumulated_gradients(unit)))
         not_averaged: list[str] = []
         for name, parameter in self.whole_parameters.items():
-            if parameter.grad is not None:
+            if parameter.grad is not None or id(parameter) in ids_with_gradients:
                 not_averaged.append(name)
         if not_averaged:
             raise UsageError(
@@ -340,6 +363,8 @@ class ShardedModule(Extension):
         if not was_running:
             return
         note_empty_part(error, self._run.step.micro_batch)
+        if self._half_dtype is not None:
+            note_mixed_dtypes(error, self._half_dtype)
         # Without a reset torch would go on as if this pass still ran, with its old parameters.
         reset = getattr(self._root, "reset_iter_state", None)
         if reset is None:

@@ -104,8 +104,10 @@ class SyncBatchNorm(BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises `x` over the global batch in training, by the running statistics in eval."""
+        if not self.training:
+            return self._forward_in_eval(x)
         has_process_group = dist.is_available() and dist.is_initialized()
-        if not self.training or not has_process_group:
+        if not has_process_group:
             return super().forward(x)
         num_ranks = dist.get_world_size(self.process_group)
         if num_ranks == 1:
@@ -126,6 +128,21 @@ class SyncBatchNorm(BatchNorm):
                     "call model.eval() first; for update_bn give the loader drop_last=True",
                 )
         return self._forward_over_ranks(x, num_ranks)
+
+    def _forward_in_eval(self, x: Tensor) -> Tensor:
+        """Runs torch's own forward pass.
+
+        `fsdp` gathers weight and bias in half precision, and the running statistics stay in fp32.
+        Torch wants all of them in one dtype.
+        """
+        mean = self.running_mean
+        variance = self.running_var
+        if mean is None or self.weight is None or self.weight.dtype == mean.dtype:
+            return super().forward(x)
+        self._check_input_dim(x)
+        weight = self.weight.to(mean.dtype)
+        bias = None if self.bias is None else self.bias.to(mean.dtype)
+        return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=self.eps)
 
     @outside_compiled_code  # it communicates
     def _forward_over_ranks(self, x: Tensor, num_ranks: int) -> Tensor:

@@ -401,10 +401,11 @@ class Preparer:
             self._batchnorm_notes.module_has_batchnorm()
             if self.run.collectives.data_parallel.size > 1:
                 self._synchronize_batchnorm(module)
-        self.precision.attach(module)
+        autocast = not self.strategy.computes_in_half(module, self.run)
+        self.precision.attach(module, autocast=autocast)
         if self.precision.name == "fp64":
             self._choose("precision", "fp64", "the model is in float64, and so are its inputs")
-        elif self.precision.dtype is not None:
+        elif self.precision.dtype is not None and autocast:
             name = type(without_compile(module)).__name__
             self._choose("autocast", name, "outputs come back in fp32")
         let_compile_again(module)

@@ -28,7 +28,7 @@ from lockstep.distributed.torch_compat import (
     shallow_copy,
 )
 from lockstep.errors import UsageError
-from lockstep.optim.precision import AutocastForward
+from lockstep.optim.precision import HalfForward
 from lockstep.strategies.base import may_set_attributes
 from lockstep.strategies.data_parallel.batchnorm import BatchNormOverReplicas
 
@@ -132,7 +132,7 @@ def _copy_slots(part: nn.Module, new_part: nn.Module) -> None:
 def _check_can_be_copied(name: str, part: nn.Module) -> None:
     """Raises UsageError for code that is bound to one module object: a copy cannot run it."""
     forward = vars(part).get("forward")
-    if isinstance(forward, AutocastForward):
+    if isinstance(forward, HalfForward):
         forward = forward.own
     # A function may refer to the module in its closure, where it cannot be replaced.
     is_function = isinstance(forward, FunctionType | partial)
@@ -183,7 +183,7 @@ def _rebind(value: Any, original: nn.Module, new_module: nn.Module | None) -> An
         return value  # a method of another object
     new_value = copy.copy(value)
     # Autocast wraps the `forward` that was set before it, if there was one.
-    if isinstance(value, AutocastForward) and value.own is not None:
+    if isinstance(value, HalfForward) and value.own is not None:
         new_value.own = _rebind(value.own, original, new_module)
     for name, inner in vars(value).items():
         if inner is original:
