@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.distributed import backend, network
 from lockstep.distributed.interface import (
     choose_interface,
     choose_nccl_interfaces,
@@ -16,6 +17,7 @@ from lockstep.distributed.interface import (
     nccl_matches,
     use_gloo_interface,
 )
+from lockstep.distributed.topology import Topology
 from lockstep.errors import SettingError
 
 pytestmark = pytest.mark.unit
@@ -121,6 +123,37 @@ def test_nccl_chooses_its_interfaces_unless_one_leads_to_containers(
     assert f"NCCL would use {unusable}, by the name" in chosen[1]
     for variable in ("NCCL_SOCKET_IFNAME", "NCCL_COMM_ID"):
         assert choose_nccl_interfaces({variable: "x"}, interfaces.split(), reaching_master) is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "interfaces", "reaching", "found"),
+    [
+        (2, "lo eth0 veth1", "10.0.0.5", "eth0"),
+        (2, "lo eth0 veth1", "127.0.0.1", "eth0"),  # on the master's machine
+        (2, "lo veth1 docker0", "172.17.0.1", "docker0"),
+        (2, "lo eth0 eth1", "10.0.0.5", None),
+        (1, "lo eth0 veth1", "10.0.0.5", None),
+    ],
+)
+def test_ranks_of_other_launchers_set_it_for_themselves(
+    monkeypatch: pytest.MonkeyPatch, hosts: int, interfaces: str, reaching: str, found: str | None
+) -> None:
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(network, "running_interfaces", lambda: interfaces.split())
+    monkeypatch.setattr(network, "address_reaching", lambda host: reaching)
+    topology = Topology(rank=0, size=2, local_size=2 // hosts, master_addr="node0")
+    choices = backend._set_nccl_interfaces(topology, LAN)
+    if found is None:
+        assert choices == []
+        assert "NCCL_SOCKET_IFNAME" not in os.environ
+        return
+    [choice] = choices
+    assert choice.value == found
+    assert "veth1" in choice.reason
+    assert os.environ["NCCL_SOCKET_IFNAME"] == f"={found}"
+    assert backend._set_nccl_interfaces(topology, LAN) == []  # as under `lockstep run`
+    use_gloo_interface(None)
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
 
 
 def test_gloo_has_one_interface_unless_the_user_has_set_it() -> None:

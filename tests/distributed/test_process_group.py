@@ -119,7 +119,7 @@ import psutil
 topology = detect(os.environ)
 joined = join(topology, None, manifest=collect({}), timeout=600)
 listening = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
-network = open_group(topology, "gloo", torch.device("cpu"), joined.store, timeout=None)
+[(_, *network)] = open_group(topology, "gloo", torch.device("cpu"), joined.store, timeout=None)
 total = torch.tensor(float(topology.rank + 1))
 dist.all_reduce(total)
 close_group()

@@ -22,6 +22,7 @@ from lockstep.communication import routing
 from lockstep.distributed import interface, network
 from lockstep.distributed.topology import Topology
 from lockstep.errors import SettingError
+from lockstep.settings import Choice
 from lockstep.wording import did_you_mean
 
 CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
@@ -74,7 +75,7 @@ def open_group(
     store: Store,
     *,
     timeout: timedelta | None,
-) -> tuple[str, str]:
+) -> list[Choice]:
     """Opens torch's default process group.
 
     Args:
@@ -85,7 +86,7 @@ def open_group(
         timeout: how long a collective may take; None: torch's default for the backend.
 
     Returns:
-        The network interface of the CPU side and the reason for it.
+        The network interface of the CPU side, and those of NCCL if it does not choose them itself.
 
     Raises:
         SettingError: an interface that was named does not exist, or none can be chosen, or MPI
@@ -98,17 +99,21 @@ def open_group(
     import_module("torch.distributed.nn.functional")
     if backend == "mpi":
         _open_mpi_group(topology, timeout)
-        return "MPI's own", "the backend is mpi"
+        return [Choice("network", "MPI's own", "the backend is mpi")]
     timeout_or_default = timeout or default_pg_timeout
     store.set_timeout(timeout_or_default)  # it has the timeout of the join, which may be too short
+    addresses = network.local_addresses()
     name, reason = interface.choose_interface(
         os.environ,
-        network.local_addresses(),
+        addresses,
         topology.one_node,
         network.address_reaching(topology.master_addr),
         network.hostname_address(),
     )
     interface.use_gloo_interface(name, topology.size)
+    choices = [Choice("network", name or "by host name", reason)]
+    if "nccl" in backend:
+        choices += _set_nccl_interfaces(topology, addresses)
     dist.init_process_group(
         backend,
         store=store,
@@ -119,7 +124,33 @@ def open_group(
         device_id=device if "nccl" in backend else None,
     )
     _wait_until_all_are_connected(store, topology.size, timeout_or_default)
-    return name or "by host name", reason
+    return choices
+
+
+def _set_nccl_interfaces(topology: Topology, addresses: network.Addresses) -> list[Choice]:
+    """Sets NCCL's interfaces if it would choose wrong ones, and returns what was chosen.
+
+    `lockstep run` has done it for its ranks; other launchers have not.
+
+    Args:
+        topology: this process's place.
+        addresses: the IP addresses of each interface, by its name.
+    """
+    if topology.one_node:
+        return []
+    address = network.address_reaching(topology.master_addr)
+    reaching_master = None
+    # On the master's own machine the way to it may be loopback, which says nothing.
+    if address is not None and not network.is_loopback_address(address):
+        reaching_master = network.find_interface(addresses, lambda each: each == address)
+    chosen = interface.choose_nccl_interfaces(
+        os.environ, network.running_interfaces(), reaching_master
+    )
+    if chosen is None:
+        return []
+    value, reason = chosen
+    interface.use_nccl_interfaces(value)
+    return [Choice("network of nccl", value.removeprefix("="), reason)]
 
 
 def _open_mpi_group(topology: Topology, timeout: timedelta | None) -> None:

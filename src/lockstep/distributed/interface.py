@@ -40,7 +40,7 @@ MAX_FULLY_CONNECTED_RANKS = 64
 """Up to this number all ranks connect to each other at once, which shows a broken network early."""
 
 _variables_set_here: list[str] = []
-"""The variables of Gloo's that are set here, while a run goes on."""
+"""The variables of Gloo's and NCCL's that are set here, while a run goes on."""
 
 
 def choose_interface(
@@ -181,6 +181,16 @@ def use_gloo_interface(name: str | None, ranks: int = 1) -> None:
         if not os.environ.get(variable):
             os.environ[variable] = value
             _variables_set_here.append(variable)
+
+
+def use_nccl_interfaces(value: str) -> None:
+    """Makes the NCCL of this process talk over some interfaces, until `use_gloo_interface(None)`.
+
+    Args:
+        value: of NCCL_SOCKET_IFNAME, from `choose_nccl_interfaces`. It must not be set.
+    """
+    os.environ[NCCL_INTERFACE] = value
+    _variables_set_here.append(NCCL_INTERFACE)
 
 
 def gloo_variables(environ: Mapping[str, str], interface: str | None) -> dict[str, str]:

@@ -296,9 +296,9 @@ def _set_up_run(
     timeout = settings.collective_timeout
     if joined is not None:
         backend, reason = choose_backend(settings.backend, device)
-        interface = open_group(topology, backend, device, joined.store, timeout=timeout)
+        networks = open_group(topology, backend, device, joined.store, timeout=timeout)
         choices.append(Choice("backend", "nccl" if "nccl" in backend else backend, reason))
-        choices.append(Choice("network", *interface))
+        choices += networks
     elif settings.backend is not None:
         choose_backend(settings.backend, device)  # raises if the backend cannot be used
 
