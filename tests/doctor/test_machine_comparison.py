@@ -123,6 +123,13 @@ def test_a_fault_between_machines_is_found(
     assert {f.level for name, f in findings.items() if name != check} == {OK}
 
 
+def test_variables_that_each_machine_has_for_itself_may_differ() -> None:
+    found = machines()
+    found["a"]["checks"]["variables"]["CUDA_VISIBLE_DEVICES"] = "2,3"
+    found["b"]["checks"]["variables"]["LOCKSTEP_TOKEN"] = "***"  # compared by its digest
+    assert judge(found)["variables"].level == OK
+
+
 def test_machines_whose_facts_are_not_known_are_not_compared() -> None:
     found = machines()
     found["b"]["checks"]["software"] = LATE

@@ -161,6 +161,7 @@ def test_variables_of_lockstep_and_nccl_are_forwarded_and_those_named() -> None:
         # each machine has its own
         "CUDA_VISIBLE_DEVICES": "3",
         "NCCL_HOSTID": "h",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     for_nccl = {
         "NCCL_DEBUG": "INFO",

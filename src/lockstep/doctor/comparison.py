@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.communication.link import Link
 from lockstep.distributed.network import is_loopback_address
 from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING, Facts, Finding, verdict
+from lockstep.run.machines.hosts import NAMES_OF_ONE_MACHINE
 from lockstep.wording import count_noun
 
 VERSIONS = ("python", "torch", "cuda", "rocm", "nccl", "lockstep")
@@ -193,9 +194,13 @@ def _judge_packages(machines: Machines) -> Finding:
 
 
 def _judge_variables(machines: Machines) -> Finding:
-    """Finds environment variables whose values differ."""
+    """Finds environment variables whose values differ, except those that each machine has."""
+    compared = {}
+    for name, variables in _facts_of_check(machines, "variables").items():
+        keys = [key for key in variables if key not in NAMES_OF_ONE_MACHINE]
+        compared[name] = {key: variables[key] for key in keys}
     return _compare(
-        _facts_of_check(machines, "variables"),
+        compared,
         level=WARNING,
         do="set them to the same values; those that lockstep run --hosts sends from here count as "
         "set on each machine",

@@ -54,6 +54,7 @@ FORWARDED_NAMES = ("LD_LIBRARY_PATH",)  # where NCCL finds its network plugins
 NAMES_OF_ONE_MACHINE = (
     "CUDA_VISIBLE_DEVICES",  # the GPUs of another machine may be other ones
     "NCCL_HOSTID",  # NCCL takes ranks with the same one for ranks of one machine
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # set by `import lockstep`, there as here
     TOKEN_VARIABLE,  # sent by `ssh_run`, which makes one if there is none
 )
 """Variables that are not sent, although their names begin like those that are."""
