@@ -53,12 +53,21 @@ if TYPE_CHECKING:
 
 
 _open_worlds: set[World] = set()
+_steps_at_close: int | None = None
+"""`World.step` of the world that was closed last; None: none was."""
 
 
 def close_current() -> None:
     """Closes the world that this process has left open, if any."""
     for world in list(_open_worlds):
         world.close()
+
+
+def trained_steps() -> int | None:
+    """Returns `World.step` of this process, also after its world was closed; None: it had none."""
+    for world in _open_worlds:
+        return world.step
+    return _steps_at_close
 
 
 class World:
@@ -505,6 +514,8 @@ class World:
         if self._closed:
             return
         self._closed = True
+        global _steps_at_close
+        _steps_at_close = self.step
         _open_worlds.discard(self)
         atexit.unregister(process_group.close_at_exit)
         self._preparer.release()

@@ -63,7 +63,7 @@ from lockstep.run.watch.dataclass_json import from_values
 from lockstep.run.watch.error_record import TORCH_ERROR_FILE_VARIABLE, read_error
 from lockstep.run.watch.evidence import FOLDER_VARIABLE, create_evidence_memory
 from lockstep.run.watch.exit_status import ExitReport, ExitStatus, Interruption
-from lockstep.run.watch.failure_report import render_failure
+from lockstep.run.watch.failure_report import render_briefly, render_failure
 from lockstep.run.watch.first_failure import FirstFailure, first_failure, lost_node
 from lockstep.run.watch.probe import FLIGHT_RECORDER_VARIABLES
 from lockstep.run.watch.process_status import (
@@ -71,6 +71,7 @@ from lockstep.run.watch.process_status import (
     exit_code_of_ending,
     read_process,
 )
+from lockstep.run.watch.repeated_failure import step_of_key
 from lockstep.run.watch.snapshot import STOPPED_STATES
 from lockstep.run.watch.snapshot_exchange import SnapshotExchange
 from lockstep.run.watch.supervisor import Supervisor
@@ -96,6 +97,8 @@ _EXIT_AFTER_EXCEPTION_S = 10.0
 """A rank that has raised an exception must end within this time."""
 _REPORTS_WAIT_S = 5.0
 """After a failure here, the other launchers have this time to report theirs."""
+_MAX_FULL_REPORTS = 3
+"""Failures of one kind are printed in full so often, then in a line each."""
 _MEMBERSHIP_CHANGE_S = 2.0
 """Ranks notice a lost connection up to this much earlier than launchers notice a lost machine."""
 
@@ -565,6 +568,7 @@ class Agent(api.SimpleElasticAgent):
                     self._why_not_started = event.reason
                 elif was_started:
                     process.pid = event.pid
+                    process.started_at = time.time()
                 elif process.code is None and process.pid in (None, event.pid):
                     # It has ended. Its `pid` is None if the zygote died before it told of the
                     # start.
@@ -656,6 +660,8 @@ class Agent(api.SimpleElasticAgent):
             if has_stored_rounds:
                 end_signal = signal.SIGKILL
         self._end_ranks(end_signal, before_restart=True)
+        if self.failure is not None and self.failure.is_repeated and not membership_changed:
+            raise _vain_restart(self.failure, worker_group.spec.max_restarts)
         self._leave_out_held_devices(self.attempts[-1], worker_group.spec)
         # The rendezvous that follows may wait for minutes.
         self._announce_restart(lost_machines, restarts_left)
@@ -708,11 +714,24 @@ class Agent(api.SimpleElasticAgent):
         elif self.failure is None:
             self._announce("the machines of the run have changed; starting all ranks again")
         else:
-            self._announce(render_failure(self.failure))
-            self._announce(
+            what_follows = (
                 f"starting all ranks again (--max-restarts: {restarts_left} left after this)"
             )
+            times = self._count_like(self.failure)
+            if times <= _MAX_FULL_REPORTS:
+                self._announce(render_failure(self.failure))
+                self._announce(what_follows)
+            else:
+                self._announce(f"{render_briefly(self.failure, times)}; {what_follows}")
         self._journal.write("restart", "all ranks are started again")
+
+    def _count_like(self, failure: FirstFailure) -> int:
+        """Returns in how many attempts a failure of the same kind came first, in any step."""
+        count = 0
+        for attempt in self.attempts:
+            if attempt.failure is not None and attempt.failure.likeness == failure.likeness:
+                count += 1
+        return count
 
     # Ending the ranks
 
@@ -940,6 +959,7 @@ class Agent(api.SimpleElasticAgent):
             ranks=tuple(process.rank for process in attempt.processes),
             exits=tuple(exits),
             complete=not attempt.running,
+            earlier_failures=self._earlier_failures(),
             hang=self._supervisor.verdict if self._supervisor else None,
             interrupted=interrupted,
         )
@@ -986,8 +1006,10 @@ class Agent(api.SimpleElasticAgent):
         first_hang = min(hangs, key=lambda verdict: verdict.found_at, default=None)
         interrupted = [report for report in reports if report.interrupted is not None]
         exits: list[ExitStatus] = []
+        earlier_failures: set[str] = set()
         for report in reports:
             exits.extend(report.exits)
+            earlier_failures.update(report.earlier_failures)
         folder = str(attempt.folder)
         if attempt.logs_deleted:
             folder += " (its logs were deleted)"
@@ -996,6 +1018,7 @@ class Agent(api.SimpleElasticAgent):
             hang=first_hang,
             interrupted=interrupted[0].interrupted if interrupted else None,
             lost_nodes=self._failures_of_lost_nodes(reports_of_others, exits),
+            earlier_failures=earlier_failures,
             folder=folder,
         )
         if failure is None or failure.kind != "interrupted":
@@ -1005,6 +1028,15 @@ class Agent(api.SimpleElasticAgent):
             return failure
         # The user has interrupted the launcher of another machine. The message says which.
         return replace(failure, headline=f"{failure.headline} on host {interrupted[0].host}")
+
+    def _earlier_failures(self) -> tuple[str, ...]:
+        """Returns the keys of what failed first in the attempts before the last one.
+
+        All launchers tell each other, as one that has joined later has not seen them. So all of
+        them find alike whether a failure is repeated.
+        """
+        keys = [attempt.failure.key for attempt in self.attempts[:-1] if attempt.failure]
+        return tuple(key for key in keys if key)
 
     def _failures_of_lost_nodes(
         self, reports_of_others: Mapping[int, ExitReport], exits: Sequence[ExitStatus]
@@ -1039,6 +1071,17 @@ class Agent(api.SimpleElasticAgent):
         lost = {_node_rank(node) for node in self._rdzv.lost_nodes()}  # they will report no more
         num_other_nodes = attempt.nodes - 1
         return len(complete | lost) >= num_other_nodes
+
+
+def _vain_restart(failure: FirstFailure, max_restarts: int) -> LockstepError:
+    """Returns the error that ends a run whose failure would come again after each restart."""
+    step = step_of_key(failure.key)
+    where = f"after step {step} of the training" if step else "before the first step"
+    return LockstepError(
+        f"--max-restarts {max_restarts}",
+        f"the same failure twice {where}: restarting will not help",
+        "repair what it says",
+    )
 
 
 def _node_rank(node: Node) -> int:

@@ -68,6 +68,8 @@ class Process:
     """None: it has not been started yet."""
     code: int | None = None
     """Its exit code, or minus the number of the signal that ended it; None: it still runs."""
+    started_at: float | None = None
+    """`time.time()` when its start was noticed."""
     ended_at: float | None = None
     """`time.time()` when its end was noticed."""
     signals_sent: dict[int, float] = field(default_factory=dict)
@@ -269,6 +271,8 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
         last_lines=tuple(last_lines[-_REPORTED_LINES:]),
         printed=printed,
         step=heartbeat.steps if heartbeat and heartbeat.steps else None,
+        made_no_step=heartbeat is not None and heartbeat.steps == 0,
+        ran_s=process.ended_at - process.started_at if process.started_at else None,
         peak_bytes=process.peak_bytes,
         asked_to_end=min(end_requests, default=None),
         stopped=process.stopped,

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterable
@@ -63,6 +64,9 @@ class ErrorRecord:
     traceback: str = ""
     chain: tuple[str, ...] = ()
     """What it was raised from, or while handling: `type: message`, the nearest first."""
+    trained_steps: int | None = None
+    """Optimizer steps since the training began, in this attempt and in those that it has gone on
+    from; None: `lockstep.init` was not called."""
     from_lockstep: bool = False
     """True for a `LockstepError`, whose message also says what was found and what to do."""
 
@@ -137,6 +141,7 @@ def describe_error(error: BaseException) -> ErrorRecord:
         exit_code=exit_code(error),
         traceback=_shorten("".join(traceback.format_exception(error))),
         chain=tuple(chain),
+        trained_steps=_trained_steps(),
         from_lockstep=isinstance(cause, LockstepError),
     )
 
@@ -168,6 +173,15 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, LockstepError):
         return error.exit_code
     return 1
+
+
+def _trained_steps() -> int | None:
+    """Returns `World.step` of this process; None: `lockstep.init` was not called."""
+    world = sys.modules.get("lockstep.world")  # it may not be imported here
+    if world is None:
+        return None
+    steps: int | None = world.trained_steps()
+    return steps
 
 
 # --- Exception groups and chains

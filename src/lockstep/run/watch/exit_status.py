@@ -43,7 +43,11 @@ class ExitStatus:
     printed: PrintedError | None = None
     """The last traceback in its standard error, if it has recorded no exception."""
     step: int | None = None
-    """The optimizer steps that it had made."""
+    """The optimizer steps that it had made; None: none, or not known."""
+    made_no_step: bool = False
+    """True if it is known that it had made none."""
+    ran_s: float | None = None
+    """For how long it had run when it failed."""
     peak_bytes: int | None = None
     """Its highest resident memory."""
     asked_to_end: float | None = None
@@ -82,6 +86,8 @@ class ExitReport:
     host: str
     ranks: tuple[int, ...] = ()
     """All ranks that it has started."""
+    earlier_failures: tuple[str, ...] = ()
+    """The keys of what failed first in earlier attempts (`repeated_failure.failure_key`)."""
     exits: tuple[ExitStatus, ...] = ()
     """The ranks that have ended so far."""
     complete: bool = False

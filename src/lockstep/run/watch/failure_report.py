@@ -43,6 +43,20 @@ def render_failure(failure: FirstFailure) -> str:
     return "\n".join(lines)
 
 
+def render_briefly(failure: FirstFailure, times: int) -> str:
+    """Writes one line about a failure that was printed in full before; without a newline.
+
+    Args:
+        failure: the failure.
+        times: how often a failure of this kind has come.
+    """
+    heading = _heading_lines(failure)[0]
+    text = f"{heading}: {failure.headline}"
+    if failure.line:
+        text += f", {failure.line}"
+    return f"{_shorten(text)} (failure {times} of this kind; logs: {failure.folder})"
+
+
 def _heading_lines(failure: FirstFailure) -> list[str]:
     """Writes which ranks failed, on which host and in which step, and how."""
     if failure.kind == "interrupted":

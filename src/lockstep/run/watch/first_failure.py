@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import signal
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -28,6 +28,7 @@ from lockstep.run.watch.exit_status import ExitStatus, Interruption
 from lockstep.run.watch.failure_advice import BY_KIND, GIVEN_UP, advise
 from lockstep.run.watch.lost_peer import find_lost_peer_text
 from lockstep.run.watch.messages import detail_lines
+from lockstep.run.watch.repeated_failure import failure_key
 from lockstep.run.watch.verdict import Verdict
 from lockstep.wording import format_ranks, join_first
 
@@ -75,6 +76,10 @@ class FirstFailure:
     consequences: tuple[str, ...] = ()
     ended_by_lockstep: tuple[int, ...] = ()
     """The ranks that Lockstep has ended because of it."""
+    key: str = ""
+    """See `repeated_failure.failure_key`."""
+    is_repeated: bool = False
+    """True if an earlier attempt has failed in the same way in the same step."""
     given_up: tuple[str, ...] = ()
     """The ranks whose processes have not ended, each with the state of its process."""
     folder: str = ""
@@ -84,6 +89,12 @@ class FirstFailure:
     def subject(self) -> str:
         """The ranks that failed, or the host if it had no ranks yet."""
         return format_ranks(self.ranks) if self.ranks else f"host {self.host}"
+
+    @property
+    def likeness(self) -> object:
+        """A key that is equal for failures that differ only in numbers, such as an address."""
+        headline_without_numbers = re.sub(r"\d+", "#", self.headline)
+        return (self.kind, headline_without_numbers, self.line)
 
 
 @dataclass
@@ -120,6 +131,7 @@ def first_failure(
     hang: Verdict | None = None,
     interrupted: Interruption | None = None,
     lost_nodes: Sequence[FirstFailure] = (),
+    earlier_failures: Collection[str] = (),
     folder: str = "",
 ) -> FirstFailure | None:
     """Finds the root cause of a run's end, and what followed from it.
@@ -129,6 +141,7 @@ def first_failure(
         hang: the verdict on a hang, if it was fatal.
         interrupted: the signal that the launcher was sent.
         lost_nodes: machines that have left the run, see `lost_node`.
+        earlier_failures: the keys of what failed first in earlier attempts.
         folder: the folder of logs and snapshots.
 
     Returns:
@@ -156,12 +169,15 @@ def first_failure(
         return None
 
     first = _first_of_roots(roots, explained)
+    if first.at_the_same_time:  # another failure may have been the first
+        first = replace(first, key="")
     given_up = _describe_given_up(exits)
     if given_up:
         first = replace(first, given_up=given_up, advice=(*first.advice, GIVEN_UP))
     return replace(
         first,
         ended_by_lockstep=tuple(sorted(end.rank for end in ends.ended_by_lockstep)),
+        is_repeated=first.key in earlier_failures,
         folder=folder,
     )
 
@@ -252,9 +268,7 @@ def _merge_equal_roots(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
     """
     groups: dict[object, list[FirstFailure]] = defaultdict(list)
     for root in sorted(roots, key=lambda root: (root.time, root.ranks)):
-        headline_without_numbers = re.sub(r"\d+", "#", root.headline)
-        key = (root.kind, headline_without_numbers, root.line)
-        groups[key].append(root)
+        groups[root.likeness].append(root)
     merged = []
     for group in groups.values():
         ranks: set[int] = set()
@@ -349,6 +363,7 @@ def _root_of_exit(end: ExitStatus, *, no_peer_was_lost: bool = False) -> FirstFa
         line=_user_line(end),
         details=details,
         advice=advise(kind, end, no_peer_was_lost=no_peer_was_lost),
+        key=failure_key(end) if kind == "exception" else "",
     )
 
 

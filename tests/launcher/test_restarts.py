@@ -1,0 +1,120 @@
+"""Restarts: those that cannot help are not made, and failures that repeat are told briefly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launched import Launched, launch
+
+pytestmark = pytest.mark.launcher
+
+FAILS = """
+import os, sys
+import torch, lockstep
+from torch.utils.data import DataLoader, TensorDataset
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+kind = sys.argv[1]
+data = TensorDataset(torch.arange(48.0).view(48, 1))
+world = lockstep.init(seed=0)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+loader = DataLoader(data, batch_size=4)
+model, optimizer, loader = world.prepare(model, optimizer, loader)
+checkpoint = world.checkpoint("checkpoints", model=model, optimizer=optimizer, loader=loader)
+checkpoint.resume()
+print("FROM", world.step, flush=True)
+def fail():
+    if kind == "raises":
+        raise ValueError("no data")
+    if kind == "network":
+        raise ConnectionError("no route")
+    os.abort()
+with world:
+    for epoch in world.epochs(2):
+        for (x,) in loader:
+            world.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            last = 5 + attempt if "goes-on" in sys.argv else 5
+            if world.step == last - 1:
+                checkpoint.save()
+            if world.step == last and world.rank == 1:
+                fail()
+"""
+VAIN = "the same failure twice after step 5 of the training: restarting will not help"
+
+
+def run(folder: Path, *arguments: str, restarts: int) -> tuple[int, str, list[str]]:
+    """The exit code, what the launcher has said, and the lines of the ranks."""
+    (folder / "script.py").write_text(FAILS)
+    flags = ["run", "--nproc=2", "--device=cpu", f"--max-restarts={restarts}", "script.py"]
+    done = launch([*flags, *arguments], folder)
+    starts = [line for line in done.stdout.splitlines() if line.startswith("[rank 1] FROM")]
+    return done.returncode, done.stderr, starts
+
+
+def test_the_same_failure_twice_ends_the_run(tmp_path: Path) -> None:
+    code, said, starts = run(tmp_path, "raises", restarts=5)
+    assert code == 1
+    assert starts == ["[rank 1] FROM 0", "[rank 1] FROM 4"], said
+    assert VAIN in said
+    assert said.count("FIRST FAILURE: rank 1") == 2
+    assert said.count("starting all ranks again") == 1
+
+
+@pytest.mark.thorough
+def test_with_progress_between_or_causes_outside_all_restarts_are_made(tmp_path: Path) -> None:
+    cases = [("raises", "goes-on"), ("network",), ("aborts",)]
+    for number, case in enumerate(cases):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        code, said, starts = run(folder, *case, restarts=4)
+        assert code == (71 if case == ("aborts",) else 1)
+        assert len(starts) == 5, said
+        assert "will not help" not in said
+        # The first three and the last one in full.
+        assert said.count("FIRST FAILURE: rank 1") == 5
+        assert said.count("traceback and logs: ") == 4
+        brief = [line for line in said.splitlines() if "failure 4 of this kind" in line]
+        assert len(brief) == 1
+        assert "starting all ranks again (--max-restarts: 0 left after this)" in brief[0]
+
+
+PLAIN = "import os\nprint('START', flush=True)\nNone + 1\n"
+
+
+@pytest.mark.thorough
+def test_a_script_without_lockstep_that_fails_at_its_start_is_started_twice(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(PLAIN)
+    done = launch(["run", "--nproc=1", "--max-restarts=5", "script.py"], tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.count("START") == 2
+    assert "the same failure twice before the first step: restarting will not help" in done.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.netns
+def test_machines_end_alike_also_one_that_has_seen_one_failure_only(
+    free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    """A third machine comes after the first failure; all of them end at the second."""
+    script = FAILS.replace("world.rank == 1", "world.rank == world.size - 1")
+    (tmp_path / "script.py").write_text(script)
+    flags = ["run", "--nnodes=1:3", "--device=cpu", "--max-restarts=5", "--rdzv-backend=c10d"]
+    flags += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=x", "--local-addr=127.0.0.1"]
+
+    def node(serves: int, last_call: int) -> Launched:
+        more = f"--rdzv-conf=is_host={serves},last_call_timeout={last_call}"
+        env = {**os.environ, "LOCKSTEP_TOKEN": "a token of the tests"}
+        arguments = [*flags, more, "script.py", "raises"]
+        return Launched(arguments, cwd=tmp_path, env=env, merged=True)
+
+    with node(1, 1) as server:
+        server.until("starting all ranks again")
+        with node(0, 1) as joiner:
+            assert [server.wait(), joiner.wait()] == [1, 1], server.said
+    assert VAIN in server.said
+    assert VAIN in joiner.said
