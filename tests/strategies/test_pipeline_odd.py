@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.errors import LockstepError
 from lockstep.strategies import Pipeline
-from lockstep.strategies.replication import average_gradients
+from lockstep.strategies.gradient_average import average_gradients
 
 pytestmark = pytest.mark.ranks
 

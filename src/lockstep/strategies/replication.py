@@ -11,17 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.communication import routing
 from lockstep.communication.routing import carrier_device
 from lockstep.distributed import tensor_bytes
 from lockstep.errors import UsageError
 
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 BUCKET_BYTES = 25 * 2**20
 """The most bytes that are sent at a time, unless a single tensor is larger."""
 
@@ -51,7 +52,7 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
             tensor.data = tensor.data.contiguous()
         if tensor.numel():
             filled.append(tensor.detach())
-    for bucket in _make_buckets(filled, attrgetter("device")):
+    for bucket in make_buckets(filled, attrgetter("device")):
         tensors_as_bytes = [tensor_bytes.to_bytes(tensor) for tensor in bucket]
         message = tensors_as_bytes[0] if len(bucket) == 1 else torch.cat(tensors_as_bytes)
         routing.broadcast(message, group=group)
@@ -86,7 +87,7 @@ def start_sum(
         way, all ranks must call these functions in the same order.
     """
     sent: list[tuple[list[Tensor], Tensor, Callable[[], None]]] = []
-    for bucket in _make_buckets(tensors, attrgetter("device", "dtype")):
+    for bucket in make_buckets(tensors, attrgetter("device", "dtype")):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         message = flat.to(carrier_device(flat.device, group))
         sent.append((bucket, message, routing.start_all_reduce(message, group)))
@@ -101,47 +102,6 @@ def start_sum(
                 tensor.copy_(sum_of_tensor.view_as(tensor))
 
     return finish
-
-
-@torch.no_grad()
-def average_gradients(
-    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None
-) -> None:
-    """Replaces every gradient by its mean over the ranks of a group.
-
-    If a parameter has no gradient on some ranks, it counts as zero there. If it has none on any
-    rank, it stays None. Communication: one byte for each parameter, then the gradients in buckets.
-
-    Args:
-        parameters: in the same order on all ranks.
-        group: None for all ranks.
-
-    Raises:
-        UsageError: a gradient is sparse.
-    """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
-        return
-    has_gradient = [parameter.grad is not None for parameter in trained]
-    has_gradient_anywhere = torch.tensor(has_gradient, dtype=torch.uint8)
-    routing.all_reduce(has_gradient_anywhere, dist.ReduceOp.MAX, group)
-    gradients: list[Tensor] = []
-    for parameter, anywhere in zip(trained, has_gradient_anywhere.tolist(), strict=True):
-        if anywhere and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad is not None:
-            gradients.append(parameter.grad)
-    if any(gradient.layout != torch.strided for gradient in gradients):
-        raise UsageError(
-            "an average of sparse gradients over pipelines, or over the ranks of a replica",
-            "a layer was built with sparse=True",
-            "leave sparse=True out, or use one pipeline, or no more ranks than replicas",
-        )
-    wait = start_sum(gradients, group)
-    wait()
-    num_ranks = dist.get_world_size(group)
-    for gradient in gradients:
-        gradient.div_(num_ranks)
 
 
 def _extreme_over_ranks(
@@ -202,16 +162,16 @@ def norm_over_ranks(
     return power.div(copies).pow(1.0 / norm_type).to(device, result_dtype)
 
 
-def _make_buckets(
-    tensors: Sequence[Tensor], key: Callable[[Tensor], Any]
-) -> Iterator[list[Tensor]]:
+def make_buckets(
+    tensors: Sequence[AnyTensor], key: Callable[[AnyTensor], Any]
+) -> Iterator[list[AnyTensor]]:
     """Yields lists of consecutive tensors that are sent in one message.
 
     Args:
         tensors: any tensors.
         key: only tensors for which it returns the same go into one bucket.
     """
-    bucket: list[Tensor] = []
+    bucket: list[AnyTensor] = []
     bucket_bytes = 0
     for tensor in tensors:
         is_full = bucket_bytes + tensor.nbytes > BUCKET_BYTES

@@ -32,8 +32,9 @@ from lockstep.strategies.diloco.exchange import (
 from lockstep.strategies.diloco.options import DiLoCoOptions
 from lockstep.strategies.diloco.outer_optimizer import OuterOptimizer
 from lockstep.strategies.diloco.tensor_versions import SHARED, TensorVersions
+from lockstep.strategies.gradient_average import average_gradients
 from lockstep.strategies.moving_buffers import MovingBuffers
-from lockstep.strategies.replication import average_gradients, take_from_first
+from lockstep.strategies.replication import take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.wording import count_noun
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lockstep.session.step import StepKey
+from lockstep.strategies.gradient_average import GradientAverage
 from lockstep.strategies.pipeline.input_kind import Arguments, InputKind
 from lockstep.strategies.pipeline.schedule import Action
 from lockstep.strategies.pipeline.wire import PostedMessage
@@ -60,6 +61,8 @@ class GlobalBatch:
     micro-batch."""
     posted_gradients: dict[int, PostedMessage] = field(default_factory=dict)
     """Receives of gradients that were started ahead of time, by micro-batch."""
+    average: GradientAverage | None = None
+    """Averages the gradients over several pipelines; set when the last micro-batch has come."""
 
     def is_ready(self, action: Action) -> bool:
         """Returns True if the training loop has brought what an action needs."""

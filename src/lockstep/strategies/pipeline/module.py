@@ -27,6 +27,7 @@ from lockstep.distributed.torch_compat import never_compiled, pytree
 from lockstep.errors import NotOnStageError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.strategies.base import EqualTensors, ModuleWrapper
+from lockstep.strategies.gradient_average import GradientAverage
 from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.strategies.pipeline.global_batch import BoundaryTensors, GlobalBatch, ModelCall
 from lockstep.strategies.pipeline.gradient_message import gradient_message, gradient_message_spec
@@ -36,7 +37,6 @@ from lockstep.strategies.pipeline.schedule import Action, order
 from lockstep.strategies.pipeline.shapes import map_tensors
 from lockstep.strategies.pipeline.stage import SAVE_WHOLE_MODEL_ADVICE, StagedModel
 from lockstep.strategies.pipeline.wire import PostedMessage, Wire
-from lockstep.strategies.replication import average_gradients
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.wording import count_noun
 
@@ -269,12 +269,15 @@ class PipelinedModule(ModuleWrapper):
         micro_batch = len(batch.loss_backwards)
         batch.loss_backwards.append(run_backward)
         self._post_gradients_early(batch, micro_batch)
+        is_last = self.run.step.micro_batch.last
+        if is_last and self.replica_group is not None:
+            batch.average = GradientAverage(self.replica_group)
         while batch.actions and batch.is_ready(batch.actions[0]):
             self._do_next_action(batch)
-        if self.run.step.micro_batch.last:
+        if is_last:
             self._finish_global_batch(batch)
-            if self.replica_group is not None:
-                average_gradients(self.local_parameters(), self.replica_group)
+            if batch.average is not None:
+                batch.average.finish()
 
     def check_backward_is_done(self) -> None:
         """Raises UsageError if an optimizer is to step before `world.backward` was called."""
@@ -460,7 +463,11 @@ class PipelinedModule(ModuleWrapper):
         stage = action.stage
         micro_batch = action.micro_batch
         tensors = batch.boundary_tensors.pop((stage, micro_batch))
-        with self._noting_failures(), self._model.backward_pass():
+        with (
+            self._noting_failures(),
+            self._model.backward_pass(),
+            self._averaging_gradients(batch, action),
+        ):
             if stage == self.place.last_stage:
                 run_backward = batch.loss_backwards[micro_batch]
                 batch.loss_backwards[micro_batch] = None  # it holds the whole graph of the loss
@@ -476,6 +483,26 @@ class PipelinedModule(ModuleWrapper):
                 self._gradient_wires[stage - 1].send_known(
                     message.tensors, destination, message.marks
                 )
+
+    @contextmanager
+    def _averaging_gradients(self, batch: GlobalBatch, action: Action) -> Iterator[None]:
+        """Averages the gradients of a stage over the pipelines, if they are complete after this.
+
+        Args:
+            batch: the global batch.
+            action: the backward pass that runs inside; the last one of its stage or not.
+        """
+        if batch.average is None:
+            yield
+            return
+        for later in batch.actions:
+            is_of_stage = not later.forward and later.stage == action.stage
+            if is_of_stage and batch.is_ready(later):  # not the last one
+                yield
+                return
+        parameters = self._model.parameters_of_stage[action.stage]
+        with batch.average.during_backward(parameters):
+            yield
 
     def _receive_gradients(
         self, batch: GlobalBatch, action: Action, sent: list[Tensor]
@@ -539,7 +566,8 @@ class PipelinedModule(ModuleWrapper):
             drop: True if its gradients are not wanted: messages are exchanged, but nothing is
                 computed.
         """
-        for action in batch.actions:
+        while batch.actions:
+            action = batch.actions.popleft()
             is_backward = not action.forward
             if is_backward and batch.is_ready(action):
                 self._run_backward_pass(batch, action, drop=drop)

@@ -83,6 +83,7 @@ class StagedModel:
         self._last_stage = len(split.cuts)
         self.gone = _move_to_stages(module, split, frozenset(stages), device)
         """Parameters that are on other ranks now, and the shapes that took their place."""
+        self.parameters_of_stage = _parameters_of_stages(module, split, stages)
         _disable_nested_tensors(module, split)
         for name, stage in split.pieces.items():
             self._replace_forward(name, stage, stages, begins_stage=name in split.cuts)
@@ -390,6 +391,18 @@ def _move_to_stages(
         for attribute, buffer in list(buffers):
             members(part).buffers[attribute] = buffer.to(device if is_here else "meta")
     return gone
+
+
+def _parameters_of_stages(
+    module: nn.Module, split: Split, stages: Sequence[int]
+) -> dict[int, list[nn.Parameter]]:
+    """Returns the parameters of each stage of this process."""
+    parameters_of_stage: dict[int, list[nn.Parameter]] = {stage: [] for stage in stages}
+    for name, parameter in module.named_parameters():
+        stage = split.stage_of(name)
+        if stage in parameters_of_stage:
+            parameters_of_stage[stage].append(parameter)
+    return parameters_of_stage
 
 
 def _disable_nested_tensors(module: nn.Module, split: Split) -> None:
