@@ -336,3 +336,48 @@ def train_fetched_ahead() -> str:
 def test_bits_of_a_loop_that_fetches_ahead() -> None:
     (alone,) = run_ranks(train_fetched_ahead, 1)
     assert run_ranks(train_fetched_ahead, 2) == [alone] * 2
+
+
+class TwiceNormalised(nn.Module):
+    """Normalises some batches twice, so that virtual ranks count other numbers of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(72, 3)
+        self.norm = nn.BatchNorm1d(72, affine=False, momentum=None)
+        self.norm_in_float64 = nn.BatchNorm1d(3, affine=False, dtype=torch.float64)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        features = self.norm(images.flatten(1))
+        if images.sum() > 0:
+            features = self.norm(features)
+        output: torch.Tensor = self.norm_in_float64(self.linear(features).double()).float()
+        return output
+
+
+def counts_of_batchnorm() -> tuple[str, int, int]:
+    """Trains; returns the bits, the number of batches that were counted, and how many of a plain
+    loop over the parts of virtual rank 0 would have been."""
+    with lockstep.init(seed=3, virtual_ranks=3) as world:
+        model = TwiceNormalised()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        expected = 0.0
+        for images, labels in world.loader(samples(36), batch_size=12, micro_batch_size=2):
+            if world._run.step.micro_batch.virtual_rank_number == 0:
+                expected += 2 if images.sum() > 0 else 1
+            world.backward(F.cross_entropy(model(images), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+        plain = getattr(model, "module", model)
+        assert plain.norm_in_float64.running_mean.dtype is torch.float64
+        counted = int(plain.norm.num_batches_tracked)
+        return digest_of(plain), counted, int(world.sum(expected))
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_batchnorm_counts_the_batches_of_virtual_rank_0(size: int) -> None:
+    (alone,) = run_ranks(counts_of_batchnorm, 1)
+    _, counted, expected = alone
+    assert counted == expected
+    assert run_ranks(counts_of_batchnorm, size) == [alone] * size

@@ -180,7 +180,7 @@ class DDP(base.Strategy):
                 module, wrapped.virtual_ranks.tree, run.step, average, prepared=wrapped
             )
             average = ()
-            left_out = buffers.averaged
+            left_out = buffers.combined
             # Buffers are combined before those that are left are taken from rank 0.
             extensions = [wrapped.virtual_ranks, buffers]
         moving_buffers = MovingBuffers(

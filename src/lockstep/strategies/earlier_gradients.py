@@ -41,11 +41,14 @@ class EarlierGradients(Extension):
                 self._put_aside.append((parameter, parameter.grad.clone()))
                 parameter.grad = None
 
-    @torch.no_grad()
     def backward_ended(self, micro_batch: MicroBatch) -> None:
         """Adds them after the last backward pass."""
-        if not micro_batch.last:
-            return
+        if micro_batch.last and self._put_aside:
+            self._add()
+
+    @torch.no_grad()
+    def _add(self) -> None:
+        """Adds what was put aside to the gradients."""
         for parameter, gradient in self._put_aside:
             if parameter.grad is None:
                 parameter.grad = gradient

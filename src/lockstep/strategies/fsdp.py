@@ -232,7 +232,7 @@ class FSDP(Strategy):
             tree = make_virtual_rank_tree(run)
             buffers = VirtualRankBuffers(module, tree, run.step, average)
             average = ()
-            left_out = buffers.averaged
+            left_out = buffers.combined
             sharded_virtual_ranks = ShardedVirtualRanks(list(units.values()), tree, run.step, mesh)
             gradient_bits = sharded_virtual_ranks.gradient_bits
             extensions = [sharded_virtual_ranks, buffers]

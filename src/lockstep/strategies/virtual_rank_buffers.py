@@ -5,11 +5,15 @@ before a virtual rank begins, the buffers are set back to what they were when th
 began. After the last one they get their new values: those of BatchNorm, and others that the user
 has named (`average_buffers`), the mean over virtual ranks, added up in the order of the tree; all
 others those of virtual rank 0.
+
+The numbers of batches that BatchNorm counts are of the last kind. What virtual rank 0 has added to
+them is summed in the same message as the means, where all other virtual ranks give zeros, so that
+they need no message of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -18,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.communication.summation_tree import push
-from lockstep.distributed.torch_compat import BatchNorm, add_to_each, write_counts
+from lockstep.distributed.torch_compat import BatchNorm, add_to_each, copy_to_each, write_counts
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step, StepKey
@@ -68,6 +72,8 @@ class VirtualRankBuffers(Extension):
         patterns = [average] if isinstance(average, str) else average
         self.averaged: list[str] = []
         """The names of the buffers that are averaged."""
+        self._counts: list[str] = []
+        """The names of the numbers of batches that BatchNorm counts."""
         self._with_uncounted_writes: set[str] = set()
         """The names of the averaged buffers and of all of BatchNorm. Torch counts the writes to a
         tensor, except those of its BatchNorm."""
@@ -82,12 +88,15 @@ class VirtualRankBuffers(Extension):
             is_chosen = any(fnmatchcase(name, pattern) for pattern in patterns)
             if buffer.is_floating_point() and (is_of_batchnorm or is_chosen):
                 self.averaged.append(name)
+            elif is_of_batchnorm:
+                self._counts.append(name)
             if is_of_batchnorm or name in self.averaged:
                 self._with_uncounted_writes.add(name)
         self._at_beginning: dict[str, _Copy] = {}
         """The buffers when the present global batch began."""
         self._nodes: list[list[Tensor]] = []
-        """Partial sums of the averaged buffers over virtual ranks of this process; a stack."""
+        """Partial sums of the averaged buffers over virtual ranks of this process; a stack. Of each
+        there is a flat tensor for each dtype."""
         self._of_first: dict[str, Tensor] = {}
         """What virtual rank 0 has made of the other buffers, if this process computes it."""
         self._previous: MicroBatch | None = None
@@ -97,6 +106,11 @@ class VirtualRankBuffers(Extension):
         """True from the beginning of a global batch until the buffers are combined."""
         self._put_aside: dict[str, Tensor] = {}
         """The present buffers by name, while those of the beginning are saved in a checkpoint."""
+
+    @property
+    def combined(self) -> list[str]:
+        """The names of the buffers that are combined here; others are to be taken from rank 0."""
+        return [*self.averaged, *self._counts]
 
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
         """Notes that an optimizer steps for the module."""
@@ -181,13 +195,22 @@ class VirtualRankBuffers(Extension):
     def _copy_buffers(self) -> None:
         """Copies the buffers, those that may have changed since they were last copied."""
         copies = {}
+        copied: list[Tensor] = []
+        values_of_copied: list[Tensor] = []
         for name, buffer in self._buffers().items():
             known = self._at_beginning.get(name)
-            if known is not None and not self._may_have_changed(name, buffer, known):
-                copies[name] = known
-            else:
+            if known is None or known.buffer is not buffer:
                 (write_count,) = write_counts([buffer])
                 copies[name] = _Copy(buffer, write_count, buffer.clone())
+            elif self._may_have_changed(name, buffer, known):
+                (write_count,) = write_counts([buffer])
+                copies[name] = _Copy(buffer, write_count, known.values)
+                copied.append(buffer)
+                values_of_copied.append(known.values)
+            else:
+                copies[name] = known
+        if copied:
+            copy_to_each(values_of_copied, copied)
         self._at_beginning = copies
 
     def _may_have_changed(self, name: str, buffer: Tensor, copy: _Copy) -> bool:
@@ -210,12 +233,19 @@ class VirtualRankBuffers(Extension):
     @torch.no_grad()
     def _restore_buffers(self) -> None:
         """Gives the buffers the values that they had when the global batch began."""
+        restored: dict[str, Tensor] = {}
         for name, buffer in self._changed_buffers().items():
-            copy = self._at_beginning[name]
-            if buffer.shape == copy.values.shape:  # else it is another buffer, such as a cache
-                buffer.copy_(copy.values)
-                (write_count,) = write_counts([buffer])
-                self._at_beginning[name] = _Copy(buffer, write_count, copy.values)
+            # If it has another shape it is another buffer, such as a cache.
+            if buffer.shape == self._at_beginning[name].values.shape:
+                restored[name] = buffer
+        if not restored:
+            return
+        copy_to_each(
+            list(restored.values()), [self._at_beginning[name].values for name in restored]
+        )
+        for name, buffer in restored.items():
+            (write_count,) = write_counts([buffer])
+            self._at_beginning[name] = _Copy(buffer, write_count, self._at_beginning[name].values)
 
     @torch.no_grad()
     def _virtual_rank_ended(self, micro_batch: MicroBatch) -> None:
@@ -226,18 +256,47 @@ class VirtualRankBuffers(Extension):
         """
         if not has_leaf(micro_batch):
             return
+        is_first = micro_batch.virtual_rank_number == 0
         if self.averaged:
-            buffers = self._buffers()
-            values = [buffers[name].clone() for name in self.averaged]
+            values = self._flat_values(is_first)
             push(self._nodes, values, self._tree.num_merges(micro_batch), add_to_each)
-        if micro_batch.virtual_rank_number == 0:
+        if is_first:
+            combined = self.combined
             for name, buffer in self._changed_buffers().items():
-                if name not in self.averaged:
+                if name not in combined:
                     self._of_first[name] = buffer.clone()
+
+    def _flat_values(self, is_first: bool) -> list[Tensor]:
+        """Returns what a virtual rank adds to the sums: a flat tensor for each dtype.
+
+        After the averaged buffers, the first one has what was added to the counts.
+
+        Args:
+            is_first: True for virtual rank 0.
+        """
+        buffers = self._buffers()
+        flat: list[Tensor] = []
+        for names in self._averaged_by_dtype(buffers):
+            values = [buffers[name].reshape(-1) for name in names]
+            if not flat:
+                for name in self._counts:
+                    added = buffers[name] - self._at_beginning[name].values
+                    values.append((added * is_first).reshape(-1).to(values[0].dtype))
+            flat.append(torch.cat(values))
+        return flat
+
+    def _averaged_by_dtype(self, buffers: Mapping[str, Tensor]) -> list[list[str]]:
+        """Returns the names of the averaged buffers, those of one dtype together."""
+        names_of_dtype: dict[torch.dtype, list[str]] = {}
+        for name in self.averaged:
+            names_of_dtype.setdefault(buffers[name].dtype, []).append(name)
+        return list(names_of_dtype.values())
 
     @torch.no_grad()
     def _average(self, count: int) -> None:
-        """Gives the averaged buffers their means over virtual ranks.
+        """Gives the averaged buffers their means over virtual ranks, and counts those of the first.
+
+        All of them have the values that the global batch began with.
 
         Args:
             count: samples of the global batch.
@@ -245,23 +304,21 @@ class VirtualRankBuffers(Extension):
         if not self.averaged:
             return
         sums = self._tree.sums(count)
-        all_buffers = self._buffers()
-        places_by_dtype: dict[torch.dtype, list[int]] = {}
-        buffers = [all_buffers[name] for name in self.averaged]
-        for place, buffer in enumerate(buffers):
-            if buffer.dtype not in places_by_dtype:
-                places_by_dtype[buffer.dtype] = []
-            places_by_dtype[buffer.dtype].append(place)
+        buffers = self._buffers()
         # All buffers of a dtype are summed in one message.
-        for places in places_by_dtype.values():
-            nodes = []
-            for node in self._nodes:
-                nodes.append(torch.cat([node[place].reshape(-1) for place in places]))
-            numel = sum(buffers[place].numel() for place in places)
-            total = buffers[places[0]].new_empty(numel)
+        for group, names in enumerate(self._averaged_by_dtype(buffers)):
+            results = [buffers[name] for name in names]
+            counts = [buffers[name] for name in self._counts] if group == 0 else []
+            lengths = [buffer.numel() for buffer in (*results, *counts)]
+            total = results[0].new_empty(sum(lengths))
+            nodes = [node[group] for node in self._nodes]
             wait = sums.start(nodes, total, scale=1.0 / sums.num_present)
             wait()
-            means = torch.split(total, [buffers[place].numel() for place in places])
-            for place, mean in zip(places, means, strict=True):
-                buffers[place].copy_(mean.view_as(buffers[place]))
+            means = torch.split(total, lengths)
+            shaped = [mean.view_as(buffer) for mean, buffer in zip(means, results, strict=False)]
+            copy_to_each(results, shaped)
+            for buffer, mean in zip(counts, means[len(results) :], strict=True):
+                # The mean of what virtual rank 0 has added and of zeros, a whole number before.
+                added = (mean * sums.num_present).round()
+                buffer.add_(added.view_as(buffer).to(buffer.dtype))
         self._nodes.clear()
