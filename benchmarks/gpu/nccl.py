@@ -264,6 +264,54 @@ def check_overflow(stage: Stage, backend: str) -> None:
             assert bool(torch.isfinite(mine).all())
 
 
+TIMEOUT_S = 77.0
+
+
+def timeouts_of_two_runs(device: str, backend: str) -> list[float]:
+    """Two runs of one process under `hsdp`; the timeouts of all groups that the second one has."""
+    import gc
+
+    timeouts: set[float] = set()
+    for _ in range(2):
+        with lockstep_init(hsdp(), device, backend) as world:
+            timeouts = train_and_list_timeouts(world)
+            gc.collect()  # the model's groups must be gone before the run's is closed
+    return sorted(timeouts)
+
+
+def lockstep_init(strategy: Any, device: str, backend: str) -> Any:
+    """Joins a run with a timeout of its own."""
+    import lockstep
+
+    return lockstep.init(strategy, collective_timeout=TIMEOUT_S, **init_options(device, backend))
+
+
+def train_and_list_timeouts(world: Any) -> set[float]:
+    """One step of a small model; the timeouts in seconds of every backend of every group."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    model = world.prepare(model)
+    world.backward(model(torch.ones(4, 8, device=world.device)).sum())
+    timeouts = set()
+    for group in dist.distributed_c10d._world.pg_names:
+        for device_type in {"cpu", world.device.type}:
+            options = group._get_backend(torch.device(device_type)).options
+            timeouts.add(options._timeout.total_seconds())
+    return timeouts
+
+
+def check_timeouts(stage: Stage, backend: str) -> None:
+    """Every group has the timeout of the run, also in a process's second run."""
+    with stage.check("collective_timeout of all groups, in a second run under hsdp") as values:
+        ranks = on_ranks(timeouts_of_two_runs, 4, stage.device, backend)
+        values["backend"] = backend
+        values["timeouts_s"] = ranks
+        assert all(timeouts == [TIMEOUT_S] for timeouts in ranks), ranks
+
+
 LARGE_LAYERS = 8
 
 
@@ -372,6 +420,7 @@ def main() -> None:
     stage = Stage("nccl")
     backend = backend_for_several_ranks(stage)
     check_overflow(stage, backend)
+    check_timeouts(stage, backend)
     check_peak_memory(stage, backend)
     for name in CASES:
         compare(stage, name, backend)

@@ -38,6 +38,9 @@ CASES: dict[str, tuple[int, dict[str, Any], str]] = {
     "ddp, SyncBatchNorm": (2, {"strategy": "ddp"}, "batchnorm"),
     "fsdp, fp32": (2, {"strategy": "fsdp"}, "plain"),
     "fsdp, bf16": (2, {"strategy": "fsdp", "precision": "bf16"}, "plain"),
+    # Of the last rank, which has the first stage and receives gradients. With one micro-batch a
+    # turn of the loop is a step.
+    "pipeline, fp32": (2, {"strategy": "pipeline", "num_micro_batches": 1}, "plain"),
 }
 """Name: ranks, arguments of `lockstep.init`, what the loop does."""
 

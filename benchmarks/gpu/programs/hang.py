@@ -3,7 +3,7 @@
 `skipped`    rank 1 leaves out an all-reduce that rank 0 makes, in a group of its own
 `stopped`    rank 1 is stopped (SIGSTOP) while it works on the device
 `exception`  rank 1 raises an exception in the middle of a step
-`stage`      the last stage of a pipeline is stopped in its forward pass
+`stage`      the rank with the first stage of a pipeline is stopped in its forward pass
 
 The second argument is the backend. Every rank prints FAULT and the time when it comes to that.
 """
