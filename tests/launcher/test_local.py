@@ -216,17 +216,34 @@ def test_more_ranks_start_than_fit_the_socket_to_the_zygote(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
 
 
-def test_no_restart_without_the_process_that_starts_the_ranks(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import os; os.kill(os.getppid(), 9)\n")
-    done = launch(["run", "--nproc", "2", "--max-restarts", "1", "script.py"], tmp_path)
-    assert done.returncode == 1, done.stderr
+KILLS_THE_ZYGOTE = """
+import os, signal, sys
+if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getppid(), signal.SIGKILL)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    signal.pause()
+print("again", *sys.argv[1:], __name__, flush=True)
+"""
+
+
+@pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
+def test_another_process_starts_the_ranks_if_the_first_was_killed(
+    tmp_path: Path, warm: str
+) -> None:
+    (tmp_path / "script.py").write_text(KILLS_THE_ZYGOTE)
+    flags = [warm, "--nproc", "2", "--max-restarts", "1"]
+    done = launch(["run", *flags, "script.py", "a", "b"], tmp_path)
+    assert done.returncode == 0, done.stderr
     assert "FIRST FAILURE: ranks 0-1" in done.stderr
     assert re.search(
         r"  the fork server \(process \d+, which starts the ranks\) ended first: killed by "
         r"SIGKILL; the kernel then kills its ranks\n",
         done.stderr,
     )
-    assert "found: the process that starts the ranks is gone" in done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[rank 0] again a b __main__",
+        "[rank 1] again a b __main__",
+    ]
     assert "Traceback" not in done.stderr
 
 

@@ -104,7 +104,11 @@ _MEMBERSHIP_CHANGE_S = 2.0
 
 
 def launch_agent(
-    plan: LaunchPlan, flags: argparse.Namespace, zygote: Zygote, folder: Path
+    plan: LaunchPlan,
+    flags: argparse.Namespace,
+    zygote: Zygote,
+    folder: Path,
+    start_zygote: Callable[[], Zygote] | None = None,
 ) -> Agent:
     """Meets the other machines, starts the ranks of this one and watches them to their end.
 
@@ -113,6 +117,8 @@ def launch_agent(
         flags: torchrun's flags.
         zygote: forks the ranks.
         folder: the folder of the run; each attempt gets a folder in it.
+        start_zygote: starts another zygote, if something has killed the first. None: that cannot be
+            done.
 
     Returns:
         The agent, which knows how the run has ended on this machine.
@@ -132,10 +138,13 @@ def launch_agent(
         contextlib.closing(RoundMemory(num_ranks_with_memory)) as round_memory,
         contextlib.closing(step_memory_for(plan, may_restart=may_restart)) as step_memory,
         open_rendezvous(parameters, console.announce) as rendezvous,
+        contextlib.ExitStack() as at_end,
     ):
         variables = _variables_of_all_ranks(plan, console, rendezvous)
         variables.update(step_memory.variables)
         agent = Agent(plan, flags, zygote, folder, variables, console, rendezvous, round_memory)
+        agent.start_zygote = start_zygote
+        at_end.callback(agent.close_other_zygote)
         handlers: dict[int, Callable[[int], object]] = {
             signal.SIGUSR1: agent.signal_ranks,  # asks scripts for a checkpoint
             signal.SIGUSR2: agent.end_unless_started,
@@ -249,6 +258,9 @@ class Agent(api.SimpleElasticAgent):
         self._devices: list[str] = []
         """The GPUs that are left, as in CUDA_VISIBLE_DEVICES; empty: none has been left out."""
         self._zygote = zygote
+        self._first_zygote = zygote
+        self.start_zygote: Callable[[], Zygote] | None = None
+        """As in `launch_agent`."""
         self._folder = folder
         self._variables = variables
         self._console = console
@@ -326,6 +338,7 @@ class Agent(api.SimpleElasticAgent):
         )
         self.attempts.append(attempt)
         self._forget_last_attempt()
+        self._replace_zygote_if_dead()
         self._journal.start(attempt, self._plan.script)
         for worker in workers:
             self._start_rank(worker_group, worker, attempt)
@@ -335,6 +348,17 @@ class Agent(api.SimpleElasticAgent):
             raise BlockingIOError(errno.EAGAIN, self._why_not_started)
         self._begin_watching(attempt)
         return {process.local_rank: process.pid for process in attempt.processes}
+
+    def _replace_zygote_if_dead(self) -> None:
+        """Starts another zygote, if something has killed the present one and that is possible."""
+        if self.start_zygote is not None and self._zygote.has_ended:
+            self._zygote.close()
+            self._zygote = self.start_zygote()
+
+    def close_other_zygote(self) -> None:
+        """Ends a zygote that has taken the place of the first, which its owner closes."""
+        if self._zygote is not self._first_zygote:
+            self._zygote.close()
 
     def _forget_last_attempt(self) -> None:
         """Resets what is only true of the attempt before."""

@@ -11,12 +11,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from lockstep.errors import SettingError
 from lockstep.run.start import worker
@@ -33,7 +36,7 @@ from lockstep.run.start.run_folder import make_folder
 from lockstep.run.start.source_hints import SourceHints, hidden_by, read_script
 from lockstep.run.start.torchrun_flags import check_flags, node_numbers, parse_flags
 from lockstep.run.start.worker import MACRO, Command, Script
-from lockstep.run.start.zygote import Zygote
+from lockstep.run.start.zygote import FreshZygote, Zygote, serve
 
 
 def plan_run(spec: LaunchSpec) -> LaunchPlan:
@@ -99,12 +102,48 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
             if plan.notes:
                 headline += ": " + "; ".join(plan.notes)
             announce(headline)
-            agent = launch_agent(plan, flags, zygote, folder)
+            imports = [] if cold_reason else request.hints.imports
+            start_zygote = partial(_start_another_zygote, script, plan, imports)
+            agent = launch_agent(plan, flags, zygote, folder, start_zygote)
         finally:
             zygote.close()
     if agent.failure is not None:
         announce(render_failure(agent.failure))
     return agent.exit_code
+
+
+def _start_another_zygote(script: Script, plan: LaunchPlan, imports: Sequence[str]) -> Zygote:
+    """Starts a zygote in place of one that was killed.
+
+    It is a new interpreter, since this process has threads by now.
+
+    Args:
+        script: what warm ranks run.
+        plan: of the run.
+        imports: names of modules that warm ranks would import.
+    """
+    program = (
+        f"import sys; sys.path.insert(0, {worker.PACKAGES_FOLDER!r}); "
+        f"from {__name__} import zygote_main; zygote_main(*sys.argv[1:])"
+    )
+    arguments = [json.dumps(asdict(script)), json.dumps(list(imports))]
+    command = [sys.executable, "-u", "-c", program, *arguments]
+    return FreshZygote(command, {**os.environ, **plan.environment})
+
+
+def zygote_main(script: str, imports: str, control: str) -> NoReturn:
+    """Runs a zygote in a new interpreter, see `_start_another_zygote`.
+
+    Args:
+        script: the fields of a `Script`, as JSON.
+        imports: names of modules, as JSON.
+        control: the descriptor of the zygote's control socket.
+    """
+    sys.path.remove(worker.PACKAGES_FOLDER)  # it was there for the import of this module
+    fields = json.loads(script)
+    fields["arguments"] = tuple(fields["arguments"])
+    import_for_ranks(json.loads(imports))
+    serve(int(control), partial(worker.run_and_exit, Script(**fields)))
 
 
 # The request

@@ -150,10 +150,12 @@ def launch(
         keyboard=False,
         launcher="lockstep.launch",
     )
+    start_zygote: Callable[[], Zygote] | None = None
     if pickled_call is None:
         zygote = _fork_zygote(call)
     else:
-        zygote = _start_fresh_zygote(fn, pickled_call, plan)
+        start_zygote = functools.partial(_start_fresh_zygote, fn, pickled_call, plan)
+        zygote = start_zygote()
     with contextlib.closing(zygote):
         # Imported only now: it takes long, and the zygote works meanwhile.
         from lockstep.run.start.agent import launch_agent
@@ -164,7 +166,7 @@ def launch(
         keep_folder = flags.log_dir is not None
         folder = make_folder(flags.log_dir, script.path)
         try:
-            agent = launch_agent(plan, flags, zygote, folder)
+            agent = launch_agent(plan, flags, zygote, folder, start_zygote)
             _raise_if_interrupted(agent)
             return _returned_values(agent, was_set, timeout)
         except RankFailedError:

@@ -32,7 +32,7 @@ from lockstep.run.watch.evidence import FOLDER_VARIABLE, Evidence
 
 MACRO = "${local_rank}"
 """Stands for the local rank in arguments (torch.distributed.elastic.utils.macros)."""
-_PACKAGES_FOLDER = str(Path(__file__).parents[3])
+PACKAGES_FOLDER = str(Path(__file__).parents[3])
 """The folder that holds this package."""
 _SCRIPT_VARIABLE = "LOCKSTEP_SCRIPT"
 """Variable of a fresh interpreter: the script that it runs, as JSON, without its arguments."""
@@ -112,7 +112,7 @@ def fresh_interpreter(script: Script) -> Command:
     """Returns the command that runs the script as `run_and_exit` does, in a new interpreter."""
     # Not `python -m lockstep...`: that would take a lockstep.py in the working directory.
     program = (
-        f"import sys; sys.path.insert(0, {_PACKAGES_FOLDER!r}); import {__name__} as m; m.main()"
+        f"import sys; sys.path.insert(0, {PACKAGES_FOLDER!r}); import {__name__} as m; m.main()"
     )
     # The script's arguments stay arguments: a variable may not be as long as they may be.
     script_json = json.dumps(asdict(replace(script, arguments=())))
@@ -122,7 +122,7 @@ def fresh_interpreter(script: Script) -> Command:
 
 def main() -> NoReturn:
     """Runs the script in a fresh interpreter, see `fresh_interpreter`."""
-    sys.path.remove(_PACKAGES_FOLDER)  # it was there for the import of this module
+    sys.path.remove(PACKAGES_FOLDER)  # it was there for the import of this module
     fields = json.loads(os.environ.pop(_SCRIPT_VARIABLE))
     fields["arguments"] = tuple(sys.argv[1:])
     script = Script(**fields)

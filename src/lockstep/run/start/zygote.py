@@ -215,6 +215,11 @@ class Zygote:
             else:
                 raise ChildProcessError(_ZYGOTE_GONE)
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the zygote is gone: something has killed it."""
+        return self._ends_within(0.0)
+
     def close(self) -> None:
         """Ends the zygote, and with it every rank that still runs; waits for it."""
         if self._socket.fileno() >= 0:  # it has not been closed before
