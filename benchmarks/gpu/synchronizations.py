@@ -33,6 +33,8 @@ CASES: dict[str, tuple[int, dict[str, Any], str]] = {
     "single, clipping": (1, {}, "clip"),
     "single, progress and log": (1, {}, "progress"),
     "single, report": (1, {"report": "report"}, "plain"),
+    "single, journal": (1, {"journal": "journal"}, "plain"),
+    "dp, BatchNorm": (1, {"strategy": "dp"}, "batchnorm"),
     "ddp, fp32": (2, {"strategy": "ddp"}, "plain"),
     "ddp, bf16": (2, {"strategy": "ddp", "precision": "bf16"}, "plain"),
     "ddp, SyncBatchNorm": (2, {"strategy": "ddp"}, "batchnorm"),
@@ -115,8 +117,10 @@ def count_of_case(name: str, device: str, backend: str) -> dict[str, int]:
 
     size, options, loop = CASES[name]
     options = dict(options)
-    if "report" in options:
-        options["report"] = os.path.join(os.environ["TMPDIR"], f"syncs-{os.getpid()}")
+    for setting in ("report", "journal"):
+        if setting in options:
+            folder = f"syncs-{setting}-{os.getpid()}"
+            options[setting] = os.path.join(os.environ["TMPDIR"], folder)
     over = init_options(device, backend) if size > 1 else {"device": device}
     with lockstep.init(**options, **over) as world:
         torch.manual_seed(0)

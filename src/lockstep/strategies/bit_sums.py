@@ -44,5 +44,22 @@ def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
             sums.append(torch.stack(sums_of_chunks).sum())
     if not sums:
         return torch.empty(0)
-    device = sums[0].device
-    return torch.stack([sum_of_bits.to(device) for sum_of_bits in sums])
+    return torch.stack(_on_first_device(sums))
+
+
+def _on_first_device(numbers: list[Tensor]) -> list[Tensor]:
+    """Returns tensors without dimensions on the device of the first one.
+
+    Each other device is copied from once, since every copy to the host waits for the device.
+    """
+    places_of_device: dict[torch.device, list[int]] = {}
+    for place, number in enumerate(numbers):
+        places_of_device.setdefault(number.device, []).append(place)
+    if len(places_of_device) == 1:
+        return numbers
+    on_first_device = list(numbers)
+    for places in places_of_device.values():
+        moved = torch.stack([numbers[place] for place in places]).to(numbers[0].device)
+        for place, number in zip(places, moved.unbind(), strict=True):
+            on_first_device[place] = number
+    return on_first_device

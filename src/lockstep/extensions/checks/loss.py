@@ -86,9 +86,16 @@ class LossCheck(Check):
             return  # the loss scaler skips the step if gradients of any rank are not finite
         if loss.isfinite().item():
             return
-        if any(bool(gradient.isnan().any()) for gradient in self._gradients()):
+        if self._has_nan_gradient():
             raise _nan_gradients_error(micro_batch)
         # Otherwise the script's own arithmetic has kept the NaN from the parameters.
+
+    def _has_nan_gradient(self) -> bool:
+        """Returns True if a gradient on this rank has a NaN; waits for each device once."""
+        flags_of_device: dict[torch.device, list[Tensor]] = {}
+        for gradient in self._gradients():
+            flags_of_device.setdefault(gradient.device, []).append(gradient.isnan().any())
+        return any(bool(torch.stack(flags).any()) for flags in flags_of_device.values())
 
     def _gradients(self) -> Iterator[Tensor]:
         """Yields the gradients on this rank; of a sharded one (DTensor) this rank's part."""

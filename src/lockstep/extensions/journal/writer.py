@@ -371,8 +371,8 @@ class Journal(Extension):
         on_host.copy_(joined, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(self._device))
-        self._write_pending(wait=True)
         self._pending.append(_PendingRecord(head, on_host, copied))
+        self._write_pending(wait=False)
 
     def _write_pending(self, *, wait: bool) -> None:
         """Writes the records whose numbers have arrived.

@@ -19,6 +19,7 @@ import resource
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +107,8 @@ class Recorder(Extension):
         self._steps_per_row = 1
         self._num_rows = 0
         self._logged: dict[str, Any] | None = None
-        self._pending_row: _PendingRow | None = None
+        self._pending_rows: deque[_PendingRow] = deque()
+        """The rows that were ended, in order, of which the first one waits for its loss."""
         self._training_has_begun = False
         if self._is_main:
             on_warning.append(self._write_warning)
@@ -121,7 +123,7 @@ class Recorder(Extension):
             if self._num_steps > 0 and not device_may_hang:
                 number_of_last_step = self._step.number - 1
                 self._end_row(number_of_last_step)
-            self._finish_pending_row(wait=not failed)
+            self._finish_pending_rows(wait=not failed)
             self._write({"end": "failed" if failed else "ok", "time": time.time()})
             close_rank_file(self._file)
 
@@ -209,16 +211,14 @@ class Recorder(Extension):
     def _end_row(self, number: int) -> None:
         """Ends the present row with the step of this number, counted from 0.
 
-        The row becomes the pending one, which waits for its loss, and the next row begins with all
-        sums at 0. Once a second, lines that are ready are written.
+        The row waits for its loss, and the next row begins with all sums at 0. Once a second, lines
+        that are ready are written.
         """
         # The present phase goes on, but its time up to now belongs to this row.
         self._end_phase()
         now_s = self._phase_begin_s - self._begin_s
-        # The previous row must come first in the file.
-        self._finish_pending_row(wait=True)
-        self._pending_row = self._start_copying_loss(self._make_row(number, now_s))
-        self._finish_pending_row(wait=False)  # on the CPU the loss is there already
+        self._pending_rows.append(self._start_copying_loss(self._make_row(number, now_s)))
+        self._finish_pending_rows(wait=False)  # on the CPU the loss is there already
         self._begin_next_row()
         if self._logged is not None:
             self._unwritten_lines.append(self._logged)
@@ -283,25 +283,24 @@ class Recorder(Extension):
         copied.record(torch.cuda.current_stream(mean.device))
         return _PendingRow(row, loss=on_host, copied=copied)
 
-    def _finish_pending_row(self, *, wait: bool) -> None:
-        """Puts the loss into the pending row, if there is one and its loss has arrived.
+    def _finish_pending_rows(self, *, wait: bool) -> None:
+        """Puts the loss into each pending row whose loss has arrived, in the order of the rows.
 
-        The row is then appended to `_unwritten_lines`, and no row is pending.
+        These rows are then appended to `_unwritten_lines`, and are no longer pending.
 
         Args:
-            wait: wait for the copy if it has not arrived.
+            wait: wait for the copies that have not arrived, so that no row stays pending.
         """
-        row = self._pending_row
-        if row is None:
-            return
-        if row.copied is not None:
-            has_arrived = row.copied.query()
-            if not has_arrived and not wait:
-                return
-            row.copied.synchronize()
-        row.values[COLUMN_INDEX["loss"]] = None if row.loss is None else float(row.loss)
-        self._pending_row = None
-        self._unwritten_lines.append(row.values)
+        while self._pending_rows:
+            row = self._pending_rows[0]
+            if row.copied is not None:
+                has_arrived = row.copied.query()
+                if not has_arrived and not wait:
+                    return
+                row.copied.synchronize()
+            row.values[COLUMN_INDEX["loss"]] = None if row.loss is None else float(row.loss)
+            self._pending_rows.popleft()
+            self._unwritten_lines.append(row.values)
 
     def _learning_rate(self) -> float | None:
         """Returns the learning rate of the first parameter group of the first optimizer.
