@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -258,6 +258,7 @@ def make_up_gpu(patch: Callable[[Any, str, Any], None]) -> MadeUpGpu:
 
     returned: dict[str, Any] = {
         "is_available": True,
+        "init": None,
         "is_initialized": False,
         "device_count": 1,
         "current_device": 0,
@@ -268,6 +269,7 @@ def make_up_gpu(patch: Callable[[Any, str, Any], None]) -> MadeUpGpu:
         "is_current_stream_capturing": False,
         "max_memory_allocated": 0,
         "get_device_name": "a made-up GPU",
+        "get_device_properties": SimpleNamespace(name="a made-up GPU", uuid="0"),
         "get_device_capability": (9, 0),
     }
     for name, value in returned.items():

@@ -299,4 +299,11 @@ class TensorHasher:
         """Returns numbers as they are for numpy, or as a tensor on the device."""
         if self._with_numpy:
             return numbers
-        return torch.from_numpy(numbers).to(self._device)
+        return copy_to_device(torch.from_numpy(numbers), self._device)
+
+
+def copy_to_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """Returns numbers of the host on a device; a GPU is not waited for."""
+    if device.type == "cuda":
+        numbers = numbers.pin_memory()
+    return numbers.to(device, non_blocking=True)

@@ -33,7 +33,7 @@ from lockstep.extensions.journal.file_format import (
     step_head,
     table_record,
 )
-from lockstep.extensions.journal.hashing import TensorHasher, TensorPart
+from lockstep.extensions.journal.hashing import TensorHasher, TensorPart, copy_to_device
 from lockstep.extensions.journal.manifest import run_manifest
 from lockstep.extensions.journal.tensors import (
     HashedTensors,
@@ -279,7 +279,7 @@ class Journal(Extension):
                 columns.append(column)
         columns_on_device: Any = columns
         if self._device.type != "cpu":
-            columns_on_device = torch.tensor(columns, device=self._device)
+            columns_on_device = copy_to_device(torch.tensor(columns), self._device)
         hasher = TensorHasher(parts, len(parts), self._device)
         return _LeafHasher(hasher, places, columns_on_device)
 
