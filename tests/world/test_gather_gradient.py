@@ -114,3 +114,24 @@ def test_it_carries_gradients_only_where_they_are_asked_for() -> None:
             with pytest.raises(UsageError, match="one of 2 micro-batches"):
                 world.gather(x, gradient=True)
             break
+
+
+def gathered_from_one() -> tuple[list[float], str]:
+    """The gradient of rank 0's rows, where the others have constants, and the error of no_grad."""
+    with lockstep.init("ddp", device="cpu", seed=0) as world:
+        rows = torch.full((2,), 1.0 + world.rank, requires_grad=world.rank == 0)
+        scale = torch.ones((), requires_grad=True)
+        (world.gather(rows, gradient=True).sum() * scale).backward()
+        gradient = [] if rows.grad is None else rows.grad.tolist()
+        with torch.set_grad_enabled(world.rank == 0), pytest.raises(UsageError) as caught:
+            world.gather(rows, gradient=True)
+    return gradient, str(caught.value)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_ranks_whose_tensors_need_no_gradient_take_part(size: int) -> None:
+    found = run_ranks(gathered_from_one, size)
+    assert [gradient for gradient, _ in found] == [[float(size)] * 2] + [[]] * (size - 1)
+    silent = "rank 1" if size == 2 else "ranks 1-2"
+    for _, text in found:
+        assert f"{silent} called it under torch.no_grad(), the others did not" in text

@@ -60,6 +60,7 @@ from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.distributed.torch_compat import pytree
 from lockstep.errors import CheckpointError, LockstepError, RanksDifferError, UsageError
 from lockstep.user_code import user_call
+from lockstep.wording import format_ranks
 
 TEXT_LENGTH = struct.Struct("=q")
 """How an exchange sends the length of a rank's text."""
@@ -165,6 +166,8 @@ class Collectives:
         leaves, spec = pytree.tree_flatten(value)
         # For each rank the descriptions of its leaves: type, dtype and shape.
         leaves_of_rank = self._agree_on_call(describe_call("gather", leaves, spec), can_be_joined)
+        if gradient and not self.single_process:
+            leaves = self._with_gradients_alike(leaves)
         gathered: list[Any] = []
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):  # a number or a text
@@ -180,6 +183,34 @@ class Collectives:
             else:
                 gathered.append(self._gather_tensor(leaf, rows_of_rank))
         return pytree.tree_unflatten(gathered, spec)
+
+    def _with_gradients_alike(self, leaves: list[Any]) -> list[Any]:
+        """Returns the leaves so that each needs a gradient on all ranks, or on none.
+
+        All ranks must take part in the backward pass. A rank whose tensor needs no gradient, such
+        as the output of a frozen model, takes part with a copy whose gradient is thrown away.
+
+        Raises:
+            UsageError: some ranks record no gradients, so that they could not take part.
+        """
+        needs_gradient = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        state_of_rank = self._exchange([torch.is_grad_enabled(), needs_gradient])
+        silent_ranks = [rank for rank, state in enumerate(state_of_rank) if not state[0]]
+        if len(silent_ranks) == len(state_of_rank):  # nobody wants gradients
+            return leaves
+        if silent_ranks:
+            raise UsageError(
+                "world.gather(..., gradient=True)",
+                f"{format_ranks(silent_ranks)} called it under torch.no_grad(), the others did not",
+                "call it under no_grad() on all ranks or on none",
+            )
+        alike = []
+        for position, leaf in enumerate(leaves):
+            is_needed = any(state[1][position] for state in state_of_rank)
+            if is_needed and not leaf.requires_grad:
+                leaf = leaf.detach().requires_grad_()
+            alike.append(leaf)
+        return alike
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Returns rank `source`'s value on every rank.
