@@ -104,7 +104,7 @@ def endless(loader: Any) -> Any:
         yield from loader
 
 
-def gpt_step(device_name: str, compiled: bool) -> dict[str, float]:
+def gpt_step(device_name: str, mode: str | None) -> dict[str, float]:
     """A step of a GPT of 124 million parameters in bf16 (a small one in a rehearsal)."""
     import torch
     import torch.nn.functional as F
@@ -124,8 +124,8 @@ def gpt_step(device_name: str, compiled: bool) -> dict[str, float]:
         optimizer: Any = torch.optim.AdamW(prepared.parameters(), lr=1e-4, fused=on_gpu)
         prepared, optimizer = world.prepare(prepared, optimizer)
         parameters = sum(parameter.numel() for parameter in plain.parameters())
-        forward_plain = torch.compile(plain) if compiled else plain
-        forward_prepared = torch.compile(prepared) if compiled else prepared
+        forward_plain = torch.compile(plain, mode=mode) if mode else plain
+        forward_prepared = torch.compile(prepared, mode=mode) if mode else prepared
         batches = endless(world.loader(TensorDataset(tokens), batch))
         x = tokens[:batch].to(world.device)
 
@@ -352,7 +352,7 @@ def measure(stage: Stage, name: str, fn: Callable[..., dict[str, Any]], *argumen
 def main() -> None:
     stage = Stage("speed")
     measure(stage, "a step of a small MLP", mlp_step)
-    measure(stage, "a step of a GPT in bf16", gpt_step, False)
+    measure(stage, "a step of a GPT in bf16", gpt_step, None)
     measure(stage, "prefetch of large batches", prefetch)
     with stage.check("memory reserved over 40 short epochs") as values:
         seconds = max(5, stage.seconds_left - 1)
@@ -373,6 +373,9 @@ def main() -> None:
             backend = backend_for_several_ranks(stage)
             values["backend"] = backend
             values.update(on_ranks(fsdp_step, 2, stage.device, backend, autocast)[0])
-    with stage.check("a step of a compiled GPT in bf16") as values:
-        # In this process: what compiles leaves threads behind, which forked ranks may not.
-        values.update(gpt_step(stage.device, True))
+    for mode in ("default", "reduce-overhead"):
+        with stage.check(f"a step of a GPT in bf16, compiled with mode={mode!r}") as values:
+            if mode == "reduce-overhead" and not stage.on_gpu:
+                raise NotRun("torch makes CUDA graphs on a GPU alone")
+            # In this process: what compiles leaves threads behind, which forked ranks may not.
+            values.update(gpt_step(stage.device, mode))

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
+from lockstep.errors import UsageError
 
 pytestmark = pytest.mark.ranks
 
@@ -183,3 +184,20 @@ def seen_by_the_made_up_gpu() -> list[str]:
 
 def test_the_made_up_gpu_sees_what_waits():
     assert run_ranks(seen_by_the_made_up_gpu, 1) == [["waits"] * 13 + ["goes on"] * 6]
+
+
+def refused_in_a_graph() -> str:
+    with make_up_gpu(setattr), lockstep.init("single", device="cuda") as world:
+        model: Any = nn.Linear(8, 4)
+        model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loss = model(torch.ones(2, 8, device="cuda")).mean()
+        torch.cuda.is_current_stream_capturing = lambda: True
+        with pytest.raises(UsageError) as error:
+            world.backward(loss)
+        assert optimizer is not None
+        return str(error.value)
+
+
+def test_a_cuda_graph_of_a_whole_step_is_refused():
+    [said] = run_ranks(refused_in_a_graph, 1)
+    assert "while a CUDA graph is captured" in said

@@ -63,6 +63,13 @@ class LossCheck(Check):
                 "torch.no_grad()",
                 "compute it from the output of the prepared model, with gradients enabled",
             )
+        if loss.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "world.backward while a CUDA graph is captured",
+                "a graph repeats kernels alone, and what Lockstep does on the host in each step "
+                "(weights, averaging, checks) would be left out of it",
+                "capture the forward pass alone: torch.compile(model, mode='reduce-overhead')",
+            )
         # The mean over no samples, or over none that count, is NaN and is weighted with 0.
         if micro_batch.scale == 0.0:
             return
