@@ -35,13 +35,13 @@ def main(args: argparse.Namespace) -> None:
     train = DataLoader(train_set, args.batch_size, shuffle=True, collate_fn=pad)
     train = world.loader(train, weight=count)  # the loss is the mean over tokens
     test = DataLoader(test_set, args.batch_size, collate_fn=pad)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.base))
-    lockstep.load_weights(model, args.base)
+    with lockstep.deferred_init():  # takes no memory: in `prepare` each rank reads its part
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.base))
+        lockstep.load_weights(model, args.base)
+        if args.lora:
+            model = get_peft_model(model, ADAPTERS)
     model.gradient_checkpointing_enable()
-    if args.lora:
-        model = get_peft_model(model, ADAPTERS)
     bare = model
-    model.to(device)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
     model, optimizer, test = world.prepare(model, optimizer, test)
 

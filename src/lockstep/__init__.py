@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lockstep.optim.activation_checkpointing import (
         checkpoint_activations as checkpoint_activations,
     )
+    from lockstep.optim.deferred_init import deferred_init as deferred_init
     from lockstep.run.start.spawn import launch as launch
     from lockstep.strategies.data_parallel.balanced import (
         BalancedDataParallel as BalancedDataParallel,
@@ -36,6 +37,7 @@ _WHERE = {
     "SyncBatchNorm": "lockstep.strategies.sync_batchnorm",
     "World": "lockstep.world",
     "checkpoint_activations": "lockstep.optim.activation_checkpointing",
+    "deferred_init": "lockstep.optim.deferred_init",
     "errors": "lockstep.errors",
     "init": "lockstep.world",
     "launch": "lockstep.run.start.spawn",

@@ -230,9 +230,12 @@ def test_a_folder_of_dcp_is_read_a_few_tensors_at_a_time(
     assert all(torch.equal(v, saved.state_dict()[n]) for n, v in fresh.state_dict().items())
 
 
-def test_meta_tensors_of_a_bare_model_are_refused(tmp_path: Path) -> None:
+def test_a_model_on_the_meta_device_is_read_when_it_is_prepared(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = net(0)
-    write_forms(tmp_path)
-    with pytest.raises(CheckpointError, match="meta device"):
-        load_weights(model, tmp_path / "dcp")
+    saved = write_forms(tmp_path)
+    load_weights(model, tmp_path / "dcp")
+    with lockstep.init("single") as world:
+        loaded = world.prepare(model).state_dict()
+    for name, value in saved.items():
+        assert torch.equal(loaded[name], value), name

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from test_session import checkpoint_of as session_of
 from torch import nn
 
+import lockstep
 from lockstep.checkpoint.contents import open_contents
 from lockstep.checkpoint.conversion import convert
 from lockstep.checkpoint.encoding import encode
@@ -492,12 +493,18 @@ def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
         load_weights(Net(), tmp_path)
 
 
-def test_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
-    save_weights(Net(), tmp_path / "w.safetensors")
+def test_a_model_on_the_meta_device_is_read_when_it_is_prepared(tmp_path: Path) -> None:
+    saved = Net()
+    save_weights(saved, tmp_path / "w.safetensors")
     with torch.device("meta"):
         model = Net()
-    with pytest.raises(CheckpointError, match="meta device"):
-        load_weights(model, tmp_path / "w.safetensors")
+    report = load_weights(model, tmp_path / "w.safetensors")
+    assert set(report.matched) == set(saved.state_dict())
+    assert all(value.is_meta for value in model.state_dict().values())
+    with lockstep.init("single") as world:
+        loaded = world.prepare(model).state_dict()
+    for name, value in saved.state_dict().items():
+        assert torch.equal(loaded[name], value), name
 
 
 def test_lazy_parameters_get_their_shapes_from_the_file(tmp_path: Path) -> None:

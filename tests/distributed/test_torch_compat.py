@@ -662,3 +662,91 @@ def test_the_group_that_a_thread_is_making_is_read_from_its_frame():
     made = dist.distributed_c10d._new_group_with_tag.__code__
     assert {"group_name", "ranks", "backend", "use_local_synchronization"} <= {*made.co_varnames}
     assert dist.distributed_c10d._is_barrier_after_init() in (0, 1)
+
+
+def test_parameters_are_converted_and_stay_the_same_objects():
+    model = nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))
+    model.add_module("tied", nn.Linear(2, 2))
+    model.tied.weight = model[0].weight
+    before = list(model.parameters())
+    torch_compat.convert_tensors(model, lambda tensor: tensor.to(torch.float64))
+    for parameter, same in zip(model.parameters(), before, strict=True):
+        assert parameter is same
+        assert parameter.dtype == torch.float64
+    assert model.tied.weight is model[0].weight
+    model[1](torch.ones(1, 2, dtype=torch.float64))  # it keeps a list of its weights
+    torch_compat.convert_tensors(model, lambda tensor: tensor.float(), recurse=False)
+    assert model[0].weight.dtype == torch.float64
+    assert not torch.__future__.get_swap_module_params_on_conversion()
+
+
+def test_tensors_of_one_memory_have_one_key():
+    for device in ("cpu", "meta"):
+        tensor, other = torch.ones(4, device=device), torch.ones(4, device=device)
+        assert torch_compat.storage_key(tensor) == torch_compat.storage_key(tensor[2:].detach())
+        assert torch_compat.storage_key(tensor) != torch_compat.storage_key(other)
+
+
+def test_which_arguments_an_operation_writes():
+    x, y = torch.ones(2), torch.ones(2)
+    written = torch_compat.written_arguments(torch.ops.aten.copy_.default, (x, y), {})
+    assert [tensor is x for tensor in written] == [True]
+    assert torch_compat.written_arguments(torch.ops.aten.add.Tensor, (x, y), {}) == []
+    written = torch_compat.written_arguments(torch.ops.aten.add.out, (x, x), {"out": y})
+    assert [tensor is y for tensor in written] == [True]
+
+
+class Operations(torch_compat.TorchDispatchMode):
+    """Notes which operations torch calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_operations_that_read_numbers_and_copy():
+    with Operations() as operations:
+        torch.ones(1).item()
+        bool(torch.ones(1))
+        torch.ones(1).to(torch.float64)
+    assert sum(torch_compat.reads_number(each) for each in operations.called) == 2
+    assert operations.called.count(torch_compat.copy_operation()) == 1
+
+
+def test_functions_that_make_tensors_on_the_device_of_a_context():
+    constructors = torch_compat.device_constructors()
+    assert {torch.empty, torch.randn, torch.tensor, torch.arange} <= constructors
+    assert torch.zeros_like not in constructors
+
+
+def test_a_truncated_normal_is_drawn_by_a_function_that_can_be_replaced():
+    calls = []
+
+    def draw(original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append((args, set(kwargs)))
+        return original(tensor, *args, **kwargs)
+
+    torch.manual_seed(0)
+    with torch_compat.trunc_normal_replaced(draw):
+        drawn = nn.init.trunc_normal_(torch.empty(20), std=2.0)
+    assert calls == [((0.0, 2.0, -2.0, 2.0), {"generator"})]
+    torch.manual_seed(0)
+    assert torch.equal(nn.init.trunc_normal_(torch.empty(20), std=2.0), drawn)
+    assert len(calls) == 1
+
+
+def test_methods_that_draw_parameters_anew():
+    assert torch_compat.reset_method(nn.ReLU()) is None
+    for layer in (
+        nn.Linear(2, 2),
+        nn.MultiheadAttention(4, 1),
+        nn.Transformer(4, 2, 1, 1, 4, batch_first=True),
+    ):
+        before = [parameter.clone() for parameter in layer.parameters()]
+        torch_compat.reset_method(layer)()
+        after = list(layer.parameters())
+        assert not all(torch.equal(a, b) for a, b in zip(after, before, strict=True))

@@ -409,8 +409,6 @@ class Odd(nn.Module):
             self.temperature = nn.Parameter(torch.tensor(1.0))
         elif case == "dtypes":
             self.other = nn.Linear(4, 4).double()
-        elif case == "meta":
-            self.other = nn.Linear(4, 4, device="meta")
 
 
 def refusals() -> dict[str, str]:
@@ -426,7 +424,7 @@ def refusals() -> dict[str, str]:
     attempt("groups", lambda: lockstep.init(HSDP(shard_size=3)))
     attempt("no group", lambda: HSDP(shard_size=0))
     with lockstep.init("fsdp") as world:
-        for case in ("scalar", "dtypes", "meta"):
+        for case in ("scalar", "dtypes"):
             attempt(case, lambda case=case: world.prepare(Odd(case)))
         model = mlp()
         model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -452,7 +450,6 @@ def test_what_cannot_be_sharded_is_refused(two):
         assert "'temperature'" in found["scalar"]
         assert "shape (1,)" in found["scalar"]
         assert "torch.float64" in found["dtypes"]
-        assert "meta device" in found["meta"]
         assert "sharded already" in found["twice"]
         assert "extra.weight" in found["added"]
         assert "after it has stepped" in found["stepped"]

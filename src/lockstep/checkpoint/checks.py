@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint.differences import find_differences
-from lockstep.checkpoint.modules import plain_state_dict
+from lockstep.checkpoint.modules import plain_shapes
 from lockstep.errors import CheckpointError, UsageError
 
 RESERVED_NAMES = frozenset({"training", "manifest", "world", "random", "replicas"})
@@ -112,7 +112,7 @@ def _describe_misfit(name: str, value: Any, saved: Any, was_module: bool) -> str
         was = "was a module" if was_module else "was not a module"
         return f"{name} {was} when it was saved, and is a {type(value).__name__} now"
     if was_module:
-        differences = find_differences(saved, plain_state_dict(value))
+        differences = find_differences(saved, plain_shapes(value))
         if differences:
             return f"{name} does not fit: {differences}"
     return None

@@ -20,6 +20,7 @@ from lockstep.distributed.torch_compat import (
     set_state_dict_metadata,
     state_dict_metadata,
 )
+from lockstep.optim.deferred_init import shapes_are_enough
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -33,8 +34,21 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def plain_state_dict(module: nn.Module) -> OrderedDict[str, Any]:
     """Returns `module.state_dict()` under plain names."""
+    return _with_plain_names(module, module.state_dict())
+
+
+def plain_shapes(module: nn.Module) -> OrderedDict[str, Any]:
+    """Returns what `plain_state_dict` returns, whose tensors may not have their values yet.
+
+    A model that was built in `lockstep.deferred_init` gets values when they are needed.
+    """
+    with shapes_are_enough():
+        return plain_state_dict(module)
+
+
+def _with_plain_names(module: nn.Module, state: Any) -> OrderedDict[str, Any]:
+    """Returns the state of a module under plain names."""
     to_plain_name = plain_names(module)
-    state = module.state_dict()
     plain_state: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():
         plain_state[to_plain_name(name)] = value
@@ -93,7 +107,9 @@ def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
     # The module's own names, with the parts that its wrappers add, are what torch asks for.
     to_plain_name = plain_names(module)
     named_state: OrderedDict[str, Any] = OrderedDict()
-    for name, tensor in module.state_dict().items():
+    with shapes_are_enough():
+        own_state = module.state_dict()
+    for name, tensor in own_state.items():
         plain_name = to_plain_name(name)
         if plain_name in state:
             named_state[name] = reshard(state[plain_name], tensor)

@@ -76,6 +76,7 @@ from lockstep.distributed.collectives import (
 )
 from lockstep.distributed.process_group import Run
 from lockstep.errors import CheckpointError, UsageError
+from lockstep.optim.deferred_init import shapes_are_enough
 from lockstep.session.extension import Extension, Place
 from lockstep.wording import count_noun
 
@@ -843,7 +844,8 @@ class Checkpoint:
         modules = {
             name: value for name, value in self._state.items() if isinstance(value, nn.Module)
         }
-        saved_dtypes = saved_parameter_dtypes(modules, saved)
+        with shapes_are_enough():
+            saved_dtypes = saved_parameter_dtypes(modules, saved)
         for name, target in {**self._state, "world": self._world}.items():
             notes += _note_about_length(name, target, saved[name])
             with _explain_misfit(f"resuming {name} from {path}", BUILD_AS_SAVED.format(name)):

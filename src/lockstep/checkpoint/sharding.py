@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lockstep.batch.pytree import tensors
 from lockstep.checkpoint.lazy_tensor import LazyTensor
-from lockstep.checkpoint.shards import TensorInShards
+from lockstep.checkpoint.shards import Shard, TensorInShards
 from lockstep.distributed.torch_compat import (
     is_sharded,
     local_box,
@@ -180,13 +180,10 @@ def reshard(value: Any, like: Any) -> Any:
     # Not imported at the top, because the import is slow; whoever made `like` has done it already.
     from torch.distributed.tensor import DTensor
 
-    offsets, sizes = local_box(like)
-    if isinstance(value, TensorInShards):
-        local = value.read_box(offsets, sizes)
-    else:
-        slices = [slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
+    local = _part_for(value, like)
+    if not isinstance(value, TensorInShards):
         # Copied, because `value` may be mapped from a file that is removed later.
-        local = value[tuple(slices)].clone()
+        local = local.clone()
     return DTensor.from_local(
         local.to(like.device),
         like.device_mesh,
@@ -195,6 +192,39 @@ def reshard(value: Any, like: Any) -> Any:
         shape=like.shape,
         stride=like.stride(),
     )
+
+
+def _part_for(value: Tensor | TensorInShards, like: Any) -> Tensor:
+    """Returns this rank's part of a tensor that is sharded like another; a view if it can be."""
+    offsets, sizes = local_box(like)
+    if isinstance(value, TensorInShards):
+        return value.read_box(offsets, sizes)
+    slices = [slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
+    return value[tuple(slices)]
+
+
+@torch.no_grad()
+def copy_part(value: Tensor | LazyTensor, target: Tensor) -> None:
+    """Copies values into a tensor; into a DTensor this rank's part, and no more is read.
+
+    Args:
+        value: whole, of the shape of the target.
+        target: has the dtype and device that the values get.
+    """
+    if isinstance(value, LazyTensor) and not isinstance(value, TensorInShards):
+        value = in_one_shard(value)
+    if is_sharded(target):
+        to_local(target).copy_(_part_for(value, target))
+    elif isinstance(value, LazyTensor):
+        target.copy_(value.read())
+    else:
+        target.copy_(value)
+
+
+def in_one_shard(value: LazyTensor) -> TensorInShards:
+    """Returns a tensor of a file, of which regions can be read."""
+    shard = Shard(tuple(0 for _ in value.shape), value)
+    return TensorInShards("", value.dtype, value.shape, (shard,))
 
 
 def storage_addresses(tree: Any) -> set[int]:

@@ -34,14 +34,26 @@ from lockstep.checkpoint.formats.safetensors_files import (
     write_weights,
 )
 from lockstep.checkpoint.lazy_tensor import LazyTensor, TensorInMemory
-from lockstep.checkpoint.modules import load_plain, plain_state_dict, unwrap
+from lockstep.checkpoint.modules import (
+    load_plain,
+    plain_names,
+    plain_shapes,
+    plain_state_dict,
+    unwrap,
+)
 from lockstep.checkpoint.name_matching import Match, match_names
-from lockstep.checkpoint.sharding import is_meta, view_key
+from lockstep.checkpoint.sharding import in_one_shard, is_meta, view_key
 from lockstep.checkpoint.shards import TensorInShards
 from lockstep.distributed.collectives import Collectives, run_on_all_ranks
 from lockstep.distributed.process_group import run_of
-from lockstep.distributed.torch_compat import is_sharded
+from lockstep.distributed.torch_compat import is_sharded, storage_key
 from lockstep.errors import CheckpointError, SettingError
+from lockstep.optim.deferred_init import (
+    FileSource,
+    find_source,
+    outside_deferred_init,
+    sources_of,
+)
 from lockstep.wording import group_by_key
 
 MAX_BYTES_IN_MEMORY = 2**26
@@ -221,6 +233,8 @@ class _LoadPlan(NamedTuple):
     batches: list[dict[str, Any]]
     """The values of the file by the model's plain names, in groups. One group after the other is
     read and copied."""
+    values: dict[str, Any]
+    """All values of the file that fit, by the model's plain names."""
     report: WeightsReport
 
 
@@ -254,11 +268,16 @@ def load_weights(
         CheckpointError: the file cannot be read, is not trusted, or does not fit; with counts and
             examples.
     """
-    path = Path(path)
+    with outside_deferred_init():
+        return _load_weights(model, Path(path), strict=strict, trust=trust)
+
+
+def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) -> WeightsReport:
+    """Does what `load_weights` says."""
     run = run_of(model)
     if run is None:
-        _check_not_on_meta(model, path)
         plan = _plan_loading(model, path, strict=strict, trust=trust)
+        _defer_loading(model, plan)
     else:
         # Nothing is copied on any rank unless all ranks can.
         plan = run_on_all_ranks(
@@ -276,18 +295,19 @@ def load_weights(
     return plan.report
 
 
-def _check_not_on_meta(model: nn.Module, path: Path) -> None:
-    """Raises CheckpointError if a model that is not prepared has tensors without memory.
-
-    In a prepared model, such tensors are on other ranks.
-    """
-    on_meta = [name for name, value in plain_state_dict(model).items() if is_meta(value)]
-    if on_meta:
-        raise CheckpointError(
-            f"loading {path}",
-            f"{len(on_meta)} tensors of the model are on the meta device ({min(on_meta)}, ...)",
-            'give them memory first: model.to_empty(device="cpu")',
-        )
+def _defer_loading(model: nn.Module, plan: _LoadPlan) -> None:
+    """Leaves the values of tensors on the meta device to `world.prepare`, which reads them."""
+    to_plain_name = plain_names(model)
+    for name, tensor in model.state_dict().items():
+        plain_name = to_plain_name(name)
+        if not is_meta(tensor) or plain_name not in plan.values:
+            continue
+        module_name, _, own_name = name.rpartition(".")
+        owner = model.get_submodule(module_name)
+        recorded = find_source(owner, own_name, tensor)
+        if isinstance(recorded, FileSource):  # another file was given before
+            recorded = recorded.recorded
+        sources_of(owner)[own_name] = FileSource(plan.values[plain_name], recorded)
 
 
 def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) -> _LoadPlan:
@@ -299,10 +319,13 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
         CheckpointError: the file cannot be read or is not trusted; or it does not fit the model: in
             everything if `strict`, else for at least half of the model's names.
     """
-    own = plain_state_dict(model)
+    own = plain_shapes(model)
     found, match = _best_match(path, own, trust)
     # From here on values have the names of the model.
     state = {name: found.state[old_name] for old_name, name in match.names.items()}
+    for name, value in state.items():
+        if isinstance(value, LazyTensor) and not isinstance(value, TensorInShards):
+            state[name] = in_one_shard(value)
     tied_groups = _tied_groups(own)
     _check_tied_are_equal(tied_groups, state, path)
 
@@ -347,16 +370,18 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
         changes=tuple(changes),
     )
 
-    # What is copied: tensors on the meta device are on other ranks, which copy them there.
-    values = {name: value for name, value in fitting.items() if not is_meta(own[name])}
+    # Nothing is copied into tensors on the meta device: in a prepared model they are on other
+    # ranks, and otherwise `world.prepare` reads their values.
     needs_memory = set()  # names of values that are not copied straight from a mapped file
-    for name, value in values.items():
+    for name, value in fitting.items():
+        if is_meta(own[name]):
+            continue
         if isinstance(value, TensorInShards):
             value.check()
             needs_memory.add(name)
         elif is_sharded(own[name]):
             needs_memory.add(name)
-    return _LoadPlan(_batches(values, needs_memory), report)
+    return _LoadPlan(_batches(fitting, needs_memory), fitting, report)
 
 
 def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundState, Match]:
@@ -368,8 +393,11 @@ def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundS
         trust: as for `load_weights`.
     """
     own_shapes = {name: shape_of(value) for name, value in own.items()}
+    # Of tensors in shards, or without memory yet, only parts are read. Others are copied from the
+    # mapped file, which all ranks of a machine share.
+    lazy = any(is_sharded(value) or is_meta(value) for value in own.values())
     matches = []
-    for found in read_source(path, trust=trust).states:
+    for found in read_source(path, trust=trust, lazy=lazy).states:
         shapes = {name: shape_of(value) for name, value in found.state.items()}
         matches.append((found, match_names(shapes, own_shapes)))
 
@@ -417,7 +445,7 @@ def _tied_groups(own: Mapping[str, Any]) -> list[list[str]]:
     for name, value in own.items():
         if shape_of(value) is None:  # not a tensor, or one without memory yet
             continue
-        view = view_key(value)
+        view: object = storage_key(value) if is_meta(value) else view_key(value)
         if view is not None:
             if view not in names_of_view:
                 names_of_view[view] = []
@@ -442,15 +470,30 @@ def _check_tied_are_equal(
     for group in tied_groups:
         names = [name for name in group if name in state]  # the file may have only some
         for name in names[1:]:
-            first_value = read_values(state[names[0]])
-            value = read_values(state[name])
-            # The two may have been saved in different dtypes.
-            if not torch.equal(first_value, value.to(first_value.dtype)):
+            if not _are_equal(state[names[0]], state[name]):
                 raise CheckpointError(
                     f"loading {path}",
                     f"{names[0]} and {name} are one tensor in the model, and differ in the file",
                     "untie them in the model before loading",
                 )
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    """Returns True if two tensors of a file have equal values; they may have different dtypes.
+
+    Tensors that are not mapped are read some elements at a time.
+    """
+    if isinstance(first, Tensor):
+        return torch.equal(first, second.to(first.dtype))
+    if first.shape != second.shape:
+        return False
+    num_at_a_time = MAX_BYTES_IN_MEMORY // 8
+    for begin in range(0, first.num_elements, num_at_a_time):
+        end = min(begin + num_at_a_time, first.num_elements)
+        part = first.read_range(begin, end)
+        if not torch.equal(part, second.read_range(begin, end).to(part.dtype)):
+            return False
+    return True
 
 
 def _describe_casts(values: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:

@@ -391,6 +391,107 @@ def replace_apply(module: nn.Module, apply: Callable[..., Any]) -> None:
     vars(module)["_apply"] = apply
 
 
+def convert_tensors(
+    module: nn.Module, convert: Callable[[Tensor], Tensor], *, recurse: bool = True
+) -> None:
+    """Replaces the tensors of a module as `module.to()` does, and keeps its parameter objects.
+
+    Optimizers and tied modules hold these objects. Layers that keep more than the registered
+    tensors, such as LSTMs and modules under `fully_shard`, bring that up to date.
+
+    Args:
+        module: the module.
+        convert: returns a tensor for a tensor; the same one if nothing is to be changed.
+        recurse: False for the tensors that are registered in the module itself alone.
+    """
+    import torch
+
+    swapped_before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module._apply(convert, recurse)  # type: ignore[no-untyped-call]
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swapped_before)
+
+
+def reset_method(module: nn.Module) -> Callable[[], Any] | None:
+    """Returns the method that gives a module's parameters new initial values; None without one."""
+    from torch import nn
+
+    if isinstance(module, nn.MultiheadAttention | nn.Transformer):  # without a public name
+        return module._reset_parameters
+    method = getattr(module, "reset_parameters", None)
+    return method if callable(method) else None
+
+
+def device_constructors() -> set[Callable[..., Any]]:
+    """Returns the functions of torch whose tensors `with torch.device(...)` puts on a device."""
+    from torch.utils import _device
+
+    constructors: set[Callable[..., Any]] = _device._device_constructors()
+    return constructors
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Returns a number that is equal for tensors in the same memory, also on the meta device.
+
+    It may be given again after the memory is freed.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+@contextmanager
+def trunc_normal_replaced(replacement: Callable[..., Tensor]) -> Iterator[None]:
+    """Inside this context `nn.init.trunc_normal_` calls another function.
+
+    It draws until no value is outside of the bounds, so what it does depends on values.
+
+    Args:
+        replacement: called with the original function, and with what that takes: the tensor, mean,
+            std, both bounds, and the generator by its name.
+    """
+    from torch.nn import init
+
+    original = init._no_grad_trunc_normal_
+    init._no_grad_trunc_normal_ = partial(replacement, original)
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = original
+
+
+def copy_operation() -> Any:
+    """Returns the operation that `tensor.to(...)` calls if something changes."""
+    import torch
+
+    return torch.ops.aten._to_copy.default
+
+
+def reads_number(operation: Any) -> bool:
+    """Returns True for the operation that `tensor.item()` and `bool(tensor)` call."""
+    import torch
+
+    return operation is torch.ops.aten._local_scalar_dense.default
+
+
+def written_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Returns the arguments that an operation writes to, such as `x` in `x.uniform_()`.
+
+    Args:
+        operation: what a `TorchDispatchMode` is given.
+        args: of its call.
+        kwargs: of its call.
+    """
+    written: list[Any] = []
+    for number, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        written.append(value)
+    return written
+
+
 def is_view(tensor: Tensor) -> bool:
     """Returns True if autograd treats a tensor as a view of another one."""
     return tensor._is_view()

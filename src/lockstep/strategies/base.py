@@ -341,7 +341,23 @@ class Strategy(ABC):
 
     @abstractmethod
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
-        """Moves a module to its device and prepares it for the run."""
+        """Moves a module to its device and prepares it for the run.
+
+        Parameters may be NaN: values of a model that was built on the meta device are computed
+        later, unless `needs_values`.
+        """
+
+    def spreads_model(self, run: Run) -> bool:
+        """Returns True if ranks have parts of the model.
+
+        Then `wrap` is given parameters on the meta device, and gives memory to this rank's part.
+        """
+        return False
+
+    @property
+    def needs_values(self) -> bool:
+        """True if `wrap` copies parameters, so that they must have their values."""
+        return False
 
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any

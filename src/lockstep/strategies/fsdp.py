@@ -52,7 +52,11 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils import swap_tensors
 
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import BatchNorm, share_meshes_with_copies
+from lockstep.distributed.torch_compat import (
+    BatchNorm,
+    convert_tensors,
+    share_meshes_with_copies,
+)
 from lockstep.errors import RanksDifferError, SettingError
 from lockstep.optim.module_filter import ModuleFilter
 from lockstep.optim.precision import HALF_DTYPES
@@ -66,6 +70,7 @@ from lockstep.strategies.base import (
     open_group,
     refuse_virtual_ranks,
 )
+from lockstep.strategies.deferred_model import with_memory
 from lockstep.strategies.fsdp_blocks import Blocks, find_blocks
 from lockstep.strategies.fsdp_compat import average_shards_separately, save_pretrained_whole
 from lockstep.strategies.fsdp_misuse import (
@@ -176,6 +181,10 @@ class FSDP(Strategy):
                 return f"a {type(layer).__name__} that is not synchronised, and wants fp32 weights"
         return ""
 
+    def spreads_model(self, run: Run) -> bool:
+        """Returns True if there are several ranks."""
+        return run.topology.size > 1
+
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
         """Replaces the parameters of a module by shards, unless there is only one process.
 
@@ -224,6 +233,9 @@ class FSDP(Strategy):
             )
             self._shard(unit, mesh, run, policy)
             unit.register_forward_hook(outputs.after_torch)
+        device = torch.device("cpu") if self.cpu_offload else run.device
+        if any(parameter.is_meta for parameter in module.parameters()):
+            convert_tensors(module, lambda tensor: with_memory(tensor, device))
         extensions: list[Extension] = []
         average: str | Sequence[str] = self.average_buffers
         left_out: Sequence[str] = ()
@@ -301,7 +313,7 @@ class FSDP(Strategy):
     ) -> None:
         """Replaces those parameters of a unit that are not sharded yet by shards of rank 0's."""
         parameters = [p for p in unit.parameters() if not isinstance(p, DTensor)]
-        _take_from_first(parameters, run.device)
+        _take_from_first([p for p in parameters if not p.is_meta], run.device)
         fully_shard(
             unit,
             mesh=mesh,

@@ -43,8 +43,6 @@ def _problem_with(parameter: nn.Parameter) -> tuple[str, str] | None:
     """Returns why a parameter cannot be sharded and what to do about it, or None."""
     if isinstance(parameter, DTensor):
         return "is sharded already", "give a plain module to world.prepare, once"
-    if parameter.is_meta:
-        return "is on the meta device and has no values", "build the model on the CPU"
     if parameter.dim() == 0:
         return "has no dimension to cut", "make it a parameter of shape (1,)"
     if not parameter.numel():

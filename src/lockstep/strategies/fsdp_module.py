@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.distributed import torch_compat
+from lockstep.distributed.host_memory import return_free_memory
 from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
 from lockstep.session.extension import Extension
@@ -388,4 +389,5 @@ def _whole_parameters(units: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]
             if not isinstance(parameter, DTensor):
                 whole_parameters[name] = parameter
         unit.reshard()
+        return_free_memory()  # of the whole unit, if it was on the CPU
     return whole_parameters

@@ -51,6 +51,7 @@ from lockstep.strategies.base import (
     note_empty_part,
     parameters_of,
 )
+from lockstep.strategies.deferred_model import DeferredModel
 from lockstep.strategies.earlier_gradients import EarlierGradients
 from lockstep.strategies.micro_batch_buffers import MicroBatchBuffers
 from lockstep.strategies.placeholder import Placeholders
@@ -100,6 +101,7 @@ class Preparer:
             )
         self._plan = plan
         self._loaders_of_this_call: list[Loader] = []
+        self._deferred_of_this_call: list[DeferredModel] = []
         self._loader_numbers = itertools.count()
         self._module_of_parameter: MutableMapping[Tensor, nn.Module] = WeakTensorKeyDictionary()
         """The prepared module of each parameter, also of those that a strategy has replaced."""
@@ -108,6 +110,8 @@ class Preparer:
         parameter lives on other ranks."""
         self.streams: VirtualRankStreams | None = None
         """The random streams of virtual ranks that train one model; None: there are none."""
+        self._drawn_shapes: list[list[tuple[int, ...]]] = []
+        """Of models that were built on the meta device without `deferred_init`."""
         self._batchnorm_notes = BatchNormNotes(run, plan, self.add_choice)
         self._placeholders = Placeholders(run.step, self.wrapped)
         if run.settings.virtual_ranks is not None:
@@ -167,6 +171,9 @@ class Preparer:
                 prepared[id(thing)] = self._prepare_scheduler(thing)
         self.loaders += loaders
         self._loaders_of_this_call = []
+        for deferred in self._deferred_of_this_call:
+            deferred.watch_parameters()
+        self._deferred_of_this_call = []
         return [prepared[id(thing)] for thing in objects]
 
     def add_loader(self, source: Source, **options: Any) -> Loader:
@@ -393,6 +400,7 @@ class Preparer:
         Raises:
             UsageError: another prepared module has some of its parameters too.
         """
+        deferred = self._find_deferred(module)
         has_batchnorm = any(isinstance(part, BatchNorm) for part in module.modules())
         if has_batchnorm and self.run.settings.virtual_ranks is not None:
             reason = "of each virtual rank, as DDP has them; running ones: their mean"
@@ -421,6 +429,10 @@ class Preparer:
                 "prepare one module that holds both, and call them in its forward",
             )
         self.choices += wrapped.choices
+        if deferred is not None and not self.strategy.needs_values:
+            self.run.extensions.add(deferred, Place.PREPARED_OBJECT)
+            self.choices += deferred.put_off(wrapped)
+            self._deferred_of_this_call.append(deferred)
         self.wrapped[wrapped.module] = wrapped
         self._remember_parameters(parameters_before, wrapped)
         self.run.prepared.append(weakref.ref(wrapped.module))
@@ -438,6 +450,23 @@ class Preparer:
             self.run.extensions.add(watch, Place.STRATEGY)
         self.run.extensions.module_prepared(wrapped)
         return wrapped.module
+
+    def _find_deferred(self, module: nn.Module) -> DeferredModel | None:
+        """Gives memory to what a module has on the meta device, unless the strategy does it.
+
+        Returns:
+            What knows the values that it is to get; None if it has nothing on the meta device.
+        """
+        if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
+            return None
+        deferred = DeferredModel(module, self.run, self._drawn_shapes)
+        deferred.fill_buffers(self.run.device)
+        if not self.strategy.spreads_model(self.run):
+            deferred.give_memory(self.run.device)
+        if self.strategy.needs_values:
+            self.choices += deferred.put_off(PreparedModule(module=module))
+            deferred.fill()
+        return deferred
 
     def _remember_parameters(
         self, parameters_before: Sequence[nn.Parameter], wrapped: PreparedModule

@@ -101,6 +101,11 @@ class DiLoCo(DiLoCoOptions, Strategy):
             statistics_group=SAME_VIRTUAL_RANKS,
         )
 
+    @property
+    def needs_values(self) -> bool:
+        """True: each virtual rank begins with a copy of the parameters."""
+        return True
+
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
         """Returns the module itself, on its device, in which virtual ranks take turns.
 

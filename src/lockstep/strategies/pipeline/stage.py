@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,11 +34,13 @@ from torch import Tensor, nn
 from lockstep.distributed.seeding import mix_seed
 from lockstep.distributed.torch_compat import (
     DisableTorchFunctionSubclass,
+    convert_tensors,
     members,
     never_compiled,
     pytree,
 )
 from lockstep.errors import UsageError
+from lockstep.strategies.deferred_model import with_memory
 from lockstep.strategies.pipeline.input_kind import Arguments, remember, signature
 from lockstep.strategies.pipeline.shapes import (
     Shape,
@@ -376,15 +379,25 @@ def _move_to_stages(
     """
     gone: list[nn.Parameter] = []
     for name, part in module.named_modules():
-        parameters = part.named_parameters(name, recurse=False, remove_duplicate=False)
-        for path, parameter in list(parameters):
+        parameters = list(part.named_parameters(name, recurse=False, remove_duplicate=False))
+        # The model may have been built on the meta device. These get their values later.
+        ids_without_memory: set[int] = set()
+        for path, parameter in parameters:
+            if parameter.is_meta and split.stage_of(path) in stages:
+                ids_without_memory.add(id(parameter))
+        if ids_without_memory:
+            give_memory = partial(_give_memory, ids=ids_without_memory, device=device)
+            convert_tensors(part, give_memory, recurse=False)
+        for path, parameter in parameters:
             if split.stage_of(path) in stages:
                 parameter.data = parameter.data.to(device)
-            elif not parameter.is_meta:  # one without values needs no replacement
+                continue
+            gone.append(parameter)
+            if not parameter.is_meta:  # one without values needs no replacement
                 shape = nn.Parameter(shape_of(parameter), parameter.requires_grad)
                 _, _, attribute = path.rpartition(".")
                 part.register_parameter(attribute, shape)
-                gone += [parameter, shape]
+                gone.append(shape)
         stage = split.stage_of(name)  # None: a module that a cut goes through, which all ranks need
         is_here = stage is None or stage in stages
         buffers = part.named_buffers(recurse=False, remove_duplicate=False)
@@ -403,6 +416,11 @@ def _parameters_of_stages(
         if stage in parameters_of_stage:
             parameters_of_stage[stage].append(parameter)
     return parameters_of_stage
+
+
+def _give_memory(tensor: Tensor, ids: set[int], device: torch.device) -> Tensor:
+    """Returns a tensor with memory for one with one of these ids, and any other as it is."""
+    return with_memory(tensor, device) if id(tensor) in ids else tensor
 
 
 def _disable_nested_tensors(module: nn.Module, split: Split) -> None:

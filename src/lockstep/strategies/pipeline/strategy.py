@@ -144,6 +144,10 @@ class Pipeline(Strategy):
             evaluation_is_collective=True,
         )
 
+    def spreads_model(self, run: Run) -> bool:
+        """Returns True if there are several stages."""
+        return self._num_positions(run.topology) > 1
+
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
         """Cuts the module into stages, of which this rank keeps its own.
 
@@ -157,7 +161,8 @@ class Pipeline(Strategy):
             return PreparedModule(module=module.to(run.device), choices=[choice], may_unfreeze=True)
         self._check_module(module, run)
         self._set_statistics_groups(module, run)
-        take_from_first([*module.parameters(), *module.buffers()])
+        tensors = [*module.parameters(), *module.buffers()]
+        take_from_first([tensor for tensor in tensors if not tensor.is_meta])
         cuts, reason = self._cut(module, run, place)
         check_compiled_parts(module, cuts)
         model = StagedModel(module, cuts, place.stages, run.device)

@@ -66,6 +66,8 @@ def measure(
     if measured is None:
         all_called = [True] * len(modules)
         reason = "of parameters: no example to measure with"
+        if any(parameter.is_meta for parameter in module.parameters()):
+            reason = "of parameters: the model has no values yet to measure with"
         return UnitCosts(parameter_bytes, reason, all_called)
 
     seconds, activation_bytes = measured
@@ -92,6 +94,8 @@ def _measure_on_examples(
         the model does not call; None if the model can be called with none of the examples.
     """
     device = next(module.parameters()).device
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return None
     for example in examples:
         batch = map_tensors(example(), lambda tensor: tensor.to(device))
         for args, kwargs in _possible_arguments(batch):

@@ -1,0 +1,712 @@
+"""Models on the meta device whose initial values are computed later, a tensor at a time.
+
+A tensor on the meta device has a shape and no memory. `deferred_init` is a context in which tensors
+are made there, and every operation with them is recorded. `world.prepare` gives each rank memory
+for its part of the model, and `Recording.replay` runs the recorded operations with real tensors: it
+draws the values that the same code would have drawn on the CPU, keeps what is needed, and frees
+each tensor when it has been used for the last time. So a rank never holds the whole model.
+
+The operations run on the CPU, in the order in which they were recorded, with the random stream as
+it was then. So values depend neither on the number of ranks nor on the strategy.
+
+A tensor of a module has a *source* if it is known where its values come from: a recording, or a
+file that `lockstep.load_weights` was given. The sources of a module's own tensors are in an
+attribute of the module, which copies of the module have too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+from lockstep.distributed.seeding import mix_seed
+from lockstep.distributed.torch_compat import (
+    TorchDispatchMode,
+    copy_operation,
+    device_constructors,
+    members,
+    pytree,
+    reads_number,
+    storage_key,
+    trunc_normal_replaced,
+    written_arguments,
+)
+
+META = torch.device("meta")
+CPU = torch.device("cpu")
+SOURCES_ATTRIBUTE = "lockstep_sources_of_values"
+SEED_AFTER_DEFERRED_INIT = 0xDEFE2
+"""Mixed into the seed of the random stream after the context."""
+OPERATIONS_THAT_OVERWRITE = (
+    "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_",
+    "normal_", "random_", "uniform_", "zero_",
+)  # fmt: skip
+"""Operations in place whose result does not depend on what the tensor held before."""
+OPERATIONS_WITHOUT_VALUES = (
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
+)  # fmt: skip
+"""Operations that make memory whose content nothing has written yet."""
+IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+GET_DEVICE: Any = Tensor.device.__get__
+"""What a mode is given when a tensor is asked for `is_meta` and `device`."""
+COPY = copy_operation()
+FACTORIES_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
+"""Functions that make a tensor of numbers, which torch would drop on the meta device."""
+
+
+class View(NamedTuple):
+    """Where a tensor is in its memory."""
+
+    key: int
+    """Of the memory; see `storage_key`."""
+    num_bytes: int
+    """Size of the memory, which other tensors may share."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        """Returns the view of a tensor on the meta device."""
+        return cls(
+            storage_key(tensor),
+            tensor.untyped_storage().nbytes(),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+        )
+
+    def fills_memory(self) -> bool:
+        """Returns True if the tensor is all that its memory holds."""
+        num_elements = 1
+        for size in self.shape:
+            num_elements *= size
+        return num_elements * self.dtype.itemsize == self.num_bytes
+
+    def in_memory(self, storage: torch.UntypedStorage) -> Tensor:
+        """Returns the tensor in real memory."""
+        empty = torch.empty(0, dtype=self.dtype, device=CPU)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A recorded call of an operation. Tensors on the meta device are `View`s in it."""
+
+    operation: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    outputs: list[View]
+    """The tensors that the operation has made, in the order in which it returns them."""
+    reads: frozenset[int]
+    """Keys of the memory of its arguments, except what it overwrites."""
+    overwrites: frozenset[int]
+    """Keys of memory whose earlier content does not matter from here on."""
+    writes: frozenset[int]
+    """Keys of all memory that it writes to, that of its outputs included."""
+    is_random: bool
+
+
+@dataclass(eq=False)
+class _ContextBegins:
+    """Stands where a context began."""
+
+    state: Tensor | None
+    """What the random stream is set to; None if it goes on where the context before ended."""
+
+
+class Recording:
+    """The operations that have been called in `deferred_init`, in their order."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call | _ContextBegins] = []
+        self.state_at_end: Tensor | None = None
+        """The state of the random stream when the last context ended. If the next one begins with
+        it, that goes on where the last one ended, as on the CPU."""
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        """Keeps memory on the meta device (of no size) alive, so that keys stay unique."""
+        self._copies_of_generators: dict[int, tuple[torch.Generator, torch.Generator]] = {}
+        """By the id of a generator of the user's: it, and a copy with the state that it had."""
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Returns True if a recorded operation has made or written a tensor."""
+        return storage_key(tensor) in self._storages
+
+    def generator_states(self) -> list[Tensor | None]:
+        """Returns what the random stream is set to when each of the contexts begins."""
+        return [call.state for call in self.calls if isinstance(call, _ContextBegins)]
+
+    def add(self, operation: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Records a call, unless it has only made a view of something."""
+        written = [t for t in written_arguments(operation, args, kwargs) if _is_meta(t)]
+        arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_meta(leaf)]
+        keys_of_arguments = {storage_key(argument) for argument in arguments}
+        outputs: list[View] = []
+        for leaf in pytree.tree_leaves(result):
+            # What is in the memory of an argument is a view of it, or the argument itself.
+            if _is_meta(leaf) and storage_key(leaf) not in keys_of_arguments:
+                outputs.append(View.of(leaf))
+        if not written and not outputs:
+            return
+        name = operation.overloadpacket.__name__
+        if name in OPERATIONS_WITHOUT_VALUES:
+            return
+        is_random = torch.Tag.nondeterministic_seeded in operation.tags
+        overwrites: set[int] = set()
+        if name in OPERATIONS_THAT_OVERWRITE:
+            for tensor in written:
+                if View.of(tensor).fills_memory():
+                    overwrites.add(storage_key(tensor))
+        reads: set[int] = set()
+        for argument in arguments:
+            is_target = any(argument is tensor for tensor in written)
+            if not (is_target and storage_key(argument) in overwrites):
+                reads.add(storage_key(argument))
+        writes = {storage_key(tensor) for tensor in written}
+        for tensor in [*arguments, *pytree.tree_leaves(result)]:
+            if _is_meta(tensor):
+                self._storages[storage_key(tensor)] = tensor.untyped_storage()
+        kept_args, kept_kwargs = pytree.tree_map(self._keep, (args, kwargs))
+        self.calls.append(
+            _Call(
+                operation,
+                kept_args,
+                kept_kwargs,
+                outputs=outputs,
+                reads=frozenset(reads),
+                overwrites=frozenset(overwrites),
+                writes=frozenset(writes | {view.key for view in outputs}),
+                is_random=is_random,
+            )
+        )
+
+    def add_drawing_function(
+        self, function: Callable[..., Any], tensor: Tensor, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        """Records a call of a function that draws a tensor anew, as if it were one operation."""
+        kept_args, kept_kwargs = pytree.tree_map(self._keep, ((tensor, *args), kwargs))
+        key = storage_key(tensor)
+        overwrites = frozenset([key] if View.of(tensor).fills_memory() else [])
+        self._storages[key] = tensor.untyped_storage()
+        self.calls.append(
+            _Call(
+                function,
+                kept_args,
+                kept_kwargs,
+                outputs=[],
+                reads=frozenset([key]) - overwrites,
+                overwrites=overwrites,
+                writes=frozenset([key]),
+                is_random=True,
+            )
+        )
+
+    def _keep(self, leaf: Any) -> Any:
+        """Returns what stands for an argument in the recording."""
+        if _is_meta(leaf):
+            return View.of(leaf)
+        if isinstance(leaf, Tensor):  # a constant, which the script may change later
+            return leaf.detach().clone()
+        if leaf == META and isinstance(leaf, torch.device):
+            return CPU
+        if isinstance(leaf, torch.Generator):
+            if id(leaf) not in self._copies_of_generators:
+                self._copies_of_generators[id(leaf)] = (leaf, leaf.clone_state())
+            return _GeneratorOfUser(id(leaf))
+        return leaf
+
+    # Replaying
+
+    def draws(self, keys: Iterable[int]) -> bool:
+        """Returns True if random numbers are needed to compute the content of memory."""
+        needed = self._needed_calls(set(keys))
+        for call, is_needed in zip(self.calls, needed, strict=True):
+            if is_needed and isinstance(call, _Call) and call.is_random:
+                return True
+        return False
+
+    def replay(
+        self,
+        keys: set[int],
+        keys_filled_otherwise: set[int],
+        deliver: Callable[[int, torch.UntypedStorage], None],
+        states: Sequence[Tensor | None] | None = None,
+    ) -> None:
+        """Computes the content of memory, on the CPU.
+
+        Random numbers for tensors that are filled otherwise are not drawn. All others are, also
+        those that are not needed here, so that those that are needed do not depend on this rank.
+
+        Args:
+            keys: of the memory that is needed.
+            keys_filled_otherwise: keys of the memory of tensors whose values come from elsewhere.
+            deliver: called with the key and the content as soon as it is final.
+            states: in place of `generator_states()`.
+        """
+        if states is None:
+            states = self.generator_states()
+        remaining_states = list(states)
+        needed = self._needed_calls(keys)
+        needed_elsewhere = self._needed_calls(keys_filled_otherwise - keys)
+        runs: list[bool] = []
+        stream_is_needed = False
+        # From the end: the stream only has to advance up to the last draw that is needed of it.
+        for number in reversed(range(len(self.calls))):
+            call = self.calls[number]
+            if isinstance(call, _ContextBegins):
+                runs.append(stream_is_needed)
+                if remaining_states.pop() is not None:
+                    stream_is_needed = False
+                continue
+            if call.is_random and needed[number]:
+                stream_is_needed = True
+            is_left_out = not keys_filled_otherwise.isdisjoint(call.writes)
+            is_left_out = is_left_out or needed_elsewhere[number]
+            only_advances_stream = call.is_random and stream_is_needed and not is_left_out
+            runs.append(needed[number] or only_advances_stream)
+        runs.reverse()
+        _Replay(self, keys, needed, runs, deliver, states).run()
+
+    def _needed_calls(self, keys: set[int]) -> list[bool]:
+        """Returns for each call whether it has a part in the final content of memory."""
+        live = set(keys)
+        needed: list[bool] = []
+        for call in reversed(self.calls):
+            is_needed = isinstance(call, _Call) and not live.isdisjoint(call.writes)
+            if is_needed:
+                assert isinstance(call, _Call)
+                live -= call.overwrites
+                live -= {view.key for view in call.outputs}
+                live |= call.reads
+            needed.append(is_needed)
+        needed.reverse()
+        return needed
+
+    def compute(self, tensor: Tensor) -> Tensor:
+        """Returns the values that a tensor on the meta device has at the end of the recording."""
+        view = View.of(tensor)
+        content: dict[int, torch.UntypedStorage] = {}
+        self.replay({view.key}, set(), content.__setitem__)
+        return view.in_memory(content[view.key])
+
+    def copies_of_generators(self) -> dict[int, torch.Generator]:
+        """Returns new copies of the user's generators, by their id, as they were at first."""
+        copies: dict[int, torch.Generator] = {}
+        for identifier, (_, copy) in self._copies_of_generators.items():
+            copies[identifier] = copy.clone_state()
+        return copies
+
+
+@dataclass(frozen=True)
+class _GeneratorOfUser:
+    """Stands for a generator that the user has passed to an operation."""
+
+    identifier: int
+
+
+class _Replay:
+    """One run of a recording.
+
+    Args:
+        recording: whose calls are run.
+        keys: of the memory whose content is delivered.
+        needed: for each call, whether its result is needed.
+        runs: for each call, whether it is run. If its result is not needed, it only advances the
+            random stream.
+        deliver: called with the key and the content of memory.
+        states: what the random stream is set to when each of the contexts begins.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        keys: set[int],
+        needed: list[bool],
+        runs: list[bool],
+        deliver: Callable[[int, torch.UntypedStorage], None],
+        states: Sequence[Tensor | None],
+    ) -> None:
+        self._recording = recording
+        self._keys = keys
+        self._needed = needed
+        self._runs = runs
+        self._deliver = deliver
+        self._states = iter(states)
+        self._generators = recording.copies_of_generators()
+        self._memory: dict[int, torch.UntypedStorage] = {}
+        self._last_use = self._find_last_uses()
+
+    def _find_last_uses(self) -> dict[int, list[int]]:
+        """Returns, by the number of a call, the keys of memory that is not used after it."""
+        last_use: dict[int, list[int]] = {}
+        used_later: set[int] = set()
+        for number in reversed(range(len(self._runs))):
+            call = self._recording.calls[number]
+            if not self._needed[number] or not isinstance(call, _Call):
+                continue
+            used = call.reads | call.writes
+            last_use[number] = [key for key in used if key not in used_later]
+            used_later |= used
+        return last_use
+
+    def run(self) -> None:
+        """Runs the calls. The default random stream is afterwards as it was before."""
+        state_before = torch.get_rng_state()
+        try:
+            with torch.no_grad():
+                for number, call in enumerate(self._recording.calls):
+                    if isinstance(call, _ContextBegins):
+                        state = next(self._states)
+                        if self._runs[number] and state is not None:
+                            torch.set_rng_state(state)
+                    elif self._runs[number]:
+                        self._call(call, is_needed=self._needed[number])
+                        self._free(number)
+        finally:
+            torch.set_rng_state(state_before)
+
+    def _free(self, number: int) -> None:
+        """Frees the memory that is not used after a call, and delivers what is wanted of it."""
+        for key in self._last_use.get(number, ()):
+            content = self._memory.pop(key)
+            if key in self._keys:
+                self._deliver(key, content)
+
+    def _call(self, call: _Call, *, is_needed: bool) -> None:
+        """Runs an operation with real tensors."""
+        scratch: dict[int, torch.UntypedStorage] = {}
+
+        def real(leaf: Any) -> Any:
+            """Returns the argument for a leaf of the recorded arguments."""
+            if isinstance(leaf, View):
+                memory = self._memory if is_needed else scratch
+                if leaf.key not in memory:
+                    bytes_of_leaf = torch.empty(leaf.num_bytes, dtype=torch.uint8, device=CPU)
+                    if not is_needed and leaf.key in call.reads:  # such as probabilities
+                        bytes_of_leaf.zero_()
+                    memory[leaf.key] = bytes_of_leaf.untyped_storage()
+                return leaf.in_memory(memory[leaf.key])
+            if isinstance(leaf, _GeneratorOfUser):
+                return self._generators[leaf.identifier]
+            return leaf
+
+        is_leaf = lambda leaf: isinstance(leaf, View)  # noqa: E731 - it is a tuple
+        args, kwargs = pytree.tree_map(real, (call.args, call.kwargs), is_leaf=is_leaf)
+        result = call.operation(*args, **kwargs)
+        if not is_needed or not call.outputs:
+            return
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        for view, tensor in zip(call.outputs, _new_tensors(made, args, kwargs), strict=True):
+            same_layout = tuple(tensor.stride()) == view.stride
+            if same_layout and tensor.untyped_storage().nbytes() == view.num_bytes:
+                self._memory[view.key] = tensor.untyped_storage()
+                continue
+            bytes_of_output = torch.empty(view.num_bytes, dtype=torch.uint8, device=CPU)
+            self._memory[view.key] = bytes_of_output.untyped_storage()
+            view.in_memory(self._memory[view.key]).copy_(tensor)
+
+
+def _new_tensors(made: list[Tensor], args: Any, kwargs: Any) -> list[Tensor]:
+    """Returns those results of an operation that are in none of its arguments' memory."""
+    known: set[int] = set()
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            known.add(storage_key(leaf))
+    return [tensor for tensor in made if storage_key(tensor) not in known]
+
+
+def _is_meta(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_meta
+
+
+# Sources
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedSource:
+    """The values of a tensor are computed by a recording."""
+
+    recording: Recording
+    view: View
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values."""
+        return self.view.shape
+
+
+@dataclass(frozen=True, eq=False)
+class FileSource:
+    """The values of a tensor are in a file."""
+
+    value: Any
+    """A tensor that is mapped from a file, or a `LazyTensor`."""
+    recorded: RecordedSource | None
+    """What would be the source without the file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values."""
+        return tuple(self.value.shape)
+
+
+Source: TypeAlias = RecordedSource | FileSource
+
+
+class Sources(dict[str, Source]):
+    """The sources of a module's own tensors, by name. Copies of the module have the same ones."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sources:
+        """Returns a dictionary of the same sources."""
+        return Sources(self)
+
+    def __reduce__(self) -> tuple[Callable[[], Sources], tuple[()]]:
+        """Leaves the sources out of pickles: recordings and open files are of this process."""
+        return Sources, ()
+
+
+def sources_of(module: nn.Module) -> Sources:
+    """Returns the sources of a module's own tensors. What is added to it is kept by the module."""
+    sources: Sources = vars(module).setdefault(SOURCES_ATTRIBUTE, Sources())
+    return sources
+
+
+def find_source(module: nn.Module, name: str, tensor: Tensor) -> Source | None:
+    """Returns where the values of a tensor on the meta device come from; None if nowhere.
+
+    Args:
+        module: which has the tensor.
+        name: of the tensor in the module.
+        tensor: it.
+    """
+    source: Source | None = vars(module).get(SOURCES_ATTRIBUTE, {}).get(name)
+    if source is not None and source.shape != tuple(tensor.shape):  # the tensor is another one
+        source = None
+    if isinstance(source, FileSource):
+        return source
+    # Where the tensor itself is known, nothing has replaced it, such as weights tied later.
+    if _latest_recording is not None and _latest_recording.knows(tensor):
+        return RecordedSource(_latest_recording, View.of(tensor))
+    return source
+
+
+@contextmanager
+def shapes_are_enough() -> Iterator[None]:
+    """Inside this context `state_dict()` of a prepared model does not draw the missing values."""
+    global _shapes_are_enough
+    before = _shapes_are_enough
+    _shapes_are_enough = True
+    try:
+        yield
+    finally:
+        _shapes_are_enough = before
+
+
+def values_are_needed() -> bool:
+    """Returns False inside of `shapes_are_enough`."""
+    return not _shapes_are_enough
+
+
+def forget_sources(module: nn.Module) -> None:
+    """Removes the sources of a module and of all modules in it, when they have been used.
+
+    What is recorded from now on is a recording of its own. Other models keep those that they need.
+    """
+    global _latest_recording
+    for part in module.modules():
+        vars(part).pop(SOURCES_ATTRIBUTE, None)
+    _latest_recording = None
+
+
+# Recording
+
+
+_latest_recording: Recording | None = None
+"""What contexts of this process add to. Models refer to it until they have values."""
+_is_recording = False
+_shapes_are_enough = False
+
+
+@contextmanager
+def deferred_init() -> Iterator[None]:
+    """A context in which models are built without memory, to be filled by `world.prepare`.
+
+    Tensors are made on the meta device, and what is done with them is recorded. `prepare` gives
+    each rank its part of the model, and what is not loaded (`lockstep.load_weights`, a checkpoint)
+    gets the values that the same code would have given it on the CPU: those of the constructor, of
+    `model.apply(...)` and `model.init_weights()` inside the context, and of buffers.
+
+    If the first model is built right after `lockstep.init`, its values have the same bits as on the
+    CPU. What is drawn after the context differs from what would be drawn after building on the CPU.
+
+    Raises:
+        UsageError: the code in the context needs a value that is not known yet.
+    """
+    global _is_recording, _latest_recording
+    if _is_recording:
+        yield
+        return
+    if _latest_recording is None:
+        _latest_recording = Recording()
+    recording = _latest_recording
+    state = torch.get_rng_state()
+    goes_on = recording.state_at_end is not None and torch.equal(recording.state_at_end, state)
+    recording.calls.append(_ContextBegins(None if goes_on else state))
+    num_calls_before = len(recording.calls)
+    modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def note_module(module: nn.Module, _name: str, _tensor: Any) -> None:
+        modules.add(module)
+
+    hooks = [
+        register_module_parameter_registration_hook(note_module),
+        register_module_buffer_registration_hook(note_module),
+        register_module_module_registration_hook(note_module),
+    ]
+
+    def draw(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Takes the place of `nn.init.trunc_normal_`."""
+        with outside_deferred_init():
+            if tensor.is_meta:
+                recording.add_drawing_function(original, tensor, args, kwargs)
+                return tensor
+        return original(tensor, *args, **kwargs)
+
+    _is_recording = True
+    try:
+        with trunc_normal_replaced(draw), _OnMeta(), _Recorder(recording):
+            yield
+    finally:
+        _is_recording = False
+        for hook in hooks:
+            hook.remove()
+    for module in list(modules):
+        for part in module.modules():
+            _note_sources(part, recording)
+    if any(isinstance(c, _Call) and c.is_random for c in recording.calls[num_calls_before:]):
+        # What is drawn next must not be the numbers that the model will be drawn from.
+        number = int(torch.empty((), dtype=torch.int64).random_())
+        torch.default_generator.manual_seed(mix_seed(number, SEED_AFTER_DEFERRED_INIT))
+        recording.state_at_end = torch.get_rng_state()
+
+
+def _note_sources(module: nn.Module, recording: Recording) -> None:
+    """Remembers that a module's tensors on the meta device have their values from a recording."""
+    own = members(module)
+    for name, tensor in [*own.parameters.items(), *own.buffers.items()]:
+        if tensor is None or not tensor.is_meta or not recording.knows(tensor):
+            continue
+        source: Source = RecordedSource(recording, View.of(tensor))
+        present = sources_of(module).get(name)
+        if isinstance(present, FileSource):  # loaded inside the context
+            source = FileSource(present.value, RecordedSource(recording, View.of(tensor)))
+        sources_of(module)[name] = source
+
+
+@contextmanager
+def outside_deferred_init() -> Iterator[None]:
+    """Inside this context nothing is recorded, and tensors are where they are."""
+    global _is_recording
+    before = _is_recording
+    _is_recording = False
+    try:
+        yield
+    finally:
+        _is_recording = before
+
+
+class _OnMeta(TorchFunctionMode):
+    """Makes tensors on the meta device in place of the CPU, and says that they are on the CPU.
+
+    Torch's own context, `torch.device("meta")`, would drop the numbers of `torch.tensor([1, 2])`.
+    And code that sees the meta device often initialises nothing, such as `nn.init.trunc_normal_`.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Is called by torch in place of each of its functions."""
+        kwargs = kwargs or {}
+        if not _is_recording:
+            return func(*args, **kwargs)
+        if func == IS_META:
+            return False
+        if func == GET_DEVICE:
+            device = func(*args, **kwargs)
+            return CPU if device == META else device
+        # `world.prepare` chooses the device.
+        if func in (torch.Tensor.cpu, torch.Tensor.cuda) and _is_meta(args[0]):
+            return args[0]
+        if func is torch.Tensor.to and _is_meta(args[0]):
+            args = tuple(META if _is_device(arg) else arg for arg in args)
+            if kwargs.get("device") is not None:
+                kwargs = {**kwargs, "device": META}
+            return func(*args, **kwargs)
+        if func is torch.Tensor.new_tensor and _is_meta(args[0]):
+            like, *args = args
+            func = torch.tensor
+            kwargs = {"dtype": like.dtype, **kwargs, "device": CPU}
+        makes_tensor = func in device_constructors()
+        is_for_cpu = _is_cpu(kwargs.get("device"))
+        is_for_default_device = makes_tensor and kwargs.get("device") is None
+        if not is_for_cpu and not is_for_default_device:
+            return func(*args, **kwargs)
+        if func not in FACTORIES_FROM_DATA:
+            return func(*args, **{**kwargs, "device": META})
+        if args and isinstance(args[0], Tensor):
+            return func(*args, **{**kwargs, "device": args[0].device})
+        requires_grad = kwargs.pop("requires_grad", False)
+        tensor = func(*args, **{**kwargs, "device": CPU})
+        return tensor.to(META).requires_grad_(requires_grad)
+
+
+def _is_device(value: Any) -> bool:
+    """Returns True for an argument that names a device."""
+    return isinstance(value, str | torch.device) or type(value) is int
+
+
+def _is_cpu(value: Any) -> bool:
+    """Returns True for an argument that names the CPU."""
+    if isinstance(value, str):
+        return value.partition(":")[0] == "cpu"
+    return isinstance(value, torch.device) and value.type == "cpu"
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds every operation with tensors on the meta device to a recording."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording = recording
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Is called by torch for every operation."""
+        kwargs = kwargs or {}
+        if not _is_recording:
+            return func(*args, **kwargs)
+        if reads_number(func) and _is_meta(args[0]):
+            # `x.item()`, as of `torch.linspace(0, rate, depth)`.
+            if self._recording.knows(args[0]):
+                return self._recording.compute(args[0]).item()
+        is_copy_to_cpu = func is COPY and _is_cpu(kwargs.get("device"))
+        if is_copy_to_cpu and self._recording.knows(args[0]):  # `x.tolist()`, for example
+            return self._recording.compute(args[0]).to(kwargs.get("dtype"))
+        result = func(*args, **kwargs)
+        self._recording.add(func, args, kwargs, result)
+        return result
