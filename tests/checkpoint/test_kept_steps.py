@@ -589,3 +589,148 @@ def test_how_often_steps_are_kept(memory: dict[str, str], tmp_path: Path) -> Non
     gave_up = by_rank[1][-1]
     assert gave_up.kept == [1, 2, 3]
     assert "steps are not kept in memory from here on" in gave_up.said
+
+
+# What people use at the same time
+
+TOGETHER = """
+import os, signal, sys
+import torch, torch.nn.functional as F, lockstep
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+kills = [int(each) for each in sys.argv[2].split(",") if each]
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dies_at = kills[attempt] if attempt < len(kills) else -1
+random = torch.Generator().manual_seed(0)
+x = torch.randn(48, 8, generator=random, dtype=torch.float64)
+y = torch.randint(3, (48,), generator=random)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from zip(x, y)
+
+
+class Best:
+    value, history = float("inf"), {}
+
+    def state_dict(self):
+        return {"value": self.value, "history": self.history}
+
+    def load_state_dict(self, state):
+        self.value, self.history = state["value"], state["history"]
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(8, 16)
+        self.last = torch.nn.Linear(16, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.calls = self.calls + 1  # another tensor in each step
+        return self.last(torch.tanh(self.first(x)))
+
+
+with lockstep.init(seed=0, device="cpu", precision="fp64") as world:
+    model = Net().double()
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizers = [
+        torch.optim.AdamW(model.first.parameters(), lr=0.01),
+        torch.optim.SGD(model.last.parameters(), lr=0.05, momentum=0.9),
+    ]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.9)  # steps after each epoch
+    model, *optimizers, schedule = world.prepare(model, *optimizers, schedule)
+    if sys.argv[1] == "stream":
+        loader = world.loader(Stream(), 12, num_micro_batches=2)
+    else:
+        loader = world.loader(TensorDataset(x, y), 12, shuffle=True, num_micro_batches=2)
+    evaluated = world.loader(TensorDataset(x, y), 16)
+    best = Best()
+    checkpoint = world.checkpoint(
+        "checkpoints", model=model, ema=ema, first=optimizers[0], last=optimizers[1],
+        schedule=schedule, loader=loader, mine=best,
+    )
+    checkpoint.resume()
+    for epoch in world.epochs(4):
+        for a, b in loader:
+            world.backward(F.cross_entropy(model(a), b))
+            if world.step == dies_at and world.rank == world.size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if world.is_last_micro_batch:
+                ema.update_parameters(model.module if world.size > 1 else model)
+                best.history[world.step] = epoch
+                if world.step % 5 == 0:
+                    checkpoint.save()
+                if world.step == 11:
+                    break  # the rest of this epoch is left out
+        schedule.step()
+        with torch.no_grad():
+            losses = [F.cross_entropy(ema(a), b, reduction="sum") for a, b in evaluated]
+            loss = float(world.sum(sum(losses)))
+        best.value = min(best.value, loss)
+    if world.is_main:
+        state = {f"ema.{name}": value for name, value in ema.state_dict().items()}
+        state.update(optimizers[1].state_dict()["state"][0])
+        state["best"] = torch.tensor(best.value)
+        state["history"] = torch.tensor(list(best.history.items()))
+        state["rate"] = torch.tensor(schedule.get_last_lr())
+        torch.save(state, "state.pt")
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("data", ["map", "stream"])
+def test_with_what_people_use_at_the_same_time(tmp_path: Path, data: str) -> None:
+    """Two optimizers, micro-batches, an average of the weights, evaluation, saves, `break`."""
+    states = []
+    for folder, size, kills in (("whole", 1, ""), ("lost", 2, "2,4,11,12")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "script.py").write_text(TOGETHER)
+        flags = [f"--nproc={size}", "--max-restarts=4", "--keep-in-memory"]
+        done = launch(["run", *flags, "script.py", data, kills], tmp_path / folder)
+        assert done.returncode == 0, done.stderr
+        for step in kills.split(",") if kills else ():
+            assert f"resumed from step {step} in memory" in done.stdout
+        states.append(torch.load(tmp_path / folder / "state.pt"))
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def train_without_loader(folder: str) -> list[tuple[int, str]]:
+    """A loop that has its batches from elsewhere calls `checkpoint.step()`."""
+    found = []
+    for until in (3, 6):
+        with lockstep.init(seed=5, device="cpu") as world:
+            net = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            net, optimizer = world.prepare(net, optimizer)
+            checkpoint = world.checkpoint(folder, model=net, optimizer=optimizer)
+            checkpoint.resume()
+            found.append((world.step, checkpoint.last_resume_note))
+            while world.step < until:
+                world.backward(net(torch.ones(2, 4)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpoint.step()
+    return found
+
+
+@pytest.mark.thorough
+def test_a_loop_without_a_loader_keeps_its_steps(memory: dict[str, str], tmp_path: Path) -> None:
+    def environment(rank: int) -> dict[str, str]:
+        return {**rank_environment(rank, 1, 1), **memory}
+
+    ((first, second),) = run_ranks(
+        train_without_loader, 1, str(tmp_path / "none"), environment=environment
+    )
+    assert first[0] == 0
+    assert second[0] == 3
+    assert second[1].startswith("resumed from step 3 in memory")

@@ -201,6 +201,11 @@ class Loader:
         """Identifies the data. It is read once, from some samples; None for a stream."""
         return read_fingerprint(self.source, self.seed)
 
+    @cached_property
+    def _fingerprint_text(self) -> str | None:
+        """The fingerprint as a state has it, which may be asked for in every step."""
+        return None if self.fingerprint is None else self.fingerprint.to_text()
+
     @property
     def first_samples_of_epoch(self) -> list[Any]:
         """Digests of the first samples of the current epoch, for a stream; otherwise empty."""
@@ -290,8 +295,8 @@ class Loader:
             "evaluations": self._evaluations_begun,
             **self._identity(),
         }
-        if self.fingerprint is not None:
-            state["data"] = self.fingerprint.to_text()
+        if self._fingerprint_text is not None:
+            state["data"] = self._fingerprint_text
         if self.mid_epoch and self._custom_plan is not None:
             state["order"] = torch.from_numpy(self._custom_plan.order)
             state["bounds"] = torch.from_numpy(self._custom_plan.bounds)

@@ -471,8 +471,16 @@ class KeptSteps(Extension):
         if self._every > 1:
             self._say(
                 f"every {self._every} steps, one is kept in memory: that takes "
-                f"{1000 * cost_s:.2g} ms, and a step takes {1000 * step_time_s:.2g} ms"
+                f"{_milliseconds(cost_s)}, and a step takes {_milliseconds(step_time_s)}"
             )
+
+
+def _milliseconds(seconds: float) -> str:
+    """Writes a time as "0.47 ms", "13 ms" or "1203 ms"."""
+    milliseconds = 1000 * seconds
+    if milliseconds < 10:
+        return f"{milliseconds:.2g} ms"
+    return f"{milliseconds:.0f} ms"
 
 
 def _nothing_to_take() -> TakenState:
