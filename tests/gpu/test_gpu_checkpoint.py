@@ -101,3 +101,39 @@ def test_the_random_state_of_a_device(device: str) -> None:
     [[first, other, again]] = run_on(shaken, 1, device)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def built_without_memory(device: str, folder: str, strategy: str) -> dict[str, dict[str, Tensor]]:
+    """The weights of a model that is drawn, and of one that is read from a folder."""
+    found = {}
+    with lockstep.init(strategy, seed=4, **settings(device)) as world:
+        for name in ("drawn", "read"):
+            with lockstep.deferred_init():
+                model = net(0.0)
+            if name == "read":
+                lockstep.load_weights(model, folder)
+            model = world.prepare(model)
+            assert {parameter.device.type for parameter in model.parameters()} == {device}
+            path = Path(folder) / strategy / f"{name}.safetensors"
+            lockstep.save_weights(model, path)
+            world.barrier()
+            loaded = net(DROP)
+            lockstep.load_weights(loaded, path)
+            found[name] = loaded.state_dict()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("device", "size"), ON_RANKS)
+def test_a_model_that_was_built_without_memory(
+    device: str, size: int, strategy: str, tmp_path: Path
+) -> None:
+    """Values are computed on the CPU and have its bits, wherever the model is."""
+    saved = net(DROP)
+    with torch.no_grad():
+        saved[0].weight.mul_(2.0)
+    lockstep.save_weights(saved, tmp_path / "model.safetensors")
+    for found in run_on(built_without_memory, size, device, str(tmp_path), strategy):
+        for name, expected in (("drawn", net(DROP)), ("read", saved)):
+            for key, value in expected.state_dict().items():
+                assert torch.equal(found[name][key], value), (name, key)

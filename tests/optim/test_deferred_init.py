@@ -243,6 +243,18 @@ def test_random_streams() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_seed_inside_the_context() -> None:
+    def build() -> nn.Module:
+        first = nn.Linear(3, 3)
+        torch.manual_seed(11)
+        return nn.Sequential(first, nn.Linear(3, 3))
+
+    on_cpu, deferred = both(build)
+    expected = tensors_of(on_cpu)
+    assert_equal_bits(computed(deferred, expected), expected)
+    assert_equal_bits(computed(deferred, ["1.bias"]), expected)
+
+
 def test_memory_that_nothing_writes_has_no_source() -> None:
     with deferred_init():
         model = nn.Module()

@@ -229,6 +229,77 @@ def test_a_folder_is_loaded_and_saved_by_every_strategy(
         assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
+# Models without memory
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    from peft import get_peft_model
+
+    sys.path.insert(0, str(FOLDER))
+    return get_peft_model(model, import_module("text").ADAPTERS)
+
+
+def without_memory(base: str, strategy: str) -> None:
+    """Drawn, read and adapted models are those of plain torch, with their rotary embeddings."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(base)
+    tokens = torch.tensor([[5, 6, 7]])
+
+    def output(model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return model.eval()(input_ids=tokens).logits
+
+    def from_config() -> nn.Module:
+        return AutoModelForCausalLM.from_config(config)
+
+    def read() -> nn.Module:
+        model = from_config()
+        lockstep.load_weights(model, base)
+        return model
+
+    torch.manual_seed(0)
+    expected = {"drawn": output(from_config())}
+    torch.manual_seed(0)
+    adapted_model = adapted(AutoModelForCausalLM.from_pretrained(base))
+    expected["adapted"] = output(adapted_model)
+    expected["read"] = output(AutoModelForCausalLM.from_pretrained(base))
+    adapters = {n: p.detach() for n, p in adapted_model.named_parameters() if "lora_" in n}
+    builds = {"drawn": from_config, "read": read, "adapted": lambda: adapted(read())}
+    with lockstep.init(strategy) as world:
+        for name, build in builds.items():
+            torch.manual_seed(0)
+            with lockstep.deferred_init():
+                model = build()
+            model = world.prepare(model)
+            torch.testing.assert_close(output(model), expected[name])
+        for name, parameter in model.named_parameters():
+            # What is tied was drawn once, and dropped.
+            is_comparable = not config.tie_word_embeddings and not parameter.is_meta
+            if name in adapters and is_comparable:
+                whole = getattr(parameter, "full_tensor", lambda p=parameter: p)()
+                assert torch.equal(whole.detach(), adapters[name]), name
+        with torch.device("meta"):
+            model = from_config()
+        lockstep.load_weights(model, base)
+        torch.testing.assert_close(output(world.prepare(model)), expected["read"])
+        with torch.device("meta"):
+            model = from_config()
+        with pytest.raises(UsageError, match="was built on the meta device"):
+            output(world.prepare(model))
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "pipeline"])
+def test_models_that_were_built_without_memory(bases: dict[str, str], strategy: str) -> None:
+    tied = strategy == "fsdp"
+    run_ranks(
+        without_memory,
+        1 if strategy == "single" else 2,
+        bases["tied" if tied else "untied"],
+        strategy,
+    )
+
+
 # The example
 
 

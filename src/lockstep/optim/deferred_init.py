@@ -122,8 +122,8 @@ class _Call:
 
 
 @dataclass(eq=False)
-class _ContextBegins:
-    """Stands where a context began."""
+class _StreamBegins:
+    """Stands where a context began, or where the script has seeded inside of one."""
 
     state: Tensor | None
     """What the random stream is set to; None if it goes on where the context before ended."""
@@ -133,10 +133,12 @@ class Recording:
     """The operations that have been called in `deferred_init`, in their order."""
 
     def __init__(self) -> None:
-        self.calls: list[_Call | _ContextBegins] = []
+        self.calls: list[_Call | _StreamBegins] = []
         self.state_at_end: Tensor | None = None
         """The state of the random stream when the last context ended. If the next one begins with
         it, that goes on where the last one ended, as on the CPU."""
+        self._state_now: Tensor | None = None
+        """The state of the process's random stream, which does not advance inside of a context."""
         self._storages: dict[int, torch.UntypedStorage] = {}
         """Keeps memory on the meta device (of no size) alive, so that keys stay unique."""
         self._copies_of_generators: dict[int, tuple[torch.Generator, torch.Generator]] = {}
@@ -147,8 +149,22 @@ class Recording:
         return storage_key(tensor) in self._storages
 
     def generator_states(self) -> list[Tensor | None]:
-        """Returns what the random stream is set to when each of the contexts begins."""
-        return [call.state for call in self.calls if isinstance(call, _ContextBegins)]
+        """Returns what the random stream is set to, by each context and seed, in order."""
+        return [call.state for call in self.calls if isinstance(call, _StreamBegins)]
+
+    def begin_context(self) -> None:
+        """Records that a context begins."""
+        state = torch.get_rng_state()
+        goes_on = self.state_at_end is not None and torch.equal(self.state_at_end, state)
+        self.calls.append(_StreamBegins(None if goes_on else state))
+        self._state_now = state
+
+    def _follow_seed(self) -> None:
+        """Records the random stream's state if the script has set it inside of the context."""
+        state = torch.get_rng_state()
+        if self._state_now is None or not torch.equal(self._state_now, state):
+            self.calls.append(_StreamBegins(state))
+            self._state_now = state
 
     def add(self, operation: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Records a call, unless it has only made a view of something."""
@@ -166,6 +182,8 @@ class Recording:
         if name in OPERATIONS_WITHOUT_VALUES:
             return
         is_random = torch.Tag.nondeterministic_seeded in operation.tags
+        if is_random:
+            self._follow_seed()
         overwrites: set[int] = set()
         if name in OPERATIONS_THAT_OVERWRITE:
             for tensor in written:
@@ -198,6 +216,7 @@ class Recording:
         self, function: Callable[..., Any], tensor: Tensor, args: Any, kwargs: dict[str, Any]
     ) -> None:
         """Records a call of a function that draws a tensor anew, as if it were one operation."""
+        self._follow_seed()
         kept_args, kept_kwargs = pytree.tree_map(self._keep, ((tensor, *args), kwargs))
         key = storage_key(tensor)
         overwrites = frozenset([key] if View.of(tensor).fills_memory() else [])
@@ -267,7 +286,7 @@ class Recording:
         # From the end: the stream only has to advance up to the last draw that is needed of it.
         for number in reversed(range(len(self.calls))):
             call = self.calls[number]
-            if isinstance(call, _ContextBegins):
+            if isinstance(call, _StreamBegins):
                 runs.append(stream_is_needed)
                 if remaining_states.pop() is not None:
                     stream_is_needed = False
@@ -328,7 +347,7 @@ class _Replay:
         runs: for each call, whether it is run. If its result is not needed, it only advances the
             random stream.
         deliver: called with the key and the content of memory.
-        states: what the random stream is set to when each of the contexts begins.
+        states: what `Recording.generator_states` returns.
     """
 
     def __init__(
@@ -369,7 +388,7 @@ class _Replay:
         try:
             with torch.no_grad():
                 for number, call in enumerate(self._recording.calls):
-                    if isinstance(call, _ContextBegins):
+                    if isinstance(call, _StreamBegins):
                         state = next(self._states)
                         if self._runs[number] and state is not None:
                             torch.set_rng_state(state)
@@ -563,9 +582,7 @@ def deferred_init() -> Iterator[None]:
     if _latest_recording is None:
         _latest_recording = Recording()
     recording = _latest_recording
-    state = torch.get_rng_state()
-    goes_on = recording.state_at_end is not None and torch.equal(recording.state_at_end, state)
-    recording.calls.append(_ContextBegins(None if goes_on else state))
+    recording.begin_context()
     num_calls_before = len(recording.calls)
     modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

@@ -336,7 +336,7 @@ class DeferredModel(Extension):
         """Has all ranks draw from the random stream of rank 0.
 
         Raises:
-            RanksDifferError: the ranks have not called `deferred_init` equally often.
+            RanksDifferError: the ranks have not called `deferred_init`, or seeded, equally often.
         """
         recordings: dict[int, Recording] = {}
         for tensor in self._tensors:
@@ -360,7 +360,8 @@ class DeferredModel(Extension):
         if any(counts != counts_of_ranks[0] for counts in counts_of_ranks):
             raise RanksDifferError(
                 "world.prepare of a model on the meta device",
-                f"ranks have called lockstep.deferred_init differently often: {counts_of_ranks}",
+                "ranks have called lockstep.deferred_init, or have seeded inside it, differently "
+                f"often: {counts_of_ranks}",
                 "build the same models in the same contexts on every rank",
             )
         for identifier, states_on_main in zip(recordings, reports[0][1], strict=True):
