@@ -226,7 +226,7 @@ print("again", *sys.argv[1:], __name__, flush=True)
 """
 
 
-@pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
+@pytest.mark.parametrize("warm", ["--warm", pytest.param("--no-warm", marks=pytest.mark.thorough)])
 def test_another_process_starts_the_ranks_if_the_first_was_killed(
     tmp_path: Path, warm: str
 ) -> None:

@@ -172,16 +172,11 @@ class KeptSteps(Extension):
 
         Args:
             attempt: a random number, the same on all ranks.
-            resumed: the step that was resumed. None: the training goes on from elsewhere, so what
-                lies in the areas is worthless.
+            resumed: the step in memory that was resumed. None: the training goes on from elsewhere.
         """
         self._attempt = attempt
         self._serial = 0 if resumed is None else resumed.serial
         self._protected = () if resumed is None else resumed.paths
-        for slot in self._looked_after():
-            for area in slot:
-                if area.path not in self._protected:
-                    area.break_seal()
         self._last_number = self._step.number
         self._last_time_s = time.perf_counter()
         self._is_on = True
@@ -189,6 +184,16 @@ class KeptSteps(Extension):
     def stop(self) -> None:
         """Keeps nothing from now on. What is kept stays, until the launcher ends."""
         self._is_on = False
+
+    def forget_others(self) -> None:
+        """Breaks the seals of what lies in the areas, except that of the step that was resumed.
+
+        Not before something is kept: it may be of another checkpoint, which is resumed next.
+        """
+        for slot in self._looked_after():
+            for area in slot:
+                if area.path not in self._protected:
+                    area.break_seal()
 
     def release(self) -> None:
         """Lets the state of the training and the areas go, at the end of the run."""
@@ -247,6 +252,8 @@ class KeptSteps(Extension):
             self._give_up(problem)
         if not self._is_on or self._has_given_up:
             return
+        if self._num_steps == 0:
+            self.forget_others()
         try:
             self._copy(number, facts)
         except Exception as error:

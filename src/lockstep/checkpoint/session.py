@@ -15,6 +15,7 @@ training goes on. Errors of that thread are carried by the next exchange.
 from __future__ import annotations
 
 import math
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -259,6 +260,9 @@ class Checkpoint:
         """
         topology = run.topology
         if memory is False or not topology.memory or topology.local_size != topology.size:
+            return None
+        # The launcher may be in another container.
+        if not all(os.access(path, os.R_OK | os.W_OK) for path in topology.memory):
             return None
         return KeptSteps(
             self.folder,
@@ -506,9 +510,12 @@ class Checkpoint:
         if self._kept is None:
             return self._resume_from_disk()
         self._attach(self._kept)
+        goes_back = self._has_resumed
         attempt, resumed, note = self._resume_kept_step(self._kept)
         found = resumed is not None or self._resume_from_disk(note)
         self._kept.start(attempt, resumed)
+        if goes_back:
+            self._kept.forget_others()
         return found
 
     def _resume_from_disk(self, more: str = "") -> bool:
