@@ -712,8 +712,10 @@ def test_operations_that_read_numbers_and_copy():
     with Operations() as operations:
         torch.ones(1).item()
         bool(torch.ones(1))
+        torch.equal(torch.ones(1), torch.ones(1))
+        torch.allclose(torch.ones(1), torch.ones(1))
         torch.ones(1).to(torch.float64)
-    assert sum(torch_compat.reads_number(each) for each in operations.called) == 2
+    assert sum(torch_compat.reads_number(each) for each in operations.called) == 4
     assert operations.called.count(torch_compat.copy_operation()) == 1
 
 

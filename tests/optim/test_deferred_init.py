@@ -270,6 +270,8 @@ def test_a_device_is_chosen_later() -> None:
         assert model.weight.device == torch.device("cpu")
         assert torch.zeros_like(model.weight, device="cpu").sum().item() == 0
         assert torch.ones(2).tolist() == [1.0, 1.0]
+        assert torch.equal(torch.ones(2), torch.tensor([1.0, 1.0]))
+        nn.utils.parametrizations.orthogonal(nn.Linear(3, 3))  # checks itself by allclose
     assert model.weight.is_meta
     assert model.weight.dtype == torch.bfloat16
     sources = sources_of(model)

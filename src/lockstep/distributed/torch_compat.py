@@ -469,10 +469,15 @@ def copy_operation() -> Any:
 
 
 def reads_number(operation: Any) -> bool:
-    """Returns True for the operation that `tensor.item()` and `bool(tensor)` call."""
+    """Returns True for operations that return a number: `tensor.item()`, `torch.equal(...)`."""
     import torch
 
-    return operation is torch.ops.aten._local_scalar_dense.default
+    aten = torch.ops.aten
+    return operation in (
+        aten._local_scalar_dense.default,
+        aten.allclose.default,
+        aten.equal.default,
+    )
 
 
 def written_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

@@ -717,13 +717,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not _is_recording:
             return func(*args, **kwargs)
-        if reads_number(func) and _is_meta(args[0]):
-            # `x.item()`, as of `torch.linspace(0, rate, depth)`.
-            if self._recording.knows(args[0]):
-                return self._recording.compute(args[0]).item()
+        if reads_number(func):
+            # Such as `x.item()` for x of `torch.linspace(0, rate, depth)`.
+            args, kwargs = pytree.tree_map(self._value_of, (args, kwargs))
         is_copy_to_cpu = func is COPY and _is_cpu(kwargs.get("device"))
         if is_copy_to_cpu and self._recording.knows(args[0]):  # `x.tolist()`, for example
             return self._recording.compute(args[0]).to(kwargs.get("dtype"))
         result = func(*args, **kwargs)
         self._recording.add(func, args, kwargs, result)
         return result
+
+    def _value_of(self, leaf: Any) -> Any:
+        """Returns the real tensor for one on the meta device, if its values are known."""
+        if _is_meta(leaf) and self._recording.knows(leaf):
+            return self._recording.compute(leaf)
+        return leaf
