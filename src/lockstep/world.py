@@ -439,8 +439,6 @@ class World:
 
         self._check_open("checkpoint")
         policy = Policy(keep=keep, every=every, best=best, busy=busy, asynchronous=asynchronous)
-        # The memory that the launcher holds has room for one checkpoint, the first.
-        is_first = not self._run.checkpoint_folders
         self._run.checkpoint_folders.append(str(folder))
         self._warn_of_unsaved_schedulers(folder, state)
         return Checkpoint(
@@ -451,7 +449,6 @@ class World:
             world=self,
             virtual_ranks=self._preparer.virtual_ranks,
             common_stream=self._preparer.streams,
-            rounds_in_memory=is_first,
             memory=memory,
             unsettled_world_state=self._unsettled_state_dict,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import warnings
@@ -29,11 +30,13 @@ from lockstep.checkpoint.kept_reading import (
     KeptStep,
     PartReport,
     choose_step,
+    read_random_state,
     read_step,
     report_parts,
 )
 from lockstep.checkpoint.memory_area import Area
 from lockstep.checkpoint.modules import plain_state_dict
+from lockstep.checkpoint.partner_copies import find_partners
 from lockstep.checkpoint.sharding import copy_to_memory
 from lockstep.distributed.torch_compat import copy_to_each
 from lockstep.extensions.ledger.judge import judge
@@ -58,10 +61,35 @@ def areas_of(memory: dict[str, str]) -> list[Area]:
 # An area
 
 
+def header_of(rank: int, size: int, sections: str = "[]") -> bytes:
+    facts = {
+        "rank": rank,
+        "world_size": size,
+        "folder": "x",
+        "machine": 0,
+        "ranks_on_machine": size,
+        "is_replica": False,
+        "strategy": "ddp",
+    }
+    return f'{{"facts": {json.dumps(facts)}, "sections": {sections}}}'.encode()
+
+
+def reports_of(areas: list[Area]) -> list[dict[str, Any]]:
+    return report_parts(areas, holder=0, machine=0)
+
+
+def read_all(chosen: KeptStep) -> dict[str, Any]:
+    """Reads a step that one machine has kept."""
+    paths = [chosen.copies_of(rank)[0].path for (ranks,) in [chosen.choices] for rank in ranks]
+    random_states = [read_random_state(path) for path in paths]
+    step = read_step(paths, ["model"], random_states, lacks_shards=False)
+    return copy_to_memory(step)
+
+
 def write(area: Area, serial: int, value: int) -> None:
     area.begin(header_bytes=100, values_bytes=64)
     area.view(area.values_at, torch.int64, (8,)).fill_(value)
-    area.set_seal(1, serial, 10 * serial, b'{"facts": {"rank": 0, "world_size": 1, "folder": "x"}}')
+    area.set_seal(1, serial, 10 * serial, header_of(0, 1))
 
 
 def test_what_is_damaged_is_not_taken_for_a_step(memory: dict[str, str]) -> None:
@@ -71,7 +99,7 @@ def test_what_is_damaged_is_not_taken_for_a_step(memory: dict[str, str]) -> None
     seal = Area(area.path).seal  # as another process sees it
     assert seal is not None
     assert (seal.serial, seal.step) == (3, 30)
-    assert len(report_parts([area])) == 1
+    assert len(reports_of([area])) == 1
     places = {"seal": 20, "header": 4096 + 5, "values": area.values_at + 9}
     for place, offset in places.items():
         with open(area.path, "r+b") as file:
@@ -80,28 +108,77 @@ def test_what_is_damaged_is_not_taken_for_a_step(memory: dict[str, str]) -> None
             file.seek(offset)
             file.write(bytes([byte[0] ^ 4]))
             file.flush()
-            assert report_parts([area]) == [], place
+            assert reports_of([area]) == [], place
             file.seek(offset)
             file.write(byte)
-    assert len(report_parts([area])) == 1
+    assert len(reports_of([area])) == 1
     area.begin(header_bytes=100, values_bytes=64)  # and then it is killed
-    assert report_parts([area]) == []
+    assert reports_of([area]) == []
     area.free()
     assert os.stat(area.path).st_size == 4096
 
 
-def report(path: str, serial: int, rank: int, size: int = 2, attempt: int = 1) -> PartReport:
-    return PartReport(path, attempt, serial, 10 * serial, rank, size, "folder")
+def report(
+    path: str, serial: int, rank: int, size: int = 2, attempt: int = 1, **more: Any
+) -> PartReport:
+    usual: dict[str, Any] = {
+        "writer_machine": 0,
+        "writers_on_machine": size,
+        "is_replica": False,
+        "strategy": "fsdp",
+        "num_bytes": 4096,
+        "holder": rank,
+        "machine": 0,
+    }
+    where = (path, attempt, serial, 10 * serial, rank, size, "folder")
+    return PartReport(*where, **{**usual, **more})
 
 
 def test_the_newest_step_of_which_all_parts_are_there_is_chosen() -> None:
     parts = [report("a", 4, 0), report("b", 5, 0), report("c", 4, 1), report("d", 3, 1)]
     chosen = choose_step(parts, "folder")
-    assert chosen == KeptStep(attempt=1, serial=4, step=40, paths=("a", "c"))
+    assert chosen is not None
+    assert (chosen.attempt, chosen.serial, chosen.step) == (1, 4, 40)
+    assert chosen.paths_on(0) == {"a", "c"}
+    assert chosen.choices == ((0, 1),)
     assert choose_step(parts, "another folder") is None
     # A part of another attempt makes no step complete.
     others = [report("a", 5, 1), report("b", 5, 0, attempt=2)]
     assert choose_step(others, "folder") is None
+
+
+def test_a_lost_machine_takes_only_what_no_other_one_has() -> None:
+    """Of two machines with two ranks each, the second is lost."""
+    here = {"writer_machine": 0, "writers_on_machine": 2}
+    there = {"writer_machine": 1, "writers_on_machine": 2}
+    shards = [report(f"own {rank}", 4, rank, size=4, **here) for rank in range(2)]
+    assert choose_step(shards, "folder") is None
+    copies = [report(f"copy {rank}", 4, rank, size=4, **there) for rank in (2, 3)]
+    chosen = choose_step(shards + copies, "folder")
+    assert chosen is not None
+    assert chosen.choices == ((0, 1, 2, 3),)
+    equal = {**here, "is_replica": True}
+    replicas = [report(f"own {rank}", 4, rank, size=4, **equal) for rank in range(2)]
+    chosen = choose_step(replicas, "folder")
+    assert chosen is not None
+    assert chosen.choices == ((0, 1),)
+    assert choose_step(replicas[:1], "folder") is None
+
+
+@pytest.mark.parametrize(
+    ("places", "partners"),
+    [
+        ([(0, 0), (0, 1)], None),
+        ([(0, 0), (0, 1), (1, 0)], None),
+        ([(0, 0), (0, 1), (1, 0), (1, 1)], [(2, 2), (3, 3), (0, 0), (1, 1)]),
+        ([(4, 0), (7, 0), (9, 0)], [(1, 2), (2, 0), (0, 1)]),
+    ],
+)
+def test_machines_copy_in_a_ring(
+    places: list[tuple[int, int]], partners: list[tuple[int, int]] | None
+) -> None:
+    found = [find_partners(places, rank) for rank in range(len(places))]
+    assert found == ([None] * len(places) if partners is None else partners)
 
 
 # The layout
@@ -177,15 +254,14 @@ def test_a_state_divided_between_ranks_is_read_as_one(memory: dict[str, str], si
             sections = sections_of(state, ["model"], ["optimizer"], [])
             sections.append(Section(RANDOM, ("state",), {"rank": rank}, True, False))
             layout.update(sections)
-            facts = f'{{"rank": {rank}, "world_size": {size}, "folder": "x"}}'
-            header = f'{{"facts": {facts}, "sections": {layout.header_sections}}}'.encode()
+            header = header_of(rank, size, layout.header_sections)
             areas[rank].begin(len(header), layout.num_bytes)
             copy_to_each(layout.places(areas[rank]), layout.sources)
             areas[rank].set_seal(1, serial, serial, header)
-        reports = [PartReport(**part) for part in report_parts(areas)]
+        reports = [PartReport(**part) for part in reports_of(areas)]
         chosen = choose_step(reports, "x")
         assert chosen is not None
-        saved = copy_to_memory(read_step(chosen, ["model"]))
+        saved = read_all(chosen)
         assert [each["rank"] for each in saved.pop("random")] == list(range(size))
         saved.pop("manifest")
         assert saved.keys() == state.keys()
@@ -298,6 +374,70 @@ def test_any_strategy_goes_on_from_what_any_other_has_kept(
 
 def alone(rank: int) -> dict[str, str]:
     return {}
+
+
+# Several machines
+
+
+# In each piece: the strategy, and the machines, by the number of their memory, with as many ranks.
+FEW_MACHINES = [
+    ("fsdp", {0: 1, 1: 1}),  # machine 1 is lost:
+    ("fsdp", {0: 1}),  # machine 2 joins:
+    ("ddp", {0: 1, 2: 1}),  # machine 0 is lost:
+    ("fsdp", {2: 2}),
+]
+MANY_MACHINES = [
+    *(("fsdp", {0: 1, 1: 1, 2: 1}), ("ddp", {0: 1, 2: 1}), ("ddp", {1: 1, 2: 1})),
+    *(("pipeline", {1: 1, 2: 1}), ("single", {2: 1}), ("hsdp", {2: 1, 0: 1})),
+    *(("fsdp", {0: 2, 2: 1}), ("fsdp", {2: 1, 0: 2}), ("ddp", {0: 2, 2: 1}), ("ddp", {2: 1})),
+]
+
+
+@pytest.mark.parametrize(
+    "pieces", [FEW_MACHINES, pytest.param(MANY_MACHINES, marks=THOROUGH)], ids=len
+)
+def test_machines_are_lost_and_join(
+    tmp_path: Path, pieces: list[tuple[str, dict[int, int]]]
+) -> None:
+    """A machine that is not in a piece has lost its memory."""
+    folder = str(tmp_path / "checkpoints")
+    until = 0
+    weights: dict[str, Tensor] = {}
+    held: dict[int, StepMemory] = {}
+    for number, (strategy, machines) in enumerate(pieces):
+        before = until
+        until += 3
+        for lost in held.keys() - machines.keys():
+            held.pop(lost).close()
+        for machine in machines.keys() - held.keys():
+            held[machine] = StepMemory(2)
+        store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        size = sum(machines.values())
+        places = [(m, local) for m, count in machines.items() for local in range(count)]
+
+        def environment(rank: int) -> dict[str, str]:
+            machine, local_rank = places[rank]  # noqa: B023
+            return {
+                **rank_environment(rank, size, store.port),  # noqa: B023
+                **held[machine].variables,
+                "GROUP_RANK": str(list(machines).index(machine)),  # noqa: B023
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(machines[machine]),  # noqa: B023
+            }
+
+        parts = run_ranks(train, size, *(strategy, folder, until), environment=environment)
+        weights = {}
+        for found, note in parts:
+            weights |= found
+            if number > 0:
+                assert f"resumed from step {before} in memory" in note
+    for memory in held.values():
+        memory.close()
+    assert not os.path.exists(folder)
+    ((expected, _),) = run_ranks(train, 1, "single", folder, until, environment=alone)
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
 
 
 # Ranks that are killed
@@ -472,7 +612,7 @@ def train_with_noise(folder: str) -> tuple[list[int], list[bool]]:
         steps = sorted(report.step for report in reports)
         chosen = choose_step(reports, kept.folder)
         assert chosen is not None
-        saved = copy_to_memory(read_step(chosen, ["model"]))
+        saved = read_all(chosen)
         assert torch.equal(saved["model"]["weight"], model.weight.detach())
         return steps, noticed
 

@@ -73,7 +73,6 @@ OTHERWISE = {
 }
 ONLY_HERE = {
     "GLOO_SOCKET_IFNAME": "the interface of the run",
-    "LOCKSTEP_MEMORY": "files in memory, where ranks may be started again",
     "LOCKSTEP_STEP_MEMORY": "files in memory, where ranks may be started again",
     "LOCKSTEP_EVIDENCE": "what its launcher reads of it, in memory",
     "LOCKSTEP_LAUNCHER": "who started it",

@@ -28,6 +28,7 @@ from torch import Tensor
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.encoding import DTYPES_STORED_AS_BYTES, Encoder, KeyPath, Tree
 from lockstep.checkpoint.formats.safetensors import CODE_OF_DTYPE
+from lockstep.checkpoint.kept_reading import RANDOM
 from lockstep.checkpoint.lazy_tensor import Shape
 from lockstep.checkpoint.memory_area import ALIGNMENT, Area, round_up
 from lockstep.checkpoint.shards import Box
@@ -100,6 +101,8 @@ class _Known:
     leaves: list[Any]
     locals: list[Tensor]
     """See `_Taken`."""
+    is_partial: bool
+    """See `Section`."""
     has_shards: bool
     """True if some leaves are DTensors."""
     has_arrays: bool
@@ -145,6 +148,17 @@ class KeptLayout:
     def header_sections(self) -> str:
         """The descriptions of all sections, as a list in JSON."""
         return "[" + ", ".join(known.text for known in self._known.values()) + "]"
+
+    @property
+    def has_own_parts(self) -> bool:
+        """True if there are shards, stages or the like, of which each rank keeps what it has.
+
+        The random states do not count. A machine may be without those of other machines.
+        """
+        for (file, _), known in self._known.items():
+            if known.has_shards or (known.is_partial and file != RANDOM):
+                return True
+        return False
 
     def leaves(self) -> list[Any]:
         """Returns the tensor of the state that each of `sources` is, or is a part of."""
@@ -239,6 +253,7 @@ class KeptLayout:
             tree=json.dumps(tree, allow_nan=False) if has_tree else None,
             leaves=taken.leaves,
             locals=taken.locals,
+            is_partial=section.is_partial,
             has_shards=any(kind.is_sharded for kind in taken.kinds),
             has_arrays=any(kind.device is None for kind in taken.kinds),
             addresses=addresses,

@@ -1,8 +1,10 @@
 """Finds the newest step that the ranks of a run have kept in memory, and reads it.
 
 What one rank has kept of a step is a *part*, in one of its two areas. The parts of all ranks with
-the same attempt and serial number are a *kept step*; it is complete if the part of every rank is
-sealed.
+the same attempt and serial number are a *kept step*. It is complete if the part of every rank is
+there, on its machine or as a copy on another one (`partner_copies`). If no rank has kept anything
+that others have not, such as a shard, the parts of the ranks of one machine are enough.
+
 The ranks of a later attempt, which may be fewer, tell each other what lies in the areas, choose the
 same step, and read it as a checkpoint on disk: values are read when they are loaded, and of a shard
 only what a rank needs.
@@ -11,6 +13,7 @@ only what a rank needs.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +27,7 @@ from lockstep.checkpoint.encoding import DTYPE_OF_CODE, decode
 from lockstep.checkpoint.formats.safetensors import TensorInFile
 from lockstep.checkpoint.lazy_tensor import Shape
 from lockstep.checkpoint.memory_area import Area
+from lockstep.checkpoint.sharding import copy_to_memory
 from lockstep.checkpoint.shards import Shard, TensorInShards, join_shards
 from lockstep.errors import CheckpointError
 
@@ -45,6 +49,20 @@ class PartReport:
     world_size: int
     folder: str
     """The folder of the checkpoint that it belongs to."""
+    writer_machine: int
+    """The number that the machine of the rank that has written it had then."""
+    writers_on_machine: int
+    """How many ranks that machine had then."""
+    is_replica: bool
+    """True if no rank has kept anything that the ranks of each machine do not have together."""
+    strategy: str
+    """The strategy of the rank that has written it."""
+    num_bytes: int
+    """How much of the area is in use."""
+    holder: int
+    """The rank that reports it, and has access to the area."""
+    machine: int
+    """The number of the machine on which the area is now."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +72,28 @@ class KeptStep:
     attempt: int
     serial: int
     step: int
-    paths: tuple[str, ...]
-    """The areas with the parts, in the order of the ranks that have written them."""
+    copies: tuple[PartReport, ...]
+    """All parts that are there; of one part there may be several copies."""
+    choices: tuple[tuple[int, ...], ...]
+    """Sets of ranks; the parts of the ranks of one set are the whole state."""
+
+    def paths_on(self, machine: int) -> set[str]:
+        """Returns the paths of the areas of a machine in which something of the step is."""
+        return {copy.path for copy in self.copies if copy.machine == machine}
+
+    def copies_of(self, rank: int) -> list[PartReport]:
+        """Returns the copies of the part of a rank."""
+        return [copy for copy in self.copies if copy.rank == rank]
 
 
-def report_parts(areas: Sequence[Area]) -> list[dict[str, Any]]:
-    """Returns a `PartReport` of each area that is sealed and undamaged, as JSON."""
+def report_parts(areas: Sequence[Area], *, holder: int, machine: int) -> list[dict[str, Any]]:
+    """Returns a `PartReport` of each area that is sealed and undamaged, as JSON.
+
+    Args:
+        areas: on this machine.
+        holder: this rank.
+        machine: the number of this machine.
+    """
     reports = []
     for area in areas:
         seal = area.seal
@@ -77,59 +111,102 @@ def report_parts(areas: Sequence[Area]) -> list[dict[str, Any]]:
             rank=facts["rank"],
             world_size=facts["world_size"],
             folder=facts["folder"],
+            writer_machine=facts["machine"],
+            writers_on_machine=facts["ranks_on_machine"],
+            is_replica=facts["is_replica"],
+            strategy=facts["strategy"],
+            num_bytes=seal.end,
+            holder=holder,
+            machine=machine,
         )
         reports.append(asdict(report))
     return reports
 
 
 def choose_step(reports: Sequence[PartReport], folder: str) -> KeptStep | None:
-    """Returns the newest step of which the parts of all ranks are there; None: there is none.
+    """Returns the newest step that is complete; None: there is none.
 
     Args:
         reports: the parts in all areas.
         folder: parts that belong to the checkpoints of another folder are left out.
     """
-    parts_of_step: dict[tuple[int, int], dict[int, PartReport]] = {}
+    copies_of_step: dict[tuple[int, int], list[PartReport]] = {}
     for report in reports:
-        if report.folder != folder:
-            continue
-        key = report.attempt, report.serial
-        if key not in parts_of_step:
-            parts_of_step[key] = {}
-        parts_of_step[key][report.rank] = report
+        if report.folder == folder:
+            copies_of_step.setdefault((report.attempt, report.serial), []).append(report)
     newest: KeptStep | None = None
-    for (attempt, serial), part_of_rank in parts_of_step.items():
-        any_part = next(iter(part_of_rank.values()))
-        if len(part_of_rank) < any_part.world_size:
+    for (attempt, serial), copies in copies_of_step.items():
+        choices = _complete_sets(copies)
+        if not choices:
             continue
-        paths = tuple(part_of_rank[rank].path for rank in sorted(part_of_rank))
-        kept = KeptStep(attempt, serial, any_part.step, paths)
+        kept = KeptStep(attempt, serial, copies[0].step, tuple(copies), choices)
         # Of one step there may be two: before and after what a loop does at the end of an epoch.
         if newest is None or (kept.step, kept.serial) > (newest.step, newest.serial):
             newest = kept
     return newest
 
 
-def read_step(kept: KeptStep, module_names: Sequence[str]) -> dict[str, Any]:
+def _complete_sets(copies: Sequence[PartReport]) -> tuple[tuple[int, ...], ...]:
+    """Returns the sets of ranks whose parts are the whole state of a step.
+
+    Args:
+        copies: what there is of the parts of the step.
+    """
+    any_part = copies[0]
+    ranks_there = {copy.rank for copy in copies}
+    all_ranks = tuple(range(any_part.world_size))
+    if not all(copy.is_replica for copy in copies):
+        return (all_ranks,) if len(ranks_there) == any_part.world_size else ()
+    ranks_of_machine: dict[int, set[int]] = {}
+    size_of_machine: dict[int, int] = {}
+    for copy in copies:
+        ranks_of_machine.setdefault(copy.writer_machine, set()).add(copy.rank)
+        size_of_machine[copy.writer_machine] = copy.writers_on_machine
+    sets = []
+    for machine, ranks in sorted(ranks_of_machine.items()):
+        if len(ranks) == size_of_machine[machine]:
+            sets.append(tuple(sorted(ranks)))
+    return tuple(sets)
+
+
+def read_random_state(path: str) -> dict[str, Any]:
+    """Returns the random state of the rank that has written an area.
+
+    Raises:
+        CheckpointError: the area has changed.
+    """
+    part = _Part(path)
+    state: dict[str, Any] = _read_file([part], RANDOM, lacks_shards=False)["state"]
+    in_memory: dict[str, Any] = copy_to_memory(state)
+    return in_memory
+
+
+def read_step(
+    paths: Sequence[str],
+    module_names: Sequence[str],
+    random_states: Sequence[Any],
+    *,
+    lacks_shards: bool,
+) -> dict[str, Any]:
     """Returns the states of a kept step by name, with its `manifest` and the `random` states.
 
     Args:
-        kept: the step.
+        paths: the areas with the parts of a complete set, in the order of their ranks.
         module_names: the names of the modules in it.
+        random_states: of all ranks; None where it is not known.
+        lacks_shards: True if there are shards in other parts, on other machines, which no rank of
+            this machine needs.
 
     Raises:
         CheckpointError: the parts do not fit together.
     """
-    parts = [_Part(path) for path in kept.paths]
+    parts = [_Part(path) for path in paths]
     names = {section["file"] for part in parts for section in part.sections}
     saved: dict[str, Any] = {}
     for name in names - {layout.TRAINING, RANDOM}:
-        saved[name] = _read_file(parts, name)
-    saved.update(_read_file(parts, layout.TRAINING))
-    rng_states = []
-    for part in parts:
-        rng_states.append(_read_file([part], RANDOM)["state"])
-    saved[RANDOM] = rng_states
+        saved[name] = _read_file(parts, name, lacks_shards=lacks_shards)
+    saved.update(_read_file(parts, layout.TRAINING, lacks_shards=lacks_shards))
+    saved[RANDOM] = list(random_states)
     saved["manifest"] = {**parts[0].facts, "modules": list(module_names)}
     return saved
 
@@ -181,12 +258,47 @@ class _Part:
         return self._area.view(tensor.offset, tensor.dtype, tensor.shape)
 
 
-def _read_file(parts: Sequence[_Part], file: str) -> Any:
+class _ShardsOfThisMachine(TensorInShards):
+    """A tensor of which some shards are on other machines: each rank reads its own shard only."""
+
+    def read_box(self, offsets: Shape, sizes: Shape) -> Tensor:
+        """Returns the values of a shard.
+
+        Raises:
+            CheckpointError: there is no shard with this offset and size.
+        """
+        if 0 in sizes:
+            return torch.empty(sizes, dtype=self.dtype)
+        for shard in self.shards:
+            if shard.offsets == offsets and shard.sizes == sizes:
+                return shard.values.read()
+        raise self._not_here()
+
+    def read_range(self, begin: int, end: int) -> Tensor:
+        """Raises an error, unless nothing is asked for.
+
+        Raises:
+            CheckpointError: `begin` is less than `end`.
+        """
+        if begin < end:
+            raise self._not_here()
+        return torch.empty(0, dtype=self.dtype)
+
+    def _not_here(self) -> CheckpointError:
+        return CheckpointError(
+            f"resuming {self.name} from memory",
+            "this rank needs a shard that another machine has kept",
+            "resume from the last checkpoint on disk",
+        )
+
+
+def _read_file(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -> Any:
     """Returns the state of a module, or the states of everything else by name.
 
     Args:
-        parts: of all ranks.
+        parts: of a complete set of ranks.
         file: the name of the module, `layout.TRAINING` or `RANDOM`.
+        lacks_shards: as in `read_step`.
     """
     whole_tensors: dict[str, Tensor] = {}
     boxes_of_tensor: dict[str, dict[tuple[Shape, Shape], TensorInFile]] = {}
@@ -208,6 +320,9 @@ def _read_file(parts: Sequence[_Part], file: str) -> Any:
         shards = []
         for (offsets, sizes), tensor in boxes_of_tensor.get(name, {}).items():
             shards.append(Shard(offsets, tensor.view_as(dtype, sizes)))
+        num_elements = sum(shard.values.num_elements for shard in shards)
+        if lacks_shards and num_elements < math.prod(shape):
+            return _ShardsOfThisMachine(name, dtype, shape, tuple(shards))
         return join_shards(name, dtype, shape, shards)
 
     return decode(tree, whole_tensors, find_shards)

@@ -2,7 +2,8 @@
 
 What is kept is what `world.checkpoint(...)` would save. It lies in memory of the launcher, two
 *areas* for each rank (`memory_area`); the ranks that it starts after a failure read it like a
-checkpoint on disk (`kept_reading`). Nothing is written to a disk, and nothing is sent.
+checkpoint on disk (`kept_reading`). Nothing is written to a disk. What no other machine has is sent
+to one of them (`partner_copies`).
 
 When it is kept: when the training loop asks a loader for its next micro-batch, and an optimizer has
 stepped since it last asked. All that the loop does with a batch is done then, also what follows on
@@ -32,6 +33,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +45,7 @@ from lockstep.checkpoint.background_copy import BackgroundCopy
 from lockstep.checkpoint.kept_layout import KeptLayout, Section
 from lockstep.checkpoint.kept_reading import KeptStep, report_parts
 from lockstep.checkpoint.memory_area import Area, Seal
+from lockstep.checkpoint.partner_copies import PartnerCopies, find_partners
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.control_groups import available_memory
 from lockstep.distributed.torch_compat import copy_to_each
@@ -55,7 +58,12 @@ MAX_COST = 0.02
 """The part of a step's time that keeping it may take."""
 MAX_SHARE_OF_FREE_MEMORY = 0.8
 """Keeping steps may take this part of the free memory: the script needs some of the rest."""
-AREAS_PER_RANK = 2
+MAX_SHARE_OF_LINK = 0.1
+"""The part of the time that copies to another machine may take on the link between the machines,
+which the training itself uses too."""
+OWN_AREAS = 2
+AREAS_PER_RANK = 4
+"""Those of a rank itself, and those for copies of what a rank of another machine keeps."""
 NUM_WARM_UP_STEPS = 3
 """The first steps are slow, and in the second the layout may change: they are not measured."""
 NUM_MEASURED_STEPS = 8
@@ -87,6 +95,8 @@ class KeptSteps(Extension):
         steady_ids: returns the ids of tensors that only a prepared optimizer changes, in its step.
         say: prints a line on rank 0.
         every_step: True to keep every step whatever it costs, and to fail where memory is short.
+        timeout: how long a rank may wait for another one; None: torch's default.
+        bandwidth: bytes a second that a machine sends to another one; None: it was not measured.
     """
 
     def __init__(
@@ -99,6 +109,8 @@ class KeptSteps(Extension):
         say: Callable[[str], None],
         *,
         every_step: bool,
+        timeout: timedelta | None,
+        bandwidth: float | None,
     ) -> None:
         topology = collectives.topology
         self.folder = str(folder.absolute())
@@ -112,11 +124,20 @@ class KeptSteps(Extension):
             self._background = BackgroundCopy(collectives.device)
         self._say = say
         self._every_step = every_step
+        self._timeout = timeout
+        self._bandwidth = bandwidth
+        self._is_replica = True
+        """True if no rank keeps anything that the ranks of each machine do not have together."""
+        self._partner: PartnerCopies | None = None
+        """Copies to another machine. None: there is none, or it has everything anyway."""
+        self._bytes_on_machine = 0
+        """How much the ranks of this machine keep of a step."""
         self._layout = KeptLayout(topology.local_rank, topology.local_size)
         self._slots: list[list[Area]] = []
-        """The two areas of each rank that the launcher has started in any attempt, by local rank.
-        Empty before `open`."""
+        """The areas of each rank that the launcher has started in any attempt, by local rank. Empty
+        before `open`."""
         self._own: list[Area] = []
+        """The two areas of this rank. The other two of its slot are for copies."""
         self._places: dict[int, list[Tensor]] = {}
         """Where the values are copied to, by the number of the area."""
         self._version_of_places: dict[int, int] = {}
@@ -125,7 +146,7 @@ class KeptSteps(Extension):
         """See `memory_area.Seal`."""
         self._last_area = 0
         """The number of the area that was sealed last."""
-        self._protected: tuple[str, ...] = ()
+        self._protected: set[str] = set()
         """The areas with the step that was resumed, until a later one is complete."""
         self._is_on = False
         self._has_given_up = False
@@ -157,11 +178,13 @@ class KeptSteps(Extension):
         areas = [Area(path) for path in self._topology.memory]
         for begin in range(0, len(areas), AREAS_PER_RANK):
             self._slots.append(areas[begin : begin + AREAS_PER_RANK])
-        self._own = self._slots[self._topology.local_rank]
+        self._own = self._slots[self._topology.local_rank][:OWN_AREAS]
 
     def report(self) -> list[dict[str, Any]]:
         """Returns the reports of the areas that this rank looks after."""
-        return report_parts([area for slot in self._looked_after() for area in slot])
+        areas = [area for slot in self._looked_after() for area in slot]
+        topology = self._topology
+        return report_parts(areas, holder=topology.rank, machine=topology.node_rank)
 
     def _looked_after(self) -> list[list[Area]]:
         """Returns the slots that this rank looks after: its own, and some that no rank has now."""
@@ -176,7 +199,9 @@ class KeptSteps(Extension):
         """
         self._attempt = attempt
         self._serial = 0 if resumed is None else resumed.serial
-        self._protected = () if resumed is None else resumed.paths
+        self._protected = set()
+        if resumed is not None:
+            self._protected = resumed.paths_on(self._topology.node_rank)
         self._last_number = self._step.number
         self._last_time_s = time.perf_counter()
         self._is_on = True
@@ -194,6 +219,12 @@ class KeptSteps(Extension):
             for area in slot:
                 if area.path not in self._protected:
                     area.break_seal()
+
+    def close(self, failed: bool) -> None:
+        """Waits until the last step is with the partner, if this rank ends well."""
+        if self._partner is not None and not failed:
+            self._partner.wait()
+        self._partner = None
 
     def release(self) -> None:
         """Lets the state of the training and the areas go, at the end of the run."""
@@ -217,12 +248,14 @@ class KeptSteps(Extension):
         """Keeps the present step, unless it is one of those that are passed over."""
         number = self._step.number
         self._wait_for_copy()
+        step_time_s = time.perf_counter() - self._last_time_s
+        if self._partner is not None and number % self._every == 0:
+            self._partner.wait()  # until the last step that was kept is on two machines
         begun_at_s = time.perf_counter()
-        step_time_s = begun_at_s - self._last_time_s
         cost_before_s = self._waited_s
         self._waited_s = 0.0
         self._last_number = number
-        if number % self._every == 0 and not self._has_given_up:
+        if number % self._every == 0:
             phase_before = self._step.enter_phase("checkpoint")
             try:
                 self._keep(number)
@@ -239,6 +272,24 @@ class KeptSteps(Extension):
         Args:
             number: the optimizer steps that are done.
         """
+        area: Area | None = None
+        self._serial += 1
+        if not self._has_given_up:
+            area = self._update_and_copy(number)
+        # What a copy costs is known when it is decided how often a step is kept, and not before: on
+        # a slow network the first copies would hold up the training.
+        if self._partner is not None and self._is_on and not self._is_measuring:
+            self._partner.start(area, self._serial)
+
+    def _update_and_copy(self, number: int) -> Area | None:
+        """Finds out what is to be copied, and copies it to an area.
+
+        Args:
+            number: the optimizer steps that are done.
+
+        Returns:
+            The area; None if this rank keeps nothing any more.
+        """
         problem: Exception | None = None
         facts: dict[str, Any] = {}
         try:
@@ -251,23 +302,26 @@ class KeptSteps(Extension):
         elif problem is not None:
             self._give_up(problem)
         if not self._is_on or self._has_given_up:
-            return
+            return None
         if self._num_steps == 0:
             self.forget_others()
         try:
-            self._copy(number, facts)
+            return self._copy(number, facts)
         except Exception as error:
             self._give_up(error)
+            return None
 
-    def _copy(self, number: int, facts: dict[str, Any]) -> None:
-        """Copies what the layout names to an area, and seals it."""
-        self._serial += 1
+    def _copy(self, number: int, facts: dict[str, Any]) -> Area:
+        """Copies what the layout names to an area, seals it, and returns it."""
         topology = self._topology
         all_facts = {
             **facts,
             "folder": self.folder,
             "rank": topology.rank,
             "world_size": topology.size,
+            "machine": topology.node_rank,
+            "ranks_on_machine": topology.local_size,
+            "is_replica": self._is_replica,
         }
         facts_text = json.dumps(all_facts)
         sections_text = self._layout.header_sections
@@ -285,6 +339,7 @@ class KeptSteps(Extension):
             seal()
         else:
             self._copy_in_background(self._background, self._places[place], seal)
+        return area
 
     def _copy_in_background(
         self, background: BackgroundCopy, places: Sequence[Tensor], seal: Callable[[], None]
@@ -338,18 +393,23 @@ class KeptSteps(Extension):
         """
         is_first = self._num_steps == 0
         if is_first:
-            for number, area in enumerate(self._own):
-                if area.path not in self._protected:
-                    return number
+            return self._first_unprotected(self._own)
         deadline = time.perf_counter() + MAX_WAIT_FOR_PEERS_S
         while not self._last_is_complete():
             if time.perf_counter() > deadline or self._a_peer_has_given_up():
                 return self._last_area  # the other one has the last complete step
             time.sleep(POLL_INTERVAL_S)
         if self._protected:
-            self._protected = ()
+            self._protected = set()
             self._free_unused_slots()
         return 1 - self._last_area
+
+    def _first_unprotected(self, areas: Sequence[Area]) -> int:
+        """Returns the number of the first area without a part of the step that was resumed.
+
+        There is one: of two areas that were written in turn, one has another step.
+        """
+        return next(i for i, area in enumerate(areas) if area.path not in self._protected)
 
     def _last_is_complete(self) -> bool:
         """Returns True if all ranks of this machine have sealed what this rank has sealed last."""
@@ -385,17 +445,25 @@ class KeptSteps(Extension):
         Raises:
             CheckpointError: it is short, or a state cannot be stored, and every step was asked for.
         """
-        needed = AREAS_PER_RANK * self._layout.num_bytes
-        held = sum(area.file_bytes for area in self._own)
+        own_slot = self._slots[self._topology.local_rank]
         answers = self._collectives.exchange(
             {
-                "needed": needed,
-                "new": max(0, needed - held),
+                "bytes": self._layout.num_bytes,
+                "held": sum(area.file_bytes for area in own_slot),
                 "available": available_memory(),
                 "machine": self._topology.node_rank,
+                "local_rank": self._topology.local_rank,
+                "is_replica": not self._layout.has_own_parts,
                 "problem": None if problem is None else str(problem),
             }
         )
+        self._is_replica = all(answer["is_replica"] for answer in answers)
+        places = [(answer["machine"], answer["local_rank"]) for answer in answers]
+        partners = None if self._is_replica else find_partners(places, self._topology.rank)
+        num_areas = OWN_AREAS if partners is None else AREAS_PER_RANK
+        for answer in answers:
+            answer["needed"] = num_areas * answer["bytes"]
+            answer["new"] = max(0, answer["needed"] - answer["held"])
         problems = [answer["problem"] for answer in answers if answer["problem"] is not None]
         if problems:
             if self._every_step and isinstance(problem, LockstepError):
@@ -413,14 +481,37 @@ class KeptSteps(Extension):
                     "use fsdp, which divides the state, start fewer processes, or free some memory",
                 )
                 return
+        on_this_machine = [a for a in answers if a["machine"] == self._topology.node_rank]
+        self._bytes_on_machine = sum(answer["bytes"] for answer in on_this_machine)
+        if partners is not None:
+            receiver, sender = partners
+            areas = own_slot[OWN_AREAS:]
+            self._partner = PartnerCopies(
+                areas,
+                next_area=self._first_unprotected(areas),
+                receiver=receiver,
+                sender=sender,
+                has_given_up=lambda: self._has_given_up,
+                timeout=self._timeout,
+            )
         most = max(answer["needed"] for answer in answers)
         first = [answer for answer in answers if answer["machine"] == answers[0]["machine"]]
         total = sum(answer["needed"] for answer in first)
-        if self._serial > 0:
+        if self._serial > 1:
             return  # an earlier attempt has said it
+        copies = "two copies"
+        if partners is not None:
+            copies = "two copies on its machine and two on another one"
+        note = ""
+        num_machines = len({machine for machine, _ in places})
+        if num_machines > 1 and not self._is_replica and partners is None:
+            note = (
+                "; the machines have different numbers of ranks, so that no machine has a copy of "
+                "the shards of another one"
+            )
         self._say(
-            f"every step is kept in memory: two copies, {format_bytes(most)} for a rank at most, "
-            f"{format_bytes(total)} on its machine"
+            f"every step is kept in memory: {copies}, {format_bytes(most)} for a rank at most, "
+            f"{format_bytes(total)} on its machine{note}"
         )
 
     def _refuse(self, found: str, advice: str) -> None:
@@ -470,16 +561,37 @@ class KeptSteps(Extension):
 
     def _choose_every(self) -> None:
         """Decides on all ranks alike how often a step is kept. One exchange of text."""
-        own = [statistics.median(self._costs_s), statistics.median(self._step_times_s)]
+        link_s = 0.0 if self._partner is None else self._time_on_link(self._partner)
+        own = [statistics.median(self._costs_s), statistics.median(self._step_times_s), link_s]
         answers = self._collectives.exchange(own)
         cost_s = max(answer[0] for answer in answers)
         step_time_s = max(answer[1] for answer in answers)
-        self._every = max(1, math.ceil(cost_s / (MAX_COST * step_time_s)))
-        if self._every > 1:
-            self._say(
-                f"every {self._every} steps, one is kept in memory: that takes "
-                f"{_milliseconds(cost_s)}, and a step takes {_milliseconds(step_time_s)}"
-            )
+        link_s = max(answer[2] for answer in answers)
+        every_for_cost = math.ceil(cost_s / (MAX_COST * step_time_s))
+        every_for_link = math.ceil(link_s / (MAX_SHARE_OF_LINK * step_time_s))
+        self._every = max(1, every_for_cost, every_for_link)
+        if self._every == 1:
+            return
+        reason = f"that takes {_milliseconds(cost_s)}"
+        if every_for_link > every_for_cost:
+            reason = f"the copy on another machine takes {_milliseconds(link_s)}"
+        self._say(
+            f"every {self._every} steps, one is kept in memory: {reason}, and a step takes "
+            f"{_milliseconds(step_time_s)}"
+        )
+
+    def _time_on_link(self, partner: PartnerCopies) -> float:
+        """Returns how many seconds it takes to copy what this machine keeps to another one.
+
+        If the network was not measured, all ranks copy the last step that was kept, and wait.
+        """
+        if self._bandwidth is not None:
+            return self._bytes_on_machine / self._bandwidth
+        self._wait_for_copy()
+        area = None if self._has_given_up else self._own[self._last_area]
+        partner.start(area, self._serial)
+        partner.wait()
+        return partner.last_duration_s
 
 
 def _milliseconds(seconds: float) -> str:

@@ -64,6 +64,11 @@ class Seal(NamedTuple):
     values_sum: int
     """The sum of the values, as 64-bit words, modulo 2**64."""
 
+    @property
+    def end(self) -> int:
+        """How many bytes of the area are in use."""
+        return self.values_at + self.values_bytes
+
 
 class Area:
     """An area, mapped into the memory of this process.
@@ -104,14 +109,7 @@ class Area:
     @property
     def seal(self) -> Seal | None:
         """The seal of the area; None if it has none, or a damaged one. Reads nothing else."""
-        magic, is_sealed = _PREFIX.unpack_from(self._view)
-        if magic != MAGIC or is_sealed != 1:
-            return None
-        seal = Seal(*_SEAL.unpack_from(self._view, _PREFIX.size))
-        (crc,) = _CRC.unpack_from(self._view, _CRC_AT)
-        if crc != zlib.crc32(self._view[_PREFIX.size : _CRC_AT]):
-            return None
-        return seal
+        return read_seal(self._view)
 
     def read_header(self, seal: Seal) -> bytes | None:
         """Returns the header of the area; None if it is damaged.
@@ -159,6 +157,57 @@ class Area:
     def given_up_in(self) -> int:
         """The attempt in which the rank of this area has given up: it writes nothing any more."""
         return int.from_bytes(self._view[_GIVEN_UP_AT : _GIVEN_UP_AT + 8], "little")
+
+    # Copying an area to another machine
+
+    def first_page(self) -> Tensor:
+        """Returns a copy of the page with the seal."""
+        return self._bytes[:PAGE_BYTES].clone()
+
+    def whole(self, num_bytes: int) -> Tensor:
+        """Returns the first bytes of the area, with the seal.
+
+        Args:
+            num_bytes: how many; those behind `Seal.end` mean nothing.
+        """
+        self._map_whole_file()
+        return self._bytes[:num_bytes]
+
+    def content(self, seal: Seal) -> Tensor:
+        """Returns everything behind the first page: the header and the values.
+
+        Args:
+            seal: of the area, as it was just read.
+        """
+        self._map_whole_file()
+        return self._bytes[PAGE_BYTES : seal.end]
+
+    def begin_copy(self, seal: Seal) -> Tensor:
+        """Breaks the seal, and makes room for what another area holds.
+
+        Args:
+            seal: of the other area.
+
+        Returns:
+            The memory for the `content` of the other area; `finish_copy` is due when it is there.
+        """
+        self.break_seal()
+        size = round_up(seal.end, PAGE_BYTES)
+        if size != self.file_bytes:
+            os.truncate(self.path, size)
+        self._map(size)
+        return self._bytes[PAGE_BYTES : seal.end]
+
+    def finish_copy(self, first_page: Tensor) -> None:
+        """Seals the area as the other one is sealed.
+
+        Args:
+            first_page: of the other area.
+        """
+        page = first_page.numpy().data
+        self._view[_PREFIX.size : PAGE_BYTES] = page[_PREFIX.size :]
+        # The part with the flag that says "sealed" comes last.
+        self._view[: _PREFIX.size] = page[: _PREFIX.size]
 
     # Writing
 
@@ -227,6 +276,22 @@ class Area:
         os.truncate(self.path, PAGE_BYTES)
         self._values_bytes = 0
         self._map(PAGE_BYTES)
+
+
+def read_seal(first_page: memoryview) -> Seal | None:
+    """Returns the seal of an area; None if it has none, or a damaged one.
+
+    Args:
+        first_page: of the area.
+    """
+    magic, is_sealed = _PREFIX.unpack_from(first_page)
+    if magic != MAGIC or is_sealed != 1:
+        return None
+    seal = Seal(*_SEAL.unpack_from(first_page, _PREFIX.size))
+    (crc,) = _CRC.unpack_from(first_page, _CRC_AT)
+    if crc != zlib.crc32(first_page[_PREFIX.size : _CRC_AT]):
+        return None
+    return seal
 
 
 def round_up(number: int, multiple: int) -> int:

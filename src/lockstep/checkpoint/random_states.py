@@ -97,7 +97,9 @@ class RandomStates:
             # With virtual ranks the checkpoint has the common stream alone. Without them it has a
             # stream for each rank, and the first one is taken: the common stream goes on as that
             # of a run on one process.
-            self._common_stream.set_common(copy_to_memory(states[0]))
+            # Of a step in memory, the states of ranks on a lost machine are not known.
+            known_states = [state for state in states if state is not None]
+            self._common_stream.set_common(copy_to_memory(known_states[0]))
             return ""
         if manifest.get("virtual_ranks") is not None:
             return (
@@ -111,7 +113,9 @@ class RandomStates:
                 f"; it was saved by {world_size} processes and this run has {topology.size}, so "
                 "model-side randomness (dropout) starts from the seed"
             )
-        if states is None:
+        # Of a step in memory, only the states of ranks on a lost machine are not known.
+        is_known_for_all = states is not None and None not in states
+        if not is_known_for_all:
             return "; model-side randomness (dropout) starts from the seed"
         seeding.set_rng_state(copy_to_memory(states[topology.rank]), self._collectives.device)
         return ""

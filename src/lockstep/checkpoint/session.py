@@ -18,7 +18,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial, wraps
@@ -34,7 +34,6 @@ from lockstep.batch.loader import Loader
 from lockstep.checkpoint import layout, sharding
 from lockstep.checkpoint.bits import check_virtual_ranks, facts_about_bits, restore_threads
 from lockstep.checkpoint.checks import BUILD_AS_SAVED, changed_lengths, check_fits, check_state
-from lockstep.checkpoint.encoding import rng_state_from_text
 from lockstep.checkpoint.file_errors import plain_errors
 from lockstep.checkpoint.find_latest import (
     FolderView,
@@ -45,13 +44,13 @@ from lockstep.checkpoint.find_latest import (
 )
 from lockstep.checkpoint.formats.reading import read_stored
 from lockstep.checkpoint.host_copies import HostCopies
+from lockstep.checkpoint.kept_fetching import fetch_step
 from lockstep.checkpoint.kept_layout import Section, sections_of
 from lockstep.checkpoint.kept_reading import (
     RANDOM,
     KeptStep,
     PartReport,
     choose_step,
-    read_step,
 )
 from lockstep.checkpoint.kept_steps import KeptSteps, TakenState
 from lockstep.checkpoint.modules import PlainState, load_plain, plain_state_dict
@@ -64,7 +63,6 @@ from lockstep.checkpoint.rank_parts import (
     has_own_tensors,
     keys_of_partial_states,
 )
-from lockstep.checkpoint.rounds import Rounds, StoredRound, choose_round
 from lockstep.checkpoint.save import RankPart, RankReports, write_checkpoint
 from lockstep.checkpoint.schedule import Policy, SaveSchedule
 from lockstep.checkpoint.sharding import without_meta
@@ -83,7 +81,6 @@ from lockstep.wording import count_noun
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-ROUND_IN_MEMORY = "the last round, from memory"
 EXIT_CODE_AFTER_SIGTERM = 128 + 15
 """What a shell reports for a process that was ended by SIGTERM."""
 MAX_WRITING_AFTER_SIGTERM_S = 5.0
@@ -135,10 +132,6 @@ class VirtualRanks(Protocol):
     def own(self) -> list[int]:
         """The virtual ranks that this process computes."""
 
-    @property
-    def round_is_over(self) -> bool:
-        """True after an exchange: virtual ranks differ in nothing but their optimizer states."""
-
     def state_dict(self, shared: bool | None = None) -> dict[str, Any]:
         """Returns the states of this process's virtual ranks; with `shared` also what is equal."""
 
@@ -186,7 +179,6 @@ class Checkpoint:
         world: the run's own state.
         virtual_ranks: the states of virtual ranks that train apart; None: the run has none.
         common_stream: the random stream of all ranks, if virtual ranks train one model.
-        rounds_in_memory: keep rounds in memory, if the launcher holds memory for that.
         memory: True to keep each step in memory, and to fail where that is not possible; False not
             to keep any. None: as the launcher says.
         unsettled_world_state: returns what `world.state_dict` does, without asking checks for what
@@ -206,7 +198,6 @@ class Checkpoint:
         world: CheckpointWorld,
         virtual_ranks: VirtualRanks | None = None,
         common_stream: CommonStream | None = None,
-        rounds_in_memory: bool = False,
         memory: bool | None = None,
         unsettled_world_state: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
@@ -234,12 +225,7 @@ class Checkpoint:
         self._copies = HostCopies()
         """The memory that states are copied to, before they are written."""
         self._writer = Writer(self.folder, run.collectives)
-        self._rounds: Rounds | None = None
-        """None unless rounds are kept in memory, which needs files that the launcher holds."""
         self._kept = self._make_kept_steps(run, memory)
-        is_possible = rounds_in_memory and bool(run.topology.round_memory)
-        if is_possible and virtual_ranks is not None and self._kept is None:
-            self._rounds = Rounds(self.folder, run.collectives)
         self._has_resumed = False
         self._plain_states: dict[str, PlainState] = {}
         self._bits: dict[str, Any] | None = None
@@ -259,7 +245,7 @@ class Checkpoint:
             memory: as in `Checkpoint`.
         """
         topology = run.topology
-        if memory is False or not topology.memory or topology.local_size != topology.size:
+        if memory is False or not topology.memory:
             return None
         # The launcher may be in another container.
         if not all(os.access(path, os.R_OK | os.W_OK) for path in topology.memory):
@@ -272,7 +258,16 @@ class Checkpoint:
             self._steady_ids,
             self._world.print,
             every_step=memory is True or topology.keeps_every_step,
+            timeout=run.settings.collective_timeout,
+            bandwidth=None if run.link is None else run.link.bandwidth,
         )
+
+    def _all_ranks_keep_steps(self) -> bool:
+        """Returns True if the launchers of all machines hold memory for what ranks keep."""
+        if self._collectives.topology.one_node:
+            return self._kept is not None
+        answers = self._collectives.exchange(self._kept is not None)
+        return all(answers)
 
     @_in_checkpoint_phase
     def save(self, metric: float | Tensor | None = None) -> Path | None:
@@ -471,9 +466,6 @@ class Checkpoint:
         self._last_step_called = number
         if self._kept is not None and not self._progress.in_training_loop:
             self._kept.batch_is_done()  # no loader says it
-        if self._rounds is not None and self._virtual_ranks is not None:
-            if self._virtual_ranks.round_is_over:
-                self._store_round(self._rounds, self._virtual_ranks)
         decision = self._schedule.decide(number)
         if decision is None:
             return None
@@ -504,9 +496,8 @@ class Checkpoint:
                 checkpoints and none of them is sound.
         """
         self.wait()
-        if self._rounds is not None and self._virtual_ranks is not None:
-            if self._resume_round(self._rounds, self._virtual_ranks):
-                return True
+        if not self._all_ranks_keep_steps():
+            self._kept = None
         if self._kept is None:
             return self._resume_from_disk()
         self._attach(self._kept)
@@ -572,118 +563,6 @@ class Checkpoint:
             )
         return layout.best(layout.list_checkpoints(self.folder), self._policy.best)
 
-    # Rounds of virtual ranks in memory
-
-    def _store_round(self, rounds: Rounds, virtual_ranks: VirtualRanks) -> None:
-        """Writes the state after a round to this rank's files in memory.
-
-        Each machine keeps what is equal on all ranks: its first rank stores that. Several processes
-        may compute one virtual rank together and have the same state of it. Then the first of these
-        processes stores it; and so does the first rank of each machine, so that the state is on
-        every machine where the virtual rank is computed.
-        """
-        topology = self._collectives.topology
-        is_first_of_machine = topology.local_rank == 0
-        processes_per_virtual_rank = max(1, topology.size // virtual_ranks.count)
-        is_first_of_virtual_rank = topology.rank % processes_per_virtual_rank == 0
-
-        # "shared" has what is equal for all virtual ranks, "state" the states of those that this
-        # process computes. Checkpoints and rounds call virtual ranks "replicas".
-        state = virtual_ranks.state_dict(shared=is_first_of_machine)
-        shared = None  # another rank of this machine stores it
-        if is_first_of_machine:
-            shared = {**self._states_of(self._state), "replicas": state["shared"]}
-        stored_virtual_ranks = {}
-        if is_first_of_machine or is_first_of_virtual_rank:
-            stored_virtual_ranks = state["state"]
-        facts = {
-            "step": self._progress.number,
-            "random": self._random_states.to_text(),
-        }
-        rounds.store(facts, shared, stored_virtual_ranks)
-
-    def _resume_round(self, rounds: Rounds, virtual_ranks: VirtualRanks) -> bool:
-        """Resumes the round that is in memory.
-
-        Returns:
-            False if there is none, or if the folder has a checkpoint that is to be preferred.
-        """
-        action = "resuming from memory"
-        reports = gather_answers(
-            self._collectives, action, lambda: self._report_round(rounds, virtual_ranks)
-        )
-        chosen = choose_round(reports, virtual_ranks.count)
-        if chosen is None:
-            return False
-        step_on_disk = reports[0]["disk"]
-        checkpoint_is_later = step_on_disk > chosen.step
-        # A round may have lost virtual ranks with their machines. A checkpoint has all of them.
-        checkpoint_has_more = step_on_disk == chosen.step and chosen.lost
-        if checkpoint_is_later or checkpoint_has_more:
-            return False
-        loaded = self._read_round(rounds, chosen, reports)
-
-        def load() -> str:
-            """Loads the states if they fit; returns a sentence for the user."""
-            check_fits(ROUND_IN_MEMORY, self._state, loaded)
-            return self._load_states(ROUND_IN_MEMORY, loaded)
-
-        note = run_on_all_ranks(self._collectives, action, load)
-        rounds.forget_after(chosen.step)
-        for number in chosen.lost:
-            note += (
-                f"; replica {number} was lost with its machine, and begins with the shared "
-                f"weights and the optimizer state of replica {chosen.substitutes[number]}"
-            )
-        self._announce_resumed(note)
-        return True
-
-    def _report_round(self, rounds: Rounds, virtual_ranks: VirtualRanks) -> dict[str, Any]:
-        """Returns what this rank tells the others before they choose a round.
-
-        Returns:
-            What `Rounds.report` returns, with two more entries: "own" has the virtual ranks that
-            this process computes, "disk" the step of the latest checkpoint that it sees, -1 if it
-            sees none.
-        """
-        latest = layout.latest(self.folder)
-        step_on_disk = -1 if latest is None else layout.step_of(latest)
-        return {**rounds.report(), "own": virtual_ranks.own, "disk": step_on_disk}
-
-    def _read_round(
-        self, rounds: Rounds, chosen: StoredRound, reports: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        """Returns the states of a round, in the form in which `_read_states` returns a checkpoint.
-
-        Args:
-            rounds: reads the files in memory.
-            chosen: the round.
-            reports: what `_report_round` returned on each rank. "machine" is the number of the
-                rank's machine, "own" has the virtual ranks that it computes.
-        """
-        shared, states = rounds.read(
-            chosen,
-            machine_of_rank=[report["machine"] for report in reports],
-            wanted_by_rank=[report["own"] for report in reports],
-        )
-        manifest = {
-            "step": chosen.step,
-            "epoch": self._epoch(shared),
-            "world_size": chosen.facts["world_size"],
-            "strategy": self._world.strategy,
-            "modules": self._module_names(),
-        }
-        rng_states = None
-        if chosen.rng_states is not None:
-            rng_states = [rng_state_from_text(text) for text in chosen.rng_states]
-        return {
-            **shared,
-            "manifest": manifest,
-            "random": rng_states,
-            # The states of the virtual ranks: what is equal for all, and that of each.
-            "replicas": {"shared": shared["replicas"], "state": states},
-        }
-
     # Steps in memory
 
     def _resume_kept_step(self, kept: KeptSteps) -> tuple[int, KeptStep | None, str]:
@@ -706,20 +585,19 @@ class Checkpoint:
         if step_on_disk > chosen.step:
             return attempt, None, f"; it is newer than step {chosen.step} in memory"
         where = f"step {chosen.step} in memory"
-        try:
-            loaded = run_on_all_ranks(
-                self._collectives, action, lambda: read_step(chosen, self._module_names())
-            )
-        except CheckpointError as error:
-            return attempt, None, f"; {where} cannot be read: {error.found}"
+        with ExitStack() as received:
+            try:
+                loaded = fetch_step(self._collectives, chosen, self._module_names(), received)
+            except CheckpointError as error:
+                return attempt, None, f"; {where} cannot be read: {error.found}"
 
-        def load() -> str:
-            """Loads the states if they fit; returns a sentence for the user."""
-            check_virtual_ranks(where, loaded["manifest"], self._num_virtual_ranks)
-            check_fits(where, self._state, loaded)
-            return self._load_states(where, loaded)
+            def load() -> str:
+                """Loads the states if they fit; returns a sentence for the user."""
+                check_virtual_ranks(where, loaded["manifest"], self._num_virtual_ranks)
+                check_fits(where, self._state, loaded)
+                return self._load_states(where, loaded)
 
-        note = run_on_all_ranks(self._collectives, action, load)
+            note = run_on_all_ranks(self._collectives, action, load)
         if step_on_disk < 0:
             note += "; there is no checkpoint on disk"
         else:
@@ -770,6 +648,10 @@ class Checkpoint:
                     if name not in self._plain_states:
                         self._plain_states[name] = PlainState(value)
                     states[name] = self._plain_states[name].take()
+                elif self._virtual_ranks is not None and value is self._virtual_ranks:
+                    # What all virtual ranks share is kept on every machine.
+                    is_first_of_machine = self._collectives.topology.local_rank == 0
+                    states[name] = self._virtual_ranks.state_dict(shared=is_first_of_machine)
                 else:
                     states[name] = value.state_dict()
             partial_names = list(keys_of_partial_states(states, objects))
@@ -871,8 +753,7 @@ class Checkpoint:
 
     def _describe(self, path: Path | str, manifest: Mapping[str, Any]) -> str:
         """Returns what was resumed: where it was, epoch, step, strategy and number of ranks."""
-        is_kept_step = isinstance(path, str) and path != ROUND_IN_MEMORY
-        where = f"from {path}" if is_kept_step else path
+        where = f"from {path}" if isinstance(path, str) else path
         return (
             f"resumed {where} (epoch {manifest['epoch']}, step {manifest['step']}, "
             f"strategy {manifest['strategy']}, {count_noun(manifest['world_size'], 'rank')})"

@@ -80,10 +80,8 @@ class Topology:
     """True if the launcher serves a store at the master's address; rank 0 must not open another."""
     source: str = "one process"
     """What the place was read from, for messages: `torchrun`, `Slurm`, ..."""
-    round_memory: tuple[str, ...] = ()
-    """Two files in memory that the launcher keeps open for this rank and its successors."""
     memory: tuple[str, ...] = ()
-    """Files in memory that the launcher keeps open: two for each rank that it has started on this
+    """Files in memory that the launcher keeps open: four for each rank that it has started on this
     machine, in the order of their local ranks."""
     keeps_every_step: bool = False
     """True if the user has asked the launcher that each step is kept in memory."""
@@ -232,7 +230,6 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         master_port=port(environ),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         source=source,
-        round_memory=tuple(environ.get("LOCKSTEP_MEMORY", "").split()),
         memory=tuple(environ.get("LOCKSTEP_STEP_MEMORY", "").split()),
         keeps_every_step=environ.get("LOCKSTEP_KEEP_EVERY_STEP") == "1",
         unknown=frozenset(unknown),

@@ -203,9 +203,6 @@ class VirtualRankState(Protocol):
     own: Sequence[int]
     """The virtual ranks that this process computes."""
 
-    def round_is_over(self) -> bool:
-        """Returns True if all virtual ranks have begun again with the shared weights."""
-
     def shared_state(self) -> Any:
         """Returns what all ranks share besides the module's own state."""
 

@@ -48,14 +48,6 @@ class VirtualRankStates:
         modules = self._modules()
         return list(modules[0].own) if modules else []
 
-    @property
-    def round_is_over(self) -> bool:
-        """True if all virtual ranks have begun again with the shared weights.
-
-        They then differ in the states of their optimizers only.
-        """
-        return any(module.round_is_over() for module in self._modules())
-
     def state_dict(self, shared: bool | None = None) -> dict[str, Any]:
         """Returns the state of each virtual rank of this process, and what all ranks share.
 

@@ -122,18 +122,12 @@ class DynamicRendezvous(Rendezvous):
     def num_nodes_waiting(self) -> int:
         """Returns how many nodes wait for a new round, or 1 if a lost node makes one necessary.
 
-        Torch elastic's agent starts all ranks again if it is above 0. While `defers_joiners()`
-        returns True, nodes that want to join do not count.
+        Torch elastic's agent starts all ranks again if it is above 0.
         """
         own = self._peers.own
         asking = [node for node in self._peers.present() if node.round > own.round]
         if asking:
-            # A node that wants to join has not started its ranks for the running round. The others
-            # end their ranks when they ask for the next round, so they cannot be kept waiting.
-            all_want_to_join = all(node.started < own.started for node in asking)
-            must_wait = all_want_to_join and self.defers_joiners()
-            if not must_wait:
-                return len(asking)
+            return len(asking)
         return 1 if self.describe_lost_nodes() else 0
 
     def _choose_round(self, present: Sequence[Node]) -> int:

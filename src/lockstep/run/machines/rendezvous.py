@@ -80,8 +80,6 @@ class Rendezvous(RendezvousHandler):
         """How many times the ranks were started before, a number that all nodes agree on; None:
         unknown. For TORCHELASTIC_RESTART_COUNT, by which the ranks of one start find each other:
         the agents' own counts differ once a node has restarted because of another one."""
-        self.defers_joiners: Callable[[], bool] = lambda: False
-        """Returns True while new nodes must wait before they are admitted; set by the agent."""
 
     @property
     def elastic(self) -> bool:
@@ -152,9 +150,6 @@ class Rendezvous(RendezvousHandler):
         if self._closed:
             return
         self._closed = True
-        # The agent and this rendezvous refer to each other, by this function. That is ended here,
-        # since such a circle would keep the store alive after the run.
-        self.defers_joiners = lambda: False
 
         def others_have_left() -> bool:
             return all(node.number == 0 for node in self._peers.present())

@@ -54,8 +54,7 @@ from lockstep.run.start.process import (
 )
 from lockstep.run.start.process_memory import peak_memory, read_oom_counts
 from lockstep.run.start.rank_environment import rank_environment
-from lockstep.run.start.round_memory import RoundMemory
-from lockstep.run.start.step_memory import step_memory_for
+from lockstep.run.start.step_memory import StepMemory, step_memory_for
 from lockstep.run.start.system_limits import can_hold_evidence, explain_scarcity
 from lockstep.run.start.torchrun_flags import rendezvous_parameters, shutdown_timeout
 from lockstep.run.start.zygote import Event, Zygote
@@ -129,20 +128,17 @@ def launch_agent(
     """
     parameters = rendezvous_parameters(flags)
     is_elastic = parameters.min_nodes < parameters.max_nodes
-    # Only ranks that are started again find anything in the memory for DiLoCo's rounds.
     may_restart = flags.max_restarts > 0 or is_elastic
-    num_ranks_with_memory = plan.nproc if may_restart else 0
     with (
         explain_scarcity(plan.nproc),
         console_for(flags, plan.nproc) as console,
-        contextlib.closing(RoundMemory(num_ranks_with_memory)) as round_memory,
         contextlib.closing(step_memory_for(plan, may_restart=may_restart)) as step_memory,
         open_rendezvous(parameters, console.announce) as rendezvous,
         contextlib.ExitStack() as at_end,
     ):
         variables = _variables_of_all_ranks(plan, console, rendezvous)
         variables.update(step_memory.variables)
-        agent = Agent(plan, flags, zygote, folder, variables, console, rendezvous, round_memory)
+        agent = Agent(plan, flags, zygote, folder, variables, console, rendezvous, step_memory)
         agent.start_zygote = start_zygote
         at_end.callback(agent.close_other_zygote)
         handlers: dict[int, Callable[[int], object]] = {
@@ -220,7 +216,7 @@ class Agent(api.SimpleElasticAgent):
         variables: environment variables of every rank.
         console: opens and reads the ranks' output streams.
         rendezvous: joins the machines of the run, and carries messages between their launchers.
-        round_memory: memory that outlives the ranks.
+        step_memory: memory that outlives the ranks, in which they keep each step.
     """
 
     def __init__(
@@ -232,7 +228,7 @@ class Agent(api.SimpleElasticAgent):
         variables: Mapping[str, str],
         console: Console,
         rendezvous: Rendezvous,
-        round_memory: RoundMemory,
+        step_memory: StepMemory,
     ) -> None:
         # Newer versions of torch take a `shutdown_timeout` here; `_end_ranks` applies it instead.
         super().__init__(
@@ -270,10 +266,8 @@ class Agent(api.SimpleElasticAgent):
         # The supervisor gets a method of the journal, not of this agent: it would keep the agent
         # alive, and with it the store.
         self._journal = Journal(report_folder, console.announce)
-        self._round_memory = round_memory
-        self._round_write_times: list[int] = []
+        self._step_memory = step_memory
         """The write times of the rounds when a machine that wants to join was first noticed."""
-        rendezvous.defers_joiners = self._is_round_in_progress
         self._timeout_at = math.inf
         self._next_slow_checks = 0.0
         self._oom_counts_before = read_oom_counts()
@@ -363,7 +357,6 @@ class Agent(api.SimpleElasticAgent):
     def _forget_last_attempt(self) -> None:
         """Resets what is only true of the attempt before."""
         self._keyboard_rank = None
-        self._round_write_times = []
         self._supervisor = None
         self._late_ends = {}
 
@@ -443,7 +436,6 @@ class Agent(api.SimpleElasticAgent):
         if process.evidence_memory is not None:
             variables.update(process.evidence_memory.variables)
         # Memory in which a rank that trains with DiLoCo keeps its last round, for after a restart.
-        variables.update(self._round_memory.variables(worker.local_rank))
         return variables
 
     # Watching the ranks
@@ -647,20 +639,6 @@ class Agent(api.SimpleElasticAgent):
         deadline = time.monotonic() + _MEMBERSHIP_CHANGE_S
         return wait_until(lambda: self._rdzv.num_nodes_waiting() > 0, deadline)
 
-    def _is_round_in_progress(self) -> bool:
-        """Returns True if DiLoCo's ranks have not stored a round since this was first called.
-
-        It is called while a machine wants to join, which waits for the end of the round, so that
-        none is lost. (In a round the replicas train apart; at its end they are averaged.) The first
-        call notes in `_round_write_times` when the last round was stored.
-        """
-        write_times = self._round_memory.write_times()
-        if not any(write_times):  # these ranks store no rounds
-            return False
-        if not self._round_write_times:
-            self._round_write_times = write_times
-        return self._round_memory.is_being_written or write_times == self._round_write_times
-
     def _stop_workers(self, worker_group: api.WorkerGroup) -> None:
         """Ends the ranks; torch elastic calls this before each restart and after the last failure.
 
@@ -678,10 +656,9 @@ class Agent(api.SimpleElasticAgent):
         end_signal = signal.SIGTERM
         if self._rdzv.elastic and membership_changed:
             self._rdzv.request_restart()
-            # At SIGTERM a rank that trains with DiLoCo would save its last round. If that is in
-            # memory already, the ranks need no time to save.
-            has_stored_rounds = any(self._round_memory.write_times())
-            if has_stored_rounds:
+            # At SIGTERM a rank that has a checkpoint saves it. If the last step is in memory
+            # already, the ranks need no time to save.
+            if self._step_memory.is_used:
                 end_signal = signal.SIGKILL
         self._end_ranks(end_signal, before_restart=True)
         if self.failure is not None and self.failure.is_repeated and not membership_changed:

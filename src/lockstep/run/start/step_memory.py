@@ -12,14 +12,15 @@ import sys
 from lockstep.errors import SettingError
 from lockstep.run.start.plan import LaunchPlan
 
-AREAS_PER_RANK = 2
-"""While one is being written, the other one holds the step before."""
+AREAS_PER_RANK = 4
+"""Two for what the rank keeps: while one is being written, the other one holds the step before. Two
+for what a rank of another machine keeps, in case that machine is lost."""
 AREA_BYTES_AT_FIRST = 4096
 """Ranks make an area larger as they need."""
 
 
 class StepMemory:
-    """Two areas of memory for each rank of this machine.
+    """Areas of memory for each rank of this machine, which are empty until the rank needs them.
 
     They are not in /dev/shm, which containers make small, and where files stay when a launcher is
     killed. They are anonymous files (memfd_create(2)) of this process, which its ranks open as
@@ -53,10 +54,15 @@ class StepMemory:
         return variables
 
     @property
+    def is_used(self) -> bool:
+        """True if ranks have kept steps."""
+        sizes = [os.fstat(descriptor).st_size for descriptor in self._descriptors]
+        return max(sizes, default=0) > AREA_BYTES_AT_FIRST
+
+    @property
     def is_wanted_and_unused(self) -> bool:
         """True if the user has asked that each step is kept, and the ranks have kept nothing."""
-        sizes = [os.fstat(descriptor).st_size for descriptor in self._descriptors]
-        return self._keeps_every_step and max(sizes, default=0) <= AREA_BYTES_AT_FIRST
+        return self._keeps_every_step and not self.is_used
 
     def close(self) -> None:
         """Frees the memory."""
@@ -89,11 +95,6 @@ def _why_nothing_is_kept(plan: LaunchPlan, *, may_restart: bool) -> tuple[str, s
         return (
             "nothing would read what is kept: ranks that fail are not started again",
             "add --max-restarts 3, for example",
-        )
-    if not plan.one_node:
-        return (
-            "steps are kept where all ranks are on one machine, and this run may have several",
-            "leave it out: save often, such as world.checkpoint(..., every=100)",
         )
     if sys.platform != "linux":
         return "this system has no memfd_create(2)", "leave it out"

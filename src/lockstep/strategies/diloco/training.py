@@ -391,14 +391,6 @@ class DiLoCoTraining(Extension):
             weight_by_name = dict(zip(self._parameter_names, weights, strict=True))
             yield EqualTensors(parameters=weight_by_name, buffers={}, group=self._group)
 
-    def round_is_over(self) -> bool:
-        """Returns True if the last fragment of a round was applied in the present step.
-
-        It is applied `delay` steps after the end of the round.
-        """
-        steps_apart = self._step.number - self._options.start
-        return steps_apart % self._options.every == self._options.delay
-
     def shared_state(self) -> Any:
         """Returns the state of the outer optimizer, and the fragments in flight."""
         return self._outer_optimizer.shared_state()
