@@ -900,10 +900,26 @@ def train_with_two_checkpoints(folder: str) -> list[tuple[int, str, str]]:
                 world.backward(net(x).square().mean())
                 optimizer.step()
                 optimizer.zero_grad()
-            if until == 6:  # goes back to what is on disk, and memory must not lead forward again
-                checkpoint.resume()
-                assert checkpoint._kept is not None
-                assert checkpoint._kept.report() == []
+            if until == 3:
+                continue
+            # It goes back to what is on disk, and memory must not lead forward again.
+            checkpoint.resume()
+            assert checkpoint._kept is not None
+            assert checkpoint._kept.report() == []
+            for again in (checkpoint, begins_with):
+                again.resume()
+                world.backward(net(torch.ones(2, 4)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                again.step()
+                kept = again._kept
+                assert kept is not None
+                chosen = choose_step([PartReport(**part) for part in kept.report()], kept.folder)
+                assert chosen is not None
+                assert chosen.step == world.step
+                saved = copy_to_memory(read_step(chosen, ["model"]))
+                assert torch.equal(saved["model"]["weight"], net.weight.detach())
+                kept._step.number = 0
     return found
 
 

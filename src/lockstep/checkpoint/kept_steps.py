@@ -204,11 +204,22 @@ class KeptSteps(Extension):
             self._protected = resumed.paths_on(self._topology.node_rank)
         self._last_number = self._step.number
         self._last_time_s = time.perf_counter()
+        self._num_steps = 0
+        self._every = 1
+        self._costs_s.clear()
+        self._step_times_s.clear()
+        self._has_given_up = False
         self._is_on = True
 
     def stop(self) -> None:
-        """Keeps nothing from now on. What is kept stays, until the launcher ends."""
+        """Keeps nothing from now on. What is kept stays, until another step is kept."""
+        self._wait_for_copy()
         self._is_on = False
+        self._slots = []
+        self._own = []
+        self._places = {}
+        self._version_of_places = {}
+        self._layout = KeptLayout(self._topology.local_rank, self._topology.local_size)
 
     def forget_others(self) -> None:
         """Breaks the seals of what lies in the areas, except that of the step that was resumed.
@@ -228,12 +239,7 @@ class KeptSteps(Extension):
 
     def release(self) -> None:
         """Lets the state of the training and the areas go, at the end of the run."""
-        self._wait_for_copy()
-        self._is_on = False
-        self._slots = []
-        self._own = []
-        self._places = {}
-        self._layout = KeptLayout(0, 1)
+        self.stop()
         self._take_state = _nothing_to_take
         self._steady_ids = set
 

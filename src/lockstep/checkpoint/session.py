@@ -634,7 +634,7 @@ class Checkpoint:
             return
         if others is not None:
             self._extensions.remove(others)
-            others.release()
+            others.stop()
         self._extensions.add(kept, Place.OBSERVER)
 
     def _take_state(self) -> TakenState:
