@@ -12,6 +12,7 @@ import pytest
 import torch
 from launched import Launched, launch
 from problems import difference
+from safetensors.torch import load_file
 
 from lockstep.extensions.ledger.judge import judge
 
@@ -116,3 +117,77 @@ def test_a_machine_that_is_lost_costs_a_step_and_another_takes_its_place(
     assert [finding.code for finding in report.findings] == []
     lives = [(each["ranks"], each["first"]) for each in report.attempts]
     assert lives == [(2, 0), (1, resumed[0]), (2, resumed[1])]
+
+
+# Machine 1 of three loses its power in step 6. In step 20 the other two wait for one that joins.
+THREE_MACHINES = """
+import os, signal, sys
+import torch, torch.nn.functional as F, lockstep
+from torch.utils.data import DataLoader, TensorDataset
+random = torch.Generator().manual_seed(0)
+data = TensorDataset(
+    torch.randn(96, 8, generator=random), torch.randint(3, (96,), generator=random)
+)
+world = lockstep.init(seed=0, virtual_ranks=6)
+torch.manual_seed(1)
+model = torch.nn.Sequential(
+    torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 3)
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+loader = DataLoader(data, batch_size=12, shuffle=True)
+model, optimizer, loader = world.prepare(model, optimizer, loader)
+checkpoint = world.checkpoint("checkpoints", model=model, optimizer=optimizer, loader=loader)
+resumed = checkpoint.resume()
+for epoch in world.epochs(5):
+    for x, y in loader:
+        world.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        if world.step == 6 and world.rank == 1 and world.size == 3 and not resumed:
+            os.kill(int(os.environ["LOCKSTEP_STEP_MEMORY"].split("/")[2]), signal.SIGKILL)
+        waits_for_loss = world.step == 6 and world.size == 3 and not resumed
+        waits_for_joiner = world.step == 20 and world.size == 2
+        while waits_for_loss or waits_for_joiner:
+            signal.pause()
+lockstep.save_weights(model, sys.argv[1] + ".safetensors")
+world.close()
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_of_three_machines_is_lost_and_one_joins_and_every_bit_is_the_same(
+    free_port: Callable[[], int], tmp_path: Path, strategy: str
+) -> None:
+    (tmp_path / "script.py").write_text(THREE_MACHINES)
+    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=x"]
+    flags = ["run", "--nnodes=2:3", *where, "--local-addr=127.0.0.1", "--ledger=ledger"]
+    flags += [f"--strategy={strategy}", "--keep-in-memory", "--max-restarts=3"]
+
+    def node(serves: int) -> Launched:
+        more = f"--rdzv-conf=is_host={serves},last_call_timeout={600 if serves else 1}"
+        env = {**os.environ, "LOCKSTEP_TOKEN": "a token of the tests"}
+        return Launched(
+            [*flags, more, "script.py", "disturbed"], cwd=tmp_path, env=env, merged=True
+        )
+
+    with node(serves=1) as server, node(serves=0) as second, node(serves=0) as third:
+        server.until("starting the ranks of the other machines again")
+        ended = [each for each in (second, third) if each.wait(timeout=1) is not None]
+        assert len(ended) == 1
+        server.until("resumed from step 5 in memory")
+        with node(serves=0) as joiner:
+            going_on = [each for each in (server, second, third, joiner) if each not in ended]
+            codes = [each.wait() for each in going_on]
+            assert codes == [0, 0, 0], server.said
+    report = judge(tmp_path / "ledger")
+    assert [finding.code for finding in report.findings] == []
+    assert [each["ranks"] for each in report.attempts] == [3, 2, 3]
+    assert not (tmp_path / "checkpoints").exists()
+
+    whole = launch(["run", "--nproc=1", "script.py", "undisturbed"], tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    disturbed = load_file(tmp_path / "disturbed.safetensors")
+    undisturbed = load_file(tmp_path / "undisturbed.safetensors")
+    for name, value in undisturbed.items():
+        assert torch.equal(disturbed[name], value), name
