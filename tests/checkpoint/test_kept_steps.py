@@ -917,7 +917,7 @@ def train_with_two_checkpoints(folder: str) -> list[tuple[int, str, str]]:
                 chosen = choose_step([PartReport(**part) for part in kept.report()], kept.folder)
                 assert chosen is not None
                 assert chosen.step == world.step
-                saved = copy_to_memory(read_step(chosen, ["model"]))
+                saved = read_all(chosen)
                 assert torch.equal(saved["model"]["weight"], net.weight.detach())
                 kept._step.number = 0
     return found
