@@ -70,6 +70,7 @@ def header_of(rank: int, size: int, sections: str = "[]") -> bytes:
         "ranks_on_machine": size,
         "is_replica": False,
         "strategy": "ddp",
+        "epoch": 0,
     }
     return f'{{"facts": {json.dumps(facts)}, "sections": {sections}}}'.encode()
 
@@ -126,6 +127,7 @@ def report(
         "writers_on_machine": size,
         "is_replica": False,
         "strategy": "fsdp",
+        "epoch": 0,
         "num_bytes": 4096,
         "holder": rank,
         "machine": 0,

@@ -57,6 +57,7 @@ class PartReport:
     """True if no rank has kept anything that the ranks of each machine do not have together."""
     strategy: str
     """The strategy of the rank that has written it."""
+    epoch: int
     num_bytes: int
     """How much of the area is in use."""
     holder: int
@@ -72,6 +73,7 @@ class KeptStep:
     attempt: int
     serial: int
     step: int
+    epoch: int
     copies: tuple[PartReport, ...]
     """All parts that are there; of one part there may be several copies."""
     choices: tuple[tuple[int, ...], ...]
@@ -115,6 +117,7 @@ def report_parts(areas: Sequence[Area], *, holder: int, machine: int) -> list[di
             writers_on_machine=facts["ranks_on_machine"],
             is_replica=facts["is_replica"],
             strategy=facts["strategy"],
+            epoch=facts["epoch"],
             num_bytes=seal.end,
             holder=holder,
             machine=machine,
@@ -139,7 +142,7 @@ def choose_step(reports: Sequence[PartReport], folder: str) -> KeptStep | None:
         choices = _complete_sets(copies)
         if not choices:
             continue
-        kept = KeptStep(attempt, serial, copies[0].step, tuple(copies), choices)
+        kept = KeptStep(attempt, serial, copies[0].step, copies[0].epoch, tuple(copies), choices)
         # Of one step there may be two: before and after what a loop does at the end of an epoch.
         if newest is None or (kept.step, kept.serial) > (newest.step, newest.serial):
             newest = kept

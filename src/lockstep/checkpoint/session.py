@@ -581,8 +581,9 @@ class Checkpoint:
         chosen = choose_step(reports, kept.folder)
         if chosen is None:
             return attempt, None, ""
-        step_on_disk = answers[0]["disk"]
-        if step_on_disk > chosen.step:
+        step_on_disk, epoch_on_disk = answers[0]["disk"]
+        # Of one step there may be two states: before and after what a loop does after an epoch.
+        if (step_on_disk, epoch_on_disk) > (chosen.step, chosen.epoch):
             return attempt, None, f"; it is newer than step {chosen.step} in memory"
         where = f"step {chosen.step} in memory"
         with ExitStack() as received:
@@ -609,7 +610,7 @@ class Checkpoint:
         """Returns what this rank tells the others before they choose a step in memory.
 
         Returns:
-            "parts" has the parts that it has looked at (`PartReport`), "disk" the step of the
+            "parts" has the parts that it has looked at (`PartReport`), "disk" step and epoch of the
             latest checkpoint that it sees, -1 if it sees none, "attempt" a random number.
         """
         latest = layout.latest(self.folder)
@@ -619,9 +620,17 @@ class Checkpoint:
         self._has_resumed = True
         return {
             "parts": kept.report() if is_first else [],
-            "disk": -1 if latest is None else layout.step_of(latest),
+            "disk": [-1, -1] if latest is None else self._step_and_epoch(latest),
             "attempt": secrets.randbits(63),
         }
+
+    def _step_and_epoch(self, path: Path) -> list[int]:
+        """Returns the step and the epoch of a checkpoint; epoch -1 if its manifest is damaged."""
+        try:
+            epoch = int(layout.read_manifest(path)["epoch"])
+        except (CheckpointError, KeyError, TypeError, ValueError):
+            epoch = -1
+        return [layout.step_of(path), epoch]
 
     def _attach(self, kept: KeptSteps) -> None:
         """Has the run notify `kept`. Of several checkpoints the last that was resumed keeps steps.

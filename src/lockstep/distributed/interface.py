@@ -232,9 +232,12 @@ def choose_nccl_interfaces(
         return None
     if reaching_master is not None and nccl_matches("lo", reaching_master):
         return None  # on this machine all interfaces reach all ranks
+    present = list(interfaces)
+    if reaching_master is not None and reaching_master not in present:
+        present.append(reaching_master)  # the kernel may say a second late that it is up
     taken: list[str] = []
     for pattern in NCCL_PREFERENCES:
-        taken = [name for name in interfaces if nccl_matches(pattern, name)]
+        taken = [name for name in present if nccl_matches(pattern, name)]
         if taken:
             break
     usable = []
