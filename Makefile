@@ -8,7 +8,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 TYPED := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: train test check thorough real clusters lint types bits bench-step bench-bits bench-collectives bench-checkpoint bench-strategies bench-checks bench-compile bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report bench-journal bench-deferred house docs gpu gpu-table clean
+.PHONY: train test check thorough real clusters lint types bits bench-step bench-bits bench-collectives bench-checkpoint bench-strategies bench-checks bench-compile bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report bench-journal bench-deferred bench-recovery house docs gpu gpu-table clean
 
 train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
@@ -84,6 +84,9 @@ bench-report: $(VENV)/.installed-report
 
 bench-deferred: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_deferred.py --out benchmarks/results/deferred.json
+
+bench-recovery: $(VENV)/.installed
+	$(BIN)/python benchmarks/bench_recovery.py --out benchmarks/results/recovery.json
 
 bench-journal: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_journal.py --out benchmarks/results/journal.json
