@@ -14,7 +14,7 @@ train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
 
 test: lint types
-	$(BIN)/python -m pytest -m "not thorough" -n 4 --dist loadfile --no-loadscope-reorder  # most wait for processes, not for a core
+	$(BIN)/python -m pytest -m "not thorough" -n 5 --dist loadfile --no-loadscope-reorder  # most wait for processes, not for a core
 
 check: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "unit and not (ranks or launcher or netns)"

@@ -341,7 +341,8 @@ MANY_PIECES = [
 ]
 
 
-@pytest.mark.parametrize("pieces", [FEW_PIECES, pytest.param(MANY_PIECES, marks=THOROUGH)], ids=len)
+@THOROUGH
+@pytest.mark.parametrize("pieces", [FEW_PIECES, MANY_PIECES], ids=len)
 def test_any_strategy_goes_on_from_what_any_other_has_kept(
     memory: dict[str, str], tmp_path: Path, pieces: list[tuple[str, int]]
 ) -> None:

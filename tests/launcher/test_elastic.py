@@ -52,7 +52,7 @@ def weights(folder: Path, dies: int) -> dict[str, torch.Tensor]:
     return torch.load(folder / f"weights-{dies}.pt")
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_a_rank_that_is_killed_costs_the_step_under_way(tmp_path: Path, size: int) -> None:
     (tmp_path / "script.py").write_text(TRAINS)
     run = ["run", f"--strategy=diloco:replicas={size},every=4"]
@@ -84,7 +84,10 @@ COMES_AND_GOES = TRAINS.replace("world.epochs(2)", "world.epochs(1_000_000)").re
 )
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "diloco:replicas=2,every=4"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["fsdp", pytest.param("diloco:replicas=2,every=4", marks=pytest.mark.thorough)],
+)
 def test_a_machine_that_is_lost_costs_a_step_and_another_takes_its_place(
     free_port: Callable[[], int], tmp_path: Path, strategy: str
 ) -> None:
