@@ -77,7 +77,8 @@ def fetch_step(
     run_on_all_ranks(collectives, ACTION, lambda: _check_memory(reading_of[machine], machine))
     random_states = _gather_random_states(collectives, kept)
     path_of_part: dict[str, str] = {}
-    """Of what was sent to this machine; by the rank that has written it, as text."""
+    """Where the parts are that were sent to this machine. The keys are the ranks that have written
+    them, as text, since JSON has no other keys."""
     for transfer in _plan_transfers(reading_of, machine_of_rank):
         if topology.rank == transfer.part.holder:
             _send(transfer)

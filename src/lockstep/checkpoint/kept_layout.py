@@ -47,7 +47,8 @@ class Section(NamedTuple):
     file: str
     """The name of a module, or `layout.TRAINING`, as the files of a checkpoint are called."""
     path: KeyPath
-    """Where it is in the state of that file: ("optimizer", "state"). Empty for a module."""
+    """The keys that lead to it in the state of that file: ("optimizer", "state"). Empty for a
+    module."""
     value: Any
     is_partial: bool
     """True if this rank has only some of the entries, and keeps all that it has."""
@@ -80,7 +81,7 @@ class Placement(NamedTuple):
     box: Box | None
     """The region of the whole tensor; None: the whole tensor."""
     dtype: torch.dtype
-    """As it is stored: exotic dtypes are stored as bytes."""
+    """The dtype in the area, where exotic ones are stored as bytes."""
     shape: Shape
 
     @property
@@ -108,13 +109,13 @@ class _Known:
     has_arrays: bool
     """True if some leaves are values of numpy, which are copied from step to step."""
     addresses: list[int]
-    """Where the leaves are."""
+    """The memory addresses of the leaves."""
     pattern: list[int]
     """Which of them are tied, see `_pattern`."""
     sources: list[Tensor]
     """What is copied, for each placement."""
     offsets: list[int] = field(default_factory=list)
-    """Where each placement is in the values."""
+    """The offset of each placement in the values of the area."""
     text: str = ""
     """The description of the section in the header; empty until the offsets are known."""
 

@@ -204,7 +204,9 @@ def read_step(
         CheckpointError: the parts do not fit together.
     """
     parts = [_Part(path) for path in paths]
-    names = {section["file"] for part in parts for section in part.sections}
+    names: set[str] = set()
+    for part in parts:
+        names.update(section["file"] for section in part.sections)
     saved: dict[str, Any] = {}
     for name in names - {layout.TRAINING, RANDOM}:
         saved[name] = _read_file(parts, name, lacks_shards=lacks_shards)

@@ -1,5 +1,7 @@
 """Keeps each step in memory that outlives the ranks, so that a failure costs the step under way.
 
+Others call this in-memory checkpoints.
+
 What is kept is what `world.checkpoint(...)` would save. It lies in memory of the launcher, two
 *areas* for each rank (`memory_area`); the ranks that it starts after a failure read it like a
 checkpoint on disk (`kept_reading`). Nothing is written to a disk. What no other machine has is sent
@@ -63,7 +65,7 @@ MAX_SHARE_OF_LINK = 0.1
 which the training itself uses too."""
 OWN_AREAS = 2
 AREAS_PER_RANK = 4
-"""Those of a rank itself, and those for copies of what a rank of another machine keeps."""
+"""Besides its own areas, a rank has two for copies of what a rank of another machine keeps."""
 NUM_WARM_UP_STEPS = 3
 """The first steps are slow, and in the second the layout may change: they are not measured."""
 NUM_MEASURED_STEPS = 8
@@ -139,7 +141,7 @@ class KeptSteps(Extension):
         self._own: list[Area] = []
         """The two areas of this rank. The other two of its slot are for copies."""
         self._places: dict[int, list[Tensor]] = {}
-        """Where the values are copied to, by the number of the area."""
+        """The places in an area that the values are copied to, by the number of the area."""
         self._version_of_places: dict[int, int] = {}
         self._attempt = 0
         self._serial = 0
@@ -182,7 +184,9 @@ class KeptSteps(Extension):
 
     def report(self) -> list[dict[str, Any]]:
         """Returns the reports of the areas that this rank looks after."""
-        areas = [area for slot in self._looked_after() for area in slot]
+        areas: list[Area] = []
+        for slot in self._looked_after():
+            areas += slot
         topology = self._topology
         return report_parts(areas, holder=topology.rank, machine=topology.node_rank)
 
@@ -304,7 +308,7 @@ class KeptSteps(Extension):
         except Exception as error:
             problem = error
         if self._num_steps == 0:
-            self._check_memory(problem)
+            self._begin(problem)
         elif problem is not None:
             self._give_up(problem)
         if not self._is_on or self._has_given_up:
@@ -397,8 +401,7 @@ class KeptSteps(Extension):
 
         Waits until the other ranks of the machine have sealed the step before.
         """
-        is_first = self._num_steps == 0
-        if is_first:
+        if self._num_steps == 0:
             return self._first_unprotected(self._own)
         deadline = time.perf_counter() + MAX_WAIT_FOR_PEERS_S
         while not self._last_is_complete():
@@ -440,8 +443,8 @@ class KeptSteps(Extension):
 
     # What it costs
 
-    def _check_memory(self, problem: Exception | None) -> None:
-        """Keeps nothing if memory is short on any machine, or a state cannot be stored; says so.
+    def _begin(self, problem: Exception | None) -> None:
+        """Agrees with the other ranks whether steps are kept, and where copies go; says so.
 
         All ranks call it when they keep something for the first time. One exchange of text.
 
@@ -449,7 +452,8 @@ class KeptSteps(Extension):
             problem: why the state of this rank cannot be stored.
 
         Raises:
-            CheckpointError: it is short, or a state cannot be stored, and every step was asked for.
+            CheckpointError: memory is short on a machine, or a state cannot be stored, and every
+                step was asked for.
         """
         own_slot = self._slots[self._topology.local_rank]
         answers = self._collectives.exchange(
@@ -463,54 +467,38 @@ class KeptSteps(Extension):
                 "problem": None if problem is None else str(problem),
             }
         )
-        self._is_replica = all(answer["is_replica"] for answer in answers)
-        places = [(answer["machine"], answer["local_rank"]) for answer in answers]
-        partners = None if self._is_replica else find_partners(places, self._topology.rank)
-        num_areas = OWN_AREAS if partners is None else AREAS_PER_RANK
-        for answer in answers:
-            answer["needed"] = num_areas * answer["bytes"]
-            answer["new"] = max(0, answer["needed"] - answer["held"])
         problems = [answer["problem"] for answer in answers if answer["problem"] is not None]
         if problems:
             if self._every_step and isinstance(problem, LockstepError):
                 raise problem
             self._refuse(problems[0], "let state_dict() return what a checkpoint can store")
             return
-        for machine in sorted({answer["machine"] for answer in answers}):
-            on_machine = [answer for answer in answers if answer["machine"] == machine]
-            new = sum(answer["new"] for answer in on_machine)
-            available = on_machine[0]["available"]
-            if available is not None and new > MAX_SHARE_OF_FREE_MEMORY * available:
-                self._refuse(
-                    f"it takes {format_bytes(new)} of memory on a machine, and "
-                    f"{format_bytes(available)} are free",
-                    "use fsdp, which divides the state, start fewer processes, or free some memory",
-                )
+        self._is_replica = all(answer["is_replica"] for answer in answers)
+        places = [(answer["machine"], answer["local_rank"]) for answer in answers]
+        partners = None if self._is_replica else find_partners(places, self._topology.rank)
+        num_areas = OWN_AREAS if partners is None else AREAS_PER_RANK
+        answers_of_machine: dict[int, list[dict[str, Any]]] = {}
+        for answer in answers:
+            answer["needed"] = num_areas * answer["bytes"]
+            answers_of_machine.setdefault(answer["machine"], []).append(answer)
+        for on_machine in answers_of_machine.values():
+            self._check_memory(on_machine)
+            if not self._is_on:
                 return
-        on_this_machine = [a for a in answers if a["machine"] == self._topology.node_rank]
+        on_this_machine = answers_of_machine[self._topology.node_rank]
         self._bytes_on_machine = sum(answer["bytes"] for answer in on_this_machine)
         if partners is not None:
             receiver, sender = partners
-            areas = own_slot[OWN_AREAS:]
-            self._partner = PartnerCopies(
-                areas,
-                next_area=self._first_unprotected(areas),
-                receiver=receiver,
-                sender=sender,
-                has_given_up=lambda: self._has_given_up,
-                timeout=self._timeout,
-            )
-        most = max(answer["needed"] for answer in answers)
-        first = [answer for answer in answers if answer["machine"] == answers[0]["machine"]]
-        total = sum(answer["needed"] for answer in first)
+            self._partner = self._open_partner_copies(own_slot[OWN_AREAS:], receiver, sender)
         if self._serial > 1:
             return  # an earlier attempt has said it
+        most = max(answer["needed"] for answer in answers)
+        total = sum(answer["needed"] for answer in answers_of_machine[answers[0]["machine"]])
         copies = "two copies"
+        note = ""
         if partners is not None:
             copies = "two copies on its machine and two on another one"
-        note = ""
-        num_machines = len({machine for machine, _ in places})
-        if num_machines > 1 and not self._is_replica and partners is None:
+        elif len(answers_of_machine) > 1 and not self._is_replica:
             note = (
                 "; the machines have different numbers of ranks, so that no machine has a copy of "
                 "the shards of another one"
@@ -518,6 +506,43 @@ class KeptSteps(Extension):
         self._say(
             f"every step is kept in memory: {copies}, {format_bytes(most)} for a rank at most, "
             f"{format_bytes(total)} on its machine{note}"
+        )
+
+    def _check_memory(self, answers: Sequence[dict[str, Any]]) -> None:
+        """Keeps nothing from now on if a machine has too little memory.
+
+        Args:
+            answers: of the ranks of the machine, see `_begin`.
+
+        Raises:
+            CheckpointError: it has, and every step was asked for.
+        """
+        new = sum(max(0, answer["needed"] - answer["held"]) for answer in answers)
+        available = answers[0]["available"]
+        if available is not None and new > MAX_SHARE_OF_FREE_MEMORY * available:
+            self._refuse(
+                f"it takes {format_bytes(new)} of memory on a machine, and "
+                f"{format_bytes(available)} are free",
+                "use fsdp, which divides the state, start fewer processes, or free some memory",
+            )
+
+    def _open_partner_copies(
+        self, areas: Sequence[Area], receiver: int, sender: int
+    ) -> PartnerCopies:
+        """Returns what copies to another machine. All ranks call this.
+
+        Args:
+            areas: as in `PartnerCopies`.
+            receiver: as in `PartnerCopies`.
+            sender: as in `PartnerCopies`.
+        """
+        return PartnerCopies(
+            areas,
+            next_area=self._first_unprotected(areas),
+            receiver=receiver,
+            sender=sender,
+            has_given_up=lambda: self._has_given_up,
+            timeout=self._timeout,
         )
 
     def _refuse(self, found: str, advice: str) -> None:

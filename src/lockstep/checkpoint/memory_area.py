@@ -88,7 +88,7 @@ class Area:
         self._view: memoryview
         """The same memory."""
         self.values_at = PAGE_BYTES
-        """Where the values are that this process writes."""
+        """The offset at which this process writes values."""
         self._values_bytes = 0
         self._map(max(PAGE_BYTES, os.stat(path).st_size))
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class GroupFiles(NamedTuple):
-    """Where a control group tells of its memory."""
+    """The names of the files in which a control group tells of its memory."""
 
     limit: str
     usage: str
@@ -24,7 +24,7 @@ FILES_OF_VERSION = {
     1: GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: GroupFiles("memory.max", "memory.current", "inactive_file"),
 }
-"""By the version of Linux's control groups."""
+"""The names differ between the versions of Linux's control groups, which are the keys."""
 
 
 def own_cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
