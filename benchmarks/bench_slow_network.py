@@ -101,7 +101,7 @@ def gpt(width: int, layers: int, rate: float, batch: int, warm_up: int) -> Probl
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    pages = [page for page in sorted(PAGES.glob("*.md")) if not page.name.endswith(".zh-CN.md")]
+    pages = [page for page in sorted(PAGES.glob("*.md")) if ".zh" not in page.name]
     characters = "".join(page.read_text(encoding="utf-8") for page in pages)
     known = {each: number for number, each in enumerate(sorted(set(characters)))}
     codes = torch.tensor([known[each] for each in characters])

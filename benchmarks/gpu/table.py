@@ -139,7 +139,7 @@ def page(lines: Sequence[Line], source: str) -> str:
     return "\n".join(parts)
 
 
-INTRODUCTION = f"""# What has run on GPUs
+INTRODUCTION = f"""# GPUs: what has been run, and what has not
 
 `make gpu` runs everything below in at most 540 s on a machine with one GPU. Each part is a process
 of its own with a limit of its own, and each result is on disk as soon as it is known; a part that

@@ -15,7 +15,7 @@ LONGEST = 128
 def load_text() -> tuple[list[Tensor], list[Tensor]]:
     """Paragraphs to train on and to test with, each of shape `(characters,)`."""
     folder = Path(__file__).parents[2] / "docs"
-    english = (path for path in sorted(folder.glob("*.md")) if "zh-CN" not in path.name)
+    english = (path for path in sorted(folder.glob("*.md")) if ".zh" not in path.name)
     text = "\n\n".join(path.read_text(encoding="utf-8") for path in english)
     pieces = [
         paragraph[begin : begin + LONGEST]

@@ -16,6 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+ENGLISH = [page for page in PAGES if not re.search(r"\.zh(-CN)?\.md$", page.name)]
+"""The others have the same programs, as `test_two_languages.py` sees."""
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<info>[^`\n]*)\n(?P<text>.*?)^(?P=indent)```$", re.M | re.S
 )

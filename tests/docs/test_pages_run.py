@@ -27,7 +27,7 @@ def count(page: Path, info: str) -> int:
     return sum(block.info == info for block in pages.blocks(page))
 
 
-WITH_PYTHON = [page for page in pages.PAGES if count(page, "python")]
+WITH_PYTHON = [page for page in pages.ENGLISH if count(page, "python")]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_its_python_runs(page: Path, ran: Path) -> None:
 
 
 def test_few_blocks_do_not_run() -> None:
-    skipped = {page.name: count(page, "python no-run") for page in pages.PAGES}
+    skipped = {page.name: count(page, "python no-run") for page in pages.ENGLISH}
     assert {name: number for name, number in skipped.items() if number} == MAY_NOT_RUN
 
 

@@ -21,7 +21,7 @@ GROUPS: dict[str, str] = _TEXTS["groups"]
 
 # The beginning of docs/findings.md.
 _PAGE_HEAD = """\
-# Findings
+# Findings of lockstep verify: LS codes
 
 What makes several processes compute other numbers than one, by the codes that end Lockstep's
 errors, its warnings and the verdicts of `lockstep verify`:
