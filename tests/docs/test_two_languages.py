@@ -32,7 +32,6 @@ NOT_YET = {
     "streaming_libraries",
     "streams",
     "troubleshooting",
-    "verify",
 }
 
 DOCS = sorted(page for page in pages.ENGLISH if page.parent.name == "docs")
