@@ -26,7 +26,6 @@ NOT_YET = {
     "promises",
     "reference",
     "report",
-    "same_bits",
     "several_machines",
     "slow_networks",
     "streaming_libraries",
