@@ -16,7 +16,6 @@ NOT_YET = {
     "benchmarks",
     "check_devices",
     "communication",
-    "compile",
     "failures",
     "findings",
     "gpu",
