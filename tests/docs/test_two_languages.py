@@ -29,7 +29,6 @@ NOT_YET = {
     "slow_networks",
     "streaming_libraries",
     "streams",
-    "troubleshooting",
 }
 
 DOCS = sorted(page for page in pages.ENGLISH if page.parent.name == "docs")
