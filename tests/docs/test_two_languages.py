@@ -28,7 +28,6 @@ NOT_YET = {
     "several_machines",
     "slow_networks",
     "streaming_libraries",
-    "streams",
 }
 
 DOCS = sorted(page for page in pages.ENGLISH if page.parent.name == "docs")
