@@ -21,7 +21,6 @@ NOT_YET = {
     "gpu",
     "journal",
     "known_programs",
-    "large_models",
     "promises",
     "reference",
     "report",
