@@ -19,7 +19,6 @@ NOT_YET = {
     "failures",
     "findings",
     "gpu",
-    "journal",
     "known_programs",
     "promises",
     "reference",
