@@ -25,7 +25,6 @@ NOT_YET = {
     "report",
     "several_machines",
     "slow_networks",
-    "streaming_libraries",
 }
 
 DOCS = sorted(page for page in pages.ENGLISH if page.parent.name == "docs")
