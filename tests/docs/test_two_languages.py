@@ -16,14 +16,12 @@ NOT_YET = {
     "benchmarks",
     "check_devices",
     "communication",
-    "failures",
     "findings",
     "gpu",
     "known_programs",
     "promises",
     "reference",
     "report",
-    "several_machines",
     "slow_networks",
 }
 
