@@ -22,7 +22,6 @@ NOT_YET = {
     "promises",
     "reference",
     "report",
-    "slow_networks",
 }
 
 DOCS = sorted(page for page in pages.ENGLISH if page.parent.name == "docs")
