@@ -14,8 +14,6 @@ pytestmark = pytest.mark.unit
 NOT_YET = {
     "README",
     "benchmarks",
-    "check_devices",
-    "communication",
     "findings",
     "gpu",
     "known_programs",
